@@ -1,4 +1,4 @@
-"""Lines that no value can forge, and a file that only grows."""
+"""The audit log file: no value can forge a line, and the file is append-only."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_log_without_the_checkpoint_line_is_not_continued(tmp_path):
 
 
 class FullDisk(files.Disk):
-    """Has room for so many bytes more."""
+    """A disk with space for `room` more bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room

@@ -1,4 +1,4 @@
-"""What is logged is what was handed out, and whatever was changed afterwards is found."""
+"""The log records the batches that were returned, and verification detects every later change."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_mixed_run_logs_what_every_source_contributed(root, tmp_path, mix_by, 
 
 
 def counted(root, config, steps):
-    """Rows, tokens or trained tokens of each source, counted one by one from batches and stored episodes."""
+    """Count the rows, tokens or trained tokens of each source one by one, from batches and stored episodes."""
     loader = EpisodeLoader(root, {**SMALL, **config}, tensors=False)
     stored = {
         source.name: [source.episodes("train").rows([n]) for n in range(len(source.episodes("train")))]
@@ -157,7 +157,7 @@ def test_evaluation_is_not_in_the_log(dataset, tmp_path):
 
 
 def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path):
-    """Its dataset_load line does not name the digests, which are of all bytes of a row."""
+    """Its dataset_load line has no row_digest, and its digests cover all bytes of a row."""
     audit, states = run(dataset, tmp_path, 20, checkpoints=(20,), every=6)
     loader = EpisodeLoader(dataset, SMALL, tensors=False)
     lines = audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1]
@@ -230,7 +230,7 @@ def test_digests_cover_all_ranks_if_they_can_be_reduced(dataset, tmp_path, share
 
 
 def test_a_reader_that_swaps_two_episodes_is_detected(dataset, tmp_path, monkeypatch):
-    """The loader believes that all is well, and its episode ids say so."""
+    """The swap does not show in the episode ids that the loader reports."""
     real = EpisodeReader.locate
 
     def swapping(self, episodes):
@@ -272,7 +272,7 @@ def test_a_change_of_data_files_under_the_same_metadata_is_detected(dataset, tmp
 
 
 def test_300_manipulations_are_all_detected(dataset, tmp_path):
-    """Half of them with every hash after the change made anew."""
+    """In half of them, every hash after the change is recomputed."""
     config = {"batch_size": 8}
     audit, states = run(dataset, tmp_path, 9, checkpoints=(4,), config=config, every=2)
     audit, states = run(dataset, tmp_path, 15, checkpoints=(9, 15), config=config, every=2, saved=states[4])
@@ -299,7 +299,7 @@ def test_300_manipulations_are_all_detected(dataset, tmp_path):
 
 
 def tampered(lines, kind, rng):
-    """The lines after one change, and the first that differs."""
+    """Return the lines after one change, and the number of the first line that differs."""
     at = rng.randrange(len(lines))
     changed = list(lines)
     if kind == "change":
@@ -376,7 +376,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("number", range(len(FORGERIES)))
 def test_a_forged_log_with_a_valid_hash_chain_is_detected(dataset, tmp_path, number):
-    """No head of a checkpoint is given."""
+    """It is detected even without the head of a checkpoint."""
     action, forge, said = FORGERIES[number]
     _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
     audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])
@@ -543,7 +543,7 @@ def test_a_missing_or_empty_log_is_one_error_line(dataset, tmp_path):
 
 
 def edited(state, *place, value):
-    """A copy of a state with another value at a place."""
+    """Return a copy of a state with another value at one path."""
     copied = json.loads(json.dumps(state))
     *outer, last = place
     inner = copied
@@ -555,7 +555,7 @@ def edited(state, *place, value):
 
 @pytest.fixture(scope="module")
 def checkpointed(dataset, tmp_path_factory):
-    """A log, and the state that a checkpoint keeps at step 15."""
+    """A log, and the state in its checkpoint at step 15."""
     audit, states = run(dataset, tmp_path_factory.mktemp("logs"), 20, checkpoints=(15,))
     return audit.path, states[15]
 

@@ -69,7 +69,7 @@ def test_order_counts_only_episodes_that_are_long_enough(run, dataset):
     assert f"is at position {len(long) - 1}\n" in run("order", "ds", "--config", "config.json", "--find", str(last))[1]
     short = str(np.flatnonzero(lengths < 120)[0])
     code, _, err = run("order", "ds", "--config", "config.json", "--find", short)
-    assert code == 2 and f"episode {short} has fewer than 120 tokens (episode_min_tokens) and comes in no epoch" in err
+    assert code == 2 and f"episode {short} has fewer than 120 tokens (episode_min_tokens) and is in no epoch" in err
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_order_counts_only_episodes_that_are_long_enough(run, dataset):
     [
         (["--mode", "shuffled"], 'batch_sampling_mode is "shuffled"'),
         (["--seed", "-1"], "epoch_seed is -1"),
-        (["--find", "100000"], "episode 100000; train has 0 to "),
-        (["--mode", "random", "--find", "1"], "draws with replacement"),
-        (["--mode", "random", "--epoch", "1"], "it has no epochs"),
+        (["--find", "100000"], "no episode 100000 in train; expected 0 to "),
+        (["--mode", "random", "--find", "1"], "samples with replacement"),
+        (["--mode", "random", "--epoch", "1"], "the order random has no epochs"),
         (["--split", "test"], "has no split test"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Datasets for the tests of loading, and what a batch of them must be, worked out one token at a time."""
+"""Datasets for the loading tests, and an oracle that computes batches one token at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAD = 3
 
 
 def write_rows(target: Path, splits: Mapping[str, Rows], *, vocab_size: int = 1000, shard_tokens: int = 120) -> Path:
-    """A dataset of these rows, as the pipeline would leave it."""
+    """Write a dataset of these rows, as the pipeline would."""
     staging, ledger, infos = staging_for(target), Ledger(), {}
     for name, rows in splits.items():
         with SplitWriter(staging / name, vocab_size=vocab_size, shard_tokens=shard_tokens) as writer:
@@ -51,7 +51,7 @@ def write_rows(target: Path, splits: Mapping[str, Rows], *, vocab_size: int = 10
 
 
 def write_source(root: Path, name: str, splits: Mapping[str, Rows], *, vocab_size: int = 1000) -> Path:
-    """The cache of one source of these rows."""
+    """Write the cache of one source with these rows."""
     ledger = Ledger()
     for rows in splits.values():
         trained = int(np.count_nonzero(rows.mask()))
@@ -78,7 +78,7 @@ def write_source(root: Path, name: str, splits: Mapping[str, Rows], *, vocab_siz
 
 
 def write_plain_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence[Sequence[int]] | None) -> Path:
-    """What another program might have written: the documented files and nothing else."""
+    """Write only the documented files, as another program might."""
     shard = target / "train" / shard_name(0)
     shard.mkdir(parents=True)
     np.array([id for ids in episodes for id in ids], dtype="<u2").tofile(shard / TOKENS)
@@ -90,7 +90,7 @@ def write_plain_files(target: Path, episodes: Sequence[Sequence[int]], masks: Se
 
 
 def talks(seed: int, count: int, *, longest: int = 30, vocab_size: int = 1000) -> Rows:
-    """Conversations of one segment each, of 2 to `longest` tokens, every second span trained."""
+    """Make conversations of one segment each, with 2 to `longest` tokens, in which every second span is trained."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest + 1, count)
     table = np.zeros(2 * count, dtype=SPAN)
@@ -108,7 +108,7 @@ def talks(seed: int, count: int, *, longest: int = 30, vocab_size: int = 1000) -
 def expected(
     rows: Rows, batch: Sequence[Sequence[int]], *, block_size: int, use_loss_mask: bool = True, pad: int = PAD
 ) -> dict[str, list[list[Any]]]:
-    """The arrays of a batch whose rows hold these episodes, from plain data."""
+    """Compute the arrays of a batch whose rows contain these episodes, in plain Python."""
     plain = unbuild(rows)
     out: dict[str, list[list[Any]]] = {name: [] for name in Batch._fields}
     for episodes in batch:
@@ -149,7 +149,7 @@ def listed(batch: Batch) -> dict[str, list[list[Any]]]:
 
 
 def together(parts: Sequence[Batch]) -> Batch:
-    """The global batch that these ranks hold parts of."""
+    """Concatenate the batches of all ranks to the global batch."""
     most = max(part.episode_ids.shape[1] for part in parts)
     ids = [
         np.pad(part.episode_ids, ((0, 0), (0, most - part.episode_ids.shape[1])), constant_values=-1) for part in parts

@@ -1,4 +1,4 @@
-"""Batches against an oracle that works one token at a time; what is cut, packed, padded and trained."""
+"""Batches, compared with an oracle that works one token at a time: truncation, packing, padding and loss masks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from chatmill.rows import OWN_ID, Part, Rows, Rule
 
 
 def order(seed: int, epoch: int, eligible: list[int]) -> list[int]:
-    """The documented reconstruction, over the episodes that are long enough."""
+    """The documented reconstruction of the order, over the episodes that are long enough."""
     return [eligible[at] for at in np.random.RandomState(seed + epoch).permutation(len(eligible))]
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The longest first, each into the fullest bin that has room, of equals the one opened first."""
+    """Pack the longest first, each into the fullest bin with space; of equally full bins, the one opened first."""
     bins: list[tuple[int, list[int]]] = []
     for item in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
         fits = [number for number, (used, _) in enumerate(bins) if used + lengths[item] <= capacity]
@@ -36,20 +36,20 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     return [sorted(items) for _, items in bins]
 
 
-def test_batches_that_no_memory_holds_are_refused(tmp_path):
+def test_batches_larger_than_memory_are_refused(tmp_path):
     write_rows(tmp_path / "d", {"train": talks(1, 8)})
-    said = r"^4 rows of 2000000000 tokens take 224 GiB, the machine has \d+; lower batch_size or block_size$"
+    said = r"^4 rows of 2000000000 tokens need 224 GiB, the machine has \d+; lower batch_size or block_size$"
     with pytest.raises(UsageError, match=said):
         EpisodeLoader(tmp_path / "d", {"batch_size": 4, "block_size": 2_000_000_000})
 
 
-def test_segments_are_counted_back_in_their_episode():
+def test_segments_are_numbered_from_the_end_of_their_episode():
     found = segments_from_end(np.array([[7, 7, 7, 4, 9, 9, -1], [2, 3, 2, -1, -1, -1, -1]]))
     assert found.tolist() == [[-3, -2, -1, -1, -2, -1, -1], [-1, -1, -1, -4, -3, -2, -1]]
 
 
 def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
-    """The episodes of every row of an epoch of fewer than 2^16 episodes."""
+    """Return the episodes of every row of an epoch, for fewer than 2^16 episodes."""
     lengths = rows.lengths.tolist()
     eligible = [at for at, length in enumerate(lengths) if length >= config["episode_min_tokens"]]
     episodes = order(config["epoch_seed"], epoch, eligible)
@@ -84,10 +84,10 @@ def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
         }
     ),
 )
-def test_every_batch_of_two_epochs_is_what_the_oracle_says(plain, more, shard_tokens, world_size, has_targets, config):
+def test_every_batch_of_two_epochs_equals_the_oracle(plain, more, shard_tokens, world_size, has_targets, config):
     rows = build(plain + more)
     if not has_targets:
-        # The compiled part builds these.
+        # The C extension builds these.
         rows.spans["target"] = OWN_ID
     with tempfile.TemporaryDirectory() as folder:
         target = write_rows(Path(folder) / "d", {"train": rows}, vocab_size=2**32, shard_tokens=shard_tokens)
@@ -116,7 +116,7 @@ def test_every_batch_of_two_epochs_is_what_the_oracle_says(plain, more, shard_to
         assert found == [expected(rows, batch, **arrays) for batch in wanted]
 
 
-def test_no_loss_crosses_a_border_where_other_rows_are_empty(tmp_path):
+def test_no_loss_crosses_a_border_next_to_empty_rows(tmp_path):
     rows = build([[((None, 1), [([5, 6], 1, 0, 1.0, 0, -1)])], [((None, 2), [([7, 8, 9], 1, 0, 1.0, 0, -1)])]])
     target = write_rows(tmp_path / "d", {"train": rows})
     config = {"batch_size": 4, "block_size": 6, "packing": "bins", "epoch_drop_last": False, "use_loss_mask": True}
@@ -137,8 +137,8 @@ def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
         assert batch.segments.tolist() == [[0, 0, 0, 1, 1]]
 
 
-def test_a_shard_with_as_many_segments_as_episodes_may_have_two_in_one_of_them(tmp_path):
-    """Numbers of segments are not those of episodes then, though there are equally many."""
+def test_a_shard_with_as_many_segments_as_episodes_may_have_an_episode_of_two(tmp_path):
+    """Then segment numbers differ from episode numbers, although there are equally many."""
     span = ([5, 6], 1, 0, 1.0, 0, -1)
     rows = build([[], [((None, 1), [span]), ((None, 2), [span])], [((None, 3), [span])]])
     target = write_rows(tmp_path / "d", {"train": rows}, shard_tokens=1000)
@@ -147,7 +147,7 @@ def test_a_shard_with_as_many_segments_as_episodes_may_have_two_in_one_of_them(t
     assert found == expected(rows, [[0], [1], [2]], block_size=5)
 
 
-def test_a_segment_without_a_token_counts_for_nothing(tmp_path):
+def test_a_segment_without_tokens_is_ignored(tmp_path):
     span = ([5, 6], 1, 0, 1.0, 0, -1)
     rows = build([[((None, 1), []), ((None, 2), [span]), ((None, 3), []), ((None, 4), [span]), ((None, 5), [])]])
     target = write_rows(tmp_path / "d", {"train": rows})
@@ -157,7 +157,7 @@ def test_a_segment_without_a_token_counts_for_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("window", [1, 5, 8, 100])
-def test_an_epoch_ends_where_no_whole_batch_is_left_wherever_windows_end(tmp_path, monkeypatch, window):
+def test_an_epoch_ends_after_its_last_complete_batch_for_any_window_size(tmp_path, monkeypatch, window):
     monkeypatch.setattr("chatmill.load.plan.WINDOW", window)
     target = write_rows(tmp_path / "d", {"train": talks(1, 20)})
     for size in range(1, 21):

@@ -1,4 +1,4 @@
-"""Batches of rows in memory, against reading every token one by one."""
+"""`collate`, compared with reading every token one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAD = 3
 
 @settings(max_examples=60)
 @given(rows_.filter(lambda plain: any(plain)), st.none() | st.integers(0, 3))
-def test_every_place_of_a_batch_is_what_the_row_says_there(plain, more):
+def test_every_position_of_a_batch_matches_its_row(plain, more):
     rows = build(plain)
     longest = max(2, *rows.lengths)
     batch = collate(rows, pad_token_id=PAD, length=None if more is None else longest + more)

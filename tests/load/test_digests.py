@@ -1,4 +1,4 @@
-"""Digests of rows: as docs/reference/files.md defines them, and other ones for whatever differs."""
+"""Digests of rows: as docs/reference/files.md defines them, and different for every change of a row."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def random_batch(seed, rows, size, most=3):
 
 
 def words_of(batch, row):
-    """The words of a row as plain numbers."""
+    """Return the words of a row as plain integers."""
     ids = [value % 2**32 for array in (batch.x, batch.y) for value in array[row].tolist()]
     return ids + [struct.unpack("<I", struct.pack("<f", value))[0] for value in batch.weights[row].tolist()]
 
 
 def sha256(batch, row, step, place):
-    """The digest of one row, from plain numbers."""
+    """Compute the digest of one row from plain integers."""
     x, y = batch.x[row].tolist(), batch.y[row].tolist()
     bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in batch.weights[row].tolist()]
     one = struct.unpack("<I", struct.pack("<f", 1.0))[0]
@@ -61,7 +61,7 @@ def blake2b(batch, row, step, place):
 def test_digests_are_as_documented(seed, steps, rows, size, usual):
     batch = random_batch(seed, steps * rows, size)
     if usual:
-        # As in fine-tuning: labels are the next tokens, and weights 1.
+        # As in fine-tuning: labels are the next tokens, and all weights are 1.
         following = np.append(batch.x[:, 1:], batch.x[:, :1], axis=1)
         weights = batch.loss_mask.astype(np.float32)
         batch = batch._replace(y=np.where(batch.loss_mask, following, -100), weights=weights)
@@ -72,7 +72,7 @@ def test_digests_are_as_documented(seed, steps, rows, size, usual):
 
 
 @pytest.mark.parametrize("row_digests", [sha256_rows, blake2b_rows])
-def test_every_position_step_place_and_episode_counts(row_digests):
+def test_a_digest_depends_on_every_position_the_step_the_row_and_the_episodes(row_digests):
     batch = random_batch(1, 2, 37)
     batch.episode_ids[:] = [[4, 5, -1], [6, -1, -1]]
     right = row_digests(batch, [3], 0)
@@ -90,7 +90,7 @@ def test_every_position_step_place_and_episode_counts(row_digests):
 
 
 @pytest.mark.parametrize("row_digests", [sha256_rows, blake2b_rows])
-def test_the_sum_of_a_batch_tells_rows_and_tokens_that_changed_places(row_digests):
+def test_the_sum_of_digests_detects_swapped_rows_and_tokens(row_digests):
     def total(batch):
         return row_digests(batch, [3], 0).sum(axis=0, dtype=np.uint64).tolist()
 

@@ -1,4 +1,4 @@
-"""The configuration: documented keys and defaults, files that inherit, and every fault named at once."""
+"""The loader configuration: documented keys and defaults, inherited files, and errors that list every fault."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_documented_example_is_a_config(tmp_path):
     assert LoadConfig.from_file(write(tmp_path / "a.json", **example)) == LoadConfig(use_loss_mask=True)
 
 
-def test_all_faults_are_one_error():
+def test_all_faults_are_reported_in_one_error():
     with pytest.raises(UsageError) as caught:
         LoadConfig.from_mapping({"batch_size": 0, "epoch_sed": 1, "use_loss_mask": "yes", "mix_by": "weight"})
     assert str(caught.value).startswith(
@@ -72,16 +72,19 @@ def test_all_faults_are_one_error():
         ({"batch_sampling_mode": None}, 'is null; expected "epoch" or "feistel" or "random"'),
         (
             {"batch_size": 8, "gradient_accumulation_steps": 3},
-            "8 cannot be taken in 3 equal parts; expected a multiple",
+            "8 cannot be split into 3 equal parts; expected a multiple",
         ),
-        ({"packing": "bins", "episode_min_tokens": 0}, "packing bins takes episodes of at least 1 token"),
-        ({"mix_sft": {"a": -1, "b": 0}}, "the weight of a is -1; a weight is over 0; mix_sft: the weight of b is 0"),
+        ({"packing": "bins", "episode_min_tokens": 0}, "packing bins requires at least 1"),
+        (
+            {"mix_sft": {"a": -1, "b": 0}},
+            "the weight of a is -1; expected a number above 0; mix_sft: the weight of b is 0",
+        ),
         ({"mix_sft": {"a": 10**400}}, "mix_sft: the weight of a is 1000"),
-        ({"mix_sft": {}}, "mix_sft names no source"),
+        ({"mix_sft": {}}, "mix_sft is empty"),
         ({"mix_sft": ["a"]}, "an object of sources and weights, or null"),
     ],
 )
-def test_a_wrong_value_is_refused_with_what_is_right(values, what):
+def test_an_invalid_value_is_refused_with_the_expected_one(values, what):
     with pytest.raises(UsageError) as caught:
         LoadConfig.from_mapping(values)
     assert what in str(caught.value)
@@ -103,7 +106,7 @@ def test_a_file_inherits_from_the_working_directory_before_its_own_folder(tmp_pa
     assert LoadConfig.from_file("mine.json", batch_size=2) == LoadConfig(epoch_seed=9, batch_size=2)
 
 
-def test_the_last_of_a_chain_wins(tmp_path, monkeypatch):
+def test_the_last_file_of_an_inheritance_chain_wins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.json", epoch_seed=1, batch_size=1, block_size=1)
     write(tmp_path / "b.json", inherits="a.json", batch_size=2, block_size=2)
@@ -111,7 +114,7 @@ def test_the_last_of_a_chain_wins(tmp_path, monkeypatch):
     assert LoadConfig.from_file("c.json") == LoadConfig(epoch_seed=1, batch_size=2, block_size=3)
 
 
-def test_a_circle_of_files_is_refused(tmp_path, monkeypatch):
+def test_circular_inheritance_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.json", inherits="b.json")
     write(tmp_path / "b.json", inherits="a.json")
@@ -119,7 +122,7 @@ def test_a_circle_of_files_is_refused(tmp_path, monkeypatch):
         LoadConfig.from_file("a.json")
 
 
-def test_an_inherited_file_that_is_nowhere_names_both_places(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_inherited_file_lists_both_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "sub" / "a.json", inherits="base.json")
     with pytest.raises(UsageError, match=r"neither of base.json and sub/base.json"):
@@ -137,7 +140,7 @@ def test_an_inherited_file_that_is_nowhere_names_both_places(tmp_path, monkeypat
         ('{"pad_token_id": NaN}', "pad_token_id is NaN"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused_by_name(tmp_path, text, what):
+def test_a_file_that_is_not_a_config_is_refused_by_name(tmp_path, text, what):
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -152,12 +155,12 @@ def test_a_file_that_is_a_link_to_itself_is_refused(tmp_path):
         LoadConfig.from_file(tmp_path / "a.json")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"none.json: cannot be read"):
         LoadConfig.from_file(tmp_path / "none.json")
 
 
-def test_a_subclass_adds_keys_that_are_checked_with_the_others(tmp_path):
+def test_keys_of_a_subclass_are_checked_with_the_others(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class WithLayers(LoadConfig):
         n_layer: int = key(2, "layers", integer(1))
@@ -176,7 +179,7 @@ def test_a_subclass_adds_keys_that_are_checked_with_the_others(tmp_path):
         LoadConfig.from_file(tmp_path / "a.json")
 
 
-def test_only_what_changes_the_order_is_part_of_it():
+def test_the_order_part_contains_only_keys_that_change_the_order():
     base = LoadConfig().order_part()
     assert LoadConfig(use_loss_mask=True, block_size=9, pad_token_id=4).order_part() == base
     for changes in ({"epoch_seed": 1}, {"batch_size": 4}, {"packing": "bins"}, {"episode_min_tokens": 3}):
@@ -185,7 +188,7 @@ def test_only_what_changes_the_order_is_part_of_it():
     assert LoadConfig(packing="bins", block_size=9).order_part() != packed
 
 
-def test_the_page_on_loading_has_every_key_with_its_default():
+def test_the_loading_page_documents_every_key_with_its_default():
     page = (Path(__file__).resolve().parents[2] / "docs" / "explanation" / "loading.md").read_text("utf-8")
     told = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", page, re.MULTILINE))
     defaults = {name: json.dumps(value) for name, value in LoadConfig().to_json().items()}

@@ -1,4 +1,4 @@
-"""The loader as it is used: sources it finds or misses, torch's loaders around it, who listens, and very large sets."""
+"""EpisodeLoader: finding sources, use in torch's DataLoader, listeners, and very large datasets."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def dataset(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """A folder of caches under the documented names."""
+    """A folder of caches with the documented names."""
     folder = tmp_path_factory.mktemp("caches")
     for seed, name in enumerate(("primer", "oasst1", "dolly15k")):
         write_source(folder, name, {"train": talks(10 + seed, 20 + seed), "val": talks(20 + seed, 4)})
     return folder
 
 
-# What a folder may be.
+# Kinds of folders.
 
 
 def test_a_dataset_of_another_program_is_read_with_and_without_a_mask(tmp_path):
@@ -51,7 +51,7 @@ def test_a_dataset_of_another_program_is_read_with_and_without_a_mask(tmp_path):
     masks = [[0, 1, 1], [0, 0], [1, 0, 1, 1]]
     masked = write_plain_files(tmp_path / "masked", episodes, masks)
     config = {"batch_size": 3, "block_size": 4, "epoch_shuffle": False, "pad_token_id": 0}
-    with pytest.raises(DataError, match="does not say which token ends a turn; set pad_token_id"):
+    with pytest.raises(DataError, match="does not record an end-of-turn token; set pad_token_id"):
         EpisodeLoader(masked, {**config, "pad_token_id": None})
     batch = EpisodeLoader(masked, {**config, "use_loss_mask": True}, tensors=False).get_batch()
     assert batch.x.tolist() == [[5, 6, 7, 0], [8, 9, 0, 0], [10, 11, 12, 13]]
@@ -64,14 +64,14 @@ def test_a_dataset_of_another_program_is_read_with_and_without_a_mask(tmp_path):
         [11, 12, 13, -100],
     ]
     bare = write_plain_files(tmp_path / "bare", episodes, None)
-    with pytest.raises(DataError, match=r"has no mask.bin, and use_loss_mask is true"):
+    with pytest.raises(DataError, match=r"has no mask.bin, but use_loss_mask is true"):
         EpisodeLoader(bare, {**config, "use_loss_mask": True})
     assert same(
         EpisodeLoader(bare, config, tensors=False).get_batch(), EpisodeLoader(masked, config, tensors=False).get_batch()
     )
 
 
-def test_the_end_of_turn_of_another_program_is_found_in_what_it_says_of_its_tokenizer(tmp_path):
+def test_the_end_of_turn_token_is_found_in_tokenizer_files_of_another_program(tmp_path):
     folder = write_plain_files(tmp_path / "d", [[5, 6, 7]], None)
     (folder / "dataset_metadata.json").write_text(json.dumps({"num_train_episodes": 1}))
     (folder / "tokenizer_state.json").write_text(json.dumps({"special_token_ids": {"eot": 9}}))
@@ -98,8 +98,8 @@ def test_a_folder_of_caches_is_mixed_as_documented_by_default(root):
 
 @pytest.mark.parametrize("kind", ["known", "plain"])
 @pytest.mark.parametrize("by", ["tokens", "trained_tokens"])
-def test_a_mix_by_tokens_gives_the_requested_shares_of_what_is_delivered(tmp_path, by, kind):
-    """Rows of one source are long and cut, of the other short and some skipped: all that changes what a row gives."""
+def test_a_mix_by_tokens_has_the_requested_shares_in_batches(tmp_path, by, kind):
+    """One source has long rows that are truncated, the other short rows, of which some are skipped."""
     long, short = talks(1, 60, longest=90), talks(2, 80, longest=9)
     if kind == "known":
         write_source(tmp_path, "long", {"train": long})
@@ -121,7 +121,7 @@ def test_a_mix_by_tokens_gives_the_requested_shares_of_what_is_delivered(tmp_pat
     for batch in islice(loader, 1200):
         amount = batch.loss_mask.sum(axis=1) if by == "trained_tokens" else (batch.segments == 0).sum(axis=1)
         np.add.at(given, (batch.episode_ids[:, 0] >= 60).astype(int), amount)
-    # x holds a token less than a row that is cut or full gives, and the first token is not trained.
+    # x has one token less than a full row, and the first token of a row is not trained.
     assert given / given.sum() == pytest.approx([0.6, 0.4], abs=0.01)
 
 
@@ -135,20 +135,20 @@ def test_every_split_of_a_mix_has_its_own_order_and_pass(root):
     assert passed.tolist() == [*range(12), *[-1] * 8]
 
 
-def test_the_order_in_which_a_config_names_sources_does_not_matter(root):
+def test_the_order_of_sources_in_a_config_does_not_matter(root):
     one, other = ({"oasst1": 2, "primer": 1}, {"primer": 1, "oasst1": 2})
     loaders = [EpisodeLoader(root, {**SMALL, "mix_sft": mix}, tensors=False) for mix in (one, other)]
     assert all(map(same, *(islice(loader, 8) for loader in loaders)))
     assert loaders[0].state_dict() == loaders[1].state_dict()
 
 
-def test_a_source_that_is_not_built_is_named_with_its_build_command(root, tmp_path):
+def test_the_error_for_a_missing_source_has_its_build_command(root, tmp_path):
     write_source(tmp_path, "primer", {"train": talks(1, 5), "val": talks(2, 2)})
     with pytest.raises(DataError) as caught:
         EpisodeLoader(tmp_path, SMALL)
     assert str(caught.value) == (
-        f"{tmp_path}: mix_sft names dolly15k, which is not built; "
-        f"{tmp_path}: mix_sft names oasst1, which is not built; "
+        f"{tmp_path}: mix_sft has dolly15k, which is not built; "
+        f"{tmp_path}: mix_sft has oasst1, which is not built; "
         f"build it with chatmill build-sft-dolly15k --out-dir {tmp_path}"
     )
 
@@ -157,77 +157,81 @@ def test_a_source_that_is_not_built_is_named_with_its_build_command(root, tmp_pa
     ("mix", "what"),
     [
         ({"primer": 1, "../secret": 1}, "is no name of a source"),
-        ({"primer": 1, "mine": 1}, r"mix_sft names mine, which is not built; build it with chatmill prepare … -o"),
+        ({"primer": 1, "mine": 1}, r"mix_sft has mine, which is not built; build it with chatmill prepare … -o"),
     ],
 )
-def test_a_mix_of_what_is_not_there_is_refused(root, mix, what):
+def test_a_mix_of_missing_sources_is_refused(root, mix, what):
     with pytest.raises((DataError, UsageError), match=what):
         EpisodeLoader(root, {**SMALL, "mix_sft": mix})
 
 
 def test_a_mix_over_one_dataset_is_refused(dataset):
-    with pytest.raises(UsageError, match="is one dataset, and mix_sft names a, b; expected the folder that holds them"):
+    with pytest.raises(UsageError, match="is a dataset of one source, but mix_sft has a, b; expected the folder that"):
         EpisodeLoader(dataset, {**SMALL, "mix_sft": {"a": 1, "b": 1}})
 
 
 def test_sources_of_different_tokenizers_are_refused(tmp_path):
     write_source(tmp_path, "primer", {"train": talks(1, 5)})
     write_source(tmp_path, "oasst1", {"train": talks(1, 5)}, vocab_size=2000)
-    with pytest.raises(DataError, match="was built with another tokenizer than"):
+    with pytest.raises(DataError, match="was built with a different tokenizer than"):
         EpisodeLoader(tmp_path, {**SMALL, "mix_sft": {"primer": 1, "oasst1": 1}})
 
 
-def test_a_folder_that_is_nothing_is_refused(tmp_path):
+def test_a_folder_without_a_dataset_or_caches_is_refused(tmp_path):
     with pytest.raises(
-        DataError, match=r"neither a dataset .* nor a folder of caches; expected a folder that chatmill prepare or "
+        DataError, match=r"is not a dataset .* or a folder of caches; expected a folder that chatmill prepare or "
     ):
         EpisodeLoader(tmp_path, SMALL)
     with pytest.raises(DataError, match="no such folder"):
         EpisodeLoader(tmp_path / "none", SMALL)
 
 
-def test_a_missing_split_is_an_error_and_never_another_in_disguise(tmp_path):
+def test_a_missing_split_is_an_error_and_not_replaced_by_another(tmp_path):
     target = write_rows(tmp_path / "d", {"train": talks(1, 8)})
     loader = EpisodeLoader(target, SMALL)
     with pytest.raises(DataError, match="has no split val; it has train"):
         loader.get_batch("val")
     assert loader.splits == ("train",)
     empty = write_rows(tmp_path / "e", {"train": talks(1, 8), "val": talks(1, 0)})
-    with pytest.raises(DataError, match="the split val holds no episode"):
+    with pytest.raises(DataError, match="the split val is empty"):
         EpisodeLoader(empty, SMALL, split="val")
 
 
 def test_a_padding_token_outside_the_vocabulary_is_refused(dataset):
-    with pytest.raises(DataError, match=r"pad_token_id is 1000; .* has ids below 1000"):
+    with pytest.raises(DataError, match=r"pad_token_id is 1000; expected an id below 1000"):
         EpisodeLoader(dataset, {**SMALL, "pad_token_id": 1000})
 
 
 @pytest.mark.parametrize(
     ("rank", "world_size", "what"),
-    [(0, 3, "batch_size 4 cannot be shared by 3 ranks"), (2, 2, "rank 2 of 2"), (-1, 1, "rank -1 of 1")],
+    [
+        (0, 3, "batch_size 4 cannot be shared by 3 ranks"),
+        (2, 2, "rank is 2; expected 0 to 1"),
+        (-1, 1, "rank is -1; expected 0 to 0"),
+    ],
 )
-def test_a_world_that_cannot_be_is_refused(dataset, rank, world_size, what):
+def test_an_invalid_rank_or_world_size_is_refused(dataset, rank, world_size, what):
     with pytest.raises(UsageError, match=what):
         EpisodeLoader(dataset, SMALL, rank=rank, world_size=world_size)
-    with pytest.raises(UsageError, match="by 2 ranks in 4 steps each; expected a multiple of 8"):
+    with pytest.raises(UsageError, match="by 2 ranks in 4 accumulation steps each; expected a multiple of 8"):
         EpisodeLoader(dataset, {**SMALL, "gradient_accumulation_steps": 4}, world_size=2)
 
 
-def test_an_order_without_epochs_cannot_end_after_some(dataset):
-    with pytest.raises(UsageError, match="epochs is 2, and the order random/1 has no epochs"):
+def test_epochs_are_refused_for_an_order_without_epochs(dataset):
+    with pytest.raises(UsageError, match="epochs is 2, but the order random/1 has no epochs"):
         EpisodeLoader(dataset, {**SMALL, "batch_sampling_mode": "random"}, epochs=2)
 
 
-# What is handed out.
+# Returned batches.
 
 
 def begins_inside_an_answer(rows: Rows, row: int, capacity: int) -> bool:
-    """Whether the last tokens of a row begin between two trained tokens."""
+    """Return whether truncation to `capacity` cuts a row between two trained tokens."""
     mask = rows[row : row + 1].mask().tolist()
     return len(mask) > capacity and mask[-capacity] and mask[-capacity - 1]
 
 
-def test_counts_say_what_was_cut_and_what_is_trained(tmp_path):
+def test_counts_of_truncated_and_trained_tokens(tmp_path):
     rows = talks(4, 6, longest=12)
     target = write_rows(tmp_path / "d", {"train": rows})
     loader = EpisodeLoader(target, {"batch_size": 4, "block_size": 6, "use_loss_mask": True, "epoch_drop_last": False})
@@ -248,7 +252,7 @@ def test_counts_say_what_was_cut_and_what_is_trained(tmp_path):
     assert batches[0].x.shape == (4, 6)
 
 
-def test_batches_are_tensors_of_the_promised_types_and_can_be_written_to(dataset):
+def test_batches_are_writable_tensors_of_the_documented_types(dataset):
     batch = EpisodeLoader(dataset, SMALL).get_batch()
     assert {name: (array.dtype, tuple(array.shape)) for name, array in batch._asdict().items()} == {
         "x": (torch.int64, (4, 16)),
@@ -275,7 +279,7 @@ def test_a_batch_is_split_for_gradient_accumulation(dataset):
         batch.split(3)
 
 
-def test_batches_do_not_depend_on_how_many_are_made_at_once(dataset, monkeypatch):
+def test_batches_do_not_depend_on_how_many_are_built_together(dataset, monkeypatch):
     config = {**SMALL, "packing": "bins", "epoch_drop_last": False}
     together = list(EpisodeLoader(dataset, config, epochs=3, tensors=False))
     monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
@@ -284,7 +288,7 @@ def test_batches_do_not_depend_on_how_many_are_made_at_once(dataset, monkeypatch
     assert all(map(same, together, alone))
 
 
-def test_a_reader_that_finds_damage_says_so_each_time_and_leaves_the_cursor(tmp_path):
+def test_damage_is_reported_at_every_attempt_and_the_cursor_does_not_move(tmp_path):
     target = write_plain_files(tmp_path / "d", [[5, 6, 7], [8, 9], [1, 2]], None)
     index = np.fromfile(target / "train" / shard_name(0) / INDEX, dtype="<u8").reshape(-1, 2)
     index[1] = 6, 2
@@ -295,12 +299,12 @@ def test_a_reader_that_finds_damage_says_so_each_time_and_leaves_the_cursor(tmp_
     for _ in range(2):
         with pytest.raises(DataError, match="points beyond the tokens; it was changed, see chatmill verify"):
             list(islice(loader, 3))
-    # The first batch is whole, and was returned; the second is tried again.
+    # The first batch is intact and was returned; the second is tried again.
     assert loader.cursor().step == 1
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_damaged_byte_of_the_origins_is_read_past_or_named(tmp_path, packed):
+def test_a_damaged_byte_in_the_origins_is_harmless_or_reported(tmp_path, packed):
     rows = talks(1, 4)
     made = write_rows(tmp_path / "d", {"train": pack(rows, 60) if packed else rows})
     path = made / "train" / shard_name(0) / ORIGINS
@@ -314,7 +318,7 @@ def test_a_damaged_byte_of_the_origins_is_read_past_or_named(tmp_path, packed):
             said.add(str(fault))
     right = f"; it was changed, see chatmill verify {made} --full"
     assert said == {
-        f"{path}: its segments do not follow one another{right}",
+        f"{path}: segments are out of order{right}",
         f"{path.with_name(SPANS)}: spans do not tile the tokens of their rows{right}",
     }
 
@@ -327,13 +331,12 @@ def test_ids_of_two_widths_are_not_read_together(tmp_path):
     with pytest.raises(DataError) as raised:
         EpisodeLoader(tmp_path / "all", config)
     assert str(raised.value) == (
-        f"{wide}: has ids of 32 bits, and {narrow} of 16; "
-        "what is read together must have one width, write one of them again"
+        f"{wide}: has token ids of 32 bits, but {narrow} has 16; expected one width; rebuild one of them"
     )
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_an_epoch_that_has_no_seed_is_a_fault_only_when_it_is_reached(dataset, ahead):
+def test_an_epoch_beyond_the_last_seed_fails_only_when_it_is_reached(dataset, ahead):
     config = {**SMALL, "epoch_seed": 2**32 - 1}
     loader = EpisodeLoader(dataset, config, tensors=False, ahead=ahead)
     first = list(EpisodeLoader(dataset, config, epochs=1, tensors=False))
@@ -344,7 +347,7 @@ def test_an_epoch_that_has_no_seed_is_a_fault_only_when_it_is_reached(dataset, a
 
 
 def slowly(loader: EpisodeLoader) -> threading.Thread:
-    """Take batches so slowly that a thread makes them ahead; the thread."""
+    """Take batches so slowly that a thread prefetches them; return the thread."""
     known = set(threading.enumerate())
     while not (new := set(threading.enumerate()) - known):
         loader.get_batch()
@@ -352,7 +355,7 @@ def slowly(loader: EpisodeLoader) -> threading.Thread:
     return new.pop()
 
 
-def test_what_a_thread_made_ahead_and_was_not_handed_out_does_not_count(dataset, monkeypatch):
+def test_prefetched_batches_that_were_not_returned_do_not_count(dataset, monkeypatch):
     monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
     loader = EpisodeLoader(dataset, SMALL, tensors=False, ahead=3)
     slowly(loader)
@@ -364,7 +367,7 @@ def test_what_a_thread_made_ahead_and_was_not_handed_out_does_not_count(dataset,
     assert loader.state_dict() == other.state_dict()
 
 
-def test_a_forgotten_loader_ends_its_thread(dataset, monkeypatch):
+def test_the_thread_ends_when_the_loader_is_garbage_collected(dataset, monkeypatch):
     monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
     loader = EpisodeLoader(dataset, SMALL, ahead=1)
     thread = slowly(loader)
@@ -372,7 +375,7 @@ def test_a_forgotten_loader_ends_its_thread(dataset, monkeypatch):
     thread.join()
 
 
-def test_a_closed_loader_ends_its_thread_and_goes_on(dataset, monkeypatch):
+def test_closing_a_loader_ends_its_thread_and_it_can_still_be_used(dataset, monkeypatch):
     monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
     loader = EpisodeLoader(dataset, SMALL, tensors=False, ahead=1)
     thread = slowly(loader)
@@ -383,12 +386,12 @@ def test_a_closed_loader_ends_its_thread_and_goes_on(dataset, monkeypatch):
     assert loader.cursor().step == before.step + 1
 
 
-# Around it.
+# Other loaders and listeners.
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_a_torch_data_loader_gives_the_same_batches_with_any_number_of_workers(dataset, workers):
+def test_a_torch_data_loader_returns_the_same_batches_with_any_number_of_workers(dataset, workers):
     plain = list(EpisodeLoader(dataset, {**SMALL, "packing": "bins"}, epochs=4))
     loader = EpisodeLoader(dataset, {**SMALL, "packing": "bins"}, epochs=4)
     found = list(DataLoader(loader, batch_size=None, num_workers=workers))
@@ -399,7 +402,7 @@ def test_a_torch_data_loader_gives_the_same_batches_with_any_number_of_workers(d
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning", "ignore:'set_vital':UserWarning")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_data_loader_goes_on_from_any_step(dataset, workers):
+def test_a_stateful_data_loader_resumes_from_any_step(dataset, workers):
     def made() -> StatefulDataLoader:
         loader = EpisodeLoader(dataset, SMALL, epochs=2)
         return StatefulDataLoader(loader, batch_size=None, num_workers=workers)
@@ -414,7 +417,7 @@ def test_a_stateful_data_loader_goes_on_from_any_step(dataset, workers):
         assert begun + [batch.episode_ids.tolist() for batch in after] == undisturbed, step
 
 
-def test_a_loader_travels_to_another_process_without_what_it_reads_ahead(dataset):
+def test_a_loader_is_pickled_without_prefetched_batches(dataset):
     loader = EpisodeLoader(dataset, SMALL, tensors=False)
     list(islice(loader, 3))
     other = copy.deepcopy(loader)
@@ -422,7 +425,7 @@ def test_a_loader_travels_to_another_process_without_what_it_reads_ahead(dataset
 
 
 class Heard:
-    """A listener that notes what it is told."""
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.told: list = []
@@ -442,7 +445,7 @@ class Heard:
         self.told.append(("complete", epoch, sorted(step.dropped.tolist())))
 
 
-def test_a_listener_is_told_of_batches_as_they_are_handed_out(dataset):
+def test_a_listener_is_called_when_batches_are_returned(dataset):
     heard = Heard()
     loader = EpisodeLoader(dataset, {**SMALL, "batch_size": 8, "epoch_shuffle": False}, listener=heard, ahead=2)
     assert heard.told == ["loaded"]
@@ -451,7 +454,7 @@ def test_a_listener_is_told_of_batches_as_they_are_handed_out(dataset):
     assert heard.told == ["loaded", ("start", "train", 0), 0, 1, 2, ("complete", 0, rest), ("start", "train", 1), 3]
 
 
-def test_digests_of_ranks_add_up_to_that_of_the_whole_batch_and_tell_what_was_handed_out(dataset):
+def test_digests_of_ranks_add_up_to_the_digest_of_the_global_batch(dataset):
     whole, parts = Heard(), [Heard(), Heard()]
     EpisodeLoader(dataset, SMALL, listener=whole).get_batch()
     for rank in range(2):
@@ -463,13 +466,13 @@ def test_digests_of_ranks_add_up_to_that_of_the_whole_batch_and_tell_what_was_ha
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_a_loader_that_is_listened_to_does_not_run_in_workers(dataset):
+def test_a_loader_with_a_listener_does_not_run_in_workers(dataset):
     loader = DataLoader(EpisodeLoader(dataset, SMALL, listener=Heard()), batch_size=None, num_workers=1)
-    with pytest.raises(UsageError, match="give DataLoader no workers"):
+    with pytest.raises(UsageError, match="set num_workers=0"):
         next(iter(loader))
 
 
-# The documented order, and very large sets.
+# The documented order, and very large datasets.
 
 
 def test_the_documented_snippet_reconstructs_the_order_of_the_loader(tmp_path):
@@ -511,8 +514,8 @@ print(json.dumps({
 """
 
 
-def test_a_billion_episodes_need_no_memory(tmp_path):
-    """Sparse files: no episode has a token but the last, so that sizes agree."""
+def test_a_billion_episodes_are_loaded_in_constant_memory(tmp_path):
+    """The files are sparse: all episodes are empty except the last, so that the sizes are consistent."""
     count = 10**9
     shard = tmp_path / "d" / "train" / shard_name(0)
     shard.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Mixing: every prefix has its shares, and sources run through their epochs whatever the others do."""
+"""Mixing: every prefix has the requested shares, and the epochs of each source do not depend on the others."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ weight_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)
 
 
 def plain_counts(sources: np.ndarray, number: int) -> np.ndarray:
-    """How many rows each source has had after every position."""
+    """Count the rows of each source after every position."""
     return np.cumsum(sources[:, None] == np.arange(number), axis=0)
 
 
 def farthest(weights: list[int], rows: int) -> Fraction:
-    """How far any source is from its share after any prefix, in rows."""
+    """Return the largest distance of any source from its share after any prefix, in rows."""
     sources, _ = MixSchedule(weights).at(np.arange(rows))
     had = plain_counts(sources, len(weights)) * sum(weights)
     due = np.arange(1, rows + 1)[:, None] * np.array(weights)
@@ -33,12 +33,12 @@ def farthest(weights: list[int], rows: int) -> Fraction:
 
 
 @given(weight_lists)
-def test_every_prefix_has_its_share_to_less_than_a_row(weights):
+def test_every_prefix_is_within_one_row_of_its_share(weights):
     bound = 1 - Fraction(1, 2 * len(weights) - 2) if len(weights) > 1 else 0
     assert farthest(weights, 2 * sum(weights) + 1) <= bound
 
 
-def test_the_default_mixture_is_exact_to_a_row_at_every_prefix_of_100_000():
+def test_the_default_mix_is_within_one_row_at_every_prefix_of_100_000():
     weights = row_weights(shares(MIX_SFT))
     assert weights == {"primer": 1, "oasst1": 7, "dolly15k": 2}
     assert farthest(list(weights.values()), 100_000) < 1
@@ -56,7 +56,7 @@ def test_long_periods_and_many_sources_keep_the_bound(small):
 
 
 @given(weight_lists, st.integers(0, 10**12))
-def test_turns_count_up_in_every_source_and_can_be_found_again(weights, start):
+def test_ordinals_count_up_in_every_source_and_can_be_inverted(weights, start):
     schedule = MixSchedule(weights)
     positions = np.arange(start, start + 3 * sum(weights))
     sources, ordinals = schedule.at(positions)
@@ -76,7 +76,7 @@ def test_a_golden_schedule_never_changes():
 
 
 @given(st.dictionaries(st.sampled_from("abcdefg"), st.floats(0.01, 100), min_size=1))
-def test_any_weights_become_turns_within_one_in_a_period(weights):
+def test_any_weights_become_row_counts_within_one_row_per_period(weights):
     requested = shares(weights)
     turns = row_weights(requested)
     total = sum(turns.values())
@@ -85,7 +85,7 @@ def test_any_weights_become_turns_within_one_in_a_period(weights):
         assert abs(Fraction(turns[name], total) - share) <= Fraction(1, PERIOD)
 
 
-def test_a_weight_is_the_number_as_it_is_written():
+def test_a_weight_is_read_as_an_exact_decimal():
     assert shares({"a": 0.1, "b": 0.2}) == {"a": Fraction(1, 3), "b": Fraction(2, 3)}
     assert row_weights(shares({"a": 0.3, "b": 0.15, "c": 1})) == {"a": 6, "b": 3, "c": 20}
 
@@ -105,7 +105,7 @@ def test_the_mixed_order_draws_each_source_in_its_own_epochs():
 
 
 @pytest.mark.parametrize("mode", ["epoch", "feistel"])
-def test_any_block_of_the_mixed_order_is_a_piece_of_the_whole(mode):
+def test_any_block_of_the_mixed_order_is_a_slice_of_the_whole(mode):
     mixed = MixedOrder({n: make_order(mode, size, seed=3) for n, size in {"a": 5, "b": 300}.items()}, {"a": 2, "b": 5})
     whole = mixed.block(0, 0, 1000)
 
@@ -124,7 +124,7 @@ def test_an_episode_is_found_in_each_epoch_of_its_source():
         assert found == np.flatnonzero(episodes == episode)[:3].tolist()
 
 
-def test_random_sources_draw_by_the_mixed_position():
+def test_random_sources_use_the_position_of_the_mix():
     orders = {name: make_order("random", 1000, seed=3) for name in "ab"}
     mixed = MixedOrder(orders, {"a": 1, "b": 1})
     expected = orders["a"].block(0, 0, 50)
@@ -132,8 +132,8 @@ def test_random_sources_draw_by_the_mixed_position():
 
 
 @pytest.mark.parametrize("spread", [0.2, 1.0])
-def test_trained_tokens_come_within_half_a_percent_of_their_shares(spread):
-    """Sources whose rows differ sixfold in size, each with sizes of its own that scatter."""
+def test_trained_tokens_are_within_half_a_percent_of_their_shares(spread):
+    """Average row sizes of the sources differ by a factor of six, and sizes vary within each source."""
     draw = np.random.default_rng(7)
     sizes = {
         name: draw.lognormal(np.log(mean), spread, count).astype(np.int64) + 1
@@ -164,7 +164,7 @@ def test_100_000_rows_of_real_datasets_have_their_shares_of_trained_tokens(tmp_p
 
 
 @pytest.mark.parametrize("use_loss_mask", [True, False])
-def test_a_first_token_that_the_mask_marks_is_not_trained_and_not_counted(tmp_path, use_loss_mask):
+def test_a_first_token_in_the_mask_is_not_trained_and_not_counted(tmp_path, use_loss_mask):
     for name, length in (("short", 5), ("long", 200)):
         folder = tmp_path / name / "train"
         folder.mkdir(parents=True)
@@ -194,38 +194,38 @@ def test_a_first_token_that_the_mask_marks_is_not_trained_and_not_counted(tmp_pa
     assert trained["short"] / sum(trained.values()) == pytest.approx(0.5, abs=0.005)
 
 
-def test_weights_that_mean_nothing_are_refused_together():
+def test_invalid_weights_are_refused_together():
     with pytest.raises(DataError) as refused:
         shares({"a": -1, "b": float("nan"), "c": 0, "d": float("inf"), "e": True, "f\n": "1", "g": 1})
     assert str(refused.value).split("; mix_sft: ") == [
-        "mix_sft: the weight of a is -1; a weight is over 0",
-        "the weight of b is nan; expected a finite number over 0",
-        "the weight of c is 0; leave out what is not to be mixed",
-        "the weight of d is inf; expected a finite number over 0",
-        "the weight of e is True; expected a finite number over 0",
-        r"the weight of f\n is 1; expected a finite number over 0",
+        "mix_sft: the weight of a is -1; expected a number above 0",
+        "the weight of b is nan; expected a finite number above 0",
+        "the weight of c is 0; expected a number above 0; remove sources that are not to be mixed",
+        "the weight of d is inf; expected a finite number above 0",
+        "the weight of e is True; expected a finite number above 0",
+        r"the weight of f\n is 1; expected a finite number above 0",
     ]
-    with pytest.raises(DataError, match="names no source"):
+    with pytest.raises(DataError, match="is empty"):
         shares({})
 
 
-def test_a_source_that_cannot_be_drawn_is_named():
+def test_the_error_names_a_source_that_cannot_be_drawn():
     order = make_order("epoch", 3, seed=1)
-    with pytest.raises(DataError, match="no source dolly; there are primer"):
+    with pytest.raises(DataError, match="unknown source dolly; expected one of primer"):
         MixedOrder({"primer": order}, {"primer": 1, "dolly": 1})
-    with pytest.raises(DataError, match="rare comes less than once in 65536 rows"):
+    with pytest.raises(DataError, match="rare has less than one row in 65536"):
         row_weights(shares({"rare": 1e-9, "b": 1}))
-    with pytest.raises(DataError, match="a holds nothing of what is mixed by"):
+    with pytest.raises(DataError, match="a has none of the tokens that mix_by counts"):
         row_weights(shares({"a": 1}), row_size={"a": Fraction(0)})
-    with pytest.raises(UsageError, match="at most 65536 can be tabulated"):
+    with pytest.raises(UsageError, match="expected at most 65536"):
         MixSchedule([PERIOD, 1])
-    with pytest.raises(UsageError, match="a weight over 0"):
+    with pytest.raises(UsageError, match="a weight above 0"):
         MixSchedule([1, 0])
     mixed = MixedOrder({"primer": order}, {"primer": 1})
     for wrong, line in [
-        (lambda: mixed.block(1, 0, 1), "epoch 1 of a mixed order"),
-        (lambda: mixed.block(0, -1, 1), "position -1; expected one from 0"),
-        (lambda: mixed.find(0, 3), "episode 3; expected one from 0 to 2"),
+        (lambda: mixed.block(1, 0, 1), "epoch is 1; expected 0, because a mixed order is endless"),
+        (lambda: mixed.block(0, -1, 1), "position is -1; expected at least 0"),
+        (lambda: mixed.find(0, 3), "episode is 3; expected 0 to 2"),
     ]:
         with pytest.raises(UsageError, match=line):
             wrong()

@@ -1,4 +1,4 @@
-"""Batches on a GPU: copied there ahead of time, and whole when a kernel reads them."""
+"""Batches on a GPU: copied ahead of time, and complete when a kernel reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = {"batch_size": 16, "block_size": 512, "use_loss_mask": True, "packing":
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_on_a_gpu_are_those_of_the_host(tmp_path):
+def test_batches_on_a_gpu_equal_those_on_the_host(tmp_path):
     target = write_rows(tmp_path / "d", {"train": talks(1, 4000, longest=300)}, shard_tokens=10**7)
     here = EpisodeLoader(target, CONFIG)
     there = EpisodeLoader(target, CONFIG, device="cuda", ahead=3)
@@ -22,7 +22,7 @@ def test_batches_on_a_gpu_are_those_of_the_host(tmp_path):
     sums = []
     for batch in islice(there, 120):
         assert all(array.device.type == "cuda" for array in batch)
-        # The stream that computes is far behind when memory is given back and the next batches are copied.
+        # The current stream is far behind when memory is freed and the next batches are copied.
         busy = torch.tanh(busy @ busy)
         sums.append(torch.stack([array.double().sum() for array in batch]))
         del batch

@@ -1,4 +1,4 @@
-"""Orders against plain Python arithmetic that shares no code with them."""
+"""Orders, compared with plain Python arithmetic that shares no code with them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stream(key: int, number: int) -> int:
 
 
 def plain_feistel(count: int, seed: int, position: int) -> int:
-    """One number at a time, in whole numbers of any size."""
+    """Compute one position at a time with Python integers."""
     height = next(n for n in range(1, count + 1) if n * n >= count)
     width = (count + height - 1) // height
     keys = [stream(splitmix(seed), number) for number in range(8)]
@@ -57,12 +57,12 @@ def test_the_order_epoch_is_the_documented_reconstruction(seed):
         assert [order.find(epoch, int(episode)) for episode in expected] == list(range(504))
 
 
-def test_the_documented_example_begins_as_documented():
+def test_the_documented_example_starts_as_documented():
     order = make_order("epoch", 504, seed=42)
     assert order.block(0, 0, 10).tolist() == [173, 274, 489, 72, 305, 76, 475, 140, 469, 498]
 
 
-def test_without_shuffling_every_epoch_is_as_episodes_stand():
+def test_without_shuffling_every_epoch_has_the_stored_order():
     for mode in ("epoch", "feistel"):
         order = make_order(mode, 10**9, seed=42, shuffle=False)
         assert order.name == "identity/1"
@@ -70,7 +70,7 @@ def test_without_shuffling_every_epoch_is_as_episodes_stand():
         assert order.find(7, 123) == 123
 
 
-def test_more_episodes_than_epoch_can_hold_are_refused_with_the_order_that_can():
+def test_too_many_episodes_for_the_order_epoch_are_refused_with_an_alternative():
     with pytest.raises(UsageError, match=r"16,777,217 episodes .* use feistel"):
         make_order("epoch", EPOCH_LIMIT + 1, seed=42)
     assert make_order("epoch", EPOCH_LIMIT, seed=42).num_episodes == EPOCH_LIMIT
@@ -89,7 +89,7 @@ def test_feistel_is_a_bijection_with_its_exact_inverse(count, seed, epoch):
 
 
 @given(st.integers(1, 2000), seeds, epochs)
-def test_feistel_is_the_same_in_plain_arithmetic(count, seed, epoch):
+def test_feistel_equals_plain_integer_arithmetic(count, seed, epoch):
     order = make_order("feistel", count, seed=seed)
     positions = np.unique(np.linspace(0, count - 1, 10).astype(int))
     expected = [plain_feistel(count, seed + epoch, int(position)) for position in positions]
@@ -97,7 +97,7 @@ def test_feistel_is_the_same_in_plain_arithmetic(count, seed, epoch):
 
 
 @given(st.integers(0, 10**9 - 100), st.integers(0, 100), seeds)
-def test_a_block_of_feistel_is_its_positions_one_by_one(start, length, seed):
+def test_a_block_of_feistel_equals_its_positions_one_by_one(start, length, seed):
     order = make_order("feistel", 10**9, seed=seed)
     block = order.block(3, start, start + length)
     one_by_one = [order.at(3, [position]).item() for position in range(start, start + length)]
@@ -105,7 +105,7 @@ def test_a_block_of_feistel_is_its_positions_one_by_one(start, length, seed):
     assert [order.find(3, episode) for episode in block.tolist()[:5]] == list(range(start, start + min(5, length)))
 
 
-def test_a_billion_episodes_are_ordered_without_memory_for_them():
+def test_a_billion_episodes_are_ordered_in_constant_memory():
     tracemalloc.start()
     try:
         order = make_order("feistel", 10**9, seed=1337)
@@ -162,20 +162,23 @@ def test_golden_orders_never_change():
     assert names == ["epoch/1", "feistel/1", "random/1"]
 
 
-def test_what_no_order_can_mean_is_one_line():
+def test_invalid_arguments_of_orders_are_one_error_line():
     epoch, random = make_order("epoch", 10, seed=SEED_LIMIT - 1), make_order("random", 10, seed=1)
     for wrong, line in [
-        (lambda: make_order("shuffled", 10, seed=1), 'no order "shuffled"; there are epoch, feistel, random'),
-        (lambda: make_order("epoch", 0, seed=1), "an order of 0 episodes"),
-        (lambda: make_order("epoch", 10, seed=-1), "seed -1; expected a whole number from 0"),
-        (lambda: make_order("epoch", 10, seed=2**32), "seed 4294967296; expected"),
-        (lambda: epoch.block(1, 0, 1), "seed 4294967295 and epoch 1 add up to 4294967296"),
-        (lambda: epoch.block(-1, 0, 1), "epoch -1; expected a whole number from 0 on"),
-        (lambda: epoch.block(0, 8, 12), "position 11; expected one from 0 to 9"),
-        (lambda: epoch.block(0, -1, 2), "position -1; expected one from 0 to 9"),
-        (lambda: epoch.find(0, 10), "episode 10; expected one from 0 to 9"),
-        (lambda: random.block(1, 0, 1), "the order random; it has no epochs"),
-        (lambda: random.find(0, 3), "draws with replacement"),
+        (
+            lambda: make_order("shuffled", 10, seed=1),
+            'unknown order "shuffled"; expected one of epoch, feistel, random',
+        ),
+        (lambda: make_order("epoch", 0, seed=1), "the number of episodes is 0; expected 1 to"),
+        (lambda: make_order("epoch", 10, seed=-1), "seed is -1; expected an integer from 0"),
+        (lambda: make_order("epoch", 10, seed=2**32), "seed is 4294967296; expected"),
+        (lambda: epoch.block(1, 0, 1), "seed 4294967295 plus epoch 1 is 4294967296; expected at most 4294967295"),
+        (lambda: epoch.block(-1, 0, 1), "epoch is -1; expected an integer of at least 0"),
+        (lambda: epoch.block(0, 8, 12), "position is 11; expected 0 to 9"),
+        (lambda: epoch.block(0, -1, 2), "position is -1; expected 0 to 9"),
+        (lambda: epoch.find(0, 10), "episode is 10; expected 0 to 9"),
+        (lambda: random.block(1, 0, 1), "the order random has no epochs"),
+        (lambda: random.find(0, 3), "samples with replacement"),
     ]:
         with pytest.raises(UsageError, match=line):
             wrong()

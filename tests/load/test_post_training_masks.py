@@ -1,6 +1,6 @@
-"""What post-training loads, token by token, against the specification written down once more in plain Python.
+"""Loading for post-training, compared token by token with the specification in plain Python.
 
-The oracle knows markers, blocks and masks as lists of tokens, and shares nothing with the code that it judges.
+The oracle represents markers, blocks and masks as lists of tokens, and shares no code with the implementation.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ID = dict(zip(MARKERS, (IDS[key] for key in ("sys", "usr", "asst", "eot", "eos")
 
 
 def tokens_of(text: str) -> list:
-    """Markers and bytes."""
+    """Split a text into markers and bytes."""
     pieces = re.split(r"(<\|(?:SYSTEM|USER|ASSISTANT|END|EOS)\|>)", text)
     return [token for piece in pieces for token in ([piece] if piece in MARKERS else piece.encode())]
 
 
 def spans_of(tokens: list) -> list[tuple[str, int, int, bool]]:
-    """Marker, start, stop and whether it is closed, of each span; another marker or EOS ends one without closing it."""
+    """Return (marker, start, stop, is_closed) of each span; another marker or EOS ends a span without closing it."""
     spans: list[tuple[str, int, int, bool]] = []
     opener, start = None, 0
     for at, token in enumerate([*tokens, EOS]):
@@ -53,7 +53,7 @@ def spans_of(tokens: list) -> list[tuple[str, int, int, bool]]:
 
 
 def mask_of(block: list) -> list[bool]:
-    """The loss mask of one block, by the rules for loss masking."""
+    """Compute the loss mask of one block by the rules for loss masking."""
     mask, at = [False] * len(block), 0
     while at < len(block):
         stop = block.index(EOS, at) if EOS in block[at:] else len(block)
@@ -70,7 +70,7 @@ def mask_of(block: list) -> list[bool]:
 
 
 def blocks_of(documents: list[list], size: int) -> list[list]:
-    """Blocks by the rules for their boundaries; each document is one conversation, without its EOS."""
+    """Cut documents into blocks by the rules for block boundaries; each document is one conversation without EOS."""
     blocks: list[list] = [[]]
     for document in documents:
         spans, at = spans_of(document), 0
@@ -92,7 +92,7 @@ def blocks_of(documents: list[list], size: int) -> list[list]:
     return [block + [EOS] * (size - len(block)) for block in blocks if block]
 
 
-# Marker soups.
+# Random sequences of markers and text.
 
 PARTS = [*MARKERS, END, END, USER, ASSISTANT, " ", "\n", "a", "bcd", f"{USER}q{END}", f"{ASSISTANT}yes{END}"]
 EXCHANGE = f"{USER}q{END}{ASSISTANT}a{END}"
@@ -106,7 +106,7 @@ def conversations(texts: list[str]) -> list[list]:
 
 
 def build(folder: Path, texts: list[str], **options) -> Path:
-    """A dataset of transcripts, one JSON string a line."""
+    """Build a dataset of transcripts, one JSON string per line."""
     (folder / "in.txt").write_text("".join(json.dumps(text) + "\n" for text in [*texts, EXCHANGE]))
     source = InputSource((str(folder / "in.txt"),), shape="transcript-lines")
     prepare_dataset(Job((source,), format="post-training", **options), folder / "data", overwrite=True)
@@ -117,14 +117,14 @@ def post_training(block_size: int, **changes) -> TrainConfig:
     return TrainConfig.from_mapping({"post_training": True, "block_size": block_size, "batch_size": 1, **changes})
 
 
-# The answer that does not close is in an earlier block or row, or cut off.
+# The answer without a closing marker is in an earlier block or row, or is truncated.
 LEFT_OPEN = f"{USER}q{END}{ASSISTANT}no{USER}q{END}{ASSISTANT}a{END}"
 
 
 @settings(max_examples=15)
 @given(files, st.integers(3, 24))
 @example([LEFT_OPEN], 6)
-def test_loaded_blocks_are_those_of_the_specification(tmp_path_factory, texts, size):
+def test_loaded_blocks_follow_the_specification(tmp_path_factory, texts, size):
     data = build(tmp_path_factory.mktemp("blocks"), texts, fit="blocks", max_tokens=size)
     loader = EpisodeLoader(data, post_training(size - 1), tensors=False)
     batches = list(loader.one_pass("train"))
@@ -155,19 +155,19 @@ def test_rows_that_are_not_blocks_follow_the_same_rules(tmp_path_factory, texts,
     names = {id: marker for marker, id in ID.items()}
     rows = open_dataset(data)["train"].rows(range(len(open_dataset(data)["train"])))
     rows.check()
-    # Each conversation of a packed row holds them by itself.
+    # The rules apply to each conversation of a packed row separately.
     for start, stop in zip(rows.segment_start[:-1].tolist(), rows.segment_start[1:].tolist(), strict=True):
         row = [names.get(id, id) for id in rows.ids[start:stop].tolist()]
         mask, right = rows.mask()[start:stop].tolist(), mask_of(row)
         if fit == "windows":
-            # What an earlier window trains is context here.
+            # Tokens that are trained in an earlier window are context here.
             assert not any(trained and not may for trained, may in zip(mask, right, strict=True))
         else:
             assert mask == right
         assert any(mask)
 
 
-# What is not made of such blocks is refused.
+# Datasets that are refused.
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_other_datasets_are_refused_with_the_command_that_makes_blocks(tmp_path,
         f"{data}: {what}, but post_training reads stream blocks of block_size + 1 = 17 tokens; make them with "
         "chatmill prepare … --format post-training --fit blocks --max-tokens 17"
     )
-    # Without post-training the loader takes them as before.
+    # Without post-training the loader accepts them.
     EpisodeLoader(data, post_training(16, post_training=False, use_loss_mask=True)).close()
 
 
-def test_reweighed_blocks_are_taken_unless_they_train_more_than_answers(tmp_path):
+def test_reweighed_blocks_are_accepted_unless_they_train_more_than_answers(tmp_path):
     data = build(tmp_path, [], fit="blocks", max_tokens=17)
     for train_on in ("assistant", "all"):
         reweigh_dataset(data, tmp_path / train_on, train_on=train_on)

@@ -1,4 +1,4 @@
-"""Reading ahead: the same values in the same order, errors in their place, and a thread that ends."""
+"""Prefetching: the same values in the same order, errors at the right position, and a thread that ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def fails_after(count: int):
     raise ValueError("the disk is gone")
 
 
-def test_values_come_in_order_and_end():
+def test_values_are_returned_in_order_until_the_end():
     ahead = Prefetcher(iter(range(100)), 3)
     assert list(ahead) == list(range(100))
     assert list(ahead) == []
 
 
-def test_an_error_is_raised_where_its_value_would_have_come():
+def test_an_error_is_raised_in_place_of_the_value_that_failed():
     ahead = Prefetcher(fails_after(5), 2)
     assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="the disk is gone"):
@@ -28,7 +28,7 @@ def test_an_error_is_raised_where_its_value_would_have_come():
     assert list(ahead) == []
 
 
-def test_no_more_is_made_ahead_than_asked_for():
+def test_no_more_values_are_prefetched_than_requested():
     made = []
     enough = threading.Event()
 
@@ -42,6 +42,6 @@ def test_no_more_is_made_ahead_than_asked_for():
     ahead = Prefetcher(values(), 2)
     assert next(ahead) == 0
     assert enough.wait(30)
-    # One was taken, two wait, and one is held by the thread until there is room.
+    # One was consumed, two are in the queue, and the thread holds one until there is space.
     assert made == [0, 1, 2, 3]
     ahead.close()

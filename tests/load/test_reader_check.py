@@ -1,4 +1,4 @@
-"""Readers that a loader refuses, with stand-ins of the libraries; tests/trainers has the real ones."""
+"""Readers that a loader refuses, with stand-ins for the libraries; tests/trainers uses the real ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def library(monkeypatch):
-    """Makes a module of a library."""
+    """Return a function that creates a stand-in module of a library."""
 
     def made(name: str, source: str) -> ModuleType:
         module = ModuleType(name)
@@ -65,7 +65,7 @@ def accelerate(library, monkeypatch):
         (1, "accelerator.prepare gives each of 2 ranks whole batches of this EpisodeLoader, and a step would train 2"),
     ],
 )
-def test_a_second_sharding_is_refused_before_and_at_the_first_batch(dataset, accelerate, world_size, line):
+def test_sharding_a_second_time_is_refused_before_and_at_the_first_batch(dataset, accelerate, world_size, line):
     shard = accelerate.IterableDatasetShard(EpisodeLoader(dataset, SMALL, world_size=world_size))
     for read in (lambda: shard.set_epoch(0), lambda: next(iter(shard))):
         with pytest.raises(UsageError) as refused:
@@ -80,7 +80,7 @@ def test_a_dataset_that_wraps_a_loader_is_refused_at_the_first_batch(dataset, ac
 
 
 def test_readers_that_do_not_shard_get_batches(dataset, accelerate, monkeypatch):
-    # A map-style dataset that reads a loader, under the reader that shards its batches of rows.
+    # A map-style dataset that reads from a loader, inside the reader that shards batches of its rows.
     assert next(iter(accelerate.DataLoaderShard(EpisodeLoader(dataset, SMALL)))) is not None
     loader = EpisodeLoader(dataset, SMALL, world_size=2)
     loader.set_epoch(1)
@@ -94,7 +94,7 @@ def test_readers_that_do_not_shard_get_batches(dataset, accelerate, monkeypatch)
 @pytest.mark.parametrize("epochs", [None, 1])
 def test_trainer_is_refused_when_it_reads_the_length(dataset, library, epochs):
     trainer = library("transformers.trainer_utils", TRANSFORMERS)
-    with pytest.raises(UsageError, match=r"give it the dataset of chatmill\.integrations\.hf"):
+    with pytest.raises(UsageError, match=r"use the dataset of chatmill\.integrations\.hf"):
         trainer.has_length(EpisodeLoader(dataset, SMALL, epochs=epochs))
 
 

@@ -1,4 +1,4 @@
-"""The sources of one dataset, mixed: the batches of the same sources in datasets of their own."""
+"""Mixing the sources of one dataset gives the same batches as mixing separate datasets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from chatmill.store.reweigh import reweigh_dataset
 from chatmill.store.verify import verify_dataset
 
 ROWS = {"b": 40, "a": 25, "c": 9}
-"""Records of each source, in the order of the recipe."""
+"""Number of records of each source, in the order of the recipe."""
 WEIGHTS = {"a": 0.5, "b": 0.2, "c": 0.3}
 CONFIG: dict[str, Any] = {"batch_size": 6, "block_size": 64, "use_loss_mask": True}
 JOBS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ STEPS = 25
 
 
 def lines(records: list[list[str]]) -> bytes:
-    """Conversations of a user and an assistant who take turns, as JSONL."""
+    """Return conversations with alternating user and assistant messages as JSONL."""
     roles = ("user", "assistant")
     made = ([{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)] for texts in records)
     return b"".join(json.dumps({"messages": messages}).encode() + b"\n" for messages in made)
@@ -67,14 +67,14 @@ def build(job: Job, target: Path | Url, *, workers: int = 1, **options: Any) -> 
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The hash of every file of a dataset, by its path."""
+    """Return the hash of every file of a dataset, by path."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small():
-    """Windows of a few rows, and no syncs: each of many tiny files would be synced."""
+    """Use windows of a few rows, and do not sync, because there are many tiny files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files.Disk, "sync", lambda self, path: None)
         patch.setattr("chatmill.load.plan.WINDOW", 50)
@@ -96,7 +96,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def job_of(folder: Path, sources: dict[str, dict[str, Any]] | None = None, **keys: Any) -> Job:
-    """A job of several sources, each with these keys of its own."""
+    """Make a job of several sources, each with its own keys."""
     given = sources or {name: {} for name in ROWS}
     inputs = tuple(InputSource((str(folder / f"{name}.jsonl"),), name=name, **own) for name, own in given.items())
     return Job(inputs, **{"shard_tokens": 2_000, **keys})
@@ -107,7 +107,7 @@ def loader(path: Path | Url, *, rank: int = 0, world_size: int = 1, **changes: A
 
 
 def texts(path: Path, name: str) -> Counter[bytes]:
-    """How often each row is in a source."""
+    """Count how often each row occurs in a source."""
     episodes = open_dataset(path).of_source(name)["train"]
     return Counter(episodes.tokens(number).tobytes() for number in range(len(episodes)))
 
@@ -116,7 +116,7 @@ def texts(path: Path, name: str) -> Counter[bytes]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_each_source_of_a_dataset_holds_the_rows_of_a_dataset_of_its_own(folder, name):
+def test_each_source_of_a_dataset_has_the_rows_of_a_separate_dataset(folder, name):
     whole = open_dataset(folder / name)
     assert whole.sources == tuple(ROWS)
     assert verify_dataset(folder / name, full=True).faults == ()
@@ -134,7 +134,7 @@ def test_each_source_of_a_dataset_holds_the_rows_of_a_dataset_of_its_own(folder,
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_neither_processes_nor_unit_sizes_change_a_byte(folder, tmp_path, name):
+def test_the_number_of_processes_and_unit_sizes_do_not_change_the_bytes(folder, tmp_path, name):
     for workers, unit_bytes in ((1, 900), (2, 3_000)):
         build(job_of(folder, **JOBS[name]), tmp_path / f"{workers}", workers=workers, unit_bytes=unit_bytes)
         assert digests(tmp_path / f"{workers}") == digests(folder / name)
@@ -149,7 +149,7 @@ def test_shard_sizes_change_neither_rows_nor_batches(folder, tmp_path):
         assert all(map(same, islice(one, STEPS), other))
 
 
-def test_a_dataset_of_unnamed_sources_does_not_remember_them(folder, tmp_path):
+def test_a_dataset_of_unnamed_sources_does_not_record_them(folder, tmp_path):
     job = job_of(folder)
     unnamed = replace(job, sources=tuple(replace(source, name=None) for source in job.sources))
     metadata = build(unnamed, tmp_path / "v1")
@@ -158,7 +158,7 @@ def test_a_dataset_of_unnamed_sources_does_not_remember_them(folder, tmp_path):
     assert len(metadata.splits["train"].shards) < len(open_dataset(folder / "plain")["train"].shards)
 
 
-def test_metadata_that_names_some_sources_is_refused(folder, tmp_path):
+def test_metadata_that_lists_only_some_sources_is_refused(folder, tmp_path):
     raw = (folder / "plain" / "dataset_metadata.json").read_bytes()
     for source in (None, "", 3):
         data = json.loads(raw)
@@ -172,7 +172,7 @@ def test_metadata_that_names_some_sources_is_refused(folder, tmp_path):
             read_metadata(tmp_path)
 
 
-def test_each_source_has_its_share_for_validation(folder, tmp_path):
+def test_each_source_has_its_own_validation_share(folder, tmp_path):
     for split in ("hash", "shuffle"):
         keys = {"a": {"val_split": 0.5}, "b": {}, "c": {"val_split": 0.0}, "held": {"only_val": True}}
         job = job_of(folder, keys, val_split=0.0, split=split)
@@ -211,7 +211,7 @@ def test_reweighing_keeps_the_sources_and_the_mix(folder, tmp_path):
         {"mix_epochs": {"b": 1, "c": 2.5}, "packing": "bins", "block_size": 400},
     ],
 )
-def test_batches_are_those_of_the_sources_in_datasets_of_their_own(folder, name, changes):
+def test_batches_equal_those_of_separate_datasets(folder, name, changes):
     mixed, apart = loader(folder / name, **changes), loader(folder / f"{name}_apart", **changes)
     assert all(map(same, islice(mixed, STEPS), apart))
     assert mixed.state_dict()["config_sha256"] == apart.state_dict()["config_sha256"]
@@ -226,14 +226,14 @@ def test_the_mix_of_the_recipe_is_the_default(folder, tmp_path, keys):
     assert default.config.order_part()[key] == mix and [source.name for source in default.sources] == ["a", "b", "c"]
     assert all(map(same, islice(default, STEPS), loader(folder / "plain", **{key: mix})))
     assert [source.name for source in default.sources_of("val")] == ["held"]
-    # A mix that the config names counts instead.
+    # A mix in the config overrides it.
     assert loader(tmp_path / "v1", mix_epochs={"c": 1}).config.mix == {"c": 1}
     assert all(
         map(same, islice(loader(tmp_path / "v1", mix_sft=WEIGHTS), STEPS), loader(folder / "plain", mix_sft=WEIGHTS))
     )
 
 
-def test_without_a_mix_all_rows_come_in_one_order(folder):
+def test_without_a_mix_all_rows_are_in_one_order(folder):
     sources, config = open_sources(folder / "plain", LoadConfig())
     assert [source.name for source in sources] == [""] and config.mix is None
     assert len(sources[0].episodes("train")) == sum(ROWS.values())
@@ -256,7 +256,7 @@ def test_epochs_are_exact_after_one_pass(folder):
 
 
 @pytest.mark.parametrize("changes", [{"mix_sft": WEIGHTS}, {"mix_epochs": WEIGHTS, "packing": "bins"}])
-def test_a_resumed_mix_goes_on_at_another_number_of_ranks(folder, changes):
+def test_a_mix_resumes_with_another_number_of_ranks(folder, changes):
     undisturbed = list(islice(loader(folder / "plain", **changes), STEPS))
     for step, (before, after) in enumerate([(1, 2), (2, 3), (3, 1)], 5):
         ranks = [loader(folder / "plain", rank=rank, world_size=before, **changes) for rank in range(before)]
@@ -278,7 +278,7 @@ def test_a_state_of_another_mix_is_refused(folder):
         loader(folder / "plain", mix_sft={"a": 1, "b": 1}).load_state_dict(state)
 
 
-def test_a_dataset_at_a_url_is_mixed_as_the_one_here(folder):
+def test_a_dataset_at_a_url_is_mixed_like_the_local_one(folder):
     target = Url("memory://recipe-mix/v1")
     build(job_of(folder, shard_tokens=10**6), target)
     for changes in ({"mix_sft": WEIGHTS}, {"mix_epochs": {"a": 2, "c": 1}}):
@@ -287,21 +287,25 @@ def test_a_dataset_at_a_url_is_mixed_as_the_one_here(folder):
         remote.close()
 
 
-# What is refused.
+# Refused mixes.
 
 
 @pytest.mark.parametrize(
     ("path", "changes", "line"),
     [
-        ("plain", {"mix_sft": {"a": 1, "x": 1}}, "mix_sft names x; the sources are b, a, c"),
-        ("plain", {"mix_epochs": {"x": 1, "y": 1}}, "mix_epochs names x, y; the sources are b, a, c"),
-        ("held", {"mix_sft": {"a": 1, "held": 1}}, "mix_sft names held, without rows in train; .* are a"),
-        ("plain_apart/a", {"mix_sft": {"a": 1}}, "is one dataset, and mix_sft names a; expected the folder"),
-        ("plain_apart/a", {"mix_epochs": {"a": 1}}, "is one dataset, and mix_epochs names a; expected the folder"),
-        ("plain_apart", {"mix_epochs": {"a": 1, "x": 1}}, "mix_epochs names x, which is not built"),
+        ("plain", {"mix_sft": {"a": 1, "x": 1}}, "mix_sft has unknown sources: x; expected b, a, c"),
+        ("plain", {"mix_epochs": {"x": 1, "y": 1}}, "mix_epochs has unknown sources: x, y; expected b, a, c"),
+        ("held", {"mix_sft": {"a": 1, "held": 1}}, "mix_sft has sources without rows in train: held; expected a"),
+        ("plain_apart/a", {"mix_sft": {"a": 1}}, "is a dataset of one source, but mix_sft has a; expected the folder"),
+        (
+            "plain_apart/a",
+            {"mix_epochs": {"a": 1}},
+            "is a dataset of one source, but mix_epochs has a; expected the folder",
+        ),
+        ("plain_apart", {"mix_epochs": {"a": 1, "x": 1}}, "mix_epochs has x, which is not built"),
     ],
 )
-def test_sources_that_are_not_there_are_named_in_one_line(folder, path, changes, line):
+def test_unknown_sources_are_one_error_line(folder, path, changes, line):
     if path == "held" and not (folder / "held").exists():
         build(job_of(folder, {"a": {}, "held": {"only_val": True}}), folder / "held")
     with pytest.raises(ChatmillError, match=line) as error:
@@ -312,19 +316,22 @@ def test_sources_that_are_not_there_are_named_in_one_line(folder, path, changes,
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"mix_sft": {"a": 1}, "mix_epochs": {"a": 1}}, "mix_sft and mix_epochs both say how sources are mixed"),
-        ({"mix_epochs": {"a": 1}, "mix_by": "tokens"}, "mix_by is tokens, and mix_epochs counts rows"),
-        ({"mix_epochs": {}}, "mix_epochs names no source; expected at least one with its epochs"),
-        ({"mix_epochs": {"a": 0, "b": -1}}, "mix_epochs: the epochs of a are 0; .*: the epochs of b are -1; epochs"),
-        ({"mix_epochs": {"a": "2"}}, "mix_epochs: the epochs of a are 2; expected a finite number over 0"),
+        ({"mix_sft": {"a": 1}, "mix_epochs": {"a": 1}}, "mix_sft and mix_epochs are both set"),
+        ({"mix_epochs": {"a": 1}, "mix_by": "tokens"}, "mix_by is tokens, but mix_epochs counts rows"),
+        ({"mix_epochs": {}}, "mix_epochs is empty; expected at least one source with its epochs"),
+        (
+            {"mix_epochs": {"a": 0, "b": -1}},
+            "mix_epochs: the epochs of a are 0; .*: the epochs of b are -1; expected a number",
+        ),
+        ({"mix_epochs": {"a": "2"}}, "mix_epochs: the epochs of a are 2; expected a finite number above 0"),
     ],
 )
-def test_wrong_epochs_are_refused(changes, line):
+def test_invalid_mix_epochs_are_refused(changes, line):
     with pytest.raises(UsageError, match=line):
         LoadConfig.from_mapping(changes)
 
 
-def test_a_mix_of_a_source_without_rows_is_refused_when_it_is_built(folder, tmp_path):
+def test_a_mix_with_a_source_without_rows_is_refused_by_the_build(folder, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines([["a long question", "an answer"]]))
     sources = (
         InputSource((str(tmp_path / "a.jsonl"),), name="a", weight=1.0, val_split=0.999),
@@ -334,7 +341,7 @@ def test_a_mix_of_a_source_without_rows_is_refused_when_it_is_built(folder, tmp_
         build(Job(sources), tmp_path / "v1")
 
 
-def test_the_order_hash_of_a_config_without_epochs_stays():
+def test_the_order_hash_of_a_config_without_mix_epochs_is_unchanged():
     order = LoadConfig(mix_sft={"a": 1, "b": 2}).order_part()
     assert "mix_epochs" not in order
     assert order_sha256(order) == "768ec1ddf0e0271c5f01689bbad374266d9bcc1ea173b3535e30e5f9d2ffd1fe"
@@ -360,7 +367,7 @@ def test_a_long_schedule_is_exact_and_can_be_inverted(weights, positions):
     assert schedule.counts(3 * schedule.period).tolist() == [3 * weight for weight in weights]
 
 
-def test_a_long_schedule_gives_every_row_of_a_period_once():
+def test_a_long_schedule_has_every_row_of_a_period_once():
     weights = [30_001, 17, 25_000]
     source, ordinal = LongMixSchedule(weights).at(np.arange(sum(weights)))
     for number, weight in enumerate(weights):
@@ -368,7 +375,7 @@ def test_a_long_schedule_gives_every_row_of_a_period_once():
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(1, 10**6), st.floats(0.001, 50)), min_size=1))
-def test_rows_of_an_epoch_are_the_nearest_whole_numbers(given_sources):
+def test_rows_of_an_epoch_are_rounded_to_the_nearest_integer(given_sources):
     rows = epoch_rows(
         {name: epochs for name, (_, epochs) in given_sources.items()},
         {name: count for name, (count, _) in given_sources.items()},
@@ -377,7 +384,7 @@ def test_rows_of_an_epoch_are_the_nearest_whole_numbers(given_sources):
         assert rows[name] >= 1 and (abs(rows[name] - count * epochs) < 0.501 or math.isclose(rows[name], 1))
 
 
-def test_a_mix_of_many_rows_makes_each_epoch_exact():
+def test_each_epoch_of_a_mix_with_many_rows_is_exact():
     from chatmill.load.mix import MixedOrder
 
     rows = {"a": 70_001, "b": 33_333}

@@ -1,4 +1,4 @@
-"""Datasets at URLs give the batches of the local dataset, through a cache of any size."""
+"""Datasets at URLs give the same batches as the local dataset, with a cache of any size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STEPS = 9
 
 
 def copied(folder: Path, url: Url, *, by_hash: bool = True) -> Url:
-    """The dataset of a folder at a URL, as a build writes it, or as its plain files."""
+    """Copy a dataset to a URL, as a build writes it, or as plain files."""
     for name, info in listed_files(read_metadata(folder)):
         objects.write(url / f"objects/{info.sha256}" if by_hash else url / name, (folder / name).read_bytes())
     objects.write(url / "dataset_metadata.json", (folder / "dataset_metadata.json").read_bytes())
@@ -46,14 +46,14 @@ def copied(folder: Path, url: Url, *, by_hash: bool = True) -> Url:
 
 
 def train_files(folder: Path) -> set[FileInfo]:
-    """The files that batches of train are made of: all but the mask, which spans have."""
+    """Return the files that batches of train are made of: all but the mask, which is derived from spans."""
     files = listed_files(read_metadata(folder))
     return {info for name, info in files if name.startswith("train/") and not name.endswith("mask.bin")}
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Path:
-    """A folder of two datasets, of several shards each, which are also at `ROOT`."""
+    """A folder of two datasets with several shards each, which are also at the URL `ROOT`."""
     folder = tmp_path_factory.mktemp("local")
     for number, name in enumerate(("one", "two")):
         write_rows(folder / name, {"train": talks(number, 53 - number), "val": talks(9 + number, 20)})
@@ -72,7 +72,7 @@ def settings(tmp_path, monkeypatch):
 
 
 def both(local: Path, case: dict[str, Any]) -> tuple[str, str]:
-    """The local place and the URL for a config."""
+    """Return the local path and the URL for a config."""
     name = "" if "mix_sft" in case else "/one"
     return f"{local}{name}", f"{ROOT}{name}"
 
@@ -95,7 +95,7 @@ def state_after(place: str, config: dict[str, Any], steps: int) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_batches_of_a_url_are_those_of_the_local_dataset(local, name):
+def test_batches_from_a_url_equal_those_of_the_local_dataset(local, name):
     config = {**BASE, **CASES[name]}
     folder, url = both(local, config)
     for rank, world_size in ((0, 1), (1, 3)):
@@ -118,26 +118,26 @@ def test_a_run_continues_from_the_url_where_it_stopped_locally_and_back(local, n
                 same(mine, theirs)
 
 
-def test_the_plain_files_of_a_dataset_at_a_url_are_read_as_well(local):
+def test_a_dataset_of_plain_files_at_a_url_is_read(local):
     url = copied(local / "one", ROOT / "plain", by_hash=False)
     for mine, theirs in zip(batches(f"{local}/one", BASE), batches(str(url), BASE), strict=True):
         same(mine, theirs)
 
 
-def test_one_pass_over_val_is_that_of_the_local_dataset(local):
+def test_one_pass_over_val_equals_that_of_the_local_dataset(local):
     folder, url = both(local, {})
     passes = [list(EpisodeLoader(place, BASE, tensors=False).one_pass("val")) for place in (folder, url)]
     for mine, theirs in zip(*passes, strict=True):
         same(mine, theirs)
 
 
-def test_only_the_files_that_batches_are_made_of_are_fetched(local, tmp_path):
+def test_only_files_that_batches_need_are_downloaded(local, tmp_path):
     batches(str(ROOT / "one"), BASE)
     hashes = {path.name for path in (tmp_path / "cache" / "objects").iterdir()}
     assert hashes == {info.sha256 for info in train_files(local / "one")}
 
 
-def test_a_cache_smaller_than_the_dataset_gives_the_same_batches_and_one_warning(local, monkeypatch, tmp_path):
+def test_a_cache_smaller_than_the_dataset_gives_equal_batches_and_one_warning(local, monkeypatch, tmp_path):
     folder, url = both(local, {})
     expected = batches(folder, BASE)
     monkeypatch.setenv("CHATMILL_CACHE_SIZE", "2000")
@@ -151,13 +151,13 @@ def test_a_cache_smaller_than_the_dataset_gives_the_same_batches_and_one_warning
     needed = sum(info.size for info in train_files(local / "one"))
     assert dataset.sha256 == open_dataset(folder).sha256
     assert [str(each.message) for each in caught if each.category is UserWarning] == [
-        f"the cache may hold 2,000 bytes, and {needed:,} bytes of {url} are read: files are downloaded again and "
-        f"again; set CHATMILL_CACHE_SIZE or cache_size to {needed} or more"
+        f"the cache size is 2,000 bytes, but {needed:,} bytes of {url} are read: files will be downloaded "
+        f"repeatedly; set CHATMILL_CACHE_SIZE or cache_size to {needed} or more"
     ]
     kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "objects").iterdir())
     largest = max(info.size for _, info in listed_files(read_metadata(local / "one")))
     assert kept <= 2000 + largest
-    # Removed files are not kept on the disk by their maps: after a lookup, only files that are there are mapped.
+    # Memory maps do not keep removed files on disk: after a lookup, only existing files are mapped.
     episodes = loader.plan("train").reader.shards[0][0]
     episodes.drop_evicted()
     assert not any(file.is_removed() for files in episodes._mapped.values() for file in files)
@@ -166,7 +166,7 @@ def test_a_cache_smaller_than_the_dataset_gives_the_same_batches_and_one_warning
 def test_workers_of_a_torch_data_loader_read_through_the_cache(local):
     folder, url = both(local, {})
     expected = batches(folder, BASE, steps=6)
-    # Objects at memory:// are only in this process, and what forked ones inherit.
+    # Objects at memory:// exist only in this process and in forked ones.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = DataLoader(EpisodeLoader(url, BASE), batch_size=None, num_workers=2, multiprocessing_context="fork")
@@ -196,7 +196,7 @@ def test_unshuffled_shards_are_fetched_as_they_are_stored(local, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["vanished", "flipped"])
-def test_an_object_that_vanished_or_was_changed_is_one_clear_line_and_can_be_resumed(local, fault):
+def test_a_missing_or_changed_object_is_one_error_line_and_the_run_can_resume(local, fault):
     url = copied(local / "one", ROOT / fault)
     _, info = next(each for each in listed_files(read_metadata(local / "one")) if each[0].endswith("tokens.bin"))
     place = url / f"objects/{info.sha256}"
@@ -217,16 +217,16 @@ def test_an_object_that_vanished_or_was_changed_is_one_clear_line_and_can_be_res
     loader.close()
 
 
-def test_a_url_without_a_dataset_is_one_clear_line(local):
+def test_a_url_without_a_dataset_is_one_error_line(local):
     with pytest.raises(DataError, match=r"^memory://load-tests/nothing/dataset_metadata.json: no dataset here"):
         EpisodeLoader(ROOT / "nothing", BASE)
     with pytest.raises(DataError, match=r"^memory://load-tests/three/dataset_metadata.json: no dataset here"):
         EpisodeLoader(ROOT, {**BASE, "mix_sft": {"one": 1, "three": 1}})
-    with pytest.raises(UsageError, match=r"memory://load-tests/one: is one dataset, and mix_sft names two"):
+    with pytest.raises(UsageError, match=r"memory://load-tests/one: is a dataset of one source, but mix_sft has two"):
         EpisodeLoader(ROOT / "one", {**BASE, "mix_sft": {"two": 1}})
 
 
-def test_a_loader_that_is_closed_downloads_no_more(local):
+def test_a_closed_loader_stops_downloading(local):
     loader = EpisodeLoader(ROOT / "one", BASE, tensors=False)
     assert loader.prefetch(steps=1) is None
     prefetch = loader._prefetches["train"]

@@ -1,4 +1,4 @@
-"""Resuming: from any step, at any number of ranks, the rest is what it would have been."""
+"""Resuming at any step, with any number of ranks, gives the same batches as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ CASES: dict[str, dict[str, Any]] = {
     "packed_mixed": {"packing": "bins", "block_size": 40, "mix_sft": {"a": 1, "c": 2}},
 }
 STEPS = 13
-"""Three epochs and a bit of 53 episodes in batches of 12."""
+"""A little more than three epochs of 53 episodes in batches of 12."""
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[bool, Path]:
-    """A dataset, and a root of three sources, one of them a dataset itself."""
+    """A dataset, and a folder of three sources, one of which is a dataset."""
     folder = tmp_path_factory.mktemp("resume")
     write_rows(folder / "one", {"train": talks(1, 53), "val": talks(2, 20)})
     write_source(folder / "root", "a", {"train": talks(3, 31), "val": talks(4, 5)})
@@ -50,14 +50,14 @@ def places(tmp_path_factory) -> dict[bool, Path]:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    """Windows of a few rows, so that batches straddle them, and few batches that are made at once."""
+    """Use windows of a few rows, so that batches cross their borders, and build few batches at once."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 20)
     monkeypatch.setattr("chatmill.load.plan.BLOCK", 7)
     monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 2)
 
 
 class Ranks:
-    """As many loaders as ranks, drawn from in step."""
+    """One loader per rank, read in lockstep."""
 
     def __init__(self, places: dict[bool, Path], changes: dict[str, Any], world_size: int, **options: Any) -> None:
         self.loaders = [
@@ -79,7 +79,7 @@ class Ranks:
     def state(self) -> Any:
         first, *others = (loader.state_dict() for loader in self.loaders)
         assert all(other == first for other in others)
-        # As a checkpoint keeps it.
+        # As stored in a checkpoint.
         return json.loads(json.dumps(first))
 
     def load(self, state: Any) -> Ranks:
@@ -89,7 +89,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_restored_at_every_step_the_rest_is_the_same_at_any_number_of_ranks(places, case):
+def test_resuming_at_every_step_with_any_number_of_ranks_gives_equal_batches(places, case):
     undisturbed = list(islice(Ranks(places, CASES[case], 1), STEPS))
     states = {}
     for world_size in WORLDS:
@@ -105,7 +105,7 @@ def test_restored_at_every_step_the_rest_is_the_same_at_any_number_of_ranks(plac
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_another_number_of_ranks_at_each_of_many_resumes_changes_nothing(places, case):
+def test_changing_the_number_of_ranks_at_every_resume_does_not_change_batches(places, case):
     undisturbed = list(islice(Ranks(places, CASES[case], 1), STEPS))
     state, found = None, []
     for step in range(STEPS):
@@ -116,7 +116,7 @@ def test_another_number_of_ranks_at_each_of_many_resumes_changes_nothing(places,
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "kept_last" in name])
-def test_each_episode_comes_exactly_once_an_epoch(places, case):
+def test_each_episode_occurs_exactly_once_per_epoch(places, case):
     loader = EpisodeLoader(places[False], {**BASE, **CASES[case]}, epochs=3, tensors=False)
     seen: dict[int, list[int]] = {}
     epoch = loader.cursor().epoch
@@ -128,7 +128,7 @@ def test_each_episode_comes_exactly_once_an_epoch(places, case):
     assert seen[0] != seen[1] != seen[2]
 
 
-def test_a_loader_that_was_in_use_goes_back_to_a_state(places):
+def test_a_loader_in_use_can_load_an_earlier_state(places):
     loader = EpisodeLoader(places[False], BASE, tensors=False)
     list(islice(loader, 3))
     state = loader.state_dict()
@@ -137,13 +137,13 @@ def test_a_loader_that_was_in_use_goes_back_to_a_state(places):
     assert all(map(same, islice(loader, 6), after))
 
 
-def test_what_was_read_ahead_and_not_handed_out_does_not_count(places):
+def test_the_state_does_not_include_prefetched_batches(places):
     loader = EpisodeLoader(places[False], BASE, tensors=False, ahead=3)
     list(islice(loader, 2))
     assert loader.state_dict()["cursors"] == {"train": {"step": 2, "epoch": 0, "window": 1, "row": 4}}
 
 
-def test_evaluation_has_its_own_cursor_and_never_moves_the_other(places):
+def test_evaluation_has_its_own_cursor_and_does_not_move_the_training_cursor(places):
     plain = EpisodeLoader(places[False], BASE, tensors=False)
     undisturbed = list(islice(plain, 6))
     loader = EpisodeLoader(places[False], BASE, tensors=False)
@@ -162,7 +162,7 @@ def test_evaluation_has_its_own_cursor_and_never_moves_the_other(places):
     assert all(map(same, islice(again, 6), val))
 
 
-def test_one_pass_gives_every_episode_once_in_stored_order_and_fills_up_the_last_batch(places):
+def test_one_pass_has_every_episode_once_in_stored_order_and_pads_the_last_batch(places):
     parts = [
         list(EpisodeLoader(places[False], BASE, tensors=False, rank=rank, world_size=2).one_pass("val"))
         for rank in range(2)
@@ -176,7 +176,7 @@ def test_one_pass_gives_every_episode_once_in_stored_order_and_fills_up_the_last
     assert np.all(batches[1].x[8:] == 3)
 
 
-def test_real_processes_as_ranks_that_change_in_number_give_the_same_batches(places, tmp_path):
+def test_real_processes_with_changing_world_size_give_equal_batches(places, tmp_path):
     place, config = places[False], {**BASE, **CASES["packed"]}
 
     def write_batches(folder: Path, state: Any, rank: int, world_size: int) -> None:
@@ -214,14 +214,14 @@ def test_real_processes_as_ranks_that_change_in_number_give_the_same_batches(pla
         ({"packing": "bins"}, 'block_size was null, now it is 16; packing was "none", now it is "bins"'),
     ],
 )
-def test_a_state_of_another_order_is_refused_with_what_differs(places, changes, what):
+def test_a_state_of_another_order_is_refused_with_the_differences(places, changes, what):
     state = Ranks(places, {}, 1).state()
-    with pytest.raises(UsageError, match="the state of a loader does not fit: ") as caught:
+    with pytest.raises(UsageError, match="the loader state does not match: ") as caught:
         Ranks(places, changes, 1).load(state)
     assert what in str(caught.value)
 
 
-def test_a_state_fits_where_only_what_a_batch_holds_was_changed(places):
+def test_a_state_is_accepted_if_only_the_batch_layout_changed(places):
     state = Ranks(places, {}, 1).state()
     Ranks(places, {"use_loss_mask": False, "block_size": 20, "pad_token_id": 5}, 1).load(state)
 
@@ -235,14 +235,14 @@ def test_a_state_of_another_dataset_is_refused(places, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (lambda state: state.update(version=2), "version 2; this chatmill reads 1"),
-        (lambda state: state["config"].update(epoch_seed=8), "does not have the hash it names"),
-        (lambda state: state.update(cursors=[]), "its cursors cannot be read"),
-        (lambda state: state["cursors"]["train"].pop("row"), "its cursors cannot be read"),
-        (lambda state: state["cursors"]["train"].update(row=-1), "-1 is no whole number"),
-        (lambda state: state["cursors"]["train"].update(row=True), "true is no whole number"),
+        (lambda state: state.update(version=2), "version 2; expected 1"),
+        (lambda state: state["config"].update(epoch_seed=8), "the hash of its config is not the one it records"),
+        (lambda state: state.update(cursors=[]), "cannot read its cursors"),
+        (lambda state: state["cursors"]["train"].pop("row"), "cannot read its cursors"),
+        (lambda state: state["cursors"]["train"].update(row=-1), "-1 is not an integer"),
+        (lambda state: state["cursors"]["train"].update(row=True), "true is not an integer"),
         (lambda state: state["cursors"]["train"].update(row=20), "window 0 of epoch 0 has no row 20"),
-        (lambda state: state["cursors"]["train"].update(window=3), "no batch begins at epoch 0, window 3"),
+        (lambda state: state["cursors"]["train"].update(window=3), "no batch starts at epoch 0, window 3"),
         (lambda state: state.update(worker={"number": 0, "workers": 2, "skip": 1}), "a loader without workers"),
     ],
 )

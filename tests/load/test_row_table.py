@@ -1,4 +1,4 @@
-"""The shift: y belongs to the next token, and no loss crosses a border."""
+"""Label shift: y is the next token, and no loss crosses a segment border."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ token_ = st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 2))
 
 
 def one_row(row: list[tuple[int, bool, int]]) -> Rows:
-    """One row of tokens, each with its mask and its segment."""
+    """Return one row of tokens, each given with its mask and segment."""
     sizes = [len(list(tokens)) for _, tokens in groupby(row, key=lambda token: token[2])]
     ids, trained, _ = zip(*row, strict=True)
     apart = rows_from_mask(np.array(ids, dtype=np.uint32), np.array(trained), sizes)
@@ -44,11 +44,11 @@ def test_masked_targets_are_ignored_and_the_first_token_of_a_segment_always_is(r
     assert batch.loss_mask.tolist() == [[target != IGNORE_INDEX for target in expected]]
 
 
-def test_a_row_longer_than_the_length_is_refused():
-    with pytest.raises(DataError, match="a row has 3 tokens, more than the length 2"):
+def test_a_row_longer_than_length_is_refused():
+    with pytest.raises(DataError, match="a row has 3 tokens, but length is 2"):
         collate(rows_from_mask(np.arange(3, dtype=np.uint32), np.ones(3), [3]), pad_token_id=0, length=2)
 
 
-def test_no_rows_are_a_batch_without_rows():
+def test_no_rows_give_an_empty_batch():
     batch = collate(rows_from_mask(np.empty(0, dtype=np.uint32), np.empty(0), []), pad_token_id=0, length=5)
     assert [array.shape for array in batch] == [(0, 4)] * 6 + [(0, 1)]

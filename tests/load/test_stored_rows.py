@@ -1,4 +1,4 @@
-"""The compiled part builds the same rows as numpy, counts included, and refuses what does not hold together."""
+"""The C extension builds the same rows and counts as numpy, and refuses inconsistent spans."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from chatmill.load.plan import Window
 from chatmill.load.stored_rows import _batch, look_up, row_table
 from chatmill.rows import OWN_ID, Part
 
-pytestmark = pytest.mark.skipif(_batch is None, reason="the compiled part is not there")
+pytestmark = pytest.mark.skipif(_batch is None, reason="the C extension is not built")
 
 
 def both(loader, episodes, first):
-    """The same rows of episodes, built both ways."""
+    """Build the same rows with the C extension and with numpy."""
     plan, rows = loader.plan("train"), Window(np.array(episodes, dtype=np.int64), np.array(first, dtype=np.int64))
     assert type(look_up(plan, rows)).__name__ == "StoredRows"
     return [table.build(0, rows.num_rows) for table in (look_up(plan, rows), row_table(plan, rows))]
@@ -30,7 +30,7 @@ def both(loader, episodes, first):
 
 def assert_equal(mine, other):
     for name, one, two in zip(mine.batch._fields, mine.batch, other.batch, strict=True):
-        # Segments that are cut away leave columns of -1 after the last.
+        # Truncated segments leave trailing columns of -1.
         one = one[:, : two.shape[1]] if name == "episode_ids" else one
         assert one.dtype == two.dtype, name
         np.testing.assert_array_equal(one, two, err_msg=name)
@@ -48,7 +48,7 @@ def assert_equal(mine, other):
     block_size=st.integers(1, 12),
     use_loss_mask=st.booleans(),
 )
-def test_rows_and_their_counts_are_those_of_numpy(plain, more, data, shard_tokens, block_size, use_loss_mask):
+def test_rows_and_counts_equal_those_of_numpy(plain, more, data, shard_tokens, block_size, use_loss_mask):
     rows = build([*plain, *more, [((None, 1), [([5, 6], 1, 0, 1.0, 0, -1)])]])
     rows.spans["target"] = OWN_ID
     for span in np.flatnonzero(rows.spans["weight"] == 0):
@@ -68,7 +68,7 @@ def test_rows_and_their_counts_are_those_of_numpy(plain, more, data, shard_token
         assert_equal(*both(loader, episodes, [*first, len(episodes), len(episodes)]))
 
 
-def test_rows_of_narrow_ids_of_a_cache_and_of_another_program_are_those_of_numpy(tmp_path):
+def test_rows_of_uint16_ids_caches_and_other_programs_equal_those_of_numpy(tmp_path):
     rows = talks(3, 40)
     episodes = [rows.ids[a:b].tolist() for a, b in zip(rows.row_start[:-1], rows.row_start[1:], strict=True)]
     masks = [rows.mask()[a:b].tolist() for a, b in zip(rows.row_start[:-1], rows.row_start[1:], strict=True)]
@@ -83,7 +83,7 @@ def test_rows_of_narrow_ids_of_a_cache_and_of_another_program_are_those_of_numpy
         loader = EpisodeLoader(target, {**config, "token_dtype": "uint16"}, tensors=False)
         mine, other = both(loader, [7, 31, 2, 39, 0], [0, 1, 3, 5])
         assert_equal(mine, other)
-        # The oracle of both is in test_batches.py; here, that they are not equal for being empty.
+        # test_batches.py compares both with an oracle; here, check that they are not empty.
         assert mine.counts[:, 1].tolist() == [len(episodes[7]), len(episodes[31] + episodes[2]),
                                               len(episodes[39] + episodes[0])]  # fmt: skip
 

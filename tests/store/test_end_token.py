@@ -84,7 +84,7 @@ def test_without_an_end_token_one_line_names_pad_token_id(tmp_path, form):
     folder = store(tmp_path / "d", UNKNOWN[form])
     with pytest.raises(DataError) as error:
         padded(folder)
-    assert str(error.value) == f"{folder}: does not say which token ends a turn; set pad_token_id"
+    assert str(error.value) == f"{folder}: does not record an end-of-turn token; set pad_token_id"
     assert padded(folder, pad_token_id=3) == [5, 6, 7, 3]
 
 

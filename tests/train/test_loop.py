@@ -398,11 +398,13 @@ def test_the_padding_of_a_dataset_of_another_program_is_a_token_of_the_model(tmp
     assert len(weights(result.checkpoint)["embedding.weight"]) == 8
     with pytest.raises(DataError, match=r"^rows are filled up with token 7, the model knows 7; set pad_token_id$"):
         trained(foreign, tmp_path, name="small", pad_token_id=7, vocab_size=7)
-    with pytest.raises(DataError, match=r"^pad_token_id is 65536; .*data has ids below 65536$"):
+    with pytest.raises(DataError, match=r"^pad_token_id is 65536; expected an id below 65536, as in .*data$"):
         trained(foreign, tmp_path, name="wide", pad_token_id=65536)
     (foreign / "dataset_metadata.json").write_text("{}")
     (foreign / "tokenizer_state.json").write_text('{"eot_token_id": 100000}')
-    with pytest.raises(DataError, match=r"data: ends turns with 100000, and has ids below 65536; set pad_token_id$"):
+    with pytest.raises(
+        DataError, match=r"data: end-of-turn token 100000 is not below its id limit 65536; set pad_token_id$"
+    ):
         trained(foreign, tmp_path, name="wide")
 
 

@@ -163,9 +163,9 @@ def test_a_cache_that_is_too_small_is_said_once_and_the_run_is_the_same(local, t
     settings = config(max_iters=2, cache_size=100)
     result = train_model(settings, model_name="run", dataset_dir=url, out_dir=tmp_path)
     assert curve(result.folder) == curve(whole.folder)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "the cache may hold" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "the cache size is" in line]
     assert len(lines) == 1
-    assert lines[0].startswith("warning: the cache may hold 100 bytes, and ")
+    assert lines[0].startswith("warning: the cache size is 100 bytes, but ")
     assert "set CHATMILL_CACHE_SIZE or cache_size to " in lines[0]
 
 

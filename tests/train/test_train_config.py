@@ -59,7 +59,7 @@ def test_all_faults_are_named_at_once():
         ({"warmup_iters": 3, "warmup_pct": 0.5}, "warmup_iters is 3 and warmup_pct 0.5; expected one of them"),
         ({"post_training": True, "use_loss_mask": False}, "post_training is true and use_loss_mask false"),
         ({"lora": {"r": 4}}, "lora is given and init_from_model is not"),
-        ({"batch_size": 6, "gradient_accumulation_steps": 4}, "batch_size 6 cannot be taken in 4 equal parts"),
+        ({"batch_size": 6, "gradient_accumulation_steps": 4}, "batch_size 6 cannot be split into 4 equal parts"),
         ({"learning_rate": 10**400}, "learning_rate is 1000"),
         ({"learning_rate": float("inf")}, "learning_rate is Infinity; expected a number from 0 on"),
         ({"learning_rate": float("nan")}, "learning_rate is NaN; expected a number from 0 on"),

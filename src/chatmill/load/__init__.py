@@ -1,15 +1,15 @@
-"""Load batches of a dataset in an order that anyone can recompute.
+"""Load the batches of a dataset in an order that can be recomputed.
 
-    EpisodeLoader, LoadConfig         batches of a dataset for one rank; its settings
-    Batch, BatchCounts, collate       the arrays of a batch; rows in memory to a batch
+    EpisodeLoader, LoadConfig         loads the batches of one rank; its settings
+    Batch, BatchCounts, collate       the arrays of a batch; collating rows that are in memory
     LoadPlan, PlannedStep, Cursor     which episodes are in which batch
     Order, make_order                 which episode is at which position
     MixSchedule, shares, row_weights  which source each position is drawn from
     DataSource, open_sources          the datasets that a run reads
 
-How a batch is made: `order` and `mix` give the episodes of an epoch, `plan` arranges them into rows and steps, `read`
-finds their tokens and spans, `batch` shifts and fills the arrays, and `loader` returns them. Names are imported
-when they are first used: the loader imports torch if it is installed.
+How a batch is made: `order` and `mix` determine the sequence of episodes, `plan` arranges them into rows and steps,
+`read` locates their tokens and spans, `batch` fills the arrays, and `loader` returns them. Names are imported lazily,
+because the loader imports torch if it is installed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A batch: the arrays that a training step takes.
+"""A batch: the input arrays of a training step.
 
-`RowTable` makes them from rows: the one place that shifts x against y, applies the border rule and numbers positions.
-`weight[i]` belongs to predicting token i, so y[i] is token i + 1 and has its weight:
+`RowTable` builds them from rows; only there are labels shifted, segment borders masked and positions numbered.
+`weight[i]` is the loss weight of predicting token i, so y[i] is token i + 1 with the weight of that token:
 
     tokens    a b c d e        x  a b c d
     weights   0 0 1 1 1        y  - c - e      - is -100
     segments  0 0 0 1 1
 
-No loss crosses a border: the first token of a segment is never predicted, whatever its weight.
+No loss crosses a segment border: the first token of a segment is never predicted, whatever its weight.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ IGNORE_INDEX = -100
 
 
 class Batch(NamedTuple):
-    """Rows to train on: numpy arrays or torch tensors, all (rows, block_size) except the last.
+    """Rows to train on: numpy arrays or torch tensors, all of shape (rows, block_size) except the last.
 
-    Each conversation of a row is a segment; the row's padding is one more.
+    Each conversation of a row is a segment, and so is the row's padding.
 
     >>> import numpy as np
     >>> from chatmill.rows import rows_from_mask
@@ -44,33 +44,33 @@ class Batch(NamedTuple):
     x: Any
     """int64: input tokens."""
     y: Any
-    """int64: the label of each token of x, which is the token after it; -100 where no loss is computed."""
+    """int64: the labels, shifted so that y[i] is the label of x[i]; -100 where no loss is computed."""
     loss_mask: Any
     """bool: where a loss is computed."""
     weights: Any
-    """float32: the weight of each label in the loss; 0 where none is computed."""
+    """float32: the loss weight of each label; 0 where no loss is computed."""
     positions: Any
-    """int32: 0, 1, 2 … from the first token of each segment."""
+    """int32: position ids, which start at 0 in each segment."""
     segments: Any
-    """int32: 0, 1, 2 … for the segments of a row, padding included."""
+    """int32: the number of each token's segment within its row, counting padding as a segment."""
     episode_ids: Any
-    """int64 (rows, most segments of a row): the global number of each segment's episode; -1 for none."""
+    """int64 (rows, maximum number of segments): the global episode number of each segment; -1 for unused entries."""
 
     def each(self, change: Callable[[Any], Any]) -> Batch:
         """Apply a function to every array."""
         return Batch(*map(change, self))
 
     def to_torch(self, device: Any = None) -> Batch:
-        """The batch as torch tensors, on `device` if given."""
+        """Return the batch as torch tensors, on `device` if given."""
         import torch
 
         return self.each(lambda array: torch.from_numpy(array).to(device))
 
     def split(self, parts: int) -> list[Batch]:
-        """Cut the batch into `parts` batches of equally many rows, as gradient accumulation takes them."""
+        """Split the batch into `parts` micro-batches of the same number of rows, for gradient accumulation."""
         size, remainder = divmod(len(self.x), parts)
         if remainder:
-            raise ValueError(f"{len(self.x)} rows in {parts} parts; expected a divisor")
+            raise ValueError(f"cannot split {len(self.x)} rows into {parts} equal parts; expected a divisor")
         if parts == 1:
             return [self]
         columns = (array.reshape(parts, size, *array.shape[1:]) for array in self)
@@ -78,41 +78,41 @@ class Batch(NamedTuple):
 
 
 def split_batches(batch: Batch, widths: Sequence[int]) -> list[Batch]:
-    """Cut a batch into one for each width of `episode_ids`, as they would be if built one by one."""
+    """Split batches that were built together; `widths` is the number of columns of `episode_ids` in each."""
     parts = zip(batch.split(len(widths)), widths, strict=True)
     return [part._replace(episode_ids=part.episode_ids[:, :width]) for part, width in parts]
 
 
 class BatchCounts(NamedTuple):
-    """Counts over the rows of one or several batches."""
+    """Counts over the rows of one or more batches."""
 
     rows: int = 0
-    """Rows that are not all padding."""
+    """Rows, not counting rows of padding only."""
     tokens: int = 0
-    """Tokens in them, without padding."""
+    """Tokens, not counting padding."""
     trained: int = 0
-    """Positions of y with a loss."""
+    """Positions of y that have a loss."""
     cut_episodes: int = 0
-    """Episodes longer than a row; their last tokens are kept, as with the fit rule `tail`."""
+    """Truncated episodes: those longer than a row, which keep their last tokens as with the fit rule `tail`."""
     cut_tokens: int = 0
     answer_cut: int = 0
-    """Of these, episodes that lost part of an answer; the ledger has the same reason."""
+    """Truncated episodes that lost part of an answer; the ledger uses the same name."""
 
     def plus(self, other: BatchCounts) -> BatchCounts:
         return BatchCounts(*map(add, self, other))
 
 
 class BuiltRows(NamedTuple):
-    """The arrays of some rows, and what is known of each row."""
+    """The arrays of some rows, with counts for each row."""
 
     batch: Batch
     counts: Index
-    """The columns of `BatchCounts`."""
+    """(rows, 6): the fields of `BatchCounts` for each row."""
     num_segments: Index
 
 
 def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number each segment within its episode, counted from the end: truncation removes an episode's first segments.
+    """Number the segments of each episode from the end (-1 is the last), because truncation removes the first ones.
 
     7 7 7 4 9 9 -1  ->  -3 -2 -1 -1 -2 -1 -1
     """
@@ -125,10 +125,10 @@ def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class RowTable:
-    """What is known of some rows before a token is copied: row r is episodes[first[r]:first[r + 1]], then padding.
+    """The layout of rows before tokens are copied: row r is episodes[first[r]:first[r + 1]], then padding.
 
-    A row has block_size + 1 tokens: those of x and one more to predict. Many rows are looked up together; `arrays`
-    copies a few at a time, which keeps them in the CPU cache.
+    A row has block_size + 1 tokens: those of x, and the label of the last one. Many rows are looked up together, but
+    `arrays` copies a few at a time, so that they stay in the CPU cache.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class RowTable:
             located.dtype,
         )
 
-        # Segments, as runs of x, which lacks the last token of a row.
+        # Segments as runs of x, which does not include the last token of a row.
         self._first_segment = spans.first_segment[first]
         self._num_segments = np.diff(self._first_segment)
         self._row = np.repeat(np.arange(len(filled)), self._num_segments)
@@ -174,8 +174,8 @@ class RowTable:
         self._x_length = np.minimum(stop, block_size) - np.minimum(start, block_size)
         self._x_segment = inputs.put(self._number, self._num_segments).astype(np.int32)
 
-        # Spans, as runs of y. The first token of a segment is a run of its own without loss, and nothing at all at the
-        # beginning of a row, where no token of x predicts it.
+        # Spans as runs of y. The first token of a segment is a separate run without loss; at the start of a row that
+        # run is empty, because no token of x predicts it.
         border, not_empty = spans.segment_first[:-1], size > 0
         length = spans.length.copy()
         length[border[not_empty]] -= 1
@@ -193,14 +193,14 @@ class RowTable:
         )
 
     def trained_weights(self, size: int) -> tuple[Index, NDArray[np.float64]]:
-        """The trained positions of each `size` rows, and the sum of their weights."""
+        """Return the number of trained positions in each group of `size` rows, and the sum of their weights."""
         trained = self._counts[:, BatchCounts._fields.index("trained")]
         of_runs = self._weight.astype(np.float64) * self._y_length
         weights = np.add.reduceat(of_runs, self._y_edges[:-1])
         return trained.reshape(-1, size).sum(axis=1), weights.reshape(-1, size).sum(axis=1)
 
     def build(self, start: int, stop: int) -> BuiltRows:
-        """The arrays of rows start to stop, with what is known of each row."""
+        """Return the arrays of rows start to stop, with counts for each row."""
         with reading():
             try:
                 batch = self.arrays(start, stop)
@@ -210,7 +210,7 @@ class RowTable:
         return BuiltRows(batch, self._counts[start:stop], self._num_segments[start:stop])
 
     def arrays(self, start: int, stop: int) -> Batch:
-        """The arrays of rows start to stop."""
+        """Return the arrays of rows start to stop."""
         shape = stop - start, self._block_size
         ids = self._tokens.read(self._token_edges[start], self._token_edges[stop]).reshape(shape[0], shape[1] + 1)
         runs = slice(self._y_edges[start], self._y_edges[stop])
@@ -240,9 +240,9 @@ class RowTable:
 
 
 def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batch:
-    """Collate rows in memory into one batch, padded on the right to `length` tokens or to the longest row.
+    """Collate rows into one batch, padded on the right to `length` tokens or to the longest row.
 
-    The batch has one position less than that, because y is shifted by one. `episode_ids` are row numbers.
+    Because labels are shifted by one, x and y are one position shorter. `episode_ids` are row numbers.
 
     >>> renderer = chatmill.open_renderer("chatml", "bytes")
     >>> chat = [chatmill.Message("user", "2+2?"), chatmill.Message("assistant", "4")]
@@ -253,7 +253,7 @@ def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batc
     """
     longest = int(rows.lengths.max(initial=2))
     if length is not None and length < rows.lengths.max(initial=0):
-        raise DataError(f"a row has {longest} tokens, more than the length {length}; truncate it first")
+        raise DataError(f"a row has {longest} tokens, but length is {length}; truncate it first")
     spans = EpisodeSpans(
         length=rows.spans["length"].astype(np.int64),
         weight=rows.spans["weight"],
@@ -273,13 +273,13 @@ def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batc
 
 
 class _PaddedRuns:
-    """Runs of several rows one after the other, each row followed by one run of padding.
+    """The runs of several rows, concatenated, with one run of padding after each row.
 
     first 0 2 3  ->  a a - b -        edges 0 3 5
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders`: runs, counted with padding, that get values of their own."""
+        """`borders`: numbers of the runs, counting padding, that `put` sets separately."""
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)
@@ -288,7 +288,7 @@ class _PaddedRuns:
             self._real[borders] = False
 
     def put(self, values: NDArray[Any], padding: NDArray[Any] | int, borders: NDArray[Any] | int = 0) -> NDArray[Any]:
-        """The values of all runs, with these for padding and borders."""
+        """Return the values of all runs, including those for padding and borders."""
         out = np.empty(len(self._real), dtype=values.dtype)
         out[self._real], out[self._padding] = values, padding
         if self._borders is not None:
@@ -297,5 +297,5 @@ class _PaddedRuns:
 
 
 def _sums(values: NDArray[Any], first: Index) -> Index:
-    """The sum of each range of values."""
+    """Sum the values of each range from first[i] to first[i + 1]."""
     return np.diff(offsets(values)[first])

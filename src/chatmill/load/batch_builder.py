@@ -1,4 +1,4 @@
-"""Planned steps to the batches of one rank, several at a time."""
+"""Build the batches of one rank from planned steps, several at a time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
-"""Positions of x that are looked up together, and that are copied together as one chunk; one batch at least."""
+"""Positions of x that are looked up together, and that are copied together as one chunk (at least one batch)."""
 LOOKUP_BATCHES = 256
-"""Batches that are looked up together at most, however small."""
+"""Maximum number of batches that are looked up together."""
 BYTES_PER_POSITION = 30
-"""Bytes that the arrays of a batch take for each position, at least."""
+"""Minimum size of the arrays of a batch, in bytes per position."""
 
 Output = Callable[[Batch, Sequence[int]], tuple[list[Batch], Callable[[], None] | None]]
-"""Splits arrays as `split_batches` does, and converts them to what the loader returns.
+"""Splits arrays like `split_batches` and converts them to the type that the loader returns.
 
-The second value, if any, is called when a batch is returned.
+The second value, if not None, is called when a batch is returned.
 """
 
 
 class ReadyBatch(NamedTuple):
-    """A finished batch, with what is reported or done when the loader returns it."""
+    """A finished batch, with what the loader reports and calls when it returns it."""
 
     step: PlannedStep
     batch: Batch
@@ -46,32 +46,32 @@ class ReadyBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Builds the batches of one rank. It shares no state with the loader, so a thread can run it."""
+    """Builds the batches of one rank. It shares no state with the loader, so it can run in a thread."""
 
     plan: LoadPlan
     rank: int
     num_rows: int
-    """Rows of a batch on this rank."""
+    """Rows per batch on this rank."""
     row_digests: RowDigests | None = None
-    """Makes the digests that a listener is given."""
+    """Computes the row digests for a listener."""
     output: Output = lambda batch, widths: (split_batches(batch, widths), None)
 
     def __post_init__(self) -> None:
-        """Refuse batches that do not fit in memory, before any is allocated."""
+        """Raise `UsageError` if a batch does not fit in memory."""
         size, memory = self.plan.config.block_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if (needed := self.num_rows * size * BYTES_PER_POSITION) > memory:
             raise UsageError(
-                f"{self.num_rows} rows of {size} tokens take {needed / 2**30:,.0f} GiB, "
+                f"{self.num_rows} rows of {size} tokens need {needed / 2**30:,.0f} GiB, "
                 f"the machine has {memory / 2**30:,.0f}; lower batch_size or block_size"
             )
 
     def batches(self, steps: Iterator[PlannedStep]) -> Iterator[ReadyBatch]:
-        """The batches of these steps."""
+        """Yield the batches of these steps."""
         for chunk in self.chunks(steps):
             yield from chunk
 
     def chunks(self, steps: Iterator[PlannedStep]) -> Iterator[list[ReadyBatch]]:
-        """The batches of these steps, in lists of batches that are built together."""
+        """Yield the batches of these steps as lists of batches that were built together."""
         config, size = self.plan.config, self.num_rows
         positions = size * config.block_size
         per_lookup = min(LOOKUP_BATCHES, max(1, LOOKUP_POSITIONS // positions))
@@ -102,13 +102,13 @@ class BatchBuilder:
 
 
 def trained_weights(plan: LoadPlan, step: PlannedStep, size: int) -> tuple[Index, NDArray[np.float64]]:
-    """The trained positions in each `size` rows of a step and the sum of their weights, without reading a token."""
+    """Return the trained positions per `size` rows of a step and the sum of their weights, without reading tokens."""
     rows = pad_rows(step.rows(0, step.num_rows), plan.config.batch_size)
     return row_table(plan, rows).trained_weights(size)
 
 
 def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
-    """Rows, tokens or trained tokens that each source has in a batch of these rows."""
+    """Count the rows, tokens or trained tokens (`mix_by`) of each source in a batch of these rows."""
     count, first = len(plan.sources), plan.first_of_source
     source = np.searchsorted(first, rows.episodes, side="right") - 1
     if plan.config.mix_by == "rows":
@@ -116,17 +116,17 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
     if plan.config.mix_by == "tokens":
         kept = np.minimum(plan.reader.locate(rows.episodes).length, plan.capacity)
         return np.bincount(source, weights=kept, minlength=count).astype(np.int64)
-    # Sources from 1 on, 0 for none; one column more than there are segments, for the padding of a full row.
+    # Sources are numbered from 1; 0 is none. The extra column is for the padding after the last segment.
     of_segment = np.pad(np.searchsorted(first, batch.episode_ids, side="right"), ((0, 0), (0, 1)))
     of_token = np.take_along_axis(of_segment, batch.segments.astype(np.int64), axis=1)
     return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[1:]
 
 
 def _groups(steps: Iterator[PlannedStep], most: int) -> Iterator[list[PlannedStep]]:
-    """Lists of 1, 2, 4 … steps, up to `most`. A step that fails raises after the steps before it were yielded."""
+    """Yield lists of 1, 2, 4 … steps, up to `most`. If a step raises, the steps before it are yielded first."""
     group: list[PlannedStep] = []
     size = 1
-    fault = ChatmillError  # a local: a loader that is never closed ends after its modules
+    fault = ChatmillError  # local, because an unclosed loader may outlive the globals at interpreter exit
     try:
         for step in steps:
             group.append(step)

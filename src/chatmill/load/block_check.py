@@ -1,7 +1,7 @@
-"""Check that a dataset consists of stream blocks, so that every loaded row follows the rules of post-training.
+"""Check that a dataset consists of stream blocks, as post-training requires.
 
-The rules apply within one row: an answer is trained only after a complete user turn in the same row. Rows of another
-size would be cut when they are loaded, and rows that are not blocks may begin anywhere, so both are refused.
+In post-training an answer is trained only after a complete user turn in the same row. Rows of another size would be
+truncated by the loader, and rows that are not blocks may start anywhere, so both are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from chatmill.store.read import Dataset
 
 
 def block_fault(dataset: Dataset, block_size: int) -> str | None:
-    """Why post-training refuses a dataset for this `block_size`, and the command that makes another; or None."""
+    """Return why post-training refuses a dataset, and the command that makes a suitable one; None if it is accepted."""
     if (what := _other_rows(dataset, block_size)) is None:
         return None
     size = block_size + 1
@@ -25,7 +25,7 @@ def block_fault(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _other_rows(dataset: Dataset, block_size: int) -> str | None:
-    """What a dataset consists of, if not of blocks of this size that train only answers."""
+    """Describe a dataset that does not consist of blocks of this size in which only answers are trained; else None."""
     if isinstance(dataset, PrimerCache):
         return "is a cache with one conversation per row"
     if dataset.metadata is None:
@@ -40,7 +40,7 @@ def _other_rows(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _trained_on(config: Mapping[str, Any]) -> set[Any]:
-    """The values of `train_on` for all files of a dataset; reweighing overrides the values of single files."""
+    """Return the values of `train_on` for all files of a dataset; reweighing overrides those of single files."""
     chosen = {config.get("train_on")}
     if "reweighed_from" not in config:
         sources = config.get("sources")

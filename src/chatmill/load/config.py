@@ -1,4 +1,4 @@
-"""The configuration of a loader: the order of episodes, and what a batch holds."""
+"""The configuration of a loader: the order of episodes and the layout of batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIX = ValueCheck(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(Config):
-    """The keys that decide which episodes stand in which batch, and how they are laid out in it.
+    """Settings that determine which episodes are in which batch, and how a batch is laid out.
 
     >>> LoadConfig(batch_size=4, packing="bins", use_loss_mask=True).block_size
     512
@@ -30,45 +30,45 @@ class LoadConfig(Config):
 
     batch_size: int = key(8, "rows per optimizer step, over all ranks and accumulation steps", integer(1))
     block_size: int = key(512, "tokens per row of x", integer(1))
-    gradient_accumulation_steps: int = key(1, "micro-batches that a rank splits its rows of a step into", integer(1))
-    use_loss_mask: bool = key(False, "train only the tokens that the loss mask marks, such as assistant turns")
+    gradient_accumulation_steps: int = key(1, "micro-batches per step on each rank", integer(1))
+    use_loss_mask: bool = key(False, "train only on tokens that the loss mask selects, such as assistant turns")
     batch_sampling_mode: str = key(
         "epoch", "order of episodes: epoch, feistel (for very large datasets) or random", one_of(*MODES)
     )
     epoch_seed: int = key(1337, "base seed; epoch e is shuffled with epoch_seed + e", integer(0, SEED_LIMIT - 1))
     epoch_shuffle: bool = key(True, "shuffle the episodes of each epoch")
     epoch_drop_last: bool = key(True, "drop the incomplete last batch of an epoch")
-    pad_token_id: int | None = key(None, "token that fills up rows; null: the end-of-turn token", optional(integer(0)))
+    pad_token_id: int | None = key(None, "token that pads rows; null: the end-of-turn token", optional(integer(0)))
     episode_min_tokens: int = key(2, "skip episodes with fewer tokens", integer(0))
     packing: Literal["none", "bins"] = key("none", "none: one episode per row; bins: several whole episodes per row")
     mix_sft: Mapping[str, float] | None = key(None, "sources to mix, with their weights", optional(MIX))
     mix_epochs: Mapping[str, float] | None = key(
-        None, "instead of mix_sft: how often each row of a source comes in one epoch of the mix", optional(MIX)
+        None, "instead of mix_sft: epochs over each source in one epoch of the mix", optional(MIX)
     )
-    mix_by: str = key("rows", "unit that the weights of mix_sft count", one_of(*MIX_BY))
+    mix_by: str = key("rows", "unit of the weights in mix_sft", one_of(*MIX_BY))
     token_dtype: str | None = key(
         None,
-        "uint16 or uint32: token type of another program's dataset, if the dataset does not determine it",
+        "uint16 or uint32: token type of a dataset written by another program, if it cannot be inferred",
         optional(one_of(*TOKEN_DTYPES)),
     )
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether only stream blocks of block_size + 1 tokens are accepted, as in post-training."""
+        """Whether the dataset must consist of stream blocks of block_size + 1 tokens, as in post-training."""
         return False
 
     def conflicts(self) -> Iterator[str]:
         if self.batch_size % self.gradient_accumulation_steps:
             yield (
-                f"batch_size {self.batch_size} cannot be taken in {self.gradient_accumulation_steps} equal parts; "
+                f"batch_size {self.batch_size} cannot be split into {self.gradient_accumulation_steps} equal parts; "
                 "expected a multiple of gradient_accumulation_steps"
             )
         if self.packing == "bins" and self.episode_min_tokens < 1:
-            yield "episode_min_tokens is 0; packing bins takes episodes of at least 1 token"
+            yield "episode_min_tokens is 0; packing bins requires at least 1"
         if self.mix_sft is not None and self.mix_epochs is not None:
-            yield "mix_sft and mix_epochs both say how sources are mixed; set one of them"
+            yield "mix_sft and mix_epochs are both set; set only one of them"
         if self.mix_epochs is not None and self.mix_by != "rows":
-            yield f"mix_by is {self.mix_by}, and mix_epochs counts rows; set mix_sft, or leave mix_by out"
+            yield f"mix_by is {self.mix_by}, but mix_epochs counts rows; use mix_sft, or remove mix_by"
         if self.mix is not None:
             try:
                 shares(self.mix, self.mix_key)
@@ -77,16 +77,16 @@ class LoadConfig(Config):
 
     @property
     def mix(self) -> Mapping[str, float] | None:
-        """The sources that are mixed, with their weights or epochs; None if nothing is mixed."""
+        """The sources of the mix with their weights or epochs; None without a mix."""
         return self.mix_sft if self.mix_epochs is None else self.mix_epochs
 
     @property
     def mix_key(self) -> str:
-        """The key that names the sources of the mix."""
+        """The config key that lists the sources of the mix."""
         return "mix_sft" if self.mix_epochs is None else "mix_epochs"
 
     def order_part(self) -> dict[str, Any]:
-        """The keys that decide which episodes stand in which batch: runs that agree in them agree in the order."""
+        """Return the keys that determine which episodes are in which batch: runs with equal values have equal order."""
         names = [
             "batch_size",
             "batch_sampling_mode",
@@ -104,5 +104,5 @@ class LoadConfig(Config):
 
 
 def order_sha256(order: Mapping[str, Any]) -> str:
-    """The hash of the config keys that decide the order."""
+    """Hash the config keys that determine the order."""
     return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()

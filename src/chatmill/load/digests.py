@@ -1,7 +1,7 @@
-"""Digests of the rows of a batch, for an audit log: of what the arrays hold, and of where the row stands.
+"""Digests of the rows of a batch for the audit log, computed from the arrays and the position of the row.
 
-`sha256_rows` hashes what determines a row, a third of its bytes; `blake2b_rows` hashes all of them, as logs of earlier
-versions have it. Digests of several rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
+`sha256_rows` hashes only what determines a row, a third of its bytes; `blake2b_rows` hashes all bytes, as in logs of
+earlier versions. Digests of several rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from chatmill.rows import Index
 
 Digests = NDArray[np.uint64]
 RowDigests = Callable[[Batch, Sequence[int], int], Digests]
-"""Digests (rows, 2) of the rows of several steps, given these and the place of the first row in its global batch."""
+"""Maps a batch of several steps, the steps, and the first row's position in the global batch to digests (rows, 2)."""
 ONE = int(np.float32(1).view(np.uint32))
-"""The bits of the weight of most trained tokens."""
+"""The bits of 1.0, the weight of most trained tokens."""
 
 
 def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
-    """Hash each row with its step, its place and its episodes.
+    """Hash each row with its step, its position in the global batch, and its episodes.
 
-    The label of a trained position is nearly always the next token, and its weight 1. So a row is hashed as its tokens,
-    a bit for each position that has a label, and the labels and weights that are others.
+    The label of a trained position is nearly always the next token, with weight 1. So the hash covers the tokens, one
+    bit per position that has a label, and only those labels and weights that differ from this.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX
@@ -49,7 +49,7 @@ def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
 
 
 class _Sparse:
-    """Some places of a table with their values, row by row."""
+    """Selected entries of a table, grouped by row."""
 
     def __init__(self, chosen: NDArray[np.bool_], values: NDArray[np.generic]) -> None:
         rows, columns = np.nonzero(chosen)
@@ -57,13 +57,13 @@ class _Sparse:
         self._first = np.searchsorted(rows, np.arange(len(chosen) + 1)).tolist()
 
     def of_row(self, row: int) -> Index:
-        """Column and value of each, one after the other."""
+        """Return the column and value of each entry of a row, flattened."""
         pairs: Index = self._pairs[self._first[row] : self._first[row + 1]]
         return pairs.ravel()
 
 
 def blake2b_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
-    """Hash all of each row with its episodes, its step and its place."""
+    """Hash all bytes of each row, its episodes, its step, and its position in the global batch."""
     digests, places = [], _places(len(batch.x), steps, first_row)
     for row, episodes, place in zip(_words(batch), batch.episode_ids, places, strict=True):
         digest = hashlib.blake2b(row.data, digest_size=16)
@@ -73,11 +73,11 @@ def blake2b_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
 
 
 DIGESTS: dict[str | None, RowDigests] = {None: blake2b_rows, "sha256": sha256_rows}
-"""The digests that a log may have, by the name that its `dataset_load` line has for them."""
+"""Kinds of digests, by the value of `row_digest` in the `dataset_load` line of a log."""
 
 
 def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
-    """The step of each row, and its place in the global batch of that step; (rows, 2)."""
+    """Return the step of each row and its position in the global batch of that step; (rows, 2)."""
     places = np.empty((len(steps), rows // len(steps), 2), dtype=np.int64)
     places[:, :, 0] = np.array(steps)[:, np.newaxis]
     places[:, :, 1] = np.arange(first_row, first_row + places.shape[1])
@@ -85,7 +85,7 @@ def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
 
 
 def _words(batch: Batch) -> NDArray[np.uint32]:
-    """x, y and weights as one array of 32-bit words: -100 as such is larger than any token id."""
+    """Return x, y and weights as one array of 32-bit words; as a word, -100 is larger than any token id."""
     return np.concatenate(
         (batch.x.astype("<u4"), batch.y.astype("<u4"), batch.weights.astype("<f4").view("<u4")), axis=1
     )

@@ -1,4 +1,4 @@
-"""The loader: batches of a dataset in their order, for one rank, from a position that can be saved and restored.
+"""The loader: returns the batches of a dataset for one rank; its position can be saved and restored.
 
     loader = EpisodeLoader("data/v1", "config.json")
     for batch in loader: …
@@ -54,32 +54,32 @@ STATE_VERSION = 1
 
 
 class Listener(Protocol):
-    """Is told what a loader returns, when it returns it; for example an audit log."""
+    """Callbacks of a loader, for example for an audit log."""
 
     def loaded(self, loader: EpisodeLoader) -> None:
-        """The datasets are open; nothing was read yet."""
+        """Called when the datasets are open, before the first batch."""
 
     def epoch_started(self, plan: LoadPlan, epoch: int) -> None:
-        """The first batch of an epoch is about to be returned."""
+        """Called before the first batch of an epoch is returned."""
 
     def delivered(
         self, plan: LoadPlan, step: PlannedStep, digest: NDArray[np.uint64], source_counts: Index | None
     ) -> None:
-        """A batch is returned; `digest` is the sum of the digests of this rank's rows.
+        """Called before a batch is returned; `digest` is the sum of the digests of this rank's rows.
 
-        `source_counts` is what each source contributed to them, where sources are mixed.
+        `source_counts` is what each source of a mix contributed to these rows.
         """
 
     def epoch_completed(self, plan: LoadPlan, epoch: int, step: PlannedStep) -> None:
-        """The last batch of an epoch was returned; `step.dropped` did not fill another."""
+        """Called with the last batch of an epoch; the episodes `step.dropped` did not fill another batch."""
 
 
 class EpisodeLoader(IterableDataset):
-    """Batches of a dataset, a cache, or a folder of caches that are mixed; endless unless `epochs` is given.
+    """Loads batches of a dataset, of a cache, or of a mix of several; endless unless `epochs` is given.
 
-    Each rank gets its rows of the global batch: batch_size / world_size of them, in order. Arrays are torch tensors if
-    torch is installed, unless `tensors` is false; with a `device` they are copied there ahead of time. A thread
-    prefetches `ahead` chunks of batches once the caller is slower than the loader; 0 disables it.
+    Each rank gets its batch_size / world_size rows of the global batch. Arrays are torch tensors if torch is installed,
+    unless `tensors` is false; with a `device` they are copied there ahead of time. Once the caller is slower than the
+    loader, a thread prefetches `ahead` chunks of batches; 0 disables prefetching.
 
     >>> from pathlib import Path
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -115,7 +115,7 @@ class EpisodeLoader(IterableDataset):
         self._options: dict[str, Any] = {}
         if tensors or pin_memory or device is not None:
             if not HAS_TORCH:
-                raise UsageError("tensors are asked for, and torch is not installed; pip install 'chatmill[train]'")
+                raise UsageError("tensors require torch, which is not installed; pip install 'chatmill[train]'")
             self._options["output"] = Tensors(device, pin_memory=pin_memory)
         self._ahead = ahead
         self._listener: Listener | None = None
@@ -124,28 +124,28 @@ class EpisodeLoader(IterableDataset):
         self._counts: dict[str, BatchCounts] = {}
         self._streams: dict[str, BatchStream] = {}
         self._prefetches: dict[str, Prefetch] = {}
-        """Downloads of datasets at URLs."""
+        """Downloads for datasets at URLs."""
         self._skip: int | None = None
-        """In a worker: batches that other workers build before its next; None before the first."""
-        # Everything that is wrong with the settings is raised here, not at the first batch.
+        """In a worker: batches of other workers before its next batch; None before its first batch."""
+        # Raise errors in the settings here, not at the first batch.
         order = self._builder(self.plan(split)).plan.order
         if epochs is not None and order.length is None:
-            raise UsageError(f"epochs is {epochs}, and the order {order.name} has no epochs; leave it out")
+            raise UsageError(f"epochs is {epochs}, but the order {order.name} has no epochs; remove it")
         if listener is not None:
             self.listen(listener)
 
     def listen(self, listener: Listener) -> None:
-        """Call a listener for every batch; add it before the first batch."""
+        """Call `listener` for every batch; it must be added before the first batch."""
         self._listener = listener
         listener.loaded(self)
 
     def _check_world(self) -> None:
         size, steps = self.config.batch_size, self.config.gradient_accumulation_steps
         if not 0 <= self.rank < self.world_size:
-            raise UsageError(f"rank {self.rank} of {self.world_size}; ranks are numbered from 0")
+            raise UsageError(f"rank is {self.rank}; expected 0 to {self.world_size - 1} (world_size - 1)")
         if size % (self.world_size * steps):
             raise UsageError(
-                f"batch_size {size} cannot be shared by {self.world_size} ranks in {steps} steps each; "
+                f"batch_size {size} cannot be shared by {self.world_size} ranks in {steps} accumulation steps each; "
                 f"expected a multiple of {self.world_size * steps}"
             )
 
@@ -153,16 +153,16 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def num_rows(self) -> int:
-        """Rows of a batch on this rank."""
+        """Rows per batch on this rank."""
         return self.config.batch_size // self.world_size
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Splits in which some source has an episode of at least `episode_min_tokens`."""
+        """Splits in which a source has an episode of at least `episode_min_tokens` tokens."""
         return tuple(name for name in SPLITS if self.sources_of(name))
 
     def sources_of(self, split: str) -> tuple[DataSource, ...]:
-        """Sources with an episode of at least `episode_min_tokens` in a split."""
+        """Return the sources that have an episode of at least `episode_min_tokens` tokens in a split."""
         least = self.config.episode_min_tokens
         return tuple(
             source
@@ -172,26 +172,26 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def sha256(self) -> str:
-        """The hash that identifies everything the loader reads."""
+        """The hash of all datasets that the loader reads."""
         return datasets_hash(self.sources)
 
     @property
     def vocab_size(self) -> int | None:
-        """One more than the largest possible token id; None if the dataset does not say."""
+        """The vocabulary size; None if the dataset does not record it."""
         return self.sources[0].vocab_size
 
     def plan(self, split: str) -> LoadPlan:
-        """The plan of a split; `DataError` if the dataset does not have it."""
+        """Return the plan of a split; raise `DataError` if the dataset does not have it."""
         if split not in self._plans:
             self._plans[split] = LoadPlan(self.sources, self.config, split)
         return self._plans[split]
 
     def cursor(self, split: str | None = None) -> Cursor:
-        """Where the next batch of a split begins."""
+        """Return the position of the next batch of a split."""
         return self._cursors.get(split or self.split, Cursor())
 
     def counts(self, split: str | None = None) -> BatchCounts:
-        """Counts over all rows that this loader returned for a split, on this rank."""
+        """Return the counts over all rows of a split that were returned on this rank."""
         return self._counts.get(split or self.split, BatchCounts())
 
     # Batches.
@@ -206,21 +206,21 @@ class EpisodeLoader(IterableDataset):
             yield self.get_batch()
 
     def __len__(self) -> int:
-        """The number of batches of all `epochs`, wherever the cursor is; `TypeError` without `epochs`."""
+        """Return the number of batches in all `epochs`, independent of the cursor; `TypeError` without `epochs`."""
         check_length_reader()
         if self.epochs is None:
-            raise TypeError("an EpisodeLoader without epochs has no length; give it epochs")
+            raise TypeError("an EpisodeLoader without epochs has no length; set epochs")
         return sum(map(self.plan(self.split).num_steps, range(self.epochs)))
 
     def __bool__(self) -> bool:
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by readers that begin an epoch; a loader counts its own. `UsageError` for one that shards it again."""
+        """Do nothing: the loader counts epochs itself. Raises `UsageError` if Accelerate would shard its batches."""
         check_epoch_reader(self.rank, self.world_size)
 
     def get_batch(self, split: str | None = None) -> Batch:
-        """The next batch of a split; each split has its own cursor."""
+        """Return the next batch of a split; each split has its own cursor."""
         name = split or self.split
         stream = self._streams.get(name)
         if stream is None or stream.process != os.getpid():
@@ -232,21 +232,21 @@ class EpisodeLoader(IterableDataset):
         try:
             item = next(stream.batches)
         except BaseException:
-            # A step that failed is tried again at the next call.
+            # The next call retries the step that failed.
             self._streams.pop(name).close()
             raise
         return self._return(stream.plan, item)
 
     def prefetch(self, steps: int | None = None, *, split: str | None = None) -> str | None:
-        """Start downloading what the next `steps` batches need (None: an epoch), for datasets at URLs.
+        """Start downloading what the next `steps` batches need (None: an epoch) from datasets at URLs.
 
-        Batches start it if it was not called before. Returns a warning if the cache is too small for it.
+        `get_batch` calls this if it was not called before. Returns a warning if the cache is too small, else None.
         """
         name = split or self.split
         return self._start_prefetch(name, self.plan(name), self.cursor(name), steps)
 
     def _start_prefetch(self, name: str, plan: LoadPlan, at: Cursor, steps: int | None) -> str | None:
-        """Start the downloads of this name, unless this process did."""
+        """Start the downloads registered under this name, unless this process has started them already."""
         # Threads do not survive a fork.
         if name in self._prefetches and self._prefetches[name].process == os.getpid():
             return None
@@ -257,15 +257,15 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def downloads(self) -> Progress | None:
-        """The progress of all downloads that were started; None if there is nothing to download."""
+        """The progress of all downloads; None if there are none."""
         parts = [each.progress for each in self._prefetches.values()]
         return Progress(*map(sum, zip(*parts, strict=True))) if parts else None
 
     def one_pass(self, split: str, *, source: DataSource | None = None) -> Iterator[Batch]:
-        """Every eligible episode once, in the order of the files, without moving a cursor or dropping a row.
+        """Yield batches with every eligible episode once, in stored order; no cursor moves and no row is dropped.
 
-        With a `source`, only the episodes of that one, numbered from 0; else those of all sources that have any. The
-        last batch is padded with empty rows, so that all ranks get the same number of batches.
+        With a `source`, only its episodes are read, numbered from 0; otherwise those of all sources. The last batch is
+        padded with empty rows, so that all ranks get the same number of batches.
         """
         sources = (source,) if source is not None else self.sources_of(split) or self.sources
         plan = LoadPlan(sources, self.config, split, in_stored_order=True)
@@ -298,9 +298,9 @@ class EpisodeLoader(IterableDataset):
         return item.batch
 
     def _work(self, number: int, workers: int) -> Iterator[Batch]:
-        """Every `workers`-th batch, as one of several worker processes whose batches are taken in turn."""
+        """Yield every `workers`-th batch, in one of several DataLoader workers that are read in turn."""
         if self._listener is not None:
-            raise UsageError("a loader with a listener runs in the process that trains; give DataLoader no workers")
+            raise UsageError("a loader with a listener cannot run in DataLoader workers; set num_workers=0")
         plan = self.plan(self.split)
         self.prefetch()
         steps = islice(plan.steps(self.cursor()), self._skipped(number), None, workers)
@@ -316,7 +316,7 @@ class EpisodeLoader(IterableDataset):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursors of all splits as a JSON value; the same on all ranks."""
+        """Return the cursors of all splits as a JSON value, which is the same on all ranks."""
         order, worker = self.config.order_part(), self._worker()
         state: dict[str, Any] = {
             "version": STATE_VERSION,
@@ -328,21 +328,19 @@ class EpisodeLoader(IterableDataset):
         return state if worker is None else {**state, "worker": worker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, at any number of ranks; `UsageError` names all differences."""
+        """Resume from a state, with any number of ranks; raise `UsageError` with all differences if any."""
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
-            raise UsageError(
-                f"the state of a loader has version {_shown(version)}; this chatmill reads {STATE_VERSION}"
-            )
+            raise UsageError(f"the loader state has version {_shown(version)}; expected {STATE_VERSION}")
         if faults := _differences(state, self.sha256, self.config.order_part()):
-            raise UsageError(f"the state of a loader does not fit: {'; '.join(faults)}")
+            raise UsageError(f"the loader state does not match: {'; '.join(faults)}")
         try:
             cursors = {
                 split: Cursor(**{name: _whole(at[name]) for name in Cursor._fields})
                 for split, at in state["cursors"].items()
             }
         except (AttributeError, KeyError, TypeError):
-            raise UsageError("the state of a loader is damaged: its cursors cannot be read") from None
+            raise UsageError("the loader state is damaged: cannot read its cursors") from None
         skip = _skip(state.get("worker"), self._worker())
         for split, cursor in cursors.items():
             self.plan(split).check(cursor)
@@ -350,15 +348,15 @@ class EpisodeLoader(IterableDataset):
         self._cursors, self._skip = cursors, skip
 
     def _worker(self) -> dict[str, int] | None:
-        """Which of several worker processes this is, and the batches that others build before its next one."""
+        """Return which worker process this is, and how many batches of others come before its next one."""
         worker = get_worker_info()
         if worker is None:
             return None
         return {"number": worker.id, "workers": worker.num_workers, "skip": self._skipped(worker.id)}
 
     def close(self) -> None:
-        """End the prefetching threads; the loader can still be used."""
-        # Downloads first: a stream may wait for one.
+        """Stop the prefetching threads; the loader can still be used."""
+        # Stop downloads first, because a stream may wait for one.
         for prefetch in self._prefetches.values():
             prefetch.stop()
         for stream in self._streams.values():
@@ -366,7 +364,7 @@ class EpisodeLoader(IterableDataset):
         self._streams, self._prefetches = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled for another process: everything but threads, and plans with their caches."""
+        """Return the state to pickle: everything except threads, and plans with their caches."""
         return {**vars(self), "_streams": {}, "_prefetches": {}, "_plans": {}}
 
 
@@ -388,8 +386,8 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
         faults.append(f"the dataset was {saved}, now it is {one_line(dataset_sha256, 12)}")
     theirs = state.get("config")
     if not isinstance(theirs, Mapping) or state.get("config_sha256") != order_sha256(theirs):
-        return [*faults, "its config does not have the hash it names"]
-    # Compared as JSON, in which a list equals a tuple.
+        return [*faults, "the hash of its config is not the one it records"]
+    # Compare as JSON, where lists and tuples are the same.
     mine = json.loads(json.dumps(order))
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
@@ -398,19 +396,21 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
 
 
 def _skip(saved: Any, mine: Mapping[str, int] | None) -> int | None:
-    """Batches to skip before the first of this worker; None if the state was saved without workers."""
+    """Return the batches to skip before this worker's first batch; None if the state was saved without workers."""
     if saved is None:
         return None
     same = ("number", "workers")
     if not isinstance(saved, Mapping) or mine is None or any(saved.get(name) != mine[name] for name in same):
         here = "a loader without workers" if mine is None else f"worker {mine['number']} of {mine['workers']}"
-        raise UsageError(f"the state is that of the worker {_shown(saved)}, and this is {here}; they must be the same")
+        raise UsageError(
+            f"the loader state was saved by worker {_shown(saved)}, but this is {here}; they must be the same"
+        )
     return _whole(saved.get("skip"))
 
 
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise UsageError(f"the state of a loader is damaged: {_shown(value)} is no whole number from 0 on")
+        raise UsageError(f"the loader state is damaged: {_shown(value)} is not an integer of at least 0")
     return value
 
 

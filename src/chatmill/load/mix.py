@@ -1,7 +1,7 @@
-"""Mixing: which source each position is drawn from, and the order of several sources together.
+"""Mixing: which source each position is drawn from, and the order of episodes over several sources.
 
-Weights become integers whose sum is the period of a table. The table gives the source of any position, so shares do not
-drift and no state is kept. Each source runs through its own epochs, independent of where batches end.
+Weights become integers whose sum is the period of a table. The table maps every position to a source, so shares do not
+drift and no state is needed. Each source has its own epochs, independent of batch boundaries.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from chatmill.load.order import Order, check_numbers
 from chatmill.rows import Index, offsets
 
 MIX_SFT: Mapping[str, float] = {"primer": 0.10, "oasst1": 0.70, "dolly15k": 0.20}
-"""The default weights of the sources of a fine-tuning run."""
+"""Default sources and weights of a fine-tuning run."""
 PERIOD = 1 << 16
-"""The longest period of a schedule, in rows."""
+"""Maximum period of a `MixSchedule`, in rows."""
 MOST_ROWS = 1 << 38
-"""The longest period of a long schedule, in rows."""
+"""Maximum period of a `LongMixSchedule`, in rows."""
 BLOCK = 1 << 14
-"""About how many rows of a long schedule are tabulated together."""
+"""Approximate number of rows in a block of a `LongMixSchedule`."""
 MIX_BY = ("rows", "tokens", "trained_tokens")
 
 
 def shares(weights: Mapping[str, object], key: str = "mix_sft") -> dict[str, Fraction]:
-    """Normalise weights to exact fractions that sum to 1; 0.1 counts as one tenth.
+    """Normalize weights to exact fractions that sum to 1; 0.1 is exactly one tenth.
 
-    All faults of the weights are one error, which names the `key` of the config.
+    Invalid weights are reported together in one error, under the config key `key`.
 
     >>> from chatmill.load import shares
     >>> shares({"a": 0.5, "b": 1.5})
@@ -42,7 +42,7 @@ def shares(weights: Mapping[str, object], key: str = "mix_sft") -> dict[str, Fra
     """
     if not weights:
         number = "weight" if key == "mix_sft" else "epochs"
-        raise DataError(f"{key} names no source; expected at least one with its {number}")
+        raise DataError(f"{key} is empty; expected at least one source with its {number}")
     if faults := [fault for name, weight in weights.items() if (fault := _weight_fault(name, weight, key))]:
         raise DataError("; ".join(faults))
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
@@ -54,17 +54,17 @@ def _weight_fault(name: str, weight: object, key: str) -> str | None:
     numbers = "the weight of {} is" if key == "mix_sft" else "the epochs of {} are"
     shown = f"{key}: {numbers.format(one_line(name))} {one_line(str(weight))}"
     if type(weight) not in (int, float) or not abs(weight) <= sys.float_info.max:  # type: ignore[arg-type]
-        return f"{shown}; expected a finite number over 0"
+        return f"{shown}; expected a finite number above 0"
     if weight < 0:  # type: ignore[operator]
-        return f"{shown}; {'a weight is' if key == 'mix_sft' else 'epochs are'} over 0"
-    return f"{shown}; leave out what is not to be mixed" if weight == 0 else None
+        return f"{shown}; expected a number above 0"
+    return f"{shown}; expected a number above 0; remove sources that are not to be mixed" if weight == 0 else None
 
 
 def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fraction] | None = None) -> dict[str, int]:
-    """Integer row counts per period, with a sum of at most 2^16, that give each source its share.
+    """Return integer row counts per period, with a sum of at most 2^16, that give each source its share.
 
-    `row_size` is the average of what is shared (tokens, or trained tokens) in a row of each source; without it rows are
-    shared. Exact where the sum allows, else each source is within one row in 2^16.
+    To share tokens or trained tokens instead of rows, `row_size` is their average number per row of each source. The
+    result is exact if the sum allows it; otherwise each source is within one row in 2^16 of its share.
 
     >>> from chatmill.load import row_weights, shares
     >>> row_weights(shares({"a": 0.5, "b": 1.5}))
@@ -75,7 +75,7 @@ def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fra
         size = Fraction(1) if row_size is None else row_size[name]
         if size <= 0:
             raise DataError(
-                f"mix_sft: {one_line(name)} holds nothing of what is mixed by; mix by rows, or leave it out"
+                f"mix_sft: {one_line(name)} has none of the tokens that mix_by counts; mix by rows, or remove it"
             )
         rows[name] = share / size
     total = sum(rows.values())
@@ -84,21 +84,21 @@ def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fra
     if period <= PERIOD:
         return {name: int(part * period) for name, part in parts.items()}
     counts = {name: math.floor(part * PERIOD) for name, part in parts.items()}
-    # What rounding down left over goes to the largest remainders.
+    # Assign the rows left over by rounding down to the largest remainders.
     by_remainder = sorted(parts, key=lambda name: counts[name] - parts[name] * PERIOD)
     for name in by_remainder[: PERIOD - sum(counts.values())]:
         counts[name] += 1
     for name, count in counts.items():
         if count == 0:
             raise DataError(
-                f"mix_sft: {one_line(name)} comes less than once in {PERIOD} rows; give it more weight, or leave it out"
+                f"mix_sft: {one_line(name)} has less than one row in {PERIOD}; increase its weight, or remove it"
             )
     divisor = math.gcd(*counts.values())
     return {name: count // divisor for name, count in counts.items()}
 
 
 def epoch_rows(epochs: Mapping[str, float], num_rows: Mapping[str, int]) -> dict[str, int]:
-    """Rows of each source in one epoch of a mix: its epochs times its rows, to the nearest whole number from 1 on.
+    """Return the rows of each source in one epoch of a mix: its epochs times its rows, rounded, and at least 1.
 
     >>> from chatmill.load.mix import epoch_rows
     >>> epoch_rows({"a": 2, "b": 0.5}, {"a": 10, "b": 7})
@@ -109,17 +109,19 @@ def epoch_rows(epochs: Mapping[str, float], num_rows: Mapping[str, int]) -> dict
         for name, count in epochs.items()
     }
     if sum(rows.values()) > MOST_ROWS:
-        raise DataError(f"mix_epochs: an epoch of the mix would have {sum(rows.values())} rows; at most {MOST_ROWS}")
+        raise DataError(
+            f"mix_epochs: an epoch of the mix would have {sum(rows.values())} rows; expected at most {MOST_ROWS}"
+        )
     return rows
 
 
 class MixSchedule:
-    """Assigns positions to sources by integer weights; at every position each source is within one row of its share.
+    """Maps positions to sources by integer weights; at every position each source is within one row of its share.
 
         weights 1 2, one period  ->  sources 1 0 1, ordinals 0 0 1
 
-    Row j of a source has a first and a last position at which its count stays within 1 - 1/(2n-2) of its share, for n
-    sources. Tijdeman proved (The chairman assignment problem, 1980) that earliest deadline first meets all of them.
+    With n sources, row j of a source has a range of positions that keep the source within 1 - 1/(2n-2) of its share.
+    Tijdeman proved (The chairman assignment problem, 1980) that scheduling by earliest deadline meets all ranges.
 
     >>> from chatmill.load import MixSchedule
     >>> MixSchedule([1, 2]).at([0, 1, 2])[0].tolist()
@@ -129,10 +131,10 @@ class MixSchedule:
     def __init__(self, weights: ArrayLike) -> None:
         self.weights: Index = np.asarray(weights, dtype=np.int64)
         if self.weights.ndim != 1 or not len(self.weights) or self.weights.min() <= 0:
-            raise UsageError("a schedule needs a weight over 0 for each of at least one source")
+            raise UsageError("a schedule requires at least one source, each with a weight above 0")
         self.period = int(self.weights.sum())
         if self.period > PERIOD:
-            raise UsageError(f"weights sum to {self.period}; at most {PERIOD} can be tabulated")
+            raise UsageError(f"weights sum to {self.period}; expected at most {PERIOD}")
         self._source = _sources(self.weights)
         by_source = np.argsort(self._source, kind="stable")
         self._positions = np.split(by_source, np.cumsum(self.weights)[:-1])
@@ -159,10 +161,10 @@ class MixSchedule:
 
 
 class LongMixSchedule:
-    """Assigns positions to sources by integer weights of any sum up to `MOST_ROWS`, exactly over each period.
+    """Maps positions to sources by integer weights with a sum of up to `MOST_ROWS`, exact over each period.
 
-    A period is cut into equal blocks, and the rows of each source are spread evenly over them, each block with a
-    schedule of its own. At every position each source is within two rows of its share.
+    A period is divided into equal blocks, over which the rows of each source are spread evenly, and each block has its
+    own schedule. At every position each source is within two rows of its share.
 
     >>> from chatmill.load.mix import LongMixSchedule
     >>> LongMixSchedule([100_003, 50_000]).counts(150_003).tolist()
@@ -173,7 +175,7 @@ class LongMixSchedule:
         self.weights: Index = np.asarray(weights, dtype=np.int64)
         self.period = int(self.weights.sum())
         self._blocks = -(-self.period // BLOCK)
-        # Few distinct ones: each source has one of two numbers of rows in a block.
+        # There are few distinct schedules, because the row counts of a source in two blocks differ by at most 1.
         self._schedule = lru_cache(maxsize=16)(lambda rows: MixSchedule([count for count in rows if count]))
 
     def at(self, positions: ArrayLike) -> tuple[Index, Index]:
@@ -206,31 +208,31 @@ class LongMixSchedule:
         return periods * self.weights + counts
 
     def _before(self, block: int) -> Index:
-        """Rows of each source before a block."""
+        """Return the rows of each source before a block."""
         return self.weights * block // self._blocks
 
     def _block(self, positions: Index) -> Index:
-        """The block of each position of a period."""
+        """Return the block of each position of a period."""
         block = positions * self._blocks // self.period
-        # Rounding down the rows of each source, a block may begin a few rows before its share of the period.
+        # Because the rows of each source are rounded down, a block may start a few rows early.
         following = (self.weights[:, None] * (block + 1) // self._blocks).sum(axis=0)
         return block + (positions >= following)
 
     def _part(self, block: int) -> tuple[Index, Index, MixSchedule]:
-        """The sources in a block, the rows of all sources before it, and its schedule."""
+        """Return the sources in a block, the rows of all sources before it, and its schedule."""
         before = self._before(block)
         rows = self._before(block + 1) - before
         return np.flatnonzero(rows), before, self._schedule(tuple(rows.tolist()))
 
 
 def _sources(weights: Index) -> Index:
-    """The source at each position of one period."""
+    """Return the source at each position of one period."""
     total, slack = int(weights.sum()), 2 * len(weights) - 2
     if slack == 0:
         return np.zeros(total, dtype=np.int64)
     source = np.repeat(np.arange(len(weights)), weights)
     row = np.concatenate([np.arange(count) for count in weights])
-    # Positions count from 1 here; the numerators stay below 2^16 * 2^17 * 2^16 and so within 64 bits.
+    # Positions start at 1 here. The numerators are below 2^16 * 2^17 * 2^16, so they fit in 64 bits.
     scale = slack * weights[source]
     release = -((-(slack * row + 1) * total) // scale)
     due = (slack * (row + 1) - 1) * total // scale
@@ -248,10 +250,10 @@ def _sources(weights: Index) -> Index:
 
 
 class MixedOrder(Order):
-    """Several sources as one order without end: the schedule picks the source, the source's own order the episode.
+    """An endless order over several sources: the schedule selects the source, and the order of the source the episode.
 
-    Episodes are numbered over all sources. A source at the end of its epoch begins its next one. A source in `random`
-    order uses the draw of the mixed position.
+    Episodes are numbered over all sources. A source that reaches the end of its epoch starts the next one. A source in
+    `random` order uses the draw at the position of the mix.
     """
 
     length = None
@@ -259,7 +261,9 @@ class MixedOrder(Order):
     def __init__(self, orders: Mapping[str, Order], weights: Mapping[str, int]) -> None:
         for name in weights:
             if name not in orders:
-                raise DataError(f"mix_sft: no source {one_line(name)}; there are {', '.join(orders) or 'none'}")
+                raise DataError(
+                    f"mix_sft: unknown source {one_line(name)}; expected one of {', '.join(orders) or 'none'}"
+                )
         self.sources = tuple(weights)
         divisor = math.gcd(*weights.values())
         weights = {name: weight // divisor for name, weight in weights.items()}
@@ -274,12 +278,12 @@ class MixedOrder(Order):
         self.name = f"{'mix-long/1' if is_long else 'mix/1'}({', '.join(parts)})"
 
     def source_of(self, episodes: ArrayLike) -> Index:
-        """Which source each of these episodes belongs to, as its place in `sources`."""
+        """Return the index in `sources` of each episode's source."""
         return np.searchsorted(self._first, np.asarray(episodes, dtype=np.int64), side="right") - 1
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """Rows of each source, each counted once."""
+        """The number of distinct rows of each source."""
         return dict(zip(self.sources, np.diff(self._first).tolist(), strict=True))
 
     @property
@@ -289,14 +293,14 @@ class MixedOrder(Order):
         return {name: Fraction(weight, self.schedule.period) for name, weight in weights}
 
     def passes(self, stop: int) -> dict[str, float]:
-        """How many passes over each source the positions before `stop` make."""
+        """Return the number of passes over each source that the positions before `stop` make."""
         counts = self.schedule.counts(stop) / np.diff(self._first)
         return dict(zip(self.sources, counts.tolist(), strict=True))
 
     def at(self, epoch: int, positions: ArrayLike) -> Index:
         if epoch != 0:
             raise UsageError(
-                f"epoch {epoch} of a mixed order; only its sources have epochs, it has positions from 0 on"
+                f"epoch is {epoch}; expected 0, because a mixed order is endless and only its sources have epochs"
             )
         chosen = check_numbers("position", positions, None)
         source, ordinal = self.schedule.at(chosen)
@@ -307,7 +311,7 @@ class MixedOrder(Order):
         return episodes
 
     def find(self, epoch: int, episode: int) -> int:
-        """The position at which this episode comes in the given epoch of its own source."""
+        """Return the position of an episode in the given epoch of its source."""
         check_numbers("episode", episode, self.num_episodes)
         number = int(self.source_of([episode])[0])
         order = self._orders[number]
@@ -316,7 +320,7 @@ class MixedOrder(Order):
 
 
 def _at_ordinals(order: Order, ordinals: Index, positions: Index) -> Index:
-    """The episodes of one source at these of its rows, which may lie in several of its epochs."""
+    """Return the episodes of one source for these row numbers, which may be in several of its epochs."""
     if order.length is None:
         return order.at(0, positions)
     epochs, within = np.divmod(ordinals, order.length)

@@ -1,7 +1,7 @@
-"""Orders: which episode is at which position of an epoch, as a pure function that anyone can recompute.
+"""Orders: which episode is at which position of an epoch, as a pure function.
 
-An order keeps no state: `at` computes any positions of any epoch. Its name carries a version and never changes its
-meaning, so the name, the seed and the number of episodes define the order for good.
+An order has no state: `at` computes any position of any epoch. Its name includes a version and never changes its
+meaning, so the name, the seed and the number of episodes define an order permanently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chatmill.errors import UsageError, one_line
 from chatmill.rows import Index
 
 EPOCH_LIMIT = 1 << 24
-"""The most episodes of the order `epoch`, whose permutation is held in memory, 8 bytes each."""
+"""Maximum number of episodes of the order `epoch`, which keeps its permutation in memory (8 bytes per episode)."""
 EPISODE_LIMIT = 1 << 62
 SEED_LIMIT = 1 << 32
 ROUNDS = 8
@@ -28,48 +28,48 @@ class Order(ABC):
     """Maps the positions of an epoch to episodes, which are numbered from 0."""
 
     name: str
-    """Name and version, as they are written in the audit log."""
+    """Name and version, as written to the audit log."""
     num_episodes: int
     length: int | None
-    """Positions in an epoch; None for an order without end, all of which is epoch 0."""
+    """Number of positions in an epoch; None for an endless order, which has only epoch 0."""
 
     @abstractmethod
     def at(self, epoch: int, positions: ArrayLike) -> Index:
-        """The episodes at these positions of an epoch."""
+        """Return the episodes at these positions of an epoch."""
 
     @abstractmethod
     def find(self, epoch: int, episode: int) -> int:
-        """The position of an episode in an epoch: the inverse of `at`."""
+        """Return the position of an episode in an epoch: the inverse of `at`."""
 
     def block(self, epoch: int, start: int, stop: int) -> Index:
-        """The episodes at positions start to stop of an epoch."""
+        """Return the episodes at positions start to stop of an epoch."""
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
 
 def make_order(mode: str, num_episodes: int, *, seed: int, shuffle: bool = True) -> Order:
-    """Make the order of a sampling mode: `epoch`, `feistel` or `random`.
+    """Create the order of a sampling mode: `epoch`, `feistel` or `random`.
 
-    Without `shuffle` the modes with epochs keep the stored order; `random` has no epochs to shuffle.
+    With `shuffle=False`, `epoch` and `feistel` keep the stored order; `random` ignores it.
 
     >>> from chatmill.load import make_order
     >>> make_order("epoch", 10, seed=42).block(0, 0, 5).tolist()
     [8, 1, 5, 0, 7]
     """
     if type(num_episodes) is not int or not 0 < num_episodes <= EPISODE_LIMIT:
-        raise UsageError(f"an order of {num_episodes} episodes; expected 1 to {EPISODE_LIMIT}")
+        raise UsageError(f"the number of episodes is {num_episodes}; expected 1 to {EPISODE_LIMIT}")
     if type(seed) is not int or not 0 <= seed < SEED_LIMIT:
-        raise UsageError(f"seed {one_line(str(seed))}; expected a whole number from 0 to {SEED_LIMIT - 1}")
+        raise UsageError(f"seed is {one_line(str(seed))}; expected an integer from 0 to {SEED_LIMIT - 1}")
     if mode == "random":
         return RandomOrder(num_episodes, seed)
     if mode not in MODES:
-        raise UsageError(f'no order "{one_line(str(mode))}"; there are {", ".join(MODES)}')
+        raise UsageError(f'unknown order "{one_line(str(mode))}"; expected one of {", ".join(MODES)}')
     if not shuffle:
         return IdentityOrder(num_episodes)
     if mode == "feistel":
         return FeistelOrder(num_episodes, seed)
     if num_episodes > EPOCH_LIMIT:
         raise UsageError(
-            f"{num_episodes:,} episodes are more than the order epoch keeps in memory ({EPOCH_LIMIT:,}); use feistel"
+            f"{num_episodes:,} episodes are too many for the order epoch (at most {EPOCH_LIMIT:,}); use feistel"
         )
     return EpochOrder(num_episodes, seed)
 
@@ -78,16 +78,16 @@ MODES = ("epoch", "feistel", "random")
 
 
 def effective_seed(seed: int, epoch: int) -> int:
-    """The seed that an epoch is shuffled with: seed + epoch."""
+    """Return the seed for shuffling an epoch: seed + epoch."""
     if type(epoch) is not int or epoch < 0:
-        raise UsageError(f"epoch {epoch}; expected a whole number from 0 on")
+        raise UsageError(f"epoch is {epoch}; expected an integer of at least 0")
     if seed + epoch >= SEED_LIMIT:
-        raise UsageError(f"seed {seed} and epoch {epoch} add up to {seed + epoch}; at most {SEED_LIMIT - 1} can be")
+        raise UsageError(f"seed {seed} plus epoch {epoch} is {seed + epoch}; expected at most {SEED_LIMIT - 1}")
     return seed + epoch
 
 
 class IdentityOrder(Order):
-    """The stored order, in every epoch. Base of the orders whose epochs hold every episode once."""
+    """The stored order, in every epoch. Base class of the orders that have every episode once per epoch."""
 
     name = "identity/1"
 
@@ -102,13 +102,13 @@ class IdentityOrder(Order):
         return int(self._map(epoch, check_numbers("episode", episode, self.num_episodes), inverse=True)[0])
 
     def _map(self, epoch: int, numbers: Index, *, inverse: bool) -> Index:
-        """The episodes at these positions, or, inverted, the position of one episode."""
+        """Return the episodes at these positions or, with `inverse`, the position of one episode."""
         effective_seed(0, epoch)
         return numbers
 
 
 class EpochOrder(IdentityOrder):
-    """`RandomState(seed + epoch).permutation(num_episodes)`, as numpy draws it in every version."""
+    """`RandomState(seed + epoch).permutation(num_episodes)`, which is the same in every numpy version."""
 
     name = "epoch/1"
 
@@ -118,7 +118,7 @@ class EpochOrder(IdentityOrder):
 
     def _map(self, epoch: int, numbers: Index, *, inverse: bool) -> Index:
         seed = effective_seed(self._seed, epoch)
-        # Replaced as one value: a prefetching thread may be in another epoch than the caller.
+        # Assigned as one value, because a prefetching thread may be in another epoch than the caller.
         last = self._last
         if last is None or last[0] != epoch:
             last = epoch, np.random.RandomState(seed).permutation(self.num_episodes).astype(np.int64, copy=False)
@@ -127,11 +127,11 @@ class EpochOrder(IdentityOrder):
 
 
 class FeistelOrder(IdentityOrder):
-    """A keyed bijection that is computed for the requested positions; its memory does not grow with the episodes.
+    """A keyed permutation that is computed only for the requested positions, in constant memory.
 
-    A number is written as a pair, n = left * width + right, on a nearly square grid that covers all episodes. Each of
-    eight rounds adds a hash of one half to the other, modulo its size, and is inverted by subtracting. A result past
-    the last episode goes through the rounds again until it is an episode.
+    A number is split into a pair, n = left * width + right, on a nearly square grid that covers all episodes. Each of
+    eight rounds adds a hash of one half to the other, modulo its size, and is inverted by subtraction. A result beyond
+    the last episode goes through the rounds again until it is a valid episode.
     """
 
     name = "feistel/1"
@@ -160,7 +160,7 @@ class FeistelOrder(IdentityOrder):
 
 
 class RandomOrder(Order):
-    """Uniform with replacement: draw p is a hash of (seed, p), scaled to the episodes. All of it is epoch 0."""
+    """Uniform sampling with replacement: draw p is a hash of (seed, p), scaled to the episodes. Has only epoch 0."""
 
     name = "random/1"
     length = None
@@ -171,47 +171,47 @@ class RandomOrder(Order):
 
     def at(self, epoch: int, positions: ArrayLike) -> Index:
         if epoch != 0:
-            raise UsageError(f"epoch {epoch} of the order random; it has no epochs, only positions from 0 on")
+            raise UsageError(f"epoch is {epoch}; expected 0, because the order random has no epochs")
         return _scaled(
             _hashed(check_numbers("position", positions, None).astype(np.uint64), self._key), self.num_episodes
         )
 
     def find(self, epoch: int, episode: int) -> int:
-        raise UsageError("the order random draws with replacement; an episode has no one position in it")
+        raise UsageError("the order random samples with replacement; an episode has no unique position in it")
 
 
 def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:
-    """One or several numbers as an array; `UsageError` for one outside 0 to limit - 1."""
+    """Return one or more numbers as an array; raise `UsageError` if one is not in 0 to limit - 1."""
     chosen = np.array(numbers, dtype=np.int64, ndmin=1)
     if chosen.size and (chosen.min() < 0 or (limit is not None and chosen.max() >= limit)):
         wrong = chosen.min() if chosen.min() < 0 else chosen.max()
-        raise UsageError(f"{what} {wrong}; expected one from 0" + ("" if limit is None else f" to {limit - 1}"))
+        raise UsageError(f"{what} is {wrong}; expected " + ("at least 0" if limit is None else f"0 to {limit - 1}"))
     return chosen
 
 
-# Arithmetic modulo 2^64. numpy warns of overflow for single numbers, but not for arrays.
+# Arithmetic modulo 2^64. All values are arrays, because numpy warns about overflow of scalars.
 
 
 def _mixed(values: Bits) -> Bits:
-    """The finaliser of SplitMix64: a bijection of 64 bits in which each bit depends on all."""
+    """The finalizer of SplitMix64: a bijection on 64 bits in which each output bit depends on all input bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(values ^ (values >> np.uint64(31)))
 
 
 def _hashed(values: Bits, key: NDArray[np.uint64] | np.uint64) -> Bits:
-    """Value n of the SplitMix64 stream that begins at `key`."""
+    """Return value n of the SplitMix64 stream that starts at `key`, for each n in `values`."""
     return _mixed(np.asarray((values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key))
 
 
 def _round(half: Bits, other: Bits, key: np.uint64, size: np.uint64, inverse: bool) -> Bits:
-    """Add a hash of one half to the other, or subtract it again."""
+    """Add a hash of `other` to `half`, or subtract it with `inverse`."""
     step = _hashed(other, key) % size
     return np.asarray((half + (size - step if inverse else step)) % size)
 
 
 def _scaled(values: Bits, count: int) -> Index:
-    """floor(values / 2^64 * count), exactly: the upper half of a product of 64 by 64 bits."""
+    """Compute floor(values / 2^64 * count) exactly: the upper 64 bits of the 128-bit product."""
     low_mask, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     high, low = values >> half, values & low_mask
     count_high, count_low = np.uint64(count >> 32), np.uint64(count & 0xFFFFFFFF)

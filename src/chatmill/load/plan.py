@@ -1,10 +1,10 @@
-"""The plan of a split: which episodes are in which rows of which batch, without reading a token.
+"""The plan of a split: which episodes are in which rows of which batch, computed without reading tokens.
 
     order    positions of an epoch -> episodes
     window   2^16 positions -> rows: one episode each, or packed best fit and permuted by (seed, epoch, window)
     step     batch_size rows: the global batch, the same for any number of ranks, workers and threads
 
-A plan is a pure function of a `Cursor`: the step at a cursor names the cursor of the next step.
+A plan is a pure function of a `Cursor`: the step at a cursor contains the cursor of the next step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from chatmill.load.source import DataSource
 from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
-"""Positions of an epoch that are arranged into rows together."""
+"""Number of positions of an epoch that are arranged into rows together."""
 BLOCK = 1 << 12
-"""Positions whose episodes are looked up in the order together."""
+"""Number of positions that are looked up in the order together."""
 NO_EPISODES: Index = np.empty(0, dtype=np.int64)
 
 
 class Cursor(NamedTuple):
-    """Where the next batch begins: the number of batches before it, and its first row."""
+    """The start of a batch: the number of batches before it, and its first row."""
 
     step: int = 0
     epoch: int = 0
@@ -55,7 +55,7 @@ class Window(NamedTuple):
         return len(self.first) - 1
 
     def rows(self, start: int, stop: int) -> Window:
-        """Rows start to stop; those past the last are left out."""
+        """Return rows start to stop; rows beyond the last are omitted."""
         if start == 0 and stop >= self.num_rows:
             return self
         first = self.first[start : stop + 1]
@@ -74,15 +74,15 @@ class PlannedStep(NamedTuple):
     begins_epoch: bool
     ends_epoch: bool
     dropped: Index
-    """Episodes after it that fill no further batch, and are in no batch of this epoch."""
+    """Episodes at the end of the epoch that do not fill a batch and are dropped."""
 
     @property
     def num_rows(self) -> int:
-        """Rows with an episode; the last batch of an epoch may have fewer than `batch_size`."""
+        """Number of rows; the last batch of an epoch may have fewer than `batch_size`."""
         return len(self.first) - 1
 
     def rows(self, start: int, stop: int) -> Window:
-        """Rows start to stop; those past the last are left out."""
+        """Return rows start to stop; rows beyond the last are omitted."""
         return Window(self.episodes, self.first).rows(start, stop)
 
 
@@ -92,7 +92,7 @@ class LoadPlan:
     def __init__(
         self, sources: Sequence[DataSource], config: LoadConfig, split: str, *, in_stored_order: bool = False
     ) -> None:
-        """`in_stored_order`: every eligible episode once in the order of the files, and the last batch kept."""
+        """`in_stored_order`: plan every eligible episode once, in stored order, and keep the last batch."""
         self.sources = tuple(sources)
         self.config = config
         self.split = split
@@ -112,11 +112,11 @@ class LoadPlan:
         for source, count in zip(sources, eligible, strict=True):
             if not count:
                 raise DataError(
-                    f"{source.path}: no episode of {split} has {config.episode_min_tokens} tokens; "
+                    f"{source.path}: no episode of {split} has at least {config.episode_min_tokens} tokens; "
                     "lower episode_min_tokens, or use another dataset"
                 )
         self.order = IdentityOrder(sum(eligible)) if in_stored_order else _order(sources, config, split, eligible)
-        # A prefetching thread may be in another part of the order than the caller: keep a few.
+        # Keep several entries, because a prefetching thread may be in another part of the order than the caller.
         self._block = lru_cache(maxsize=4)(self._look_up)
         self._packed = lru_cache(maxsize=4)(self._pack)
         self._packed_rows = lru_cache(maxsize=WINDOW)(lambda epoch, window: self._packed(epoch, window).num_rows)
@@ -127,7 +127,7 @@ class LoadPlan:
 
     @cached_property
     def pass_episodes(self) -> int:
-        """Episodes in one pass over the data: all eligible ones; with `mix_epochs`, the epochs of each source."""
+        """Episodes in one pass over the data: all eligible ones or, with `mix_epochs`, one epoch of the mix."""
         if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):
             return self.num_eligible
         return sum(epoch_rows(self.config.mix_epochs, self.order.num_rows).values())
@@ -136,35 +136,35 @@ class LoadPlan:
     def pad_token_id(self) -> int:
         """The token that rows are padded with."""
         if self.config.pad_token_id is None:
-            raise UsageError("pad_token_id is null; a plan takes the config that open_sources gives")
+            raise UsageError("pad_token_id is null; expected the config that open_sources returns")
         return self.config.pad_token_id
 
-    # Episodes in their order.
+    # The order of episodes.
 
     def episodes(self, ordinals: Index) -> Index:
-        """The global numbers of eligible episodes, which the order numbers from 0."""
+        """Convert numbers among the eligible episodes, as the order uses them, to global numbers."""
         if not len(self.skipped):
             return ordinals
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
 
     def ordinal(self, episode: int) -> int:
-        """The number of an episode among the eligible ones: the inverse of `episodes`."""
+        """Return the number of an episode among the eligible ones: the inverse of `episodes`."""
         if not 0 <= episode < self.num_episodes:
-            raise UsageError(f"episode {episode}; {self.split} has 0 to {self.num_episodes - 1}")
+            raise UsageError(f"no episode {episode} in {self.split}; expected 0 to {self.num_episodes - 1}")
         before = int(np.searchsorted(self.skipped, episode))
         if before < len(self.skipped) and self.skipped[before] == episode:
             least = f"{self.config.episode_min_tokens} tokens (episode_min_tokens)"
-            raise UsageError(f"episode {episode} has fewer than {least} and comes in no epoch")
+            raise UsageError(f"episode {episode} has fewer than {least} and is in no epoch")
         return episode - before
 
     def first_episodes(self, epoch: int, count: int) -> Index:
-        """The first episodes of an epoch, in its order."""
+        """Return the first `count` episodes of an epoch."""
         return self.episodes(self.order.block(epoch, 0, self._limited(count)))
 
     def episodes_from(self, at: Cursor) -> Iterator[Index]:
-        """The episodes from a cursor on in the order of the epochs, in blocks, without end.
+        """Yield the episodes after a cursor in blocks, epoch after epoch, without end.
 
-        With packing, those of the whole window that the cursor is in.
+        With packing, the first block starts at the beginning of the cursor's window.
         """
         epoch, position = at.epoch, at.window * WINDOW + (at.row if self.config.packing == "none" else 0)
         while True:
@@ -173,15 +173,15 @@ class LoadPlan:
             epoch, position = (epoch, stop) if stop != self.order.length else (epoch + 1, 0)
 
     def _limited(self, position: int) -> int:
-        """The position, or the end of the epoch if that comes first."""
+        """Return the position, or the end of the epoch if that is smaller."""
         return position if self.order.length is None else min(position, self.order.length)
 
     def _look_up(self, epoch: int, number: int) -> Index:
-        """The episodes of one block of positions."""
+        """Return the episodes of one block of positions."""
         return self.episodes(self.order.block(epoch, number * BLOCK, self._limited((number + 1) * BLOCK)))
 
     def _at_positions(self, epoch: int, start: int, stop: int) -> Index:
-        """The episodes at positions start to stop of an epoch."""
+        """Return the episodes at positions start to stop of an epoch."""
         numbers = range(start // BLOCK, -(-stop // BLOCK))
         parts = [self._block(epoch, number) for number in numbers]
         episodes = parts[0] if len(parts) == 1 else np.concatenate([NO_EPISODES, *parts])
@@ -191,7 +191,7 @@ class LoadPlan:
     # Rows of windows.
 
     def num_windows(self) -> int | None:
-        """Windows in an epoch; None if it never ends."""
+        """Return the number of windows in an epoch; None if the order is endless."""
         return None if self.order.length is None else -(-self.order.length // WINDOW)
 
     def _pack(self, epoch: int, window: int) -> Window:
@@ -207,7 +207,7 @@ class LoadPlan:
         return self._packed_rows(epoch, window)
 
     def _rows(self, epoch: int, window: int, start: int, stop: int) -> Window:
-        """Rows start to stop of a window."""
+        """Return rows start to stop of a window."""
         if self.config.packing == "none":
             first = window * WINDOW
             return Window(self._at_positions(epoch, first + start, first + stop), _one_each(stop - start))
@@ -216,11 +216,11 @@ class LoadPlan:
     # Epochs.
 
     def count_rows(self, epoch: int) -> int:
-        """The number of rows of an epoch, for orders with epochs."""
+        """Return the number of rows in an epoch, for orders with epochs."""
         return sum(self._num_rows(epoch, window) for window in range(self.num_windows() or 0))
 
     def num_steps(self, epoch: int) -> int:
-        """The number of batches of an epoch, for orders with epochs; `UsageError` if there is none."""
+        """Return the number of batches in an epoch, for orders with epochs; raise `UsageError` if it is 0."""
         steps, remainder = divmod(self.count_rows(epoch), self.config.batch_size)
         if not self.drop_last:
             return steps + (remainder > 0)
@@ -229,7 +229,7 @@ class LoadPlan:
         return steps
 
     def last_episodes(self, epoch: int, rows: int) -> int:
-        """The number of episodes in the last rows of an epoch, for orders with epochs."""
+        """Return the number of episodes in the last `rows` rows of an epoch, for orders with epochs."""
         episodes = 0
         for window in reversed(range(self.num_windows() or 0)):
             count = self._num_rows(epoch, window)
@@ -239,7 +239,7 @@ class LoadPlan:
         return episodes
 
     def rows_of_episodes(self, episodes: int) -> int:
-        """The number of first rows of a mix, which has no end, that hold this many episodes."""
+        """Return how many rows from the start of a mix contain this many episodes."""
         if self.config.packing == "none":
             return episodes
         rows = 0
@@ -251,9 +251,10 @@ class LoadPlan:
         raise AssertionError
 
     def passes(self, at: Cursor) -> float | None:
-        """Passes over the data before a cursor, as a fraction; None for `random`. Inside a window, rows count equally.
+        """Return the fractional number of passes over the data before a cursor; None for the order `random`.
 
-        One pass over a mix is as many episodes as its sources hold together, or as `mix_epochs` says.
+        One pass over a mix has as many episodes as all its sources together, or as `mix_epochs` sets. All rows of a
+        window count equally.
         """
         if self.config.batch_sampling_mode == "random":
             return None
@@ -265,7 +266,7 @@ class LoadPlan:
     # Steps.
 
     def step(self, at: Cursor) -> PlannedStep:
-        """The batch at a cursor."""
+        """Return the batch at a cursor."""
         size, last = self.config.batch_size, self.num_windows()
         begins = at.window == 0 and at.row == 0
         window, row = at.window, at.row
@@ -279,7 +280,7 @@ class LoadPlan:
             window, row = (window, stop) if stop < num_rows else (window + 1, 0)
         if missing and self.drop_last:
             raise UsageError(
-                f"{self.split}: an epoch has {size - missing} rows, and a batch {size}; "
+                f"{self.split}: an epoch has {size - missing} rows, but batch_size is {size}; "
                 "lower batch_size, or set epoch_drop_last to false"
             )
         dropped = self._incomplete(at.epoch, window, row) if self.drop_last and last is not None else None
@@ -288,7 +289,7 @@ class LoadPlan:
         return PlannedStep(at, after, *join(parts), begins, ends, NO_EPISODES if dropped is None else dropped)
 
     def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
-        """The episodes from this row to the end of the epoch if they fill no batch, else None."""
+        """Return the episodes from this row to the end of the epoch if they do not fill a batch, else None."""
         remaining: list[Index] = []
         rows = 0
         for number in range(window, self.num_windows() or 0):
@@ -300,7 +301,7 @@ class LoadPlan:
         return np.concatenate([NO_EPISODES, *remaining])
 
     def cursor_at(self, step: int) -> Cursor:
-        """The cursor of a batch, by the number of batches before it."""
+        """Return the cursor of batch number `step`."""
         epoch, before = self._epoch_of(step)
         window, row = 0, (step - before) * self.config.batch_size
         while row >= (num_rows := self._num_rows(epoch, window)):
@@ -308,7 +309,7 @@ class LoadPlan:
         return Cursor(step, epoch, window, row)
 
     def _epoch_of(self, step: int) -> tuple[int, int]:
-        """The epoch of a batch, and the batches before that epoch."""
+        """Return the epoch of a batch, and the number of batches before that epoch."""
         if self.order.length is None:
             return 0, 0
         if self.config.packing == "none":
@@ -320,10 +321,10 @@ class LoadPlan:
         return epoch, before
 
     def steps(self, at: Cursor) -> Iterator[PlannedStep]:
-        """All batches from a cursor on, without end."""
+        """Yield all batches after a cursor, without end."""
         size = self.config.batch_size
         while True:
-            # Inside a window, while another whole batch follows, there is nothing to decide.
+            # Fast path: batches inside a window that are followed by another complete batch.
             for row in range(at.row, self._num_rows(at.epoch, at.window) - 2 * size + 1, size):
                 after = Cursor(at.step + 1, at.epoch, at.window, row + size)
                 rows = self._rows(at.epoch, at.window, row, row + size)
@@ -334,37 +335,37 @@ class LoadPlan:
             at = step.after
 
     def one_epoch(self, epoch: int = 0) -> Iterator[PlannedStep]:
-        """The batches of one epoch."""
+        """Yield the batches of one epoch."""
         for step in self.steps(Cursor(epoch=epoch)):
             yield step
             if step.ends_epoch:
                 return
 
     def check(self, at: Cursor) -> None:
-        """Raise `UsageError` unless a batch may begin there."""
+        """Raise `UsageError` unless a batch can start at this cursor."""
         last = self.num_windows()
         if min(at) < 0 or (last is None and at.epoch) or (last is not None and at.window >= last):
-            raise UsageError(f"{self.split}: no batch begins at epoch {at.epoch}, window {at.window}, row {at.row}")
+            raise UsageError(f"{self.split}: no batch starts at epoch {at.epoch}, window {at.window}, row {at.row}")
         if at.row >= self._num_rows(at.epoch, at.window):
             raise UsageError(f"{self.split}: window {at.window} of epoch {at.epoch} has no row {at.row}")
 
 
 @lru_cache(maxsize=8)
 def _one_each(rows: int) -> Index:
-    """`Window.first` of rows with one episode each."""
+    """Return `Window.first` for rows of one episode each."""
     first = np.arange(rows + 1, dtype=np.int64)
     first.flags.writeable = False
     return first
 
 
 def pad_rows(rows: Window, count: int) -> Window:
-    """Append rows without an episode up to `count` rows."""
+    """Append empty rows up to a total of `count`."""
     missing = count - rows.num_rows
     return rows if not missing else Window(rows.episodes, np.append(rows.first, np.repeat(rows.first[-1:], missing)))
 
 
 def join(parts: list[Window]) -> Window:
-    """The rows of several windows, one after the other."""
+    """Concatenate the rows of several windows."""
     if len(parts) == 1:
         return parts[0]
     before = offsets(np.array([len(part.episodes) for part in parts], dtype=np.int64))
@@ -389,7 +390,7 @@ def _order(sources: Sequence[DataSource], config: LoadConfig, split: str, eligib
 
 
 def datasets_hash(sources: Sequence[DataSource]) -> str:
-    """The hash that identifies everything a run reads."""
+    """Return the hash of all datasets that a run reads."""
     if len(sources) == 1 and not sources[0].name:
         return sources[0].sha256
     return hashlib.sha256(json.dumps([[source.name, source.sha256] for source in sources]).encode()).hexdigest()

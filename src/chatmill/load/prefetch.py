@@ -16,26 +16,26 @@ from chatmill.load.plan import PlannedStep
 
 T = TypeVar("T")
 POLL_SECONDS = 0.1
-"""How often a thread that waits for room checks whether it was closed."""
+"""How often a thread that waits for space in the queue checks whether it was closed."""
 
 
 class Prefetcher(Generic[T]):
-    """An iterator over `values` that a thread runs ahead of, by at most `depth` values.
+    """Iterates over `values`, which a thread reads at most `depth` values ahead.
 
-    An exception of the other iterator is raised where its value would have come. The thread ends with `close`, or when
-    the prefetcher is garbage-collected.
+    If `values` raises, the exception is raised where its next value would have been. The thread ends on `close`, or
+    when the prefetcher is garbage-collected.
     """
 
     def __init__(self, values: Iterator[T], depth: int) -> None:
         self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
         self._ended = False
         closed = threading.Event()
-        # The thread must not refer to this object, or it would never be collected.
+        # The thread must not reference this object, or the object would never be garbage-collected.
         thread = threading.Thread(
             target=_fill, args=(self._queue, closed, values), name="chatmill-prefetch", daemon=True
         )
         self.close = weakref.finalize(self, _close, closed, thread)
-        """End the thread; calling it again does nothing."""
+        """Stop the thread; further calls do nothing."""
         thread.start()
 
     def __iter__(self) -> Prefetcher[T]:
@@ -52,7 +52,7 @@ class Prefetcher(Generic[T]):
 
 
 def _close(closed: threading.Event, thread: threading.Thread) -> None:
-    """Wait until the thread is done: one that still runs in torch when the interpreter exits aborts the process."""
+    """Stop the thread and wait for it: a thread inside torch at interpreter exit would abort the process."""
     closed.set()
     if thread is not threading.current_thread():
         thread.join()
@@ -77,7 +77,7 @@ def _fill(
 
 
 class BatchStream:
-    """The batches of a plan, built by the caller at first, and by a thread once the caller is slower."""
+    """Iterates over the batches of a plan: built by the caller at first, and by a thread once the caller is slower."""
 
     def __init__(self, builder: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
         self.plan = builder.plan
@@ -94,9 +94,9 @@ class BatchStream:
 def _prefetched(
     chunks: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
 ) -> Iterator[ReadyBatch]:
-    """All batches of the chunks. A thread that takes over building them is appended to `threads`."""
+    """Yield the batches of all chunks. If a thread takes over building them, it is appended to `threads`."""
     build_time = consume_time = 0.0
-    # A thread would only slow down a caller that takes batches as fast as they are built.
+    # A thread would only slow down a caller that consumes batches as fast as they are built.
     while not ahead or consume_time <= build_time:
         started = perf_counter()
         chunk = next(chunks, None)

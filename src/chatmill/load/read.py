@@ -1,7 +1,7 @@
-"""Read episodes for batches: their location, tokens and spans, for many episodes at once.
+"""Read the locations, tokens and spans of many episodes at once.
 
-Episodes are numbered over all sources and shards. Slices of the memory-mapped files are joined as bytes, without
-per-token work in Python and without an index of tokens.
+Episodes are numbered over all sources and shards. Slices of the memory-mapped files are concatenated as bytes, without
+per-token work in Python and without an array of token indices.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from chatmill.store.mapped import check_mapped, mapped_file, reading
 
 Selection = slice | Index
 LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
-"""Bytes from which on a table is looked up a few records at a time, and how many."""
+"""Tables of at least so many bytes are looked up in parts of so many records."""
 
 
 class Places(NamedTuple):
-    """Where episodes are stored: shard (counted over all sources), number and first token in it, and token count."""
+    """Where episodes are stored: the shard (numbered over all sources), number and first token in it, and length."""
 
     shard: Index
     number: Index
@@ -35,50 +35,50 @@ class Places(NamedTuple):
 
 
 class EpisodeSpans(NamedTuple):
-    """The spans of some episodes, one episode after the other; no span is empty."""
+    """The spans of some episodes, concatenated; no span is empty."""
 
     length: Index
     weight: NDArray[np.float32]
     is_padding: NDArray[np.bool_]
     target: Index | None
-    """The id to predict; -1 for the token itself, None if that holds for all spans."""
+    """The token id to predict; -1 for the token itself, None if that applies to all spans."""
     first: Index
-    """The first span of each episode, and the number of spans."""
+    """The first span of each episode, followed by the number of spans."""
     segment_first: Index
-    """The first span of each segment, and the number of spans."""
+    """The first span of each segment, followed by the number of spans."""
     first_segment: Index
-    """The first segment of each episode, and the number of segments."""
+    """The first segment of each episode, followed by the number of segments."""
     answer_cut: NDArray[np.bool_]
-    """Whether each episode begins inside an answer after the cut."""
+    """Whether each episode was truncated inside an answer."""
 
 
 class StoredSpans(NamedTuple):
-    """Where the spans of some episodes are: those of episode i are tables[which[i]][begin[i]:end[i]]."""
+    """Where the spans of some episodes are stored: those of episode i are tables[which[i]][begin[i]:end[i]]."""
 
     tables: list[Table]
     which: Index
     begin: Index
     end: Index
     borders: Index
-    """The span at which each segment begins, numbered as in its table; one episode after the other."""
+    """The first span of each segment, as a number in its table, for all episodes in order."""
     first_border: Index
-    """The first border of each episode, and the number of borders."""
+    """The first border of each episode, followed by the number of borders."""
 
 
 class LocatedEpisodes(NamedTuple):
-    """Some episodes before a token is copied: episode i is the tokens arrays[which[i]][start[i]:stop[i]]."""
+    """Where the tokens of some episodes are: those of episode i are arrays[which[i]][start[i]:stop[i]]."""
 
     arrays: list[NDArray[Any]]
     which: Index
     start: Index
     stop: Index
     cut: Index
-    """Tokens before `start` that are left out of each."""
+    """Number of tokens that are truncated at the start of each episode."""
     dtype: np.dtype[Any]
 
 
 class StoredEpisodes(NamedTuple):
-    """Episodes of the files, with the shard of each and of each array, and where their spans are."""
+    """Stored episodes: where their tokens and spans are, and the shard of each episode and array."""
 
     tokens: LocatedEpisodes
     shard: Index
@@ -96,14 +96,14 @@ class ArraySlices(NamedTuple):
     dtype: np.dtype[Any]
 
     def read(self, first: int = 0, last: int | None = None) -> NDArray[Any]:
-        """The slices first to last, concatenated."""
+        """Return the slices first to last, concatenated."""
         arrays, chosen = self.arrays, slice(first, last)
         columns = zip(self.which[chosen], self.start[chosen], self.stop[chosen], strict=True)
         return np.frombuffer(b"".join([arrays[of][a:b] for of, a, b in columns]), dtype=self.dtype)
 
 
 class EpisodeReader:
-    """Reads the episodes of several splits, numbered one after the other."""
+    """Reads the episodes of one split of several sources, numbered consecutively."""
 
     def __init__(self, parts: Sequence[Episodes]) -> None:
         self._parts = tuple(parts)
@@ -112,32 +112,32 @@ class EpisodeReader:
         self._first = offsets(np.array([info.num_episodes for info in infos], dtype=np.int64))
         self._num_tokens = np.array([info.num_tokens for info in infos], dtype=np.int64)
         self._records = [info.records for info in infos]
-        # Tokens are joined as bytes.
+        # Tokens are concatenated as bytes, so all must have the same width.
         filled = [info for info in infos if info.num_tokens] or infos
         self.dtype = filled[0].dtype
         for info in filled:
             if info.dtype != self.dtype:
                 raise DataError(
-                    f"{info.folder}: has ids of {8 * info.dtype.itemsize} bits, and {filled[0].folder} of "
-                    f"{8 * self.dtype.itemsize}; what is read together must have one width, write one of them again"
+                    f"{info.folder}: has token ids of {8 * info.dtype.itemsize} bits, but {filled[0].folder} has "
+                    f"{8 * self.dtype.itemsize}; expected one width; rebuild one of them"
                 )
 
     @property
     def shards(self) -> list[tuple[Episodes, int]]:
-        """The split and number of every shard."""
+        """The episodes object and shard number of every shard."""
         return self._shards
 
     def shard_of(self, episodes: Index) -> Index:
-        """The shard of each episode."""
+        """Return the shard of each episode."""
         return np.searchsorted(self._first, episodes, side="right") - 1
 
     def array(self, shard: int, name: str) -> NDArray[Any]:
-        """One file of a shard, mapped."""
+        """Return one file of a shard, memory-mapped."""
         part, number = self._shards[shard]
         return part.array(number, name)
 
     def locate(self, episodes: Index) -> Places:
-        """Where these episodes lie; `DataError` if an index points beyond its tokens."""
+        """Return where these episodes are stored; raise `DataError` if an index points beyond the tokens."""
         shard = self.shard_of(episodes)
         number = episodes - self._first[shard]
         entries = np.empty((len(episodes), 2), dtype=np.uint64)
@@ -152,7 +152,7 @@ class EpisodeReader:
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
     def last_tokens(self, episodes: Index, capacity: int) -> StoredEpisodes:
-        """The last tokens of these episodes, at most `capacity` of each."""
+        """Locate the last tokens of these episodes, at most `capacity` of each."""
         for part in self._parts:
             part.drop_evicted()
         places = self.locate(episodes)
@@ -169,17 +169,17 @@ class EpisodeReader:
         return StoredEpisodes(located, places.shard, shards, spans)
 
     def has_targets(self, shards: Iterable[int]) -> bool:
-        """Whether a span of these shards may predict another id than its own."""
+        """Return whether a span of these shards may have a target other than its own tokens."""
         return any(TARGETS in self._records[shard] for shard in shards)
 
     def check(self, shards: Iterable[int]) -> None:
-        """Raise `DataError` if a file of these shards was changed since it was mapped."""
+        """Raise `DataError` if a file of these shards has changed since it was mapped."""
         for shard in shards:
             part, number = self._shards[shard]
             part.check([number])
 
     def spans(self, episodes: StoredEpisodes) -> EpisodeSpans:
-        """The spans of these episodes, without the tokens that are left out of them."""
+        """Return the spans of these episodes, without truncated tokens."""
         tables, which, begin, end, borders, first_border = episodes.spans
         views = [as_bytes(table).data for table in tables]
         with reading():
@@ -194,7 +194,7 @@ class EpisodeReader:
         if (wrong := np.diff(offsets(length)[first]) != cut + episodes.tokens.stop - episodes.tokens.start).any():
             raise self.untiled(episodes, int(wrong.argmax()))
         segment_first = borders + np.repeat(first[:-1] - begin, np.diff(first_border))
-        # A segment without a span begins where the next one does, and is left out.
+        # A segment without spans starts where the next one does, and is omitted.
         segment_first = np.unique(np.append(segment_first, first[-1]))
         first_segment = np.searchsorted(segment_first, first)
         weight, is_padding = records["weight"].astype(np.float32), records["part"] == Part.PAD
@@ -203,13 +203,13 @@ class EpisodeReader:
         return _without(spans, cut) if cut.any() else spans
 
     def untiled(self, episodes: StoredEpisodes, which: int) -> DataError:
-        """The error for one of these episodes whose spans are not as long as its tokens."""
+        """Return the error for one of these episodes whose spans do not have as many tokens as the episode."""
         return self._damaged(int(episodes.shard[which]), SPANS, "spans do not tile the tokens of their rows")
 
     def _stored_spans(self, places: Places) -> StoredSpans:
-        """Where the spans of these episodes are.
+        """Return where the spans of these episodes are stored.
 
-        An episode that is stored with nothing but a mask has one span for each run of equal mask.
+        An episode that is stored with only a mask has one span for each run of equal mask values.
         """
         count = len(places.shard)
         begin, end, which = np.zeros((3, count), dtype=np.int64)
@@ -230,7 +230,7 @@ class EpisodeReader:
         return StoredSpans(tables, which, begin, end, *_borders(begin, several))
 
     def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
-        """The spans of each episode in its shard and, unless each is one segment, its segments and their spans."""
+        """Return the span range of each episode in its shard; also its segments, unless each episode is one segment."""
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
         if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
             begin, end = own
@@ -245,13 +245,13 @@ class EpisodeReader:
         return begin, end, (high - low, inside)
 
     def _check_rising(self, shard: int, *bounds: Index | int) -> None:
-        """Raise unless the bounds of an episode's segments are in order."""
+        """Raise `DataError` unless the bounds of an episode's segments are in order."""
         for low, high in pairwise(bounds):
             if np.any(np.less(high, low)):
-                raise self._damaged(shard, ORIGINS, "its segments do not follow one another")
+                raise self._damaged(shard, ORIGINS, "segments are out of order")
 
     def _spans_of_mask(self, shard: int, here: Places) -> tuple[Table, Index]:
-        """Spans of episodes that are stored with nothing but a mask, and the first span of each."""
+        """Return the spans of episodes that are stored with only a mask, and the first span of each episode."""
         edges = offsets(here.length)
         mask = np.ones(int(edges[-1]), dtype=np.bool_)
         if MASK in self._records[shard]:
@@ -263,7 +263,7 @@ class EpisodeReader:
         return table, np.searchsorted(start, edges)
 
     def _targets(self, shard: Index, begin: Index, end: Index) -> Index | None:
-        """The targets of the spans from `begin` to `end` of these shards; None if no shard has any."""
+        """Return the targets of the spans from `begin` to `end` in these shards; None if no shard has targets."""
         if not self.has_targets(set(shard.tolist())):
             return None
         first = offsets(end - begin)
@@ -284,7 +284,7 @@ class EpisodeReader:
 
 
 def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
-    """Each shard that occurs, with the indices of its entries; a slice if it is the only one."""
+    """Yield each distinct shard with the indices of its entries; these are a slice if there is only one shard."""
     if not len(shard):
         return
     if bool((shard == shard[0]).all()):
@@ -298,7 +298,7 @@ def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
 
 
 def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, Index] | None:
-    """First and last span of each episode, if each episode is one segment with the episode's number; else None."""
+    """Return the span range of each episode if episode i is exactly segment i, for all; else None."""
     around = _records(origins, np.stack([episodes - 1, episodes, episodes + 1]))
     before, row, after = around["row"].astype(np.int64)
     last = row == len(origins) - 1
@@ -309,9 +309,9 @@ def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, In
 
 
 def _records(table: Table, numbers: Index) -> Table:
-    """Records of a mapped table, read whole: indexing an unaligned field of the file is slow.
+    """Copy whole records of a mapped table, because indexing unaligned fields of the file is slow.
 
-    Of a very large table only these records are read, and its pages do not stay in this process's memory.
+    Pages of a very large table are released afterwards, so that they do not stay in the memory of the process.
     """
     records, flat = as_bytes(table), numbers.ravel()
     file = mapped_file(table)
@@ -327,16 +327,16 @@ def _records(table: Table, numbers: Index) -> Table:
 
 
 def _first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """The first span of each segment; `end` for the number after the last segment."""
+    """Return the first span of each segment; `end` for a segment number past the last."""
     if not len(origins):
         return np.full(segments.shape, end, dtype=np.int64)
     return np.where(segments < len(origins), _records(origins, segments)["first_span"].astype(np.int64), end)
 
 
 def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tuple[Index, Index]:
-    """The first span of each segment, and the first segment of each episode.
+    """Return the first span of each segment, and the first segment of each episode.
 
-    Episodes are one segment, except those listed with the number of their segments and the first span of each.
+    Each episode is one segment, except those in `several`, which have a number of segments and their first spans.
     """
     if not several:
         return begin, np.arange(len(begin) + 1)
@@ -351,7 +351,7 @@ def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tup
 
 
 def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
-    """The spans without the first `cut` tokens of each episode; spans and segments that become empty are removed."""
+    """Remove the first `cut` tokens of each episode, and the spans and segments that become empty."""
     edges = offsets(spans.length)
     begins = edges[spans.first[:-1]] + cut
     start = np.repeat(begins, np.diff(spans.first))
@@ -362,7 +362,7 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
     weight, is_padding = spans.weight[kept], spans.is_padding[kept]
     target = None if spans.target is None else spans.target[kept]
     first_segment = np.searchsorted(segment_first, first)
-    # The spans on both sides of the cut; a cut between two segments splits no answer.
+    # Compare the spans on both sides of the cut; a cut between two segments does not split an answer.
     is_trained, last = spans.weight > 0, len(spans.weight) - 1
     left, right = (np.clip(np.searchsorted(edges, begins - back, side="right") - 1, 0, last) for back in (1, 0))
     answer_cut = (cut > 0) & is_trained[left] & is_trained[right] & ~np.isin(begins, edges[spans.segment_first])
@@ -370,9 +370,9 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:
-    """For each value the first record whose column, which is sorted, is not below it; reads O(log n) records each.
+    """Find the first record for each value whose sorted column is at least the value, in O(log n) reads per value.
 
-    `np.searchsorted` would first copy the whole column, because it is strided in the mapped file.
+    `np.searchsorted` would copy the whole column first, because it is strided in the mapped file.
     """
     low, high = np.zeros(len(values), dtype=np.int64), np.full(len(values), len(table), dtype=np.int64)
     while np.any(low < high):

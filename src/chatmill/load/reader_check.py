@@ -1,16 +1,16 @@
-"""Reject readers that would shard the batches of a loader a second time, or that cannot read them.
+"""Refuse readers that would shard the batches of a loader a second time, or that cannot read them.
 
 An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` shards the batches of an iterable
-dataset over the ranks again, in one of two ways, which would silently lose rows:
+dataset across the ranks again, in one of two ways, which would silently lose rows:
 
     IterableDatasetShard   every rank reads its own loader and keeps every n-th batch
     DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
-Both call the dataset's `set_epoch` on every rank, in the training process, before they read. A dataset that wraps a
-loader hides that method; the reader is then found on the call stack of the first batch, unless the `DataLoader` of a
+Both call `set_epoch` of the dataset on every rank, in the training process, before they read. A dataset that wraps a
+loader hides this method; then the reader is found on the call stack of the first batch, unless the `DataLoader` of a
 dispatcher has workers.
 
-transformers' Trainer collates single rows, and first calls `len` of a dataset. The libraries are recognized by their
+transformers' Trainer collates single rows, and calls `len` on the dataset first. The libraries are recognized by their
 module names and never imported.
 """
 
@@ -29,22 +29,22 @@ SHARDING = ("IterableDatasetShard", "DataLoaderDispatcher")
 
 
 def check_length_reader() -> None:
-    """Called by `__len__`: `UsageError` if the caller is transformers."""
+    """Raise `UsageError` if transformers calls `__len__` of a loader."""
     if _module(sys._getframe(2)).partition(".")[0] == "transformers":
         raise UsageError(
-            "Trainer cannot read an EpisodeLoader, which returns whole batches; "
-            "give it the dataset of chatmill.integrations.hf"
+            "Trainer cannot read an EpisodeLoader, because it returns whole batches; "
+            "use the dataset of chatmill.integrations.hf"
         )
 
 
 def check_epoch_reader(rank: int, world_size: int) -> None:
-    """Called by `set_epoch`: `UsageError` if Accelerate calls it on several ranks."""
+    """Raise `UsageError` if Accelerate calls `set_epoch` of a loader in a run with several ranks."""
     if _module(sys._getframe(2)) == ACCELERATE:
         _refuse_sharding(rank, world_size)
 
 
 def check_batch_reader(rank: int, world_size: int) -> None:
-    """Called before the first batch: `UsageError` if Accelerate shards the batches over several ranks."""
+    """Raise `UsageError` if Accelerate shards the batches across several ranks; called before the first batch."""
     if ACCELERATE not in sys.modules:
         return
     frames = (frame for frame in _callers(sys._getframe(2)) if _module(frame) == ACCELERATE)
@@ -64,7 +64,7 @@ def _refuse_sharding(rank: int, world_size: int) -> None:
 
 
 def _ranks() -> int:
-    """The number of ranks, from torch.distributed or else from the variable that torchrun sets."""
+    """Return the world size, from torch.distributed or else from the variable that torchrun sets."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())

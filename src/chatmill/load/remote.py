@@ -1,7 +1,7 @@
-"""Datasets at URLs: which objects the next batches need, in the order of their first use.
+"""Prefetch datasets at URLs: which objects the next batches need, in order of first use.
 
-A shuffled epoch needs nearly all shards within a few batches, so that files are fetched in the order in which batches
-meet them: first every index, which packing reads, then the other files of each shard.
+A shuffled epoch needs nearly all shards within a few batches. Files are downloaded in the order in which batches need
+them: first every index, which packing reads, then the other files of each shard.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
 from chatmill.store.remote_files import RemoteFiles
 
 FILES = (TOKENS, ORIGINS, SPANS, TARGETS)
-"""Files that batches are made of, besides the index; the mask is read only where there are no spans."""
+"""Files that batches are made of, in addition to the index; the mask is read only if there are no spans."""
 MOST_POSITIONS = 1 << 22
-"""Positions of the order that are looked up; shards that none of them is in come after the others."""
+"""Maximum number of positions that are looked up; shards that they do not need come last."""
 
 
 def is_remote(plan: LoadPlan) -> bool:
-    """Whether a source of a plan is at a URL."""
+    """Return whether a source of a plan is at a URL."""
     return any(isinstance(part.stored, RemoteFiles) for part, _ in plan.reader.shards)
 
 
 def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefetch, str | None] | None:
-    """Fetch what `steps` batches from a cursor on need (None: an epoch); None if nothing of it is at a URL.
+    """Start downloading what `steps` batches after a cursor need (None: an epoch); return None if all data is local.
 
-    The text is a warning if the cache cannot hold all of it.
+    Also returns a warning if the data does not fit in the cache, else None.
     """
     if not is_remote(plan):
         return None
     objects = needed_objects(plan, at, steps)
     needed, size = sum(each.size for each in objects), cache_size()
-    # If not all of it fits, some stays for what is in use meanwhile.
+    # If it does not all fit, leave part of the cache to files that are in use.
     prefetch = Prefetch(objects, size if needed <= size else size // 2)
     return prefetch, None if needed <= size else _warning(plan, needed)
 
 
 def needed_objects(plan: LoadPlan, at: Cursor, steps: int | None) -> list[RemoteObject]:
-    """The objects that `steps` batches from a cursor on need (None: an epoch), in the order of their first use."""
+    """Return the objects that `steps` batches after a cursor need (None: an epoch), in order of first use."""
     shards = shards_in_order(plan, at, steps)
     files = (each for names in ((INDEX,), FILES) for shard in shards for each in _objects(plan, shard, names))
-    # Files of the same content are one object.
+    # Files with equal content are one object.
     return list({each.sha256: each for each in files}.values())
 
 
 def shards_in_order(plan: LoadPlan, at: Cursor, steps: int | None) -> list[int]:
-    """The shards that `steps` batches from a cursor on need, in the order of their first use."""
+    """Return the shards that `steps` batches after a cursor need, in order of first use."""
     shards: dict[int, None] = {}
     count, looked_up = _num_positions(plan, steps), 0
     for episodes in plan.episodes_from(at):
@@ -68,7 +68,7 @@ def shards_in_order(plan: LoadPlan, at: Cursor, steps: int | None) -> list[int]:
 
 
 def _num_positions(plan: LoadPlan, steps: int | None) -> int:
-    """About how many positions of the order are in so many steps; None: in an epoch, or in one pass over a mix."""
+    """Estimate the number of positions in `steps` batches; None: in an epoch, or in one pass over a mix."""
     if steps is None:
         return plan.pass_episodes
     rows = steps * plan.config.batch_size
@@ -93,6 +93,6 @@ def _warning(plan: LoadPlan, needed: int) -> str:
     where = ", ".join(dict.fromkeys(str(source.path) for source in plan.sources))
     unit, name = (10**9, "GB") if needed >= 10**9 else (10**6, "MB") if needed >= 10**6 else (1, "")
     return (
-        f"the cache may hold {cache_size():,} bytes, and {needed:,} bytes of {where} are read: files are "
-        f"downloaded again and again; set {SIZE} or cache_size to {-(-needed // unit)}{name} or more"
+        f"the cache size is {cache_size():,} bytes, but {needed:,} bytes of {where} are read: files will be "
+        f"downloaded repeatedly; set {SIZE} or cache_size to {-(-needed // unit)}{name} or more"
     )

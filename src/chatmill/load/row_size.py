@@ -1,4 +1,4 @@
-"""How much the rows of a source hold: for mixing by tokens, and for notes about a run."""
+"""Average number of tokens per row of a source, for mixing by tokens and for the notes of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
-    """What `mix_by` counts, averaged over the eligible episodes of a split as they are in batches.
+    """Return the average per eligible episode of what `mix_by` counts, as it is in batches.
 
-    Totals come from the metadata. The index is scanned only if episodes are skipped or cut, or for the mask of first
-    tokens: the first token of a row is never trained, because nothing predicts it.
+    Totals come from the metadata. The index is scanned only if episodes are skipped or truncated, or for the mask of
+    first tokens: the first token of a row is never trained, because nothing predicts it.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
@@ -39,13 +39,13 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
 
 
 def episode_tokens(source: DataSource, split: str) -> int:
-    """Tokens in the episodes of a split; episodes of another program may overlap, or leave out tokens."""
+    """Count the tokens in the episodes of a split; in datasets of other programs, episodes may overlap or have gaps."""
     episodes = source.episodes(split)
     return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens
 
 
 def marked_tokens(source: DataSource, split: str) -> int:
-    """Tokens of the episodes of a split that the mask marks."""
+    """Count the tokens in the episodes of a split that the mask selects."""
     dataset = source.dataset
     if isinstance(dataset, PrimerCache):
         return dataset.meta.splits[split].num_label_tokens
@@ -59,7 +59,10 @@ def marked_tokens(source: DataSource, split: str) -> int:
 
 
 def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Tokens of another program's shard in batches; `by_mask`: trained ones without the first token of each row."""
+    """Count the tokens of another program's shard that are in batches.
+
+    `by_mask`: count only trained tokens, without the first token of each row.
+    """
     episodes = source.episodes(split)
     start, length = _ranges(episodes, shard)
     kept = np.where(length < config.episode_min_tokens, 0, np.minimum(length, config.block_size + 1))
@@ -70,7 +73,7 @@ def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_
 
 
 def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
-    """The start and length of every episode of a shard."""
+    """Return the start and length of every episode of a shard."""
     with reading():
         index = episodes.array(shard, INDEX)
         start, length = (index[name].astype(np.int64) for name in ("start", "length"))
@@ -79,7 +82,7 @@ def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
 
 
 def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
-    """Tokens of these ranges that the mask marks; a token in several ranges counts several times."""
+    """Count the tokens in these ranges that the mask selects; a token in several ranges counts several times."""
     with reading():
         mask = episodes.array(shard, MASK)
         marked = sum(int(count[mask[here] > 0].sum()) for here, count in coverage(start, stop, len(mask)))
@@ -88,9 +91,9 @@ def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
 
 
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Tokens of a shard in no batch: all of a skipped episode, what is cut from the front of a long one.
+    """Count the tokens of a shard that are in no batch: skipped episodes, and the truncated start of long ones.
 
-    `by_mask`: trained tokens instead, and the first token of each row too.
+    `by_mask`: count trained tokens only, including the first token of each row, which is never trained.
     """
     episodes = source.episodes(split)
     lost = 0

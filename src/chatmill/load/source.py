@@ -1,4 +1,4 @@
-"""Sources: the datasets and caches that a run reads, opened and checked against its config."""
+"""Open the datasets and caches that a run reads, and check them against its config."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from chatmill.store.primer_cache import PrimerCache, cache_folder, is_cache, ope
 from chatmill.store.read import Dataset, in_dataset_folder, is_dataset, open_dataset, stored_metadata
 
 BUILDERS = ("primer", "oasst1", "dolly15k")
-"""Sources that have a build command of their own."""
+"""Sources with their own build command."""
 STORED_MIX = ("mix_sft", "mix_epochs")
-"""Keys of a dataset's config that hold the mix of its recipe."""
+"""Keys of a dataset's config that contain the mix of its recipe."""
 SCAN = 1 << 20
-"""Index entries that are scanned together."""
+"""Number of index entries that are scanned together."""
 SAMPLE = 1 << 16
-"""Bytes that a fingerprint reads at the beginning, the middle and the end of a file."""
+"""Bytes that a fingerprint reads at the start, the middle and the end of a file."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class DataSource:
         return split in self.dataset and len(self.dataset[split]) > 0
 
     def episodes(self, split: str) -> Episodes:
-        """The rows of a split; `DataError` if there are none."""
+        """Return the episodes of a split; raise `DataError` if it is empty."""
         episodes = self.dataset[split]
         if not len(episodes):
-            raise DataError(f"{self.path}: the split {split} holds no episode; build it with some, or use another")
+            raise DataError(f"{self.path}: the split {split} is empty; rebuild it with episodes, or use another split")
         return episodes
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of the dataset; for one that another program wrote, a fingerprint of file sizes and samples."""
+        """The hash of the dataset; if another program wrote it, a fingerprint of file sizes and samples."""
         return self.dataset.sha256 or _fingerprint(self.dataset)
 
     @property
@@ -69,18 +69,18 @@ class DataSource:
 
     @property
     def vocab_size(self) -> int | None:
-        """One more than the largest id there may be; None if the dataset does not say."""
+        """The vocabulary size; None if the dataset does not record it."""
         meta = self.dataset.meta if isinstance(self.dataset, PrimerCache) else self.dataset.metadata
         return None if meta is None else meta.vocab_size
 
     @property
     def id_limit(self) -> int:
-        """One more than the largest id that its files can hold."""
+        """Upper limit (exclusive) of the token ids that its files can contain."""
         return 1 << 8 * TOKEN_DTYPES[self.dataset.token_dtype].itemsize
 
     @cached_property
     def eot(self) -> int | None:
-        """The token that ends a turn, or None if the dataset does not name one."""
+        """The end-of-turn token; None if the dataset does not record it."""
         if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.special_token_ids.get("eot")
         if self.dataset.metadata is not None:
@@ -90,7 +90,7 @@ class DataSource:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another program wrote it."""
+        """Whether another program wrote the dataset."""
         return self.dataset.metadata is None and not isinstance(self.dataset, PrimerCache)
 
     @property
@@ -98,7 +98,7 @@ class DataSource:
         return all(MASK in shard.records for name in self.dataset.splits for shard in self.dataset[name].shards)
 
     def short(self, split: str, least: int) -> Index:
-        """Episodes with fewer tokens than `least`, ascending. Shards whose metadata rules them out are not scanned."""
+        """Return the episodes with fewer than `least` tokens, ascending; skip shards whose metadata rules them out."""
         episodes, metadata = self.dataset[split], self.dataset.metadata
         numbers = [np.empty(0, dtype=np.int64)]
         first = 0
@@ -114,7 +114,7 @@ class DataSource:
         return np.concatenate(numbers)
 
     def weights(self, split: str) -> NDArray[np.float32]:
-        """The weights that spans of a split have, ascending; none where there is a mask alone."""
+        """Return the distinct span weights of a split, ascending; empty if the split has only a mask."""
         episodes = self.dataset[split]
         weights = [np.empty(0, dtype=np.float32)]
         for number, shard in enumerate(episodes.shards):
@@ -126,7 +126,7 @@ class DataSource:
         return np.unique(np.concatenate(weights))
 
     def longest(self, split: str) -> int | None:
-        """Tokens of the longest episode; None without metadata."""
+        """Return the length of the longest episode in tokens; None without metadata."""
         metadata = self.dataset.metadata
         return None if metadata is None else max((shard.longest for shard in metadata.splits[split].shards), default=0)
 
@@ -136,9 +136,9 @@ class EpisodeSegment(NamedTuple):
 
     source: DataSource
     episode: int
-    """The episode's number in its source."""
+    """The number of the episode in its source."""
     row: Rows
-    """The segment as a row of its own."""
+    """The segment as a separate row."""
 
     @property
     def place(self) -> str | None:
@@ -149,9 +149,9 @@ class EpisodeSegment(NamedTuple):
 
 
 def conversation(sources: Sequence[DataSource], split: str, episode: int, segment: int) -> EpisodeSegment | None:
-    """A segment of an episode, counted from the end (-1 is the last); None if there is no such episode.
+    """Return a segment of an episode, counted from the end (-1 is the last); None if the episode does not exist.
 
-    Episodes are numbered over all sources. In an episode that is twice in a row, segments are counted over both.
+    Episodes are numbered over all sources. If an episode occurs twice in succession, segments are counted over both.
     """
     for source in sources:
         episodes = source.episodes(split)
@@ -168,16 +168,16 @@ def conversation(sources: Sequence[DataSource], split: str, episode: int, segmen
 def open_sources(
     dataset_dir: str | Place, config: LoadConfig, *, stored_mix: bool = True
 ) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """Open the sources of a run, and fill in the mix and the padding token of its config from them.
+    """Open the sources of a run, and complete its config with their mix and padding token.
 
-    The folder or URL is a dataset, the cache of one source, or a root with the folders that `mix_sft` or `mix_epochs`
-    names. Of a dataset that remembers several sources they name some of these; without both, the dataset is mixed as
-    its recipe says, unless `stored_mix` is false, or is one source. Sources are sorted by name.
+    `dataset_dir` is a dataset, the cache of one source, or a folder that contains the sources of `mix_sft` or
+    `mix_epochs`. In a dataset of several sources, these keys select some of its sources; without them it is mixed as
+    its recipe specifies, or read as one source if it has no mix or `stored_mix` is false. Sources are sorted by name.
     """
     folder = place(dataset_dir)
     if isinstance(folder, Url):
         sources, config = _remote_sources(folder, config, stored_mix)
-    # A folder without episodes but with metadata is opened too, for the error that says what is wrong with it.
+    # Also open a folder with metadata but no episodes, to raise the error that explains what is wrong with it.
     elif is_dataset(folder) or (folder.is_dir() and in_dataset_folder(folder, stored_metadata) is not None):
         sources, config = _of_dataset(open_dataset(folder, token_dtype=config.token_dtype), config, stored_mix)
     elif is_cache(folder):
@@ -193,7 +193,7 @@ def open_sources(
 
 
 def _remote_sources(url: Url, config: LoadConfig, stored_mix: bool) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """The dataset at a URL or, if it is none and a mix is named, the datasets of the mix below it."""
+    """Open the dataset at a URL or, if there is none but the config has a mix, the datasets of the mix below it."""
     if config.mix is None or is_dataset(url):
         return _of_dataset(open_dataset(url, token_dtype=config.token_dtype), config, stored_mix)
     config = _sorted_mix(config)
@@ -205,37 +205,38 @@ def _remote_sources(url: Url, config: LoadConfig, stored_mix: bool) -> tuple[tup
 
 
 def _sorted_mix(config: LoadConfig) -> LoadConfig:
-    """The config with the sources of its mix sorted by name."""
+    """Return the config with the sources of its mix sorted by name."""
     changes: dict[str, Any] = {config.mix_key: dict(sorted((config.mix or {}).items()))}
     return replace(config, **changes)
 
 
 def _of_dataset(dataset: Dataset, config: LoadConfig, stored_mix: bool) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """The sources of one dataset: those of the mix, or all of it as one."""
+    """Return the sources of one dataset: those of the mix, or the whole dataset as one source."""
     if config.mix is None and stored_mix and dataset.sources and dataset.metadata is not None:
         stored = {name: dataset.metadata.config[name] for name in STORED_MIX if name in dataset.metadata.config}
         try:
             config = replace(config, **stored)
         except UsageError as error:
-            raise DataError(f"{dataset.path}: the mix of its recipe cannot be read ({error}); rebuild it") from None
+            raise DataError(f"{dataset.path}: cannot read the mix of its recipe ({error}); rebuild it") from None
     if config.mix is None:
         return (DataSource("", dataset),), config
     config = _sorted_mix(config)
     names = list(config.mix or ())
     if not dataset.sources:
         raise UsageError(
-            f"{dataset.path}: is one dataset, and {config.mix_key} names {', '.join(map(one_line, names))}; "
-            "expected the folder that holds them, or a dataset that a recipe of several sources made"
+            f"{dataset.path}: is a dataset of one source, but {config.mix_key} has {', '.join(map(one_line, names))}; "
+            "expected the folder that contains them, or a dataset made from a recipe with several sources"
         )
     if unknown := [one_line(name) for name in names if name not in dataset.sources]:
         known = ", ".join(map(one_line, dataset.sources))
-        raise UsageError(f"{dataset.path}: {config.mix_key} names {', '.join(unknown)}; the sources are {known}")
+        raise UsageError(
+            f"{dataset.path}: {config.mix_key} has unknown sources: {', '.join(unknown)}; expected {known}"
+        )
     sources = tuple(_part(dataset, name) for name in names)
     if empty := [one_line(source.name) for source in sources if "train" not in source]:
         known = ", ".join(one_line(name) for name in dataset.sources if "train" in _part(dataset, name))
         raise UsageError(
-            f"{dataset.path}: {config.mix_key} names {', '.join(empty)}, without rows in train; the sources with some "
-            f"are {known}"
+            f"{dataset.path}: {config.mix_key} has sources without rows in train: {', '.join(empty)}; expected {known}"
         )
     return sources, config
 
@@ -245,7 +246,7 @@ def _part(dataset: Dataset, name: str) -> DataSource:
 
 
 def val_only_sources(sources: Sequence[DataSource]) -> tuple[DataSource, ...]:
-    """If these are sources of one dataset: its other sources that have nothing but rows for validation."""
+    """Return the other sources of the dataset that have only validation rows; empty if it is not one dataset."""
     whole = sources[0].dataset.whole
     if whole is None:
         return ()
@@ -261,11 +262,11 @@ def _mixed(root: Path, config: LoadConfig) -> tuple[DataSource, ...]:
     missing = [name for name in mix if not _is_source(cache_folder(root, name))]
     if missing and len(missing) == len(mix) and not any(_is_source(path) for path in root.iterdir()):
         raise DataError(
-            f"{root}: neither a dataset (train/{INDEX} or train/shard_00000/{INDEX}) nor a folder of caches; "
+            f"{root}: is not a dataset (train/{INDEX} or train/shard_00000/{INDEX}) or a folder of caches; "
             "expected a folder that chatmill prepare or chatmill build-sft-… wrote"
         )
     if missing:
-        faults = [f"{root}: {config.mix_key} names {one_line(name)}, which is not built" for name in missing]
+        faults = [f"{root}: {config.mix_key} has {one_line(name)}, which is not built" for name in missing]
         command = f"prepare … -o {root / missing[0]}"
         if missing[0] in BUILDERS:
             command = f"build-sft-{missing[0]} --out-dir {root}"
@@ -284,37 +285,37 @@ def _is_source(folder: Path) -> bool:
 
 
 def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str]:
-    """Conflicts between the config and the sources, or between the sources."""
+    """Yield conflicts between the config and the sources, or between sources."""
     for source in sources:
         if config.reads_blocks and (fault := block_fault(source.dataset, config.block_size)):
             yield fault
         if config.use_loss_mask and not source.has_mask:
-            yield f"{source.path}: has no mask.bin, and use_loss_mask is true; prepare it with one, or set it to false"
+            yield f"{source.path}: has no mask.bin, but use_loss_mask is true; prepare it with one, or set it to false"
         if config.token_dtype is not None and source.dataset.token_dtype != config.token_dtype:
-            yield f"{source.path}: token_dtype is {config.token_dtype}, and its tokens are {source.dataset.token_dtype}"
+            yield f"{source.path}: token_dtype is {config.token_dtype}, but its tokens are {source.dataset.token_dtype}"
         if config.pad_token_id is None and source.eot is None:
-            yield f"{source.path}: does not say which token ends a turn; set pad_token_id"
+            yield f"{source.path}: does not record an end-of-turn token; set pad_token_id"
         limit = source.vocab_size or source.id_limit
         if config.pad_token_id is not None and config.pad_token_id >= limit:
-            yield f"pad_token_id is {config.pad_token_id}; {source.path} has ids below {limit}"
+            yield f"pad_token_id is {config.pad_token_id}; expected an id below {limit}, as in {source.path}"
         elif config.pad_token_id is None and source.eot is not None and source.eot >= limit:
-            yield f"{source.path}: ends turns with {source.eot}, and has ids below {limit}; set pad_token_id"
+            yield f"{source.path}: end-of-turn token {source.eot} is not below its id limit {limit}; set pad_token_id"
     first = sources[0]
     for other in sources[1:]:
         if other.tokenizer_sha256 != first.tokenizer_sha256 or other.vocab_size != first.vocab_size:
-            yield f"{other.path}: was built with another tokenizer than {first.path}; build both with one"
+            yield f"{other.path}: was built with a different tokenizer than {first.path}; use the same for both"
         elif config.pad_token_id is None and other.eot != first.eot:
-            yield f"{other.path}: ends turns with {other.eot}, {first.path} with {first.eot}; set pad_token_id"
+            yield f"{other.path}: ends turns with {other.eot}, but {first.path} with {first.eot}; set pad_token_id"
 
 
 def _fingerprint(dataset: Dataset) -> str:
-    """A hash of the names, sizes and samples of all files."""
+    """Hash the names, sizes and samples of all files."""
     digest = hashlib.sha256()
     for split in dataset.splits:
         episodes = dataset[split]
         for number, shard in enumerate(episodes.shards):
             if MASK not in shard.records and shard.dtype.itemsize > 2:
-                # With another token_dtype, the same bytes are different tokens.
+                # The same bytes are different tokens with another token_dtype.
                 digest.update(shard.dtype.name.encode())
             with reading():
                 for name in sorted(shard.records):

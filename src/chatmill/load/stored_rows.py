@@ -1,6 +1,6 @@
-"""Rows of batches, written by the compiled part straight from mapped tokens and spans.
+"""Build the rows of batches with the C extension, directly from mapped tokens and spans.
 
-`RowTable` makes the same arrays with numpy: where there is no compiled part, and for episodes with targets.
+`RowTable` builds the same arrays with numpy. It is used without the extension, and for episodes with targets.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ except ImportError:
     _batch = None  # type: ignore[assignment]
 
 NUM_COUNTS = 7
-"""The counts of a row that the compiled part makes: those of `BatchCounts`, and its segments."""
+"""Number of counts per row from the C extension: the fields of `BatchCounts`, and the number of segments."""
 
 
 class StoredRows:
-    """Rows of stored episodes before a token is copied: row r is episodes[first[r]:first[r + 1]], then padding."""
+    """The layout of rows of stored episodes: row r is episodes[first[r]:first[r + 1]], then padding."""
 
     def __init__(self, plan: LoadPlan, rows: Window, stored: StoredEpisodes) -> None:
         tokens, spans = stored.tokens, stored.spans
@@ -45,7 +45,7 @@ class StoredRows:
         self._options = plan.pad_token_id, config.use_loss_mask, int(Part.PAD)
 
     def build(self, start: int, stop: int) -> BuiltRows:
-        """The arrays of rows start to stop, with what is known of each row."""
+        """Return the arrays of rows start to stop, with counts for each row."""
         rows, most = stop - start, int(self._most_segments[start:stop].max(initial=1))
         shape, first = (rows, self._size), self._first[start : stop + 1]
         batch = Batch(
@@ -71,7 +71,7 @@ class StoredRows:
 
 
 def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
-    """What is known of some rows before a token is copied."""
+    """Look up the layout of some rows, without copying tokens."""
     stored = plan.reader.last_tokens(rows.episodes, plan.capacity)
     if _batch is None or plan.reader.has_targets(stored.shards):
         return row_table(plan, rows, stored)
@@ -79,7 +79,7 @@ def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
 
 
 def row_table(plan: LoadPlan, rows: Window, stored: StoredEpisodes | None = None) -> RowTable:
-    """The same as a table of runs, which also has the weights."""
+    """Look up the layout of some rows as a `RowTable`, which also has the weights."""
     stored = stored or plan.reader.last_tokens(rows.episodes, plan.capacity)
     return RowTable(
         stored.tokens,

@@ -1,4 +1,4 @@
-"""Batches as torch tensors: in pageable or pinned memory, or copied to a device ahead of use."""
+"""Convert batches to torch tensors, in pageable or pinned memory, or copied to a device ahead of use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from chatmill.load.batch import Batch, split_batches
 
 
 class Tensors:
-    """Converts arrays to tensors. For a GPU they are pinned and copied on a separate stream.
+    """Converts arrays to tensors. For a GPU, they are pinned and copied on a separate stream.
 
-    The function returned with a batch makes the computing stream wait for the copy, and keeps the memory from being
+    The function returned with a batch makes the current stream wait for the copy, and prevents the memory from being
     reused before that stream is done with it. It is called when the loader returns the batch.
     """
 
@@ -25,7 +25,7 @@ class Tensors:
 
     def __call__(self, batch: Batch, widths: Sequence[int]) -> tuple[list[Batch], Callable[[], None] | None]:
         if self.device is None and not self._pin:
-            # Arrays are split faster than tensors.
+            # Splitting arrays is faster than splitting tensors.
             return [each.each(torch.from_numpy) for each in split_batches(batch, widths)], None
         tensors = batch.each(torch.from_numpy)
         if self._pin:
@@ -48,5 +48,5 @@ class Tensors:
         return split_batches(moved, widths), on_return
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled for another process: a stream stays in its own."""
+        """Return the state to pickle, without the stream, which belongs to this process."""
         return {**vars(self), "_stream": None}
