@@ -182,13 +182,16 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
     )
     with torch.random.fork_rng():
         model = Qwen3ForCausalLM(config)
-    # Uniform numbers have the same bits on every processor, which torch's normal distribution does not promise.
+    # Uniform numbers have the same bits on every processor, which torch's normal distribution does not promise. Each
+    # matrix has a variance of 1 / inputs: with tied embeddings any smaller than that, the loss could not get near 0.
     random = np.random.default_rng(seed)
-    width = config.initializer_range * 12**0.5
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
             if weight.dim() == 2:
-                weight.copy_(torch.from_numpy((random.random(weight.shape, dtype=np.float32) - 0.5) * width))
+                width = (12 / weight.shape[1]) ** 0.5
+                weight.copy_(
+                    torch.from_numpy((random.random(weight.shape, dtype=np.float32) - 0.5) * np.float32(width))
+                )
     model.bfloat16()
     model.generation_config = GenerationConfig(
         bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text

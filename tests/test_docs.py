@@ -20,8 +20,8 @@ PAGES = [
 ]
 # A page may run the scripts of the repository as a reader in its root would.
 LINKED = ("scripts", "configs", "train.py")
-# Its examples need other trainers: tests/trainers/test_page.py runs them.
-OTHER_TRAINERS = "docs/how-to/integrations.md"
+# Their examples need other trainers: tests/trainers/test_page.py runs them.
+OTHER_TRAINERS = ("docs/how-to/integrations.md", "docs/how-to/trl-script.md")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def reader(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != OTHER_TRAINERS])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in OTHER_TRAINERS])
 def test_the_examples_of_a_page_run_and_print_what_it_shows(page, reader, request, monkeypatch):
     if page == "docs/how-to/remote.md":
         # Its reader has an S3 server with an empty bucket, and a cache of their own.

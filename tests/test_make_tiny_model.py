@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "make_tiny_model.py"
-WEIGHTS = "c90d0b97e6fbdf9c9d59824d5b260977f0984dccab956a87eed2c88ede539ae0"
+WEIGHTS = "8da1a521a65bf98057b74f8dfbdbb894b7ba17b7d6f006e657a548f25765d5d4"
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Is it warm in Lima?"},
