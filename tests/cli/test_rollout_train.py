@@ -292,7 +292,7 @@ def test_a_command_trains_and_says_what_came_of_it(run, files):
     assert "run: step 2 of 2, loss" in out and "true objects" in out and "model: run/step_00000002/model" in out
     assert "step 2/2" in err
     code, out, err = run("rollout", "train", "stage2.json", "-o", "run")
-    assert (code, err.count("\n")) == (2, 1) and "holds a run already" in err
+    assert (code, err.count("\n")) == (2, 1) and "already contains a run" in err
     code, out, _ = run("rollout", "train", "stage2.json", "-o", "run", "--resume", "auto", "--json")
     assert code == 0 and json.loads(out)["step"] == 2
     code, out, _ = run("rollout", "keys", "--json")

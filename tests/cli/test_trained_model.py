@@ -134,12 +134,12 @@ def test_a_person_whose_conversation_is_full_can_begin_a_new_one(run, monkeypatc
     code, out, err = run("chat", "checkpoints/small")
     assert (code, out) == (0, "> alpha\n> > > beta\n> ")
     said = "format: primer\nSay something. /help  lists what else you can type.\n"
-    assert err == f"{said}the conversation has 94 tokens, the model 64 positions; begin a new one\n\n"
+    assert err == f"{said}the conversation has 94 tokens, but the model has 64 positions; start a new conversation\n\n"
 
 
 def test_a_full_conversation_that_nobody_types_is_one_line(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 80))
-    one_line(run("chat", "checkpoints/small"), 1, "the model 64 positions; begin a new one")
+    one_line(run("chat", "checkpoints/small"), 1, "the model has 64 positions; start a new conversation")
 
 
 def test_ctrl_c_cuts_an_answer_and_not_the_conversation(made, monkeypatch):
@@ -185,8 +185,8 @@ def test_what_does_not_belong_to_the_model_is_one_line(run, made):
     one_line(run("chat", "none", "--prompt", "x"), 2, "none: no such folder")
     one_line(run("chat", "data", "--prompt", "x"), 1, "data: has no config.json")
     one_line(run("chat", model, "--json"), 2, "--prompt")
-    one_line(run("chat", model, "--prompt", "x" * 80), 1, "the model 64 positions; begin a new one")
-    one_line(run("chat", model, "--prompt", "x", "--tokenizer", "bytes"), 1, "name the one it was trained with")
+    one_line(run("chat", model, "--prompt", "x" * 80), 1, "the model has 64 positions; start a new conversation")
+    one_line(run("chat", model, "--prompt", "x", "--tokenizer", "bytes"), 1, "pass the one it was trained with")
     one_line(run("eval", "none", "data/v1"), 2, "none: no such folder")
     one_line(run("eval", model, "none"), 1, "none")
     one_line(run("eval", model, "data/v1"), 1, "data/v1: has no split val; it has train")
@@ -195,7 +195,7 @@ def test_what_does_not_belong_to_the_model_is_one_line(run, made):
 def test_a_tokenizer_that_is_not_where_it_was_has_to_be_named(run, made, tmp_path, monkeypatch):
     shutil.copytree(made / "checkpoints/small/step_00000060/model", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    one_line(run("chat", "model", "--prompt", "a?"), 2, "model: its tokenizer is in none of", "--tokenizer")
+    one_line(run("chat", "model", "--prompt", "a?"), 2, "model: its tokenizer was not found in", "--tokenizer")
     tokenizer = str(made / "data/tokenizer.json")
     assert run("chat", "model", "--prompt", "a?", "--tokenizer", tokenizer) == (0, "alpha\n", "")
     shutil.copy(tokenizer, "model")
@@ -207,8 +207,8 @@ def test_a_model_that_names_no_format_and_has_no_template_is_one_line_with_what_
     shutil.copytree(made / "checkpoints/small/step_00000060/model", folder)
     (folder / "training.json").unlink()
     shutil.copy(made / "data/tokenizer.json", folder)
-    helps = "give the one it was trained in with --format, or a folder that has a template with --tokenizer\n"
-    said = f"chatmill: {folder}: has no chat template, and {folder} names no other format; {helps}"
+    helps = "pass the format it was trained in with --format, or a folder that has a chat template with --tokenizer\n"
+    said = f"chatmill: {folder}: has no chat template, and {folder} does not record a chat format; {helps}"
     assert run("chat", str(folder), "--prompt", "a?") == (2, "", said)
     assert run("chat", str(folder), "--prompt", "a?", "--format", "template") == (2, "", said)
     assert run("chat", str(folder), "--prompt", "a?", "--format", "primer") == (0, "alpha\n", "")
@@ -251,7 +251,7 @@ def test_eval_says_what_it_did_not_ask(run):
 
 def test_eval_refuses_data_of_another_tokenizer(run):
     chatmill("prepare", "words.jsonl", "-o", "data/bytes", "--format", "primer", "--overwrite")
-    one_line(run("eval", "checkpoints/small", "data/bytes"), 1, "data/bytes: was made with tokenizer")
+    one_line(run("eval", "checkpoints/small", "data/bytes"), 1, "data/bytes: was prepared with tokenizer")
 
 
 # Sample answers of a run.
@@ -315,7 +315,7 @@ def test_without_its_tokenizer_the_rates_of_sample_answers_are_told_alone(sample
         told = sampled(since="sample answers")
     finally:
         Path("data/elsewhere.json").rename("data/tokenizer.json")
-    assert told[0] == "sample answers are counted and not shown: the tokenizer of data/held is not beside it"
+    assert told[0] == "sample answers are scored but not shown: the tokenizer of data/held was not found"
     assert told[-1].endswith("val_exact_rate 1, val_stop_rate 1")
     assert not any(line.startswith("  said") for line in told)
 
@@ -346,8 +346,8 @@ def test_rows_names_the_conversations_of_a_step_by_file_and_line(run, made):
 
 
 def test_rows_of_what_is_not_there_is_one_line(run, made, tmp_path, monkeypatch):
-    one_line(run("rows", "--step", "61"), 1, "checkpoints/small: has no losses of step 61")
-    one_line(run("rows", "data", "--step", "1"), 1, "data: holds no losses of conversations")
+    one_line(run("rows", "--step", "61"), 1, "checkpoints/small: has no losses for step 61")
+    one_line(run("rows", "data", "--step", "1"), 1, "data: contains no losses of conversations")
     one_line(run("rows", "--step", "1", "--dataset", "none"), 1, "none: no such folder")
     monkeypatch.chdir(tmp_path)
     one_line(run("rows", "--step", "1"), 2, "checkpoints: holds no run")

@@ -116,7 +116,7 @@ def test_a_stopped_run_says_so_again_and_goes_on_with_more_patience(sums_data, s
     # If the best one is set aside, the link is removed.
     set_aside_later(best.folder, 4)
     assert not os.path.lexists(best.folder / "best")
-    with pytest.raises(UsageError, match=r"best: no such checkpoint; expected auto; .* holds no checkpoint yet"):
+    with pytest.raises(UsageError, match=r"best: no such checkpoint; expected auto; .* has no checkpoint yet"):
         trained(sums_data, tmp_path, name="stopped", resume=str(best.folder / "best"), **EARLY)
 
 
@@ -148,7 +148,7 @@ def test_the_best_checkpoint_is_named_wherever_a_model_is(sums_data, stopped, tm
 def test_without_early_stopping_the_best_is_kept_if_asked_for(sums_data, tmp_path):
     plain = trained(sums_data, tmp_path, name="plain", **PLAIN)
     assert not (plain.folder / "best").is_symlink() and plain.best_checkpoint is None
-    line = "best val loss 0.9000 at step 18; its checkpoint was not kept, use --keep_best"
+    line = "best val loss 0.9000 at step 18; its checkpoint was not kept; use --keep_best"
     assert (plain.step, plain.stopped_early) == (33, None) and line in summary(plain).splitlines()
     kept = trained(sums_data, tmp_path, name="kept", keep_best=True, keep_checkpoints=1, **{**PLAIN, "max_iters": 24})
     assert [path.name[-2:] for path in list_checkpoints(kept.folder)] == ["18", "24"]

@@ -68,7 +68,7 @@ def test_rows_are_read_from_however_many_pieces_they_are_in(tmp_path_factory, ro
 def test_rows_that_no_file_has_are_missed(tmp_path):
     entry = TensorEntry("t", (2,), torch.float32, TensorRows(3, 9))
     write_tensors(tmp_path / "x", [entry], iter([torch.ones(2)]))
-    with pytest.raises(DataError, match="t: rows 2 to 5 are not all there"):
+    with pytest.raises(DataError, match="t: rows 2 to 5 are incomplete"):
         ShardedTensors([tmp_path / "x"]).read("t", 2, 5)
 
 
@@ -115,16 +115,14 @@ def test_an_old_checkpoint_that_holds_anything_else_is_kept(tmp_path):
 def test_a_run_does_not_begin_where_it_would_replace_something_else(tmp_path, name):
     (tmp_path / name).write_text('{"model_type": "qwen3"}')
     for resume in (None, "auto"):
-        with pytest.raises(UsageError, match=rf"holds {name}, but not the config\.json of a run; give another"):
+        with pytest.raises(UsageError, match=rf"holds {name}, but not the config\.json of a run; use another"):
             open_resumed(tmp_path, resume, ALONE, otherwise="another", logs=("mine.jsonl",))
 
 
 def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path):
     with pytest.raises(UsageError) as none:
         choose(tmp_path, str(tmp_path / "nope"))
-    assert str(none.value) == (
-        f"{tmp_path}/nope: no such checkpoint; expected auto; {tmp_path} holds no checkpoint yet"
-    )
+    assert str(none.value) == (f"{tmp_path}/nope: no such checkpoint; expected auto; {tmp_path} has no checkpoint yet")
     for step in (1, 2):
         (tmp_path / f"step_{step:08d}").mkdir()
     with pytest.raises(UsageError) as some:
@@ -142,7 +140,7 @@ def test_a_checkpoint_that_does_not_say_what_one_says_is_damaged_though_it_has_i
         (path / "checkpoint.json").write_text(json.dumps({**said, "sha256": hashed}))
         with pytest.raises(DataError) as raised:
             open_checkpoint(path, ALONE)
-        assert str(raised.value).startswith(f"{path}/checkpoint.json: is damaged, it does not say {lacking}")
+        assert str(raised.value).startswith(f"{path}/checkpoint.json: is damaged; {lacking} is missing")
 
 
 # Checkpoints of others.
@@ -213,7 +211,7 @@ def test_a_list_of_files_of_another_type_is_one_line(saved, files):
 @pytest.mark.parametrize("step", [None, "3", -1, 3.0, True, 10**30, [], 4])
 def test_a_step_of_another_type_or_folder_is_one_line(saved, step):
     rewrite(saved, step=step)
-    with pytest.raises(DataError, match=r"checkpoint.json: (step is|is of step)"):
+    with pytest.raises(DataError, match=r"checkpoint.json: (step is|is for step)"):
         open_checkpoint(saved, ALONE)
 
 

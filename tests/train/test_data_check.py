@@ -39,7 +39,7 @@ def change(data, name="tokens.bin", split="train"):
 @pytest.mark.parametrize(("name", "split"), [("tokens.bin", "train"), ("mask.bin", "val"), ("spans.bin", "train")])
 def test_changed_data_is_refused_at_the_start(data, tmp_path, name, split):
     change(data, name, split)
-    with pytest.raises(DataError, match=rf"{split}/shard_00000/{name}: sha256 .*…, expected .*…; it was changed"):
+    with pytest.raises(DataError, match=rf"{split}/shard_00000/{name}: sha256 .*…, expected .*…; the file has changed"):
         trained(data, tmp_path, verify=True)
     assert not (tmp_path / "run").exists()
 
@@ -62,27 +62,29 @@ def run_changed(data, folder, after, **changes):
 
 
 def test_data_that_changes_stops_the_run_and_leaves_what_is_not_verified_aside(data, tmp_path):
-    with pytest.raises(DataError, match=r"tokens.bin: .*it was changed; the run stops after step .*--resume auto"):
+    with pytest.raises(
+        DataError, match=r"tokens.bin: .*the file has changed; the run stops after step .*--resume auto"
+    ):
         run_changed(data, tmp_path, 31)
     kept = [path.name for path in list_checkpoints(tmp_path / "run")]
     aside = sorted(path.name for path in (tmp_path / "run").glob("*.left"))
     assert aside
     assert all(name < aside[0] for name in kept) and all(int(name.split("_")[1]) <= 31 for name in kept)
-    with pytest.raises(DataError, match="it was changed"):
+    with pytest.raises(DataError, match="the file has changed"):
         trained(data, tmp_path, resume="auto", verify=True, max_iters=60, save_interval=5)
     change(data)
     assert trained(data, tmp_path, resume="auto", verify=True, max_iters=60, save_interval=5).step == 60
 
 
 def test_data_that_changes_in_the_last_epoch_is_found_before_the_last_checkpoint(data, tmp_path):
-    with pytest.raises(DataError, match=r"it was changed; the run stops after step 60"):
+    with pytest.raises(DataError, match=r"the file has changed; the run stops after step 60"):
         run_changed(data, tmp_path, 59)
     assert not (tmp_path / "run" / "step_00000060").exists()
 
 
 def test_data_of_other_programs_is_held_against_the_first_check(tmp_path):
     data = write_files(tmp_path / "theirs", [[1, 2, 3, 4]] * 48, [[0, 1, 1, 1]] * 48)
-    with pytest.raises(DataError, match=r"tokens.bin: .*it was changed; the run stops after"):
+    with pytest.raises(DataError, match=r"tokens.bin: .*the file has changed; the run stops after"):
         run_changed(data, tmp_path, 31, pad_token_id=0)
 
 
@@ -99,7 +101,9 @@ def with_unknown_token(data, split="train"):
 
 def test_an_unknown_token_ends_the_run_before_its_step_and_names_the_episode(data, tmp_path):
     with_unknown_token(data)
-    with pytest.raises(DataError, match=rf"^{data}: episode 0 has the token id 60000; the model knows \d+; .*verify"):
+    with pytest.raises(
+        DataError, match=rf"^{data}: episode 0 has the token id 60000; the model's vocabulary size is \d+; .*verify"
+    ):
         trained(data, tmp_path, max_iters=20)
 
 
@@ -110,7 +114,7 @@ def test_an_unknown_token_in_val_ends_the_evaluation(data, tmp_path):
     with pytest.raises(DataError, match=r"(prompt|episode) 0 has the token id 60000"):
         trained(data, tmp_path, name="samples", max_iters=2, eval_interval=1)
     model = open_model(trained(data, tmp_path, name="model", max_iters=1).checkpoint / "model")
-    with pytest.raises(DataError, match=r"has the token id 60000, the model knows"):
+    with pytest.raises(DataError, match=r"has the token id 60000, but the model's vocabulary size is"):
         score_model(model, data)
     with pytest.raises(DataError, match=r"prompt 1 has the token id 60000"):
         generate(model, [[1], [2, 60000]], max_tokens=1, end_ids=[0])
@@ -125,6 +129,6 @@ def test_padding_and_targets_are_looked_at_too():
         return Batch(torch.tensor([x]), torch.tensor([y]), None, None, one, segments, torch.tensor([[7]]))
 
     assert unknown_id(batch([1, 2], [2, -100]), 3) is None
-    assert unknown_id(batch([3, 2], [2, -100]), 3) == "episode 7 has the token id 3; the model knows 3"
-    assert unknown_id(batch([1, 3], [2, -100]), 3) == "the padding has the token id 3; the model knows 3"
-    assert unknown_id(batch([1, 2], [9, -100]), 3) == "episode 7 has the token id 9; the model knows 3"
+    assert unknown_id(batch([3, 2], [2, -100]), 3) == "episode 7 has the token id 3; the model's vocabulary size is 3"
+    assert unknown_id(batch([1, 3], [2, -100]), 3) == "the padding has the token id 3; the model's vocabulary size is 3"
+    assert unknown_id(batch([1, 2], [9, -100]), 3) == "episode 7 has the token id 9; the model's vocabulary size is 3"

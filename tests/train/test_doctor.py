@@ -132,7 +132,7 @@ def test_variables_that_are_no_ranks_are_refused(monkeypatch, name, value):
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", name: value}
     for each, text in given.items():
         monkeypatch.setenv(each, text)
-    with pytest.raises(UsageError, match=r"expected a (whole number, as torchrun sets it|rank from 0 to 1)"):
+    with pytest.raises(UsageError, match=r"expected a(n integer, as torchrun sets it| rank from 0 to 1)"):
         doctor.diagnose()
 
 

@@ -110,7 +110,7 @@ def test_what_fills_no_batch_is_said(data, epochs, which):
     loader = EpisodeLoader(data, settings, ahead=0, tensors=False)
     [note] = run_length(settings, loader).left_out_note(loader)
     assert note.startswith(
-        f"1 of 61 episodes do not fill a batch at the end of {which} and are left out; set epoch_drop_last"
+        f"1 of 61 episodes do not fill a batch at the end of {which} and are dropped; set epoch_drop_last"
     )
 
 
@@ -163,11 +163,11 @@ def test_a_mixed_run_says_how_often_it_passes_each_source(mix, tmp_path, capsys)
     ("changes", "said"),
     [
         ({"max_iters": 5, "epochs": 3}, "max_iters is 5 and epochs 3; expected one of them"),
-        ({"epochs": 0}, "epochs is 0; expected a number over 0, up to 1000000, or null"),
-        ({"epochs": float("nan")}, "epochs is NaN; expected a number over 0"),
+        ({"epochs": 0}, "epochs is 0; expected a number greater than 0 and at most 1000000, or null"),
+        ({"epochs": float("nan")}, "epochs is NaN; expected a number greater than 0"),
         (
             {"post_training": True, "epochs": 2},
-            "post_training is true and epochs 2; post-training is at most one epoch",
+            "post_training is true and epochs 2; post-training runs for at most one epoch",
         ),
         (
             {"tokens_per_step": 999, "gradient_accumulation_steps": 2},

@@ -340,8 +340,8 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_made(sums_data, tm
         with pytest.raises(DoesNotFitError) as error:
             train_with(20_000.0)
         assert re.fullmatch(
-            r"the run needs about [0-9.]+ GiB of host memory, 0.0 are available; .+; "
-            "--estimate shows the parts, --check_memory false runs it anyway",
+            r"the run needs about [0-9.]+ GiB of host memory, but 0.0 GiB are available; .+; --estimate shows the "
+            "details, --check_memory false runs it anyway",
             str(error.value),
         )
     assert not (tmp_path / "out").exists()
@@ -388,7 +388,7 @@ def test_the_commands_print_an_estimate_and_write_nothing(sums_data, tmp_path, m
         (["--gpu_memory", "24"], "--gpu_memory is given without --estimate"),
         (["--estimate", "--gpus", "none"], "gpus is"),
         (["--estimate", "--device", "cpu", "--gpus", "2"], "device is cpu, and --gpus is given"),
-        (["--estimate"], "vocab_size is missing; give a dataset_dir or the vocab_size of the model"),
+        (["--estimate"], "vocab_size is missing; set dataset_dir, or the vocab_size of the model"),
         (["--estimate", "--init_from_model", "nowhere"], "nowhere: no such folder"),
     ],
 )

@@ -126,7 +126,7 @@ def test_without_a_tokenizer_ids_are_shown(tmp_path):
     data = write_files(tmp_path / "data", [[1, 2, 3, 4, 5]] * 4, [[0, 0, 1, 1, 0]] * 3 + [[0] * 5])
     first = first_of(data, text=False, pad_token_id=9, epoch_shuffle=False)
     assert first.lines() == [
-        "first batch: 4 rows, 20 tokens, 6 trained (30.0%), 1 rows without a trained token",
+        "first batch: 4 rows, 20 tokens, 6 trained (30.0%), 1 rows without trained tokens",
         "  as token ids; chatmill train shows text if the dataset folder has the tokenizer",
         *[
             line
@@ -197,9 +197,9 @@ def test_a_first_batch_without_a_trained_token_says_why(tmp_path, capsys):
     assert train_model(settings, model_name="run", dataset_dir=data, out_dir=tmp_path).trained == 4
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
-        "first batch: 4 rows, 12 tokens, 0 trained (0.0%), 4 rows without a trained token",
+        "first batch: 4 rows, 12 tokens, 0 trained (0.0%), 4 rows without trained tokens",
         "warning: no token of the first batch is trained: the loss mask marks no token of their rows; see chatmill "
-        f"stats {data}, and leave such rows out; the run stops after 20 such steps",
+        f"stats {data}, and remove such rows; the run stops after 20 such steps",
     ]
     quiet = trained(data, tmp_path, name="quiet", max_iters=2, epoch_shuffle=False, pad_token_id=0)
     assert (quiet.trained, capsys.readouterr().err) == (4, "")

@@ -210,7 +210,7 @@ def test_prompts_are_searched_together_as_alone(model):
 
 
 def test_prompts_that_leave_no_room_are_one_line(model):
-    with pytest.raises(DataError, match="prompt 1 has 24 tokens; it and its answer have 24 positions"):
+    with pytest.raises(DataError, match="prompt 1 has 24 tokens; the prompt and its answer can have 24"):
         generate(model, [[1], [2] * 24], max_tokens=3, end_ids=[])
     with pytest.raises(DataError, match="prompt 1 is empty"):
         generate(model, [[1], []], max_tokens=3, end_ids=[])

@@ -170,7 +170,7 @@ def test_a_folder_that_holds_no_model_is_one_line(tmp_path):
     with pytest.raises(DataError, match=r"has no config.json"):
         open_model(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(DataError, match=r"is no JSON object"):
+    with pytest.raises(DataError, match=r"is not a JSON object"):
         open_model(tmp_path)
 
 
@@ -226,5 +226,7 @@ def test_weights_that_are_cut_short_are_one_line(tmp_path):
     small_gpt().save(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"model.safetensors: holds 69,916 bytes of tensors, its header says 70,016"):
+    with pytest.raises(
+        DataError, match=r"model.safetensors: holds 69,916 bytes of tensors, but its header lists 70,016"
+    ):
         open_model(tmp_path)

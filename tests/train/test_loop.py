@@ -210,7 +210,7 @@ def test_the_losses_of_conversations_are_kept_by_step(sums_data, tmp_path):
         both = read_rows(tmp_path / "two", number + 1)
         assert [row.episode for row in both] == step.episodes.tolist()
         np.testing.assert_allclose([row.loss for row in both], [row.loss for row in rows], rtol=0, atol=1e-5)
-    with pytest.raises(DataError, match="has no losses of step 4"):
+    with pytest.raises(DataError, match="has no losses for step 4"):
         read_rows(one.folder, 4)
     with pytest.raises(DataError, match="train with --log_rows"):
         read_rows(tmp_path, 1)
@@ -360,7 +360,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_episodes(sums_data, tmp_pa
     names = ", ".join(f"{place} (episode {each}, loss nan)" for place, each in zip(places, episodes[:3], strict=False))
     assert str(error.value) == (
         f"step 1: the loss is nan; none of its 4 conversations has a finite loss: {names} and 1 more; lower "
-        "learning_rate, or look at them, and start again from the beginning: no checkpoint was written"
+        "learning_rate, or inspect them, and start the run again: no checkpoint was written"
     )
     # Nothing that is broken is ever saved.
     assert list_checkpoints(tmp_path / "run") == []
@@ -383,11 +383,12 @@ def test_a_batch_without_trained_tokens_changes_nothing_to_nan(tmp_path):
 
 def test_ids_that_the_model_does_not_know_are_refused(sums_data, tmp_path):
     with pytest.raises(
-        DataError, match=r"has token ids up to \d+, the model knows 100; use the tokenizer of the model"
+        DataError,
+        match=r"has token ids up to \d+, but the model's vocabulary size is 100; use the tokenizer of the model",
     ):
         trained(sums_data, tmp_path, vocab_size=100)
     foreign = write_files(tmp_path / "data", [[1, 2, 99, 4]] * 8, [[0, 1, 1, 1]] * 8)
-    with pytest.raises(DataError, match="has token ids up to 99, the model knows 99"):
+    with pytest.raises(DataError, match="has token ids up to 99, but the model's vocabulary size is 99"):
         trained(foreign, tmp_path, vocab_size=99, pad_token_id=0)
     assert trained(foreign, tmp_path, pad_token_id=0, max_iters=1).step == 1
 
@@ -396,7 +397,9 @@ def test_the_padding_of_a_dataset_of_another_program_is_a_token_of_the_model(tmp
     foreign = write_files(tmp_path / "data", [[1, 2, 5, 4]] * 8, [[0, 1, 1, 1]] * 8)
     result = trained(foreign, tmp_path, pad_token_id=7, max_iters=1)
     assert len(weights(result.checkpoint)["embedding.weight"]) == 8
-    with pytest.raises(DataError, match=r"^rows are filled up with token 7, the model knows 7; set pad_token_id$"):
+    with pytest.raises(
+        DataError, match=r"^rows are padded with token 7, but the model's vocabulary size is 7; set pad_token_id$"
+    ):
         trained(foreign, tmp_path, name="small", pad_token_id=7, vocab_size=7)
     with pytest.raises(DataError, match=r"^pad_token_id is 65536; expected an id below 65536, as in .*data$"):
         trained(foreign, tmp_path, name="wide", pad_token_id=65536)
@@ -420,9 +423,9 @@ def test_a_model_of_another_tokenizer_is_refused(sums_data, tmp_path):
     run_chatmill("tokenizer", "train", str(tmp_path / "words.jsonl"), "--vocab-size", "264", "-o", own)
     marked = prepare(tmp_path, "marked", "--tokenizer", own, "--add-tokens")
     start = {"init_from_model": str(first.folder), "name": "second", "max_iters": 1}
-    with pytest.raises(DataError, match=r"was made with tokenizer [0-9a-f]{12}…, the model with [0-9a-f]{12}…"):
+    with pytest.raises(DataError, match=r"was prepared with tokenizer [0-9a-f]{12}…, the model with [0-9a-f]{12}…"):
         trained(marked, tmp_path, **start)
-    with pytest.raises(DataError, match="was made with tokenizer"):
+    with pytest.raises(DataError, match="was prepared with tokenizer"):
         trained(marked, tmp_path, resume="auto", max_iters=1)
     assert trained(marked, tmp_path, **start, check_tokenizer=False).step == 1
 
@@ -484,7 +487,7 @@ def test_two_ranks_that_finish_no_step_leave_neither_a_folder_nor_an_audit_log(s
 
 HOST_IS_FULL = (
     "the host is out of memory (it has N GiB) with 4 rows of 48 tokens at a time; "
-    "lower batch_size, block_size or max_positions, or take a smaller model\n"
+    "lower batch_size, block_size or max_positions, or use a smaller model\n"
 )
 
 

@@ -164,7 +164,7 @@ def test_ranks_train_them_as_one_does(base, sums_data, tmp_path, way, parallel):
 
 def test_adapters_need_a_hugging_face_model(sums_data, tmp_path):
     own = trained(sums_data, tmp_path, name="own", max_iters=1)
-    with pytest.raises(UsageError, match="is not a Hugging Face model, and lora is given"):
+    with pytest.raises(UsageError, match="is not a Hugging Face model, but lora is given"):
         trained(sums_data, tmp_path, init_from_model=str(own.folder), **ADAPTERS)
 
 
@@ -215,7 +215,7 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     with pytest.raises(DataError, match=r"is not a folder on this machine; restore it, change base_model_name_or_path"):
         open_ready("copy", "cpu")
     assert open_ready("copy", "cpu", base_model="moved").vocab_size == 300
-    with pytest.raises(UsageError, match="moved: is not an adapter folder, and --base-model is given; leave it out"):
+    with pytest.raises(UsageError, match="moved: is not an adapter folder, but --base-model is given; remove it"):
         open_ready("moved", "cpu", base_model="moved")
     weights = bytearray((there / "moved" / "model.safetensors").read_bytes())
     weights[-1] ^= 1
@@ -234,7 +234,7 @@ def test_adapters_on_a_damaged_model_of_a_checkpoint_are_not_opened(base, sums_d
     assert open_model(adapted.checkpoint / "model").vocab_size == 300
     damaged = own.checkpoint / "model" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
-    with pytest.raises(DataError, match=r"model\.safetensors: is damaged, .*; this model is not used"):
+    with pytest.raises(DataError, match=r"model\.safetensors: is damaged; .*; this model is not used"):
         open_model(adapted.checkpoint / "model")
 
 

@@ -82,12 +82,12 @@ def test_pickles_are_not_read(folder, name):
     ("change", "says"),
     [
         ({"dtype": "F128"}, "cannot be read"),
-        ({"shape": [2**40, 2**40]}, "has 7,808 bytes, and the shape"),
+        ({"shape": [2**40, 2**40]}, "has 7,808 bytes, but the shape"),
         ({"shape": [-61, -32]}, "cannot be read"),
         ({"shape": "61"}, "cannot be read"),
         ({"shape": None}, "cannot be read"),
-        ({"data_offsets": [0, 2**50]}, "bytes, and the shape"),
-        ({"data_offsets": [7808, 0]}, "bytes, and the shape"),
+        ({"data_offsets": [0, 2**50]}, "bytes, but the shape"),
+        ({"data_offsets": [7808, 0]}, "bytes, but the shape"),
         ({"data_offsets": [1.5, 3]}, "cannot be read"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_header_that_lies_is_refused(folder, change, says):
 def test_a_header_of_another_length_is_refused(folder, length):
     path = folder / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    refused(folder, r"is no safetensors file")
+    refused(folder, r"is not a safetensors file")
 
 
 def test_tensors_that_overlap_or_leave_bytes_are_refused(folder):
@@ -112,7 +112,7 @@ def test_tensors_that_overlap_or_leave_bytes_are_refused(folder):
     write_header(path, {**header, "again": header["embedding.weight"]}, data)
     refused(folder, r"begins at byte .*its header is wrong")
     write_header(path, header, data + b"more")
-    refused(folder, r"holds 70,020 bytes of tensors, its header says 70,016")
+    refused(folder, r"holds 70,020 bytes of tensors, but its header lists 70,016")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_sizes_of_a_hugging_face_config_are_held_against_the_weights(key, value)
 
 
 def test_a_kernel_from_a_repository_is_refused():
-    with pytest.raises(DataError, match="a repository of code"):
+    with pytest.raises(DataError, match="a code repository"):
         check_sizes(ModelFiles(Path("x"), {"_attn_implementation": "somebody/kernels"}, {}))
 
 

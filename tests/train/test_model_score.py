@@ -187,7 +187,9 @@ def test_episodes_without_a_token_are_no_conversations(tmp_path, model):
 
 def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": "ab" * 32}))
-    with pytest.raises(DataError, match=f"{dataset}: was made with tokenizer {BYTES.sha256[:12]}…, the model .* abab"):
+    with pytest.raises(
+        DataError, match=f"{dataset}: was prepared with tokenizer {BYTES.sha256[:12]}…, the model .* abab"
+    ):
         check_tokenizer(tmp_path, open_all(dataset)[0])
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": BYTES.sha256}))
     check_tokenizer(tmp_path, open_all(dataset)[0])
@@ -197,7 +199,9 @@ def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
 def test_a_model_that_does_not_say_its_tokenizer_rightly_is_one_line(dataset, tmp_path, said):
     path = tmp_path / "training.json"
     path.write_text(json.dumps(said))
-    with pytest.raises(DataError, match=f"{path}: is no object with a text as tokenizer_sha256; remove it, or save"):
+    with pytest.raises(
+        DataError, match=f"{path}: is not an object with a string as tokenizer_sha256; remove it, or save"
+    ):
         check_tokenizer(tmp_path, open_all(dataset)[0])
 
 
@@ -205,7 +209,9 @@ def test_ids_that_the_model_does_not_know_are_one_line(dataset, tmp_path):
     small = small_gpt(GPTSizes(vocab_size=100, n_layer=1, n_embd=32, n_head=2, max_positions=96))
     strange = write_files(tmp_path / "strange", [[5, 6, 9], [1, 100]], [[0, 1, 1], [1, 1]])
     for folder, largest in ((dataset, BYTES.vocab_size - 1), (strange, 100)):
-        with pytest.raises(DataError, match=f"{folder}: has token ids up to {largest}, the model knows 100; use the"):
+        with pytest.raises(
+            DataError, match=f"{folder}: has token ids up to {largest}, but the model's vocabulary size is 100; use the"
+        ):
             score_model(small, folder, split="train")
 
 

@@ -66,7 +66,7 @@ def test_what_fills_no_batch_at_the_end_of_the_pass_is_said(tmp_path, capsys, pa
     settings = {**POST, "epoch_drop_last": True, "max_iters": None, "packing": packing, "batch_size": 3}
     chosen = config(**settings)
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path)
-    assert "1 of 10 episodes do not fill a batch at the end of the epoch and are left out" in capsys.readouterr().err
+    assert "1 of 10 episodes do not fill a batch at the end of the epoch and are dropped" in capsys.readouterr().err
     # It is too late to change that when the run goes on.
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path, resume="auto")
     assert "fill a batch" not in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_a_mix_is_refused_and_one_of_its_sources_offered(tmp_path):
     for name in ("one", "two"):
         write_blocks(tmp_path / "root" / name, [TALK] * 4, [MASK] * 4)
     mix = {"mix_sft": {"one": 1, "two": 1}}
-    right = "has no epochs; give one source of the mix as dataset_dir, and no mix_sft$"
+    right = "has no epochs; set dataset_dir to one source of the mix, and remove mix_sft$"
     with pytest.raises(UsageError, match=f"^post_training is one pass, and the order .* {right}"):
         trained(tmp_path / "root", tmp_path, **mix, **POST)
     assert trained(tmp_path / "root" / "one", tmp_path, **POST).step == 1
@@ -121,9 +121,9 @@ def test_a_mix_is_refused_and_one_of_its_sources_offered(tmp_path):
         ({"post_training": True, "max_iters": 9}, "2 steps; its one pass is done"),
         ({"post_training": True, "max_iters": 1}, "1 steps; raise max_iters, up to one pass"),
         ({"max_iters": 1}, "1 steps; raise max_iters"),
-        ({"max_iters": None}, "2 steps; its one pass is done, set epochs or max_iters for more"),
-        ({"max_iters": None, "epochs": 1}, "2 steps; its one pass is done, raise epochs for more"),
-        ({"max_iters": None, "epochs": 2.5}, "5 steps; its 2.5 epochs are done, raise epochs for more"),
+        ({"max_iters": None}, "2 steps; its one pass is done; set epochs or max_iters to continue"),
+        ({"max_iters": None, "epochs": 1}, "2 steps; its one pass is done; raise epochs to continue"),
+        ({"max_iters": None, "epochs": 2.5}, "5 steps; its 2.5 epochs are done; raise epochs to continue"),
     ],
 )
 def test_a_finished_run_says_what_would_make_it_go_on(tmp_path, capsys, changes, said):

@@ -205,7 +205,7 @@ def test_models_that_cannot_be_quantized_are_refused_in_one_line(base, tmp_path,
     config = json.loads((base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="has a quantization_config, so the model is quantized already"):
+    with pytest.raises(DataError, match="has a quantization_config, so the model is already quantized"):
         open_model(base, weights="nf4")
 
 
@@ -226,7 +226,7 @@ def test_saved_adapters_load_the_base_they_were_trained_on(base, tmp_path):
     assert torch.equal(logits_of(open_model(folder)), wanted)
     original = open_ready(folder, "cpu", base="original")
     assert not quantized_linear(original.lm) and not torch.allclose(logits_of(original), wanted, atol=1e-3)
-    with pytest.raises(UsageError, match="is not an adapter folder, and --base is original; leave it out"):
+    with pytest.raises(UsageError, match="is not an adapter folder, but --base is original; remove it"):
         open_ready(base, "cpu", base="original")
     (folder / "base.json").write_text('{"weights": "int3"}')
     with pytest.raises(DataError, match='weights is "int3"; expected stored or nf4'):

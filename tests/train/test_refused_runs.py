@@ -68,7 +68,7 @@ REFUSALS = {
     "a config that inherits from itself": ["--config_file", "circle.json"],
     "a config that is no JSON": ["--config_file", "text.json"],
     "keys that conflict": ["--warmup_pct", "0.1", "--warmup_iters", "3"],
-    "a shape that no model has": ["--n_embd", "15"],
+    "an invalid shape": ["--n_embd", "15"],
     "no such dataset": ["--dataset_dir", "none"],
     "a folder without a dataset": ["--dataset_dir", "empty"],
     "caches that are not built": ["--dataset_dir", "caches"],

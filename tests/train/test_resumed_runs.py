@@ -62,7 +62,7 @@ def test_resume_auto_begins_where_there_is_nothing(sums_data, tmp_path):
 
 
 def test_a_run_is_not_overwritten(undisturbed, sums_data):
-    with pytest.raises(UsageError, match="run: holds a run already; --resume auto continues it"):
+    with pytest.raises(UsageError, match="run: already contains a run; resume it with --resume auto"):
         trained(sums_data, undisturbed.folder.parent)
 
 
@@ -88,7 +88,7 @@ def test_one_flipped_bit_refuses_a_checkpoint_and_the_one_before_is_offered(undi
     data = bytearray((run / "step_00000008" / name).read_bytes())
     data[len(data) // 2] ^= 4
     (run / "step_00000008" / name).write_bytes(data)
-    with pytest.raises(DataError, match=rf"{name}: .*the one before it: --resume .*step_00000007$"):
+    with pytest.raises(DataError, match=rf"{name}: .*use the previous one with --resume .*step_00000007$"):
         trained(sums_data, tmp_path, resume="auto")
     again = trained(sums_data, tmp_path, resume=str(run / "step_00000007"), **OFTEN)
     assert files(again.checkpoint) == files(undisturbed.checkpoint)
@@ -114,8 +114,8 @@ def test_one_flipped_bit_in_the_model_of_a_checkpoint_keeps_it_from_being_used(u
             with pytest.raises(DataError) as error:
                 use(place)
             assert str(error.value) == (
-                f"{folder / name}: is damaged, its bytes do not have the hash they were written with; "
-                "this model is not used, take that of another checkpoint"
+                f"{folder / name}: is damaged; its hash differs from the recorded one; "
+                "this model is not used; use that of another checkpoint"
             )
 
 
@@ -124,7 +124,7 @@ def test_a_missing_and_a_short_file_are_noticed(undisturbed, sums_data, tmp_path
     shutil.copytree(undisturbed.folder, run)
     state = run / "step_00000008" / "state-00000-of-00001.safetensors"
     state.write_bytes(state.read_bytes()[:-8])
-    with pytest.raises(DataError, match="bytes, it was written with"):
+    with pytest.raises(DataError, match="bytes, expected"):
         trained(sums_data, tmp_path, resume="auto")
     state.unlink()
     with pytest.raises(DataError, match="is missing"):
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_stage_2_is_refused_and_its_model_offered(sums_data, tmp
         trained(sums_data, tmp_path, resume=str(path))
     assert str(error.value) == (
         f"{path}: was written by chatmill rollout train, which can resume from it; "
-        f"to train its model, give --init_from_model {path}"
+        f"to train its model, use --init_from_model {path}"
     )
 
 

@@ -96,5 +96,5 @@ def test_a_model_family_from_outside_is_opened_trained_and_saved(dataset, tmp_pa
 
 
 def test_a_family_that_takes_no_adapters_says_so(tmp_path):
-    with pytest.raises(UsageError, match="is not a Hugging Face model, and lora is given"):
+    with pytest.raises(UsageError, match="is not a Hugging Face model, but lora is given"):
         small_gpt().with_lora(None, tmp_path)

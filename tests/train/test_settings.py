@@ -278,7 +278,7 @@ def test_what_python_cannot_read_or_write_is_one_line(run, content):
 @pytest.mark.parametrize(
     ("block_size", "effect"),
     [
-        (40, "104 of 108 rows lose 5,253 tokens at their beginning; set block_size to 100, or build with --t-max 40"),
+        (40, "104 of 108 rows lose 5,253 tokens at the start; set block_size to 100, or build with --t-max 40"),
         (99, "no row is cut"),
         (200, "no row is cut"),
     ],

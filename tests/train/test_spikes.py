@@ -117,12 +117,12 @@ def test_conversations_are_ordered_by_what_they_add_to_the_loss():
     [
         (
             (2.0, math.nan, 3.0, math.inf),
-            "2 of its 4 conversations have no finite loss: episode 1 (loss nan), episode 3 (loss inf); look at them",
+            "2 of its 4 conversations have no finite loss: episode 1 (loss nan), episode 3 (loss inf); inspect them",
         ),
         (
             (math.nan,) * 5,
             "none of its 5 conversations has a finite loss: episode 0 (loss nan), episode 1 (loss nan), "
-            "episode 2 (loss nan) and 2 more; lower learning_rate, or look at them",
+            "episode 2 (loss nan) and 2 more; lower learning_rate, or inspect them",
         ),
         (
             (2.0, 3.0),

@@ -231,8 +231,8 @@ def test_flags_that_shape_a_fresh_model_are_refused_beside_a_model_to_begin_with
         with pytest.raises(UsageError) as error:
             main([*more, "--n_layer", "7", "--max_positions", "5"])
         assert str(error.value) == (
-            "the flags: n_layer, max_positions would shape a fresh model, "
-            "and init_from_model is checkpoints/mine, which has its shape; leave them out"
+            "the flags: n_layer, max_positions set the shape of a new model, but init_from_model is "
+            "checkpoints/mine, which has a fixed shape; remove them"
         )
 
 
@@ -257,11 +257,12 @@ def test_a_run_that_saves_nothing_says_so_when_it_is_stopped_and_when_it_begins_
     first, *_, last = out.splitlines()
     assert (code, last) == (0, "see checkpoints/mine")
     assert first.startswith("stopped by SIGTERM at step ")
-    assert first.endswith(" of 100,000; it was not saved, save_interval is 0")
+    assert first.endswith(" of 100,000; it was not saved because save_interval is 0")
     code, _, err = Started(*flags("--max_iters", "1", "--resume", "auto")).ended()
     assert code == 0
     assert err.startswith(
-        "checkpoints/mine holds no checkpoint: the run begins again, and what it measured is taken back\n"
+        "checkpoints/mine has no checkpoint: the run starts again from the beginning, and its previous metrics are "
+        "removed\n"
     )
 
 
@@ -303,7 +304,7 @@ def test_blocks_are_post_trained_with_the_documented_variable(place, monkeypatch
 def test_post_training_after_plain_training_is_on_the_mask_and_on_all_blocks(place, monkeypatch, capsys):
     data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
     main(flags("--max_iters", "null", "--use_loss_mask", "false", "--block_size", "31", data=str(data)))
-    said = "2 of 22 episodes do not fill a batch at the end of the epoch and are left out; set epoch_drop_last to false"
+    said = "2 of 22 episodes do not fill a batch at the end of the epoch and are dropped; set epoch_drop_last to false"
     assert said in capsys.readouterr().err
     monkeypatch.setenv("POST_TRAINING", "1")
     main(["--model_name", "mine", "--resume", "auto"])

@@ -55,7 +55,7 @@ def test_all_faults_are_named_at_once():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"n_embd": 10, "n_head": 4}, "n_embd 10 is no multiple of n_head 4"),
+        ({"n_embd": 10, "n_head": 4}, "n_embd 10 is not a multiple of n_head 4"),
         ({"warmup_iters": 3, "warmup_pct": 0.5}, "warmup_iters is 3 and warmup_pct 0.5; expected one of them"),
         ({"post_training": True, "use_loss_mask": False}, "post_training is true and use_loss_mask false"),
         ({"lora": {"r": 4}}, "lora is given and init_from_model is not"),
@@ -93,7 +93,7 @@ def test_values_of_adapters_are_checked(lora):
     assert str(error.value) == (
         f"the config: lora is {json.dumps(lora)}; expected an object with r (a whole number from 1 on), "
         "alpha (a number from 0 on), dropout (a share from 0 to 1, such as 0.03 for 3 percent), "
-        "targets (a text or a list of texts), or null"
+        "targets (a string or a list of strings), or null"
     )
     right = {"r": 2, "alpha": 4, "dropout": 0, "targets": ["q_proj"]}
     assert config(lora=right, init_from_model="model").lora == right

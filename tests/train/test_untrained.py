@@ -88,7 +88,7 @@ def test_data_without_a_trained_token_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr("chatmill.train.setup.make_model", None)
     with pytest.raises(DataError) as error:
         trained(data, tmp_path, **FLAGS, **changes)
-    assert str(error.value) == f"{data}: the split train has no trained token: {reason.format(data=data)}"
+    assert str(error.value) == f"{data}: the split train has no trained tokens: {reason.format(data=data)}"
     assert not (tmp_path / "run").exists()
 
 
@@ -111,7 +111,7 @@ CAUSES = {
         [TOKENS] * 80,
         [NONE] * 78 + [ALL] * 2,
         {},
-        "the loss mask marks no token of their rows; see chatmill stats {data}, and leave such rows out",
+        "the loss mask marks no token of their rows; see chatmill stats {data}, and remove such rows",
     ),
     "single tokens": (
         [[1]] * 80,
@@ -129,13 +129,13 @@ def test_a_run_stops_after_steps_without_a_trained_token_and_says_why(tmp_path, 
     reason = reason.format(data=data)
     with pytest.raises(DataError) as error:
         trained(data, tmp_path, max_iters=40, **FLAGS, **changes)
-    assert str(error.value) == f"steps 1 to {LIMIT} have no trained token: {reason}"
+    assert str(error.value) == f"steps 1 to {LIMIT} have no trained tokens: {reason}"
     # Its checkpoints are kept.
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_00000008", "step_00000016"]
     assert [line["loss"] for line in read_metrics(tmp_path / "run")][:16] == [None] * 16
     with pytest.raises(DataError) as error:
         trained(data, tmp_path, name="short", max_iters=3, **FLAGS, **changes)
-    assert str(error.value) == f"none of 3 steps had a trained token: {reason}"
+    assert str(error.value) == f"none of 3 steps had trained tokens: {reason}"
 
 
 def test_the_sources_of_a_mix_without_a_trained_token_are_named(tmp_path):
@@ -143,12 +143,12 @@ def test_the_sources_of_a_mix_without_a_trained_token_are_named(tmp_path):
     write_blocks(tmp_path / "data/empty", [TOKENS] * 80, [NONE] * 80)
     changes = {"mix_sft": {"empty": 1000, "good": 1}, "max_iters": 20}
     notes = check_trained(EpisodeLoader(tmp_path / "data", config(**FLAGS, **changes)))
-    assert notes == ["mix_sft: sources without a trained token in train: empty; leave them out of the mix"]
+    assert notes == ["mix_sft: sources without trained tokens in train: empty; remove them from the mix"]
     with pytest.raises(DataError) as error:
         trained(tmp_path / "data", tmp_path, **FLAGS, **changes)
     assert str(error.value) == (
-        f"steps 1 to {LIMIT} have no trained token: the loss mask marks no token of their rows, which are from empty; "
-        "leave such rows out of the mix"
+        f"steps 1 to {LIMIT} have no trained tokens: the loss mask marks no token of their rows, which are from empty; "
+        "remove such rows from the mix"
     )
 
 

@@ -36,7 +36,7 @@ def train(
     flags: Annotated[dict[str, str], text_flags(RunFlags, TrainConfig, first=FIRST_FLAG)],
     as_json: AsJson = False,
 ) -> None:
-    """Train a model on a dataset, a cache, or a folder of caches that are mixed.
+    """Train a model on a dataset, a cache, or a mix of the caches in a folder.
 
     `python train.py` is the same command. Every key of a config file is a flag, as --batch_size 8 or --batch-size 8.
     Flags override the config file, which overrides chatmill.toml in the current folder, the settings that caches are

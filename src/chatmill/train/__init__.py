@@ -1,18 +1,18 @@
 """Training: models, losses, the optimizer step, the loop and its checkpoints.
 
-    TrainConfig, train_model, TrainResult         all keys of a run; run it
-    GPT, GPTSizes, CausalModel, MODEL_FAMILIES    chatmill's own model; the interface of a family, and all families
-    LossFunction, weighted_loss, Losses, LMHead   the interface of a loss, and the cross entropy that is the default
+    TrainConfig, train_model, TrainResult         the configuration of a run; train with it; the result
+    GPT, GPTSizes, CausalModel, MODEL_FAMILIES    chatmill's own model; the model interface, and all model families
+    LossFunction, weighted_loss, Losses, LMHead   the loss interface, and the default cross entropy
     Inputs, TrainedPositions, by_segment          a batch on the model's device; the loss of each conversation
     open_model, model_folder                      load a model from its folder, a checkpoint or a run
     merge_adapters                                merge LoRA adapters into their base model
-    generate, generate_steps, beam_search         answers; Sampling says how they are decoded
+    generate, generate_steps, beam_search         generate answers; Sampling sets how tokens are chosen
     score_model, read_metrics, read_rows          a model's loss and answers on a dataset; the logs of a run
     open_chat_model, ChatModel, ChatSession       chat with a trained model
-    Tracker, TrackedRun, SampleAnswer             the interface of an experiment tracker, and its arguments
+    Tracker, TrackedRun, SampleAnswer             the interface for experiment trackers, and its arguments
 
-Needs numpy, torch and safetensors alone (transformers for Hugging Face models, peft for adapters); only the chat model
-needs the packages that render text. A name is imported when it is first used.
+Needs only numpy, torch and safetensors (transformers for Hugging Face models, peft for adapters); only the chat model
+needs the packages that render text. Names are imported on first use.
 """
 
 from __future__ import annotations

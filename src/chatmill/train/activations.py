@@ -1,8 +1,8 @@
 """Count the bytes that a forward pass keeps for the backward pass, without computing or allocating anything.
 
 The model runs once on fake tensors, which have shapes and dtypes but no memory, and hooks record each tensor that
-autograd saves. So the count works for any architecture. Layers of the same shape save the same tensors, so
-only two layers of each shape run.
+autograd saves. This works for any architecture. Layers of the same shape save the same tensors, so only two layers of
+each shape are run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from chatmill.train.model_shape import layers_of
 from chatmill.train.quiet import quiet_logs
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_grouped_mm")
-"""Operators that a compiled layer does not recompute, like custom operators."""
+"""Operators whose results a compiled layer does not recompute; the same holds for custom operators."""
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
-"""The same. On a GPU their inputs are not recomputed either, because a custom operator computes them."""
+"""Attention operators, whose results are not recomputed either. On a GPU, a custom operator computes their inputs, so
+these are not recomputed.
+"""
 OUTSIDE = -1
 """The key for tensors that no layer creates."""
 COUNTED = "chatmill_counted"
@@ -39,37 +41,39 @@ COUNTED = "chatmill_counted"
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one layer keeps until its backward pass."""
+    """Bytes that one layer keeps until its backward pass."""
 
     eager: int
     """Bytes of activations that autograd saves."""
     compiled: int
-    """The same if the layer is compiled: results of elementwise operators are recomputed instead."""
+    """Bytes of activations if the layer is compiled, which recomputes the results of elementwise operators."""
     compiled_inputs: int
-    """The same if the inputs of products are kept too, as torch does by default."""
+    """Like `compiled`, with the inputs of matrix products kept too, which is torch's default."""
     input: int
-    """Bytes of its input, which activation checkpointing keeps instead."""
+    """Bytes of the layer's input, which is all that activation checkpointing keeps."""
     casts: int
-    """Bytes of weights in compute precision, beside the weights themselves; a compiled layer casts them again."""
+    """Bytes of weights cast to compute precision, in addition to the weights; a compiled layer repeats the cast
+    instead.
+    """
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What a forward pass of a model keeps until the backward pass."""
+    """Bytes that a forward pass of a model keeps until the backward pass."""
 
     layers: tuple[LayerBytes, ...]
     outside: int
-    """Bytes that are kept outside of all layers, or shared by them: masks, rotary angles, the last norm."""
+    """Bytes kept outside of all layers or shared by them: masks, rotary angles, the last norm."""
 
 
 def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: bool) -> ActivationBytes:
-    """The bytes that a forward pass over (rows, length) tokens keeps. The model, on any device, loses its weights.
+    """Count the bytes that a forward pass over (rows, length) tokens keeps. This discards the model's weights.
 
-    `on_gpu`: count FlexAttention, which is used on GPUs and keeps no mask.
+    `on_gpu`: count for FlexAttention, which runs on GPUs and does not materialize the mask.
     """
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
-    # Two of each shape: the input of the first layer is not created by a layer.
+    # Two layers of each shape, because the input of the first layer is not the output of another layer.
     with few_fake_layers(model, of_each=2) as counted, quiet_logs(logging.ERROR):
         recorder = _Recorder(model, [blocks[index] for index in counted], on_gpu=on_gpu)
         with recorder.running():
@@ -78,7 +82,7 @@ def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: boo
                 model._attend_by(_registered(recorder) if on_gpu and model.uses_flex() else "sdpa")
                 model._states(x, positions)
             elif isinstance(model, GPT) and on_gpu:
-                # Without a mask, SDPA keeps what FlexAttention keeps.
+                # Without a mask, SDPA saves the same tensors as FlexAttention.
                 model._run(x, positions, None, None)
             else:
                 model.hidden(x, positions, segments)
@@ -88,7 +92,7 @@ def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: boo
 
 
 def _use_fake_weights(model: nn.Module) -> None:
-    """Replace all weights by fake tensors of the same shapes on the CPU; tied weights stay tied."""
+    """Replace all weights with fake tensors of the same shapes on the CPU; tied weights stay tied."""
     fakes: dict[int, Any] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -103,14 +107,14 @@ def _use_fake_weights(model: nn.Module) -> None:
 
 
 def _shape_of(block: nn.Module) -> tuple[Any, ...]:
-    """A key that is equal for layers that keep the same bytes."""
+    """Return a key that is equal for layers that keep the same number of bytes."""
     weights = ((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
     return type(block).__name__, getattr(block, "attention_type", None), *weights
 
 
 @contextmanager
 def few_fake_layers(model: CausalModel, *, of_each: int) -> Iterator[list[int]]:
-    """Put the model on fake tensors, with at most this many layers of each shape; yields their numbers."""
+    """Give the model fake weights and at most `of_each` layers of each shape; yield the indices of these layers."""
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
     kept = [index for index, shape in enumerate(shapes) if shapes[:index].count(shape) < of_each]
@@ -141,13 +145,13 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Any] = []
         self._born: dict[int, int] = {}
         self._parents: dict[int, list[int]] = {}
-        """The tensors that an elementwise operator computed a tensor from."""
+        """The inputs of each tensor that an elementwise operator computed."""
         self._stored: set[int] = set()
         """Tensors that a compiled layer does not recompute."""
         self._multiplied: set[int] = set()
-        """Inputs of products, which exist in memory in a compiled layer too."""
+        """Inputs of matrix products, which a compiled layer materializes too."""
         self._same: dict[int, int] = {}
-        """Repeated casts of a tensor to the same dtype, of which a compiled layer has one."""
+        """Maps repeated casts of a tensor to the first one; a compiled layer casts only once."""
         self._cast_to: dict[tuple[int, torch.dtype], int] = {}
         self._weights = {self._key(each) for each in chain(model.parameters(), model.buffers())}
         self._casts: set[int] = set()
@@ -159,7 +163,7 @@ class _Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
-            # Kept alive: the address of a freed storage could be reused.
+            # Keep the storage alive, because the address of a freed storage could be reused.
             self._alive.append(storage)
             self._sizes[key] = storage.nbytes()
             self._born[key] = self._where
@@ -186,11 +190,11 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def store(self, *keys: int) -> None:
-        """Tensors that a compiled layer does not recompute."""
+        """Mark tensors, by key, that a compiled layer does not recompute."""
         self._stored.update(keys)
 
     def store_tensors(self, *tensors: Any) -> None:
-        """The same by tensors."""
+        """Mark tensors that a compiled layer does not recompute."""
         self.store(*(self._key(each) for each in tensors if isinstance(each, Tensor)))
 
     @contextmanager
@@ -212,11 +216,11 @@ class _Recorder(TorchDispatchMode):
     def _enter(self, number: int) -> Any:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-            # The inputs of a compiled layer are tensors in memory.
+            # The inputs of a compiled layer are materialized.
             self.store_tensors(*tensors)
             if tensors:
                 self._inputs[number] = tensors[0].nbytes
-                # Each layer keeps its own input.
+                # Count the input as part of this layer, which keeps it.
                 self._born[self._key(tensors[0])] = number
             self._where = number
 
@@ -232,7 +236,7 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def layers(self) -> list[LayerBytes]:
-        """What each layer keeps."""
+        """Bytes that each layer keeps."""
         return [self._layer(number) for number in range(len(self._blocks))]
 
     def _layer(self, number: int) -> LayerBytes:
@@ -245,7 +249,7 @@ class _Recorder(TorchDispatchMode):
     def _cut(self, needed: set[int], stored: set[int]) -> int:
         """The fewest bytes from which all needed tensors can be recomputed: a minimum cut, as in torch.compile.
 
-        Each tensor is an edge from its input side to its output side that costs its bytes to cut, that is, to keep.
+        Each tensor is an edge whose capacity is its size in bytes. Cutting the edge means keeping the tensor.
         """
         import networkx  # type: ignore[import-untyped]
 
@@ -269,7 +273,7 @@ class _Recorder(TorchDispatchMode):
         return networkx.minimum_cut_value(graph, "forward", "backward") if needed else 0
 
     def outside(self) -> int:
-        """Bytes that are kept outside of layers, or that layers share."""
+        """Bytes kept outside of layers, or shared by several layers."""
         shared = {key for saved in self._saved for key in saved if self._born[key] == OUTSIDE}
         return self._size(shared | set(self._saved[OUTSIDE]))
 
@@ -278,7 +282,9 @@ class _Recorder(TorchDispatchMode):
 
 
 class _FlexAttention(torch.autograd.Function):
-    """Keeps what FlexAttention keeps: queries, keys, values, the result and one number per query."""
+    """Stand-in for FlexAttention that saves the same tensors: queries, keys, values, the result and one float per
+    query.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -293,15 +299,15 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def _registered(recorder: _Recorder) -> str:
-    """Register attention that keeps what FlexAttention keeps with transformers; its name there."""
+    """Register `_FlexAttention` as an attention function of transformers; return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = _FlexAttention.apply(q, k, v)
-        # Queries and keys are not recomputed: they are inputs of FlexAttention.
+        # Inputs of FlexAttention are not recomputed.
         recorder.store_tensors(q, k, v, out)
-        # In transformers, heads come before tokens in q, k and v, and after them in the result.
+        # transformers passes q, k and v as (rows, heads, length, size) and expects (rows, length, heads, size).
         return out.transpose(1, 2), None
 
     AttentionInterface.register(COUNTED, attention)

@@ -1,7 +1,7 @@
-"""Linear layers with LoRA adapters that add the adapter's product in place, forward and backward.
+"""Linear layers that add the product of their LoRA adapter in place, in the forward and the backward pass.
 
-peft computes the products of the frozen layer and of its adapter as two tensors and adds them, and so does autograd
-with their input gradients. In the wide feed-forward layers of a model these tensors determine the peak memory.
+peft computes the frozen layer and its adapter as two tensors and adds them; autograd does the same with the gradients
+of their input. In wide feed-forward layers these tensors determine peak memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 from chatmill.train.half_weights import HalfLinear
 
 PEFT_LAYERS = ("Linear", "Linear4bit")
-"""The adapted layers of peft that are replaced."""
+"""Layer classes of peft whose forward pass is replaced."""
 
 
 def use_adapted_linear(module: nn.Module) -> None:
-    """Replace the forward pass of an adapted layer of peft, if it has one plain adapter."""
+    """Replace the forward pass of a peft layer that has a single plain adapter."""
     peft_class: Any = type(module)
     adapters = getattr(module, "lora_A", {})
     if peft_class.__name__ not in PEFT_LAYERS or len(adapters) != 1 or module.lora_variant:
@@ -32,7 +32,7 @@ def use_adapted_linear(module: nn.Module) -> None:
 
 @cache
 def _adapted(peft_class: Any) -> Any:
-    # One class for all layers, so that they share a compilation.
+    # One class for all layers, so that they are compiled once.
     class AdaptedLinear(peft_class):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or self.disable_adapters or self.merged:
@@ -63,13 +63,13 @@ def _frozen_weight(layer: Any) -> tuple[Any, ...] | None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products with an input: that of autocast, or its own."""
+    """The dtype of matrix products with `x`: the autocast dtype if autocast is on, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """x Wᵀ + s · (x Aᵀ) Bᵀ with a frozen W, plain or packed; gradients of x, A and B."""
+    """x Wᵀ + s · (x Aᵀ) Bᵀ with a frozen W, plain or 4-bit; computes gradients of x, A and B."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, weight: Tensor, *packed: Any) -> Tensor:

@@ -16,25 +16,25 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
-"""Side of FlexAttention's blocks in tokens."""
+"""Block size of FlexAttention, in tokens."""
 
 MIN_HEAD_SIZE = 16
-"""The smallest heads that FlexAttention accepts."""
+"""Smallest head dimension that FlexAttention accepts."""
 
 MAX_SHAPES = 64
-"""The number of shapes that FlexAttention is compiled for outside of compiled layers."""
+"""Maximum number of input shapes for which FlexAttention is compiled outside of compiled layers."""
 
 Mask: TypeAlias = Tensor | BlockMask
 
 
 def segment_mask(segments: Tensor, *, head_size: int) -> Mask:
-    """The attention mask of rows with these segments (rows, length); a segment is contiguous."""
+    """Build the attention mask from segment ids (rows, length); the tokens of a segment must be contiguous."""
     start = segment_start(segments)
     return block_mask(start) if segments.is_cuda and head_size >= MIN_HEAD_SIZE else dense_mask(start)
 
 
 def segment_start(segments: Tensor) -> Tensor:
-    """For each token the index in its row where its segment starts.
+    """For each token, the index in its row at which its segment starts.
 
     segments  0 0 0 1 1 2        start  0 0 0 3 3 5
     """
@@ -50,17 +50,17 @@ def segment_begins(segments: Tensor) -> Tensor:
 
 
 def dense_mask(start: Tensor) -> Tensor:
-    """(rows, 1, length, length), true where a query attends to a key."""
+    """Boolean mask (rows, 1, length, length), true where a query attends to a key."""
     places = torch.arange(start.shape[1], device=start.device)
     return ((places <= places[:, None]) & (places >= start[:, :, None]))[:, None]
 
 
 def block_mask(start: Tensor) -> BlockMask:
-    """The same as `dense_mask` in blocks, computed without a matrix of all pairs.
+    """The mask of `dense_mask` as a FlexAttention block mask, computed without the (length, length) matrix.
 
-    A query attends to the keys from the start of its segment to itself, and starts only rise along a row. So the keys
-    that a block of queries needs are one range of blocks. Blocks before the last segment's first whole block need the
-    mask, as does the block on the diagonal; the others are attended to in full.
+    A query attends to the keys from the start of its segment up to itself, and segment starts never decrease along a
+    row. So a block of queries needs one contiguous range of key blocks. The mask applies to the blocks before the first
+    whole block of the last segment and to the block on the diagonal; all queries attend to the other blocks in full.
 
                  first   whole     own
         blocks     | mask  | full   | mask
@@ -88,7 +88,7 @@ def block_mask(start: Tensor) -> BlockMask:
 
 def _blocks(number: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     number, which = (
-        # Copied: the kernel relies on strides that `contiguous` leaves unchanged where a size is 1.
+        # Copy: the kernel relies on strides, which `contiguous` leaves unchanged in dimensions of size 1.
         part[:, None].to(torch.int32, copy=True, memory_format=torch.contiguous_format)
         for part in (number, which)
     )
@@ -109,7 +109,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention for a caller that is not compiled; uncompiled it would materialize all scores."""
-    # It is compiled for each shape. After eight, the default, torch would run it uncompiled.
+    """FlexAttention for callers that are not compiled; eager FlexAttention would materialize all scores."""
+    # It is compiled once per shape. After eight shapes, the default limit, torch would run it eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_SHAPES)
     return torch.compile(flex_attention, dynamic=False)

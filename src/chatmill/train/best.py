@@ -1,10 +1,10 @@
-"""The evaluation with the lowest val loss: its checkpoint, which a run keeps and names `best`, and early stopping.
+"""Track the lowest val loss of a run: keep its checkpoint under the name `best`, and stop early.
 
     checkpoints/NAME/best -> step_00000400
 
-The link is replaced after the new checkpoint is published and before the old one is removed, so that it always
-names a complete checkpoint. Every checkpoint stores the state of `BestEval`: a resumed run stops early at the same step
-as an uninterrupted one.
+The link is replaced after the new checkpoint is published and before the old one is removed, so it always points to a
+complete checkpoint. Every checkpoint stores the state of `BestEval`, so a resumed run stops early at the same step as
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from chatmill.train.config import TrainConfig
 
 @dataclass
 class BestEval:
-    """The lowest val loss of a run, and how many evaluations have not improved on it."""
+    """The lowest val loss of a run, and the number of evaluations since it last improved."""
 
     loss: float | None = None
     step: int = 0
     reference: float | None = None
-    """The loss that the next one must fall below, by more than early_stop_min_delta, to count as an improvement."""
+    """A loss counts as an improvement if it is below this one by more than early_stop_min_delta."""
     waited: int = 0
     """Evaluations since the last improvement."""
 
     def add(self, loss: float | None, step: int, *, min_delta: float) -> bool:
-        """Count an evaluation; return whether its loss is the lowest. A loss that is not finite is no improvement."""
+        """Count an evaluation; return whether its loss is the lowest. A loss that is not finite is never an
+        improvement.
+        """
         if loss is None:
             return False
         is_finite = math.isfinite(loss)
@@ -52,26 +54,28 @@ class BestEval:
         return config.early_stop_patience is not None and self.waited >= config.early_stop_patience
 
     def reason(self, config: TrainConfig) -> str:
-        """Why early stopping ends the run, as part of a message."""
+        """Why early stopping ends the run, to be used in a message."""
         least = f" by more than {config.early_stop_min_delta:g}" if config.early_stop_min_delta else ""
         below = "" if self.reference is None else f" below {self.reference:.4f}{least}"
         evaluations = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
         return f"val loss has not fallen{below} for {evaluations} (early_stop_patience {config.early_stop_patience})"
 
     def compared(self, is_best: bool, config: TrainConfig) -> str:
-        """How the last evaluation compares with the lowest loss, if the run uses it."""
+        """How the last evaluation compares with the lowest loss, as a message; empty if the run does not use the lowest
+        loss.
+        """
         if self.loss is None or not (config.keeps_best or config.early_stop_patience):
             return ""
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"
 
     def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
-        """The checkpoint of the lowest loss if it exists, or if the checkpoint of step `writing` is about to be it."""
+        """The checkpoint with the lowest loss, if it exists or is being written now, at step `writing`."""
         path = run / step_name(self.step)
         return path if self.loss is not None and (self.step == writing or path.is_dir()) else None
 
 
 def check_evaluates(config: TrainConfig, loader: EpisodeLoader) -> None:
-    """Raise `UsageError` if early stopping or keep_best needs a val loss, and the data has none."""
+    """Raise `UsageError` if early stopping or keep_best needs a val loss that the data cannot provide."""
     if config.early_stop_patience is None and not config.keeps_best:
         return
     why = "keep_best is true" if config.early_stop_patience is None else "early_stop_patience is set"
@@ -85,7 +89,7 @@ def check_evaluates(config: TrainConfig, loader: EpisodeLoader) -> None:
 
 
 def link_best(run: Path, checkpoint: Path | None) -> None:
-    """Point the link `best` of a run to one of its checkpoints; None removes the link."""
+    """Point the link `best` of a run to a checkpoint; None removes the link."""
     link = run / BEST
     if os.path.lexists(link) and not link.is_symlink():
         raise DataError(f"{link}: is not a link to the best checkpoint; rename it, or set keep_best to false")

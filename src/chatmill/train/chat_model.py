@@ -1,6 +1,7 @@
-"""Chat with a trained model, with the tokenizer and the chat format that it was trained with.
+"""Chat with a trained model, using the tokenizer and the chat format that it was trained with.
 
-The one module of train/ that renders text: it needs the records, tokenizer and format packages besides torch.
+This is the only module of train/ that renders text: in addition to torch it needs the records, tokenizer and format
+packages.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from chatmill.train.preflight import read_optional, trained_with
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A model and the renderer of its conversations."""
+    """A model and the renderer that formats conversations for it."""
 
     model: CausalModel
     renderer: Renderer
@@ -47,23 +48,24 @@ class ChatModel:
         return self.tokenizer.special_token_ids()[self.renderer.eot]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids that come before an answer to these messages in training."""
+        """The ids of a prompt with these messages, as in training."""
         return self.renderer.prompt_ids(Record(list(messages)))
 
     def answer(self, messages: Sequence[Message], *, max_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """The next answer, token by token, including its end token if it reaches one."""
+        """Yield the tokens of the next answer, including the end token if the model generates one."""
         prompt = self.prompt(messages)
         most = self.model.max_positions
         if len(prompt) >= most:
             raise DataError(
-                f"the conversation has {len(prompt):,} tokens, the model {most:,} positions; begin a new one"
+                f"the conversation has {len(prompt):,} tokens, but the model has {most:,} positions; start a new "
+                "conversation"
             )
         limit = min(max_tokens, most - len(prompt))
         for tokens in generate_steps(self.model, [prompt], max_tokens=limit, end_ids=[self.end_id], sampling=sampling):
             yield tokens[0]
 
     def text_pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of tokens as they come; a character appears when its last byte is there."""
+        """Decode a stream of tokens; a character is yielded once all of its bytes have arrived."""
         decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         for id in ids:
             yield decoder.decode(self.tokenizer.piece(id))
@@ -93,9 +95,9 @@ class ChatSession:
         self.messages = [] if system is None else [Message("system", system)]
 
     def send(self, text: str, show: Callable[[str], None], *, role: Literal["user", "tool"] = "user") -> Reply:
-        """Add a message of the user or a tool, and generate the answer; `show` gets its text piece by piece.
+        """Add a user or tool message and generate the answer; `show` is called with each piece of its text.
 
-        A `KeyboardInterrupt` during generation cuts the answer, which stays in the conversation as far as it came.
+        A `KeyboardInterrupt` during generation ends the answer; the part generated so far stays in the conversation.
         """
         messages = [*self.messages, Message(role, text)]
         ids: list[int] = []
@@ -126,20 +128,20 @@ def open_chat_model(
     base: BaseWeights = "trained",
     base_model: str | None = None,
 ) -> ChatModel:
-    """The model of a folder, a checkpoint or a run, with the tokenizer and format it was trained with.
+    """Open the model of a folder, a checkpoint or a run, with the tokenizer and format it was trained with.
 
-    `tokenizer` and `format` override what the model folder says. A folder that does not say its format is a Hugging
-    Face model, which has a chat template. `base` and `base_model` are for adapters; see `open_ready`.
+    `tokenizer` and `format` override those recorded in the model folder. A folder that records no format is a Hugging
+    Face model, whose chat template is used. `base` and `base_model` are for adapters; see `open_ready`.
     """
     folder = model_folder(path)
-    # First: it is quick, and its error is clearer than those of the tokenizer or format.
+    # Checked first: it is quick, and its error is clearer than those of the tokenizer or format.
     check_is_model(folder)
     renderer = _open_renderer(folder, trained_with(folder), tokenizer, format)
     model = open_ready(folder, device, base=base, base_model=base_model)
     if renderer.tokenizer.vocab_size > model.vocab_size:
         raise DataError(
-            f"{renderer.tokenizer.name}: has {renderer.tokenizer.vocab_size:,} tokens, the model {folder} knows "
-            f"{model.vocab_size:,}; name the tokenizer it was trained with"
+            f"{renderer.tokenizer.name}: has {renderer.tokenizer.vocab_size:,} tokens, but the vocabulary of "
+            f"model {folder} has {model.vocab_size:,}; pass the tokenizer it was trained with"
         )
     return ChatModel(model, renderer)
 
@@ -157,11 +159,11 @@ def _open_renderer(folder: Path, training: Mapping[str, Any], tokenizer: str | N
 
 
 def _open_template(folder: Path, spec: str) -> Renderer:
-    """The chat template of a tokenizer's folder."""
+    """Open the renderer for the chat template in a tokenizer's folder."""
     if (spec == "bytes" or Path(spec).exists()) and not has_template(spec):
         raise UsageError(
-            f"{one_line(spec, 300)}: has no chat template, and {folder} names no other format; "
-            "give the one it was trained in with --format, or a folder that has a template with --tokenizer"
+            f"{one_line(spec, 300)}: has no chat template, and {folder} does not record a chat format; pass the "
+            "format it was trained in with --format, or a folder that has a chat template with --tokenizer"
         )
     return open_renderer(TEMPLATE, spec)
 
@@ -169,17 +171,14 @@ def _open_template(folder: Path, spec: str) -> Renderer:
 def find_tokenizer(
     folder: Path, training: Mapping[str, Any], control: Mapping[str, str], named: str | None
 ) -> tuple[str, Tokenizer]:
-    """The tokenizer that a model was trained with, and what it was opened from.
-
-    That is the one named, or the one with the right hash in one of the usual places.
-    """
-    state = read_optional(folder / TOKENIZER_STATE, "remove it and name the tokenizer with --tokenizer")
+    """Return the tokenizer that a model was trained with, after the spec that it was opened from."""
+    state = read_optional(folder / TOKENIZER_STATE, "remove it and pass the tokenizer with --tokenizer")
     state = state if isinstance(state, dict) else {}
     besides = [str(token) for token in state.get("besides", ())]
     sha256 = training.get("tokenizer_sha256")
 
     def opened(spec: str) -> Tokenizer:
-        # Tokens added in training are added again; the hash tells whether that gives the same tokenizer.
+        # Add the tokens that were added in training; the hash shows whether the result is the same tokenizer.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if named is not None:
@@ -187,7 +186,7 @@ def find_tokenizer(
         if sha256 not in (None, tokenizer.sha256):
             raise DataError(
                 f"{folder}: trained with tokenizer {str(sha256)[:12]}…, {one_line(named, 300)} is "
-                f"{tokenizer.sha256[:12]}…; name the one it was trained with"
+                f"{tokenizer.sha256[:12]}…; pass the one it was trained with"
             )
         return named, tokenizer
     places = dict.fromkeys(_places(folder, training, state.get("name")))
@@ -199,11 +198,11 @@ def find_tokenizer(
         if sha256 in (None, tokenizer.sha256):
             return place, tokenizer
     looked = ", ".join(one_line(place, 200) for place in places)
-    raise UsageError(f"{folder}: its tokenizer is in none of {looked}; name it with --tokenizer")
+    raise UsageError(f"{folder}: its tokenizer was not found in {looked}; pass it with --tokenizer")
 
 
 def _places(folder: Path, training: Mapping[str, Any], name: Any) -> Iterator[str]:
-    """Where the tokenizer of a model may be: with the model, with its data, beside its data, or here."""
+    """Yield where to look for a tokenizer: the model folder, the dataset, its parent folder and the current folder."""
     if name == "bytes":
         yield "bytes"
         return

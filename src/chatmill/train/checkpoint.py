@@ -1,12 +1,12 @@
-"""Checkpoints: all that a run needs to resume, in safetensors and JSON, published whole or not at all.
+"""Checkpoints: everything a run needs to resume, in safetensors and JSON, published atomically.
 
 step_00000500/
   model/                             a model folder, ready for use; all ranks write files of a sharded model
   state-00000-of-00001.safetensors   weights and optimizer state: all from rank 0, or one file from each rank
   checkpoint.json                    the state of the run; size and hash of every file, and of itself; written last
 
-safetensors instead of torch.distributed.checkpoint, whose metadata is a pickle: reading a checkpoint runs no code.
-What checkpoint.json does not list is not read.
+The format is safetensors, not torch.distributed.checkpoint, whose metadata is a pickle: reading a checkpoint must not
+run code. Files that checkpoint.json does not list are not read.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files have the hashes they were written with."""
+    """A checkpoint whose files match their recorded hashes."""
 
     path: Path
     state: Mapping[str, Any]
-    """What the run stored of itself in checkpoint.json."""
+    """The state of the run, from checkpoint.json."""
     files: Mapping[str, FileInfo]
-    """The files of the checkpoint, by their path in its folder."""
+    """The files of the checkpoint, by relative path."""
 
     @property
     def step(self) -> int:
@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tensor]:
-    """The trained weights and the optimizer's state of each, as weights/NAME, then optimizer/KIND/NAME."""
+    """The trained weights as weights/NAME, and the optimizer state of each as optimizer/KIND/NAME."""
     kinds: dict[str, dict[str, Tensor]] = {WEIGHTS: {}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -101,8 +101,8 @@ def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer)
         wrong = sorted(name for name in need.keys() | have.keys() if need.get(name) != have.get(name))
         theirs, mine = have.get(wrong[0], "not there"), need.get(wrong[0], "none")
         raise UsageError(
-            f"{checkpoint.path}: {one_line(wrong[0].removeprefix(WEIGHTS + '/'), 200)} is {theirs}, the model has "
-            f"{mine} ({len(wrong)} weights differ); resume with the same model"
+            f"{checkpoint.path}: {one_line(wrong[0].removeprefix(WEIGHTS + '/'), 200)} is {theirs}, but the model "
+            f"has {mine} ({len(wrong)} weights differ); resume with the same model"
         )
     unread = stored.names - need.keys()
 
@@ -160,12 +160,12 @@ def save(
     protected: Path | None = None,
     best: Path | None = None,
 ) -> Path:
-    """Write and publish a checkpoint with this state, and remove all but the last `keep`; all ranks call this.
+    """Write and publish a checkpoint with this state, and remove all but the last `keep`. All ranks call this.
 
-    `sharded`: every rank writes its own rows of the state. `about` are small files for the model folder; None writes
-    no such folder. `save_dtype` is the dtype of the weights in it. `protected` is not removed, nor is the checkpoint
-    that the link `best` names, nor one that holds other files as well. The link is pointed to the checkpoint `best`,
-    this or an older one.
+    `sharded`: every rank writes its own rows of the state. `about` holds small files for the model folder; if it is
+    None, no model folder is written. `save_dtype` is the dtype of the weights in the model folder. `protected` is not
+    removed, and neither are the checkpoint that the link `best` points to nor checkpoints that contain other files.
+    `best` is the new target of the link: this checkpoint or an older one.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -206,7 +206,7 @@ def save(
         publish(staging, target, overwrite=True, kind=CHECKPOINT)
         if best is not None:
             link_best(folder, best)
-        # What the link names stays, too, when a resumed run keeps no best checkpoint of its own.
+        # Keep the linked checkpoint even if a resumed run does not track the best one.
         linked = folder / link.readlink() if (link := folder / BEST).is_symlink() else None
         for old in list_checkpoints(folder)[:-keep]:
             if old not in (protected, linked) and _holds_nothing_else(old):
@@ -222,17 +222,17 @@ def _write_model(folder: Path, model: CausalModel, weights: dict[str, Tensor]) -
     try:
         model.save(folder, weights)
     except SafetensorError as error:
-        # What safetensors raises when the disk is full.
+        # safetensors raises this when the disk is full.
         raise ChatmillError(f"{folder}: the model cannot be written ({one_line(str(error))})") from None
 
 
 def _write_tensors(
     staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool
 ) -> dict[str, tuple[int, str]]:
-    """Write this rank's file; its name with its size and hash."""
+    """Write this rank's file; return its name with its size and hash."""
     name = f"state-{world.rank:05d}-of-{world.size:05d}.safetensors" if sharded else "state-00000-of-00001.safetensors"
     if sharded and not world.is_first:
-        # Replicated tensors are written by rank 0 alone.
+        # Only rank 0 writes replicated tensors.
         tensors = {full: tensor for full, tensor in tensors.items() if is_sharded(tensor)}
     entries = [_entry(name, tensor, sharded=sharded) for name, tensor in tensors.items()]
     values: Iterator[Tensor] = (local(tensor) if sharded else whole(tensor) for tensor in tensors.values())
@@ -252,12 +252,12 @@ def _entry(name: str, tensor: Tensor, *, sharded: bool) -> TensorEntry:
 
 
 def _model_weights(model: CausalModel, world: World, save_dtype: str) -> dict[str, Tensor]:
-    """The weights of the model folder, on rank 0: all of them, or the adapters where only they are trained."""
+    """The weights for the model folder, on rank 0: all weights, or only the adapters if only they are trained."""
     adapted = not all(parameter.requires_grad for parameter in model.parameters())
     state = model.trained_state() if adapted else model.state_dict(keep_vars=True)
     gathered: dict[int, Tensor] = {}
     for name, tensor in state.items():
-        # Tied weights are one tensor, and stay one.
+        # Tied weights are one tensor and are gathered once.
         if id(tensor) not in gathered:
             full = whole(tensor.detach())
             dtype = saved_dtype(model, name, tensor, save_dtype)
@@ -271,7 +271,7 @@ def clean(folder: Path) -> None:
         if path.is_symlink():
             files.disk.remove(path)
         elif left := remove_folder(path, CHECKPOINT):
-            raise DataError(f"{path}: {left}; it is of an earlier save, look and remove it")
+            raise DataError(f"{path}: {left}; it is left from an earlier save; inspect and remove it")
     for path in folder.glob(f".{PREFIX}*.replaced"):
         recover(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")), CHECKPOINT)
 
@@ -285,7 +285,7 @@ CHECKPOINT = FolderKind(
 
 
 def _holds_nothing_else(path: Path) -> bool:
-    """Whether a checkpoint holds its own files alone."""
+    """Whether a checkpoint contains no files other than its own."""
     try:
         _, listed = read_marker(path / MARKER)
     except DataError:
@@ -295,12 +295,12 @@ def _holds_nothing_else(path: Path) -> bool:
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of a run that are later than a step; their new names."""
+    """Rename the checkpoints of a run that are later than a step; return their new paths."""
     renamed = []
     for path in list_checkpoints(folder):
         if step_of(path) > step:
             asides = (path.with_name(f"{path.name}{LEFT}{number or ''}") for number in count())
-            # One of an earlier resume is replaced, unless it holds something else.
+            # Replace one that an earlier resume renamed, unless it contains other files.
             aside = next(each for each in asides if not os.path.lexists(each) or not remove_folder(each, CHECKPOINT))
             files.disk.rename_new(path, aside)
             renamed.append(aside)
@@ -315,32 +315,32 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def choose(folder: Path, resume: str) -> Path | None:
-    """The checkpoint that `resume` names: `auto` is the newest of the run, if there is one; else a folder."""
+    """Return the checkpoint that `resume` selects: a folder, or with `auto` the newest of the run, if any."""
     if resume == "auto":
         newest = list_checkpoints(folder)[-1:]
         return newest[0] if newest else None
     path = named_checkpoint(resume)
     if not path.is_dir():
         there = ", ".join(map(str, list_checkpoints(folder)))
-        right = f"auto or one of {there}" if there else f"auto; {folder} holds no checkpoint yet"
+        right = f"auto or one of {there}" if there else f"auto; {folder} has no checkpoint yet"
         raise UsageError(f"{resume}: no such checkpoint; expected {right}")
     return path
 
 
 def open_checkpoint(path: Path, world: World) -> Checkpoint:
-    """A checkpoint after all its hashes were checked; a `DataError` names the checkpoint before it."""
+    """Open a checkpoint and check all its hashes; a `DataError` suggests the previous checkpoint."""
 
     def check() -> Checkpoint:
         try:
             state, listed = read_marker(path / MARKER)
             for other in unlisted(path, listed):
-                raise DataError(f"{other}: {MARKER} does not list it, so it is not of this checkpoint; remove it")
+                raise DataError(f"{other}: {MARKER} does not list it, so it is not part of this checkpoint; remove it")
             for name in sorted(listed)[world.rank :: world.size]:
                 _check(path / name, listed[name])
             return Checkpoint(path, state, listed)
         except DataError as error:
             before = [each for each in list_checkpoints(path.parent) if each.name < path.name]
-            offer = f"the one before it: --resume {before[-1]}" if before else "there is none before it"
+            offer = f"use the previous one with --resume {before[-1]}" if before else "there is no earlier one"
             raise DataError(f"{error}; this checkpoint is not used; {offer}") from None
 
     return world.together(check)
@@ -350,9 +350,9 @@ def _check(path: Path, info: FileInfo) -> None:
     try:
         size = check_plain(path)
         if size != info.size:
-            raise DataError(f"{path}: has {size:,} bytes, it was written with {info.size:,}")
+            raise DataError(f"{path}: has {size:,} bytes, expected {info.size:,}")
         if file_info(path) != info:
-            raise DataError(f"{path}: is damaged, its bytes do not have the hash they were written with")
+            raise DataError(f"{path}: is damaged; its hash differs from the recorded one")
     except FileNotFoundError:
         raise DataError(f"{path}: is missing") from None
     except OSError as error:
@@ -360,8 +360,8 @@ def _check(path: Path, info: FileInfo) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raise `DataError` if the model of a checkpoint is not what was written; other folders have no hashes."""
-    # A model may be reached by a link, and a link may stand in the place of a model.
+    """Raise `DataError` if the model of a checkpoint was changed; other model folders have no recorded hashes."""
+    # The model folder may be reached through a link, or be a link itself.
     for place in dict.fromkeys((folder.absolute(), folder.resolve())):
         marker = place.parent / MARKER
         if place.name != MODEL or not os.path.lexists(marker):
@@ -370,9 +370,9 @@ def check_model(folder: Path) -> None:
             _, listed = read_marker(marker)
             for other in unlisted(place.parent, listed):
                 if other.parent == place:
-                    raise DataError(f"{other}: {MARKER} does not list it; remove it, or copy the folder and use that")
+                    raise DataError(f"{other}: {MARKER} does not list it; remove it, or use a copy of the folder")
             for name, info in listed.items():
                 if name.startswith(f"{MODEL}/"):
                     _check(folder / Path(name).name, info)
         except DataError as error:
-            raise DataError(f"{error}; this model is not used, take that of another checkpoint") from None
+            raise DataError(f"{error}; this model is not used; use that of another checkpoint") from None

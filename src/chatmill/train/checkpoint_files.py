@@ -1,7 +1,7 @@
-"""The files of runs and checkpoints, and checkpoint.json, which lists those of a checkpoint and holds its run's state.
+"""File names of runs and checkpoints, and checkpoint.json, which lists a checkpoint's files and stores the run's state.
 
-Only listed files are read, and every value is checked before it is used: somebody else may have written it. This module
-needs no torch.
+Only listed files are read, and every value is checked before it is used, because the file may come from someone else.
+This module needs no torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MARKER = "checkpoint.json"
 MODEL = "model"
 PREFIX = "step_"
 BEST = "best"
-"""The name of a run's link to its checkpoint with the lowest val loss."""
+"""Name of the link to the checkpoint with the lowest val loss."""
 STATE_FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 STEP_FOLDER = re.compile(r"step_(\d{8,18})", re.ASCII)
 LARGEST = 1 << 31
-"""The largest vocabulary, and number of ranks."""
+"""The largest allowed vocabulary size and number of ranks."""
 TOTALS = ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens", "answer_cut", "skipped_steps")
 LATER_TOTALS = {"answer_cut"}
-"""Counts that checkpoints of earlier versions do not have."""
+"""Counts that are missing from checkpoints of earlier versions."""
 CURSOR = ("step", "epoch", "window", "row")
 
 
@@ -42,9 +42,9 @@ def step_name(step: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run by their steps, oldest first; none is opened. A link is no checkpoint of the run."""
+    """List the checkpoints of a run, oldest first, without opening them. Links are ignored."""
     try:
-        # Not `glob`, which takes a folder that cannot be read for an empty one.
+        # Not `glob`, which treats an unreadable folder as empty.
         named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -52,12 +52,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
+    """Parse the step from the name of a checkpoint."""
     return int(path.name.removeprefix(PREFIX))
 
 
 def named_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that the link `best` of a run points to; any other path unchanged."""
+    """Resolve a run's link `best` to the checkpoint it points to; return any other path unchanged."""
     folder = local_path(path)
     if folder.name == BEST and folder.is_symlink() and STEP_FOLDER.fullmatch(target := str(folder.readlink())):
         return folder.with_name(target)
@@ -66,14 +66,14 @@ def named_checkpoint(path: str | Path) -> Path:
 
 @lru_cache(maxsize=8)
 def _copied(url: Url) -> Path:
-    """A folder at a URL, copied once for each process."""
+    """Download a folder from a URL, once per process."""
     return local_copy(url)
 
 
 def model_folder(path: str | Place) -> Path:
-    """The folder of a model: the one given, that of a checkpoint, or that of a run's newest checkpoint.
+    """Return the model folder of a path: the path itself, or the model of a checkpoint or of a run's newest checkpoint.
 
-    One at a URL is copied to this machine.
+    A folder at a URL is downloaded first.
     """
     where = place(path)
     folder = _copied(where) if isinstance(where, Url) else named_checkpoint(where)
@@ -86,12 +86,12 @@ def model_folder(path: str | Place) -> Path:
 
 
 def self_sha256(body: Mapping[str, Any]) -> str:
-    """The hash that checkpoint.json holds of all its other values."""
+    """The hash of all other values of checkpoint.json."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
-    """The state of a run, and the files of the checkpoint with size and hash, from its checkpoint.json."""
+    """Read checkpoint.json: the state of the run, and the checkpoint's files with size and hash."""
     try:
         state = json.loads(read_plain(path))
         stored_hash = state.pop("sha256")
@@ -99,17 +99,17 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, AttributeError, KeyError, RecursionError, TypeError):
-        raise DataError(f"{path}: is damaged, it is no checkpoint's") from None
+        raise DataError(f"{path}: is damaged; it is not the state of a checkpoint") from None
     if not is_whole:
-        raise DataError(f"{path}: is damaged, it does not have the hash it names")
+        raise DataError(f"{path}: is damaged; its hash differs from the one it records")
     if lacking := [name for name in ("version", "step", "files") if name not in state]:
-        raise DataError(f"{path}: is damaged, it does not say {lacking[0]}")
+        raise DataError(f"{path}: is damaged; {lacking[0]} is missing")
     if type(state["version"]) is not int or state["version"] != VERSION:
-        raise DataError(f"{path}: has version {one_line(str(state['version']))}; this chatmill reads {VERSION}")
+        raise DataError(f"{path}: has version {one_line(str(state['version']))}; this chatmill reads version {VERSION}")
     body = JsonObject(state, str(path))
     step = body.count("step")
     if (named := STEP_FOLDER.fullmatch(path.parent.name)) and int(named[1]) != step:
-        raise DataError(f"{path}: is of step {step:,}, and its folder is {path.parent.name}; it was moved or changed")
+        raise DataError(f"{path}: is for step {step:,}, but its folder is {path.parent.name}; it was moved or changed")
     files = _files(body)
     if "config" in state or "stage" in state:
         body.table("config")
@@ -119,9 +119,8 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
 
 
 def unlisted(folder: Path, files: Mapping[str, FileInfo]) -> Iterator[Path]:
-    """What lies in a checkpoint as if it belonged to it and is not listed: tensors, and anything in its model folder.
-
-    Other files beside them, such as notes, are no part of the checkpoint and are never read.
+    """Yield files of a checkpoint folder that are not listed: tensor files, and anything in the model folder. Other
+    files in the folder, such as notes, are ignored and never read.
     """
     inside = [path for path in folder.iterdir() if path.name.startswith("state-") or path.suffix == ".safetensors"]
     model = folder / MODEL
@@ -176,11 +175,11 @@ def _check_run(body: JsonObject, step: int) -> None:
     cursors = loader.table("cursors")
     cursor = _cursor(cursors, "train") if "train" in cursors.value else dict.fromkeys(CURSOR, 0)
     if cursor["step"] != step - start:
-        raise cursors.fault("train.step", cursor["step"], f"{step - start}, the steps of the run since its data began")
+        raise cursors.fault("train.step", cursor["step"], f"{step - start}, the number of steps on the current data")
     if body.value.get("audit") is not None:
         audit = body.table("audit")
         if (kept := _cursor(audit, "cursor")) != cursor:
-            raise audit.fault("cursor", kept, f"{json.dumps(cursor)}, where the loader stands")
+            raise audit.fault("cursor", kept, f"{json.dumps(cursor)}, the position of the loader")
 
 
 def _check_best(best: JsonObject, step: int) -> None:

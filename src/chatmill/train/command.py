@@ -1,4 +1,4 @@
-"""`python train.py`: its flags, and the run and summary that `chatmill train` shares with it."""
+"""`python train.py`: its flags, and the run and summary, which `chatmill train` uses too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from chatmill.train.run_dir import CONFIG, METRICS
 from chatmill.train.trackers.pages import ReportPage
 
 ESTIMATE_FLAGS = ("estimate", "gpus", "gpu_memory")
-"""Flags of --estimate, whose values are parsed; other run flags are plain text."""
+"""Flags for --estimate, whose values are parsed; the values of other run flags are plain text."""
 EXAMPLES = """\
 examples:
   {prog} --model_name mine --config_file configs/sft1/150M.json --dataset_dir data/chat_sft --max_iters 5000
@@ -60,9 +60,9 @@ def main(
     tokenizer_sha256: TokenizerHash | None = None,
     report_page: ReportPage | None = None,
 ) -> None:
-    """Train with these flags; `tokenizer_sha256` hashes the tokenizer that chatmill.toml names.
+    """Train with these flags; `tokenizer_sha256` hashes the tokenizer set in chatmill.toml.
 
-    `report_page` writes the report page about a dataset, which trackers log.
+    `report_page` writes the report page of a dataset, which trackers log.
     """
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
@@ -79,7 +79,7 @@ def main(
 
 @contextmanager
 def errors_of_first_rank() -> Iterator[None]:
-    """Report an error of all ranks once: rank 0 raises it, and the other ranks exit.
+    """Report an error that occurs on all ranks once: rank 0 raises it, and the other ranks exit.
 
     A `RankError` is raised by the rank that it occurs on, unless another rank reports it.
     """
@@ -97,18 +97,18 @@ def is_first_rank() -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose faults are one line like all others."""
+    """A parser that raises `UsageError`, which prints as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The flags of `train.py`, one for each declared key."""
+    """Build the parser of `train.py`, with a flag for each declared key."""
     made = _Parser(
         prog=prog,
         usage=f"{prog} --model_name NAME --config_file FILE --dataset_dir DIR [--KEY VALUE ...]",
-        description="Train a model on a dataset, a cache, or a folder of caches that are mixed.",
+        description="Train a model on a dataset, a cache, or a mix of the caches in a folder.",
         epilog=EXAMPLES.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -117,9 +117,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     run_keys, keys = keys_of(RunFlags), dict(keys_of(TrainConfig))
     first = keys.pop(FIRST_FLAG)
     for title, declared in (
-        ("what is trained", [first]),
+        ("loss mask", [first]),
         ("the run", run_keys.values()),
-        ("keys of the config", keys.values()),
+        ("config keys", keys.values()),
     ):
         group = made.add_argument_group(title)
         for each in declared:
@@ -163,7 +163,7 @@ def run_and_print(
 
 def _run_flags(flags: Mapping[str, str]) -> RunFlags:
     given = {name: text for name, text in flags.items() if name in keys_of(RunFlags)}
-    # Names and folders are plain text, also if they look like numbers or JSON.
+    # Names and folders are plain text, even if they look like numbers or JSON.
     plain: dict[str, Any] = {name: text for name, text in given.items() if name not in ESTIMATE_FLAGS}
     values = from_flags(RunFlags, {name: text for name, text in given.items() if name in ESTIMATE_FLAGS})
     where = RunFlags(**plain, **values)
@@ -181,7 +181,7 @@ def run(
     tokenizer_sha256: TokenizerHash | None = None,
     report_page: ReportPage | None = None,
 ) -> TrainResult:
-    """The run that these flags ask for, given as text by their names."""
+    """Run training with these flags, given as text by name."""
     where = _run_flags(flags)
     if where.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
@@ -210,7 +210,7 @@ def estimate(flags: Mapping[str, str]) -> Fit:
 
 
 def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tuple[TrainConfig, list[str]]:
-    """The config from flags, config file and chatmill.toml, and notes about the origin of its values."""
+    """Merge chatmill.toml, the config file and flags; return the config, and notes about the origin of its values."""
     stored = local_path(where.out_dir) / (where.model_name or "") / CONFIG
     resumes = where.config_file is None and where.resume is not None and stored.is_file()
     file = str(stored) if resumes else where.config_file
@@ -225,13 +225,13 @@ def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tupl
     values = layered(project, stated)
     stops_no_more = bool(base.get("early_stop_patience")) and values.get("early_stop_patience") is None
     if resumes and stops_no_more and values.get("keep_best") is None and values.get("save_interval"):
-        # keep_best null would be false from here on, and the run would remove its best checkpoint.
+        # Otherwise keep_best null would now mean false, and the run would remove its best checkpoint.
         values["keep_best"] = True
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:
         raise UsageError(
-            f"the flags: {', '.join(shape)} would shape a fresh model, and init_from_model is "
-            f"{one_line(str(values['init_from_model']), 300)}, which has its shape; leave them out"
+            f"the flags: {', '.join(shape)} set the shape of a new model, but init_from_model is "
+            f"{one_line(str(values['init_from_model']), 300)}, which has a fixed shape; remove them"
         )
     notes = [f"{FILE}: {', '.join(used)}"] if (used := _shown(project, stated)) else []
     config = TrainConfig.from_mapping(values, place="the flags" if file is None else str(place(file)))
@@ -249,12 +249,12 @@ def _print_fit(fit: Fit) -> None:
 
 
 def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
-    """The keys that chatmill.toml decides, because neither the config file nor a flag states them."""
+    """The keys whose values come from chatmill.toml, because neither the config file nor a flag sets them."""
     return [f"{name} {one_line(json.dumps(value), 300)}" for name, value in project.items() if name not in stated]
 
 
 def val_lines(result: TrainResult) -> list[str]:
-    """The val loss of each source of a mix in one line."""
+    """The val loss of each source of a mix, as one line."""
     shown = []
     for name, each in result.val_sources.items():
         loss = None if each is None else each["loss"]
@@ -270,15 +270,15 @@ def best_lines(result: TrainResult) -> list[str]:
     line = f"best val loss {result.best_val_loss:.4f} at step {result.best_step:,}"
     if result.best_checkpoint is not None:
         return [f"{line}: {result.folder / BEST} -> {result.best_checkpoint.name}"]
-    return [f"{line}; its checkpoint was not kept, use --keep_best"] if result.val_loss != result.best_val_loss else []
+    return [f"{line}; its checkpoint was not kept; use --keep_best"] if result.val_loss != result.best_val_loss else []
 
 
 def summary(result: TrainResult) -> str:
-    """The result in a few lines."""
+    """Format the result in a few lines."""
     lines = []
     if result.stopped_by is not None:
         saved = result.checkpoint is not None and result.checkpoint.name == step_name(result.step)
-        then = "continue with --resume auto" if saved else "it was not saved, save_interval is 0"
+        then = "continue with --resume auto" if saved else "it was not saved because save_interval is 0"
         lines.append(f"stopped by {result.stopped_by} at step {result.step:,} of {result.total:,}; {then}")
     else:
         if result.stopped_early is not None:
@@ -287,12 +287,13 @@ def summary(result: TrainResult) -> str:
     if result.cut_episodes:
         lines.append(
             f"truncated tail: {result.cut_episodes:,} conversations are longer than a row and lost "
-            f"{result.cut_tokens:,} tokens at their beginning; {result.answer_cut:,} conversations lost part of an "
+            f"{result.cut_tokens:,} tokens at the start; {result.answer_cut:,} conversations lost part of an "
             "answer (answer_cut); raise block_size, or prepare the data with --max-tokens"
         )
     if result.untrained_rows:
         lines.append(
-            f"{result.untrained_rows:,} rows had nothing to train; {result.skipped_steps:,} steps were skipped for it"
+            f"{result.untrained_rows:,} rows had no trained tokens; {result.skipped_steps:,} steps without any "
+            "were skipped"
         )
     if result.loss_spikes:
         lines.append(f'loss spikes: {result.loss_spikes:,} steps, see "spike" in {result.folder / METRICS}')

@@ -1,8 +1,8 @@
-"""The configuration of a training run: what is loaded, the model, the optimizer, and what is written when.
+"""The configuration of a training run: data, model, optimizer, checkpoints and logs.
 
     defaults  <  chatmill.toml  <  config file  <  POST_TRAINING and WARMUP_PCT  <  flags
 
-Every key is also a flag of `train.py` and of `chatmill train`. Importing this module needs no torch.
+Every key is also a flag of `train.py` and of `chatmill train`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from chatmill.store.primer_cache import CACHES
 from chatmill.train.run_config import OptimizerConfig, RunConfig
 
 WARMUP = 0.03
-"""The default share of a run that warms up."""
+"""Default warmup, as a share of the run."""
 FIRST_FLAG = "use_loss_mask"
-"""The flag that help lists first: without it, a run also trains user messages."""
+"""The first flag in the help, because without it a run also trains on user messages."""
 EXCLUSIVE = (("max_iters", "epochs"), ("warmup_iters", "warmup_pct"))
-"""Pairs of keys that exclude each other; a key in a later layer of settings replaces the other."""
+"""Mutually exclusive keys; a key in a later layer of settings replaces the other."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
-"""What post_training sets: train what the mask marks, and all of one pass."""
+"""Values that post_training sets: train the tokens that the loss mask marks, and keep the last incomplete batch."""
 
 
 def _are_targets(value: Any) -> bool:
@@ -54,10 +54,11 @@ def _is_cache_size(value: Any) -> bool:
         return False
 
 
-CACHE_SIZE = ValueCheck("a number of bytes, or a text such as 200GB", _is_cache_size)
+CACHE_SIZE = ValueCheck("a number of bytes, or a string such as 200GB", _is_cache_size)
 MOST_EPOCHS = 1_000_000
 EPOCHS = ValueCheck(
-    f"a number over 0, up to {MOST_EPOCHS}", lambda value: type(value) in (int, float) and 0 < value <= MOST_EPOCHS
+    f"a number greater than 0 and at most {MOST_EPOCHS}",
+    lambda value: type(value) in (int, float) and 0 < value <= MOST_EPOCHS,
 )
 
 
@@ -66,9 +67,9 @@ EPOCHS = ValueCheck(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
-    """The keys that shape a new model."""
+    """The keys that set the shape of a new model."""
 
-    vocab_size: int | None = key(None, "size of the vocabulary; null: that of the dataset", optional(integer(1)))
+    vocab_size: int | None = key(None, "vocabulary size; null: that of the dataset", optional(integer(1)))
     n_layer: int = key(12, "number of layers", integer(1))
     n_embd: int = key(768, "width of the hidden states", integer(1))
     n_head: int = key(12, "number of query heads", integer(1))
@@ -79,10 +80,10 @@ class ModelConfig(Config):
         "width of the feed-forward layer; null: 8/3 of n_embd, rounded up to a multiple of 64",
         optional(integer(1)),
     )
-    max_positions: int = key(4096, "longest conversation in tokens that the model can read", integer(1))
+    max_positions: int = key(4096, "maximum sequence length of the model, in tokens", integer(1))
     rope_theta: float = key(10_000.0, "base of the rotary position embedding", number(1))
     norm_eps: float = key(1e-6, "epsilon of RMSNorm", number(0))
-    tie_weights: bool = key(True, "share the weights of the embedding and the output head")
+    tie_weights: bool = key(True, "tie the weights of the embedding and the output head")
     qk_norm: bool = key(False, "normalize the queries and keys of each head")
 
     @property
@@ -98,21 +99,21 @@ class ModelConfig(Config):
         return self.n_ffn or -(-self.n_embd * 8 // 3 // 64) * 64
 
     def shape_fault(self) -> str | None:
-        """Why no model can have this shape."""
+        """Why this shape is invalid; None if it is valid."""
         if self.head_dim is None and self.n_embd % self.n_head:
-            return f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}; change one or set head_dim"
+            return f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}; change one or set head_dim"
         if self.n_head % self.kv_heads:
-            return f"n_head {self.n_head} is no multiple of n_kv_head {self.kv_heads}"
+            return f"n_head {self.n_head} is not a multiple of n_kv_head {self.kv_heads}"
         if self.head_size % 2:
-            return f"heads are {self.head_size} wide; rotary positions need an even width"
+            return f"head_dim is {self.head_size}; rotary position embeddings require an even number"
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTSizes(ModelConfig):
-    """The shape of a model; the keys of its config file."""
+    """The shape of a model, which its config file stores."""
 
-    vocab_size: int = required("size of the vocabulary", integer(1))
+    vocab_size: int = required("vocabulary size", integer(1))
 
     def __post_init__(self) -> None:
         try:
@@ -126,7 +127,7 @@ class GPTSizes(ModelConfig):
 
     @property
     def num_parameters(self) -> int:
-        """The parameters of a model of these sizes, without making it."""
+        """Number of parameters of a model with this shape."""
         attention = self.n_embd * self.head_size * 2 * (self.n_head + self.kv_heads)
         norms = 2 * self.n_embd + (2 * self.head_size if self.qk_norm else 0)
         layers = self.n_layer * (attention + 3 * self.n_embd * self.ffn + norms)
@@ -138,12 +139,12 @@ class LoraSizes(Config):
     """The shape of LoRA adapters; the keys of `lora` in a config."""
 
     r: int = key(16, "rank of the adapters", integer(1))
-    alpha: float = key(32.0, "scale of the adapters, divided by r", number(0))
-    dropout: float = key(0.0, "dropout in front of the adapters", SHARE)
+    alpha: float = key(32.0, "scale of the adapters, which are multiplied by alpha / r", number(0))
+    dropout: float = key(0.0, "dropout on the input of the adapters", SHARE)
     targets: Sequence[str] | str = key(
         "all-linear",
-        "layers that get an adapter; all-linear: every linear layer but the head",
-        ValueCheck("a text or a list of texts", _are_targets),
+        "layers that get an adapter; all-linear: every linear layer except the output head",
+        ValueCheck("a string or a list of strings", _are_targets),
     )
 
 
@@ -160,7 +161,7 @@ LORA = ValueCheck(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
-    """All that decides what a run computes and what it writes.
+    """All settings of a training run.
 
     >>> TrainConfig(n_layer=2, n_embd=64, n_head=4).warmup_steps(1000)
     30
@@ -168,14 +169,15 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
 
     dataset_dir: str | None = key(
         None,
-        "what to train on: a dataset, a cache, or a folder of caches to mix, or the URL of a dataset or of a folder of "
+        "data to train on: a dataset, a cache or a folder of caches to mix, or the URL of a dataset or a folder "
+        "of "
         "datasets; "
-        f"null: data.caches.sft_token_cache of chatmill.toml, else {CACHES}",
+        f"null: data.caches.sft_token_cache in chatmill.toml, else {CACHES}",
     )
     epochs: float | None = key(
         None,
-        "length of the run in epochs instead of max_iters, such as 3 or 0.5; one epoch of a mix is as many "
-        "conversations as its sources hold together",
+        "length of the run in epochs instead of max_iters, such as 3 or 0.5; one epoch of a mix has as many "
+        "conversations as all its sources together",
         optional(EPOCHS),
     )
     tokens_per_step: int | None = key(
@@ -185,22 +187,22 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         optional(integer(1)),
     )
     lora: Mapping[str, Any] | None = key(
-        None, "train LoRA adapters on a Hugging Face model, whose own weights stay as they are", optional(LORA)
+        None, "train LoRA adapters on a Hugging Face model, whose own weights are frozen", optional(LORA)
     )
     quantize: Literal["none", "nf4"] = key(
         "none", "nf4: load the linear layers of the base model in 4 bits (QLoRA); requires lora and bitsandbytes"
     )
     post_training: bool = key(
         False,
-        "post-train on blocks: one pass over what the loss mask marks; rows without a trained token are skipped",
+        "post-train on blocks: one pass; batches without trained tokens are skipped",
         variable="POST_TRAINING",
     )
     warmup_pct: float | None = key(
-        None, f"warm-up as a share of the run's tokens; null: {WARMUP:g}", optional(SHARE), variable="WARMUP_PCT"
+        None, f"warmup as a share of the run's tokens; null: {WARMUP:g}", optional(SHARE), variable="WARMUP_PCT"
     )
-    check_tokenizer: bool = key(True, "refuse a dataset that was made with another tokenizer than the model")
-    check_memory: bool = key(True, "refuse a run that, by its estimate, cannot fit into memory")
-    compile: bool | None = key(None, "torch.compile the layers; null: on a GPU")
+    check_tokenizer: bool = key(True, "refuse a dataset that was prepared with a different tokenizer than the model's")
+    check_memory: bool = key(True, "refuse a run whose estimated memory does not fit")
+    compile: bool | None = key(None, "compile the layers with torch.compile; null: only on a GPU")
     fp8: bool = key(
         False,
         "float8 matrix products in the linear layers, on GPUs that support them; faster for models of 1.7 B parameters "
@@ -210,13 +212,17 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     activation_offload: bool = key(
         False, "activation checkpointing that keeps the checkpointed layer inputs in host memory"
     )
-    parallel: Literal["ddp", "fsdp"] = key("ddp", "with several ranks: a whole model on each (ddp), or shards (fsdp)")
-    eval_interval: int = key(500, "steps between evaluations on val, besides the one at the end; 0: none", integer(0))
-    eval_iters: int | None = key(None, "batches of val per evaluation, of each source; null: all", optional(integer(1)))
-    eval_samples: int = key(2, "prompts of val, per source, to answer at each evaluation; 0: none", integer(0))
+    parallel: Literal["ddp", "fsdp"] = key(
+        "ddp", "how several ranks share the work: ddp replicates the model on each rank, fsdp shards it"
+    )
+    eval_interval: int = key(
+        500, "steps between evaluations on val, in addition to the one at the end; 0: no evaluations", integer(0)
+    )
+    eval_iters: int | None = key(None, "val batches per evaluation and source; null: all", optional(integer(1)))
+    eval_samples: int = key(2, "val prompts per source to answer at each evaluation; 0: none", integer(0))
     early_stop_patience: int | None = key(
         None,
-        "stop after this many evaluations without a lower val loss, for a mix over all sources; null: never",
+        "stop after this many evaluations without a lower val loss (of a mix: over all sources); null: never",
         optional(integer(1)),
     )
     early_stop_min_delta: float = key(
@@ -228,18 +234,18 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         "null: true if early_stop_patience is set",
     )
     checkpoint: Literal["full", "sharded"] = key(
-        "full", "who writes checkpoints: rank 0 the whole (full), or every rank its part (sharded)"
+        "full", "full: rank 0 writes the whole checkpoint; sharded: every rank writes its part"
     )
     verify: bool = key(
-        False, "check the hashes of the data: at the start, once an epoch in the background, and at the end"
+        False, "check the hashes of the data at the start, once per epoch in the background, and at the end"
     )
-    log_rows: bool = key(False, "write the loss of every conversation of every step")
+    log_rows: bool = key(False, "log the loss of every conversation at every step")
     audit_dir: str | None = key("logs/audit", "folder of the audit log, which records what was trained on")
     cache_dir: str | None = key(
-        None, f"folder that data at URLs is cached in; null: ${FOLDER}, else chatmill in $XDG_CACHE_HOME or ~/.cache"
+        None, f"folder to cache remote data in; null: ${FOLDER}, else chatmill in $XDG_CACHE_HOME or ~/.cache"
     )
     cache_size: int | str | None = key(
-        None, f"size that the cache may have, such as 200GB or a number of bytes; null: ${SIZE}, else 64GB", CACHE_SIZE
+        None, f"maximum size of the cache, such as 200GB or a number of bytes; null: ${SIZE}, else 64GB", CACHE_SIZE
     )
 
     @property
@@ -262,7 +268,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
                 f"{self.gradient_accumulation_steps}; expected one of them"
             )
         if self.post_training and self.epochs is not None and self.epochs > 1:
-            yield f"post_training is true and epochs {self.epochs:g}; post-training is at most one epoch"
+            yield f"post_training is true and epochs {self.epochs:g}; post-training runs for at most one epoch"
         needs = {"early_stop_patience": self.early_stop_patience is not None, "keep_best": self.keep_best is True}
         for name in (name for name, is_set in needs.items() if is_set and not self.eval_interval):
             yield f"{name} is {json.dumps(getattr(self, name))} and eval_interval 0; set eval_interval to evaluate"
@@ -271,9 +277,9 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         if self.early_stop_min_delta and self.early_stop_patience is None:
             yield f"early_stop_min_delta is {self.early_stop_min_delta:g} and early_stop_patience null; set both"
         if self.post_training and not self.use_loss_mask:
-            yield "post_training is true and use_loss_mask false; post-training is on what the mask marks alone"
+            yield "post_training is true and use_loss_mask false; post-training requires the loss mask"
         if self.lora is not None and self.init_from_model is None:
-            yield "lora is given and init_from_model is not; adapters go onto a Hugging Face model"
+            yield "lora is given and init_from_model is not; adapters require a Hugging Face model"
         if self.fp8 and self.lora is not None:
             yield "fp8 is true and lora is given; float8 is for full fine-tuning only, set fp8 to false"
         if self.parallel == "fsdp" and self.optimizer in ("adafactor", "muon"):
@@ -305,9 +311,10 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return None if self.lora is None else LoraSizes(**self.lora)
 
     def with_accumulation(self) -> tuple[Self, list[str]]:
-        """The config with the batch_size and gradient_accumulation_steps that tokens_per_step chooses, and a note.
+        """Replace tokens_per_step by the batch_size and gradient_accumulation_steps that it implies; also return a
+        note.
 
-        tokens_per_step is null in the result, so that a run that resumes with it computes the same batches.
+        tokens_per_step is null in the result, so a run that resumes with this config computes the same batches.
 
         >>> config, _ = TrainConfig(tokens_per_step=65_536, batch_size=8, block_size=1024).with_accumulation()
         >>> config.batch_size, config.gradient_accumulation_steps
@@ -316,7 +323,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         if (wanted := self.tokens_per_step) is None:
             return self, []
         at_once = self.batch_size * self.block_size
-        # The nearest whole number.
+        # Round to the nearest integer.
         steps = max(1, (2 * wanted + at_once) // (2 * at_once))
         note = f"tokens_per_step {wanted}: {steps} × {self.batch_size} rows of {self.block_size}"
         note += "" if steps * at_once == wanted else f" are {steps * at_once}"
@@ -324,7 +331,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, tokens_per_step=None), [note]
 
     def warmup_steps(self, total: int) -> int:
-        """Warm-up steps in a run of `total` steps, which all have equally many tokens."""
+        """Warmup steps of a run of `total` steps, which all have the same number of tokens."""
         if self.warmup_iters is not None:
             return self.warmup_iters
         return math.ceil((WARMUP if self.warmup_pct is None else self.warmup_pct) * total)
@@ -334,13 +341,13 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
 class RunFlags(Config):
     """The flags of the training command that are not keys of its config."""
 
-    model_name: str | None = key(None, "name of the run, which is written to checkpoints/NAME", metavar="NAME")
-    config_file: str | None = key(None, "JSON file of the keys below; it may inherit from another one", metavar="FILE")
-    out_dir: str = key("checkpoints", "folder that runs are written to", metavar="DIR")
-    resume: str | None = key(
-        None, "auto: continue from the newest checkpoint, if there is one; or the folder of a checkpoint"
+    model_name: str | None = key(None, "name of the run; its files are written to checkpoints/NAME", metavar="NAME")
+    config_file: str | None = key(
+        None, "JSON file with config keys (listed below); it may inherit from another file", metavar="FILE"
     )
-    estimate: bool = key(False, "print an estimate of the memory of the run, and whether it fits, without starting it")
+    out_dir: str = key("checkpoints", "folder in which runs are written", metavar="DIR")
+    resume: str | None = key(None, "auto: resume from the newest checkpoint, if any; or the folder of a checkpoint")
+    estimate: bool = key(False, "estimate the memory of the run and print whether it fits, without starting the run")
     gpus: int | None = key(
         None, "with --estimate: number of GPUs; null: those of this launch", optional(integer(1)), metavar="N"
     )
@@ -353,7 +360,7 @@ class RunFlags(Config):
 
 
 def with_bare_switches(args: Sequence[str]) -> list[str]:
-    """The arguments with `true` behind each flag of a true-or-false key that has no value."""
+    """Insert `true` after each boolean flag that has no value."""
     keys = [*keys_of(RunFlags).values(), *keys_of(TrainConfig).values()]
     switches = {flag for each in keys if each.check.accepts(True) for flag in flag_spellings(each.name)}
     values = []
@@ -363,11 +370,11 @@ def with_bare_switches(args: Sequence[str]) -> list[str]:
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge layers of values, of which later ones win.
+    """Merge layers of settings; later layers take precedence.
 
-    max_iters and epochs replace each other, and so do warmup_iters and warmup_pct. tokens_per_step replaces
+    max_iters and epochs replace each other, as do warmup_iters and warmup_pct. tokens_per_step replaces
     gradient_accumulation_steps; the rows per micro-batch stay the same. The layer that turns post_training on also sets
-    the keys of post-training, unless it sets them itself.
+    the keys in POST_TRAINING, unless it gives them values.
     """
     values: dict[str, Any] = {}
     for layer in layers:
@@ -385,7 +392,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a run of an earlier version, with the keys of this one."""
+    """Rename the keys in the config of a run that an earlier version wrote."""
     values = dict(stored)
     if values.pop("tensorboard", False) is True:
         values.setdefault("report_to", ["tensorboard"])
@@ -393,10 +400,10 @@ def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_keys() -> Sequence[str]:
-    """The keys that shape a new model; a model that is loaded keeps its own shape."""
+    """The keys that set the shape of a new model; a loaded model keeps its shape."""
     return list(keys_of(ModelConfig))
 
 
 def model_keys() -> Sequence[str]:
-    """The keys that shape the model; a resumed run must have the same."""
+    """The keys that define the model; a resumed run must not change them."""
     return [*size_keys(), "lora", "quantize"]

@@ -1,7 +1,7 @@
-"""`verify`: hash the files that a run reads, at the start, once an epoch in the background, and at the end.
+"""`verify`: hash the files that a run reads, at the start, once per epoch in the background, and at the end.
 
-A checkpoint is verified if a pass that began after it found every file as it was written. When a file is found changed,
-the run stops at the next step, and goes on from the last verified checkpoint once the data is right.
+A checkpoint is verified if a later pass over the data finds every file unchanged. If a file has changed, the run stops
+at the next step; it can resume from the last verified checkpoint once the data is restored.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from chatmill.train.checkpoint_files import step_of
 from chatmill.train.distributed import World
 
 CHUNK = 1 << 20
-"""Bytes that are read and hashed at once, without holding the lock of the interpreter."""
+"""Bytes that are read and hashed at a time, without holding the GIL."""
 LOWEST_PRIORITY = 19
 
 
 class DataCheck:
-    """Hashes this rank's share of the files of its machine. All ranks call the same methods at the same steps."""
+    """Hashes this rank's share of the files on its machine. All ranks call the same methods at the same steps."""
 
     def __init__(self, loader: EpisodeLoader) -> None:
         rank, ranks = (
@@ -48,12 +48,12 @@ class DataCheck:
         """The last checkpoint when the pass began."""
         self._epoch = 0
         self.fault: str | None = None
-        """The first file that is not as it was written, as one line."""
+        """One line about the first file that has changed."""
         self.verified: Path | None = None
-        """The last checkpoint that a clean pass followed."""
+        """The last checkpoint that is verified."""
 
     def check(self) -> None:
-        """Hash all files now; `DataError` for the first that is changed."""
+        """Hash all files now; raise `DataError` for the first that has changed."""
         self.close()
         self._stop.clear()
         self._pass()
@@ -66,9 +66,9 @@ class DataCheck:
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
-        """Note that a pass has ended on all ranks, and begin another with each new epoch.
+        """Record that a pass has ended on all ranks, and start a new pass with each epoch.
 
-        `saved` is the last checkpoint. In an order without epochs one is as many rows as there are episodes.
+        `saved` is the last checkpoint. If the order has no epochs, an epoch is counted as one row per episode.
         """
         if self._thread is not None and all_done:
             self._thread.join()
@@ -82,7 +82,9 @@ class DataCheck:
             self._thread.start()
 
     def check_at_end(self, folder: Path, step: int, world: World) -> None:
-        """Check all files before the last checkpoint of a run is written; `DataError` as `stop` raises it."""
+        """Check all files before the last checkpoint of a run is written; raise the `DataError` of `stop` if one has
+        changed.
+        """
         try:
             world.together(self.check)
         except ChatmillError:
@@ -90,23 +92,23 @@ class DataCheck:
             raise
 
     def stop(self, folder: Path, step: int, world: World) -> None:
-        """Leave checkpoints aside that may be of changed data, and raise `DataError`."""
+        """Rename checkpoints that may come from changed data, and raise `DataError`."""
         good = -1 if self.verified is None else step_of(self.verified)
-        then = f"goes on from {self.verified}, the last that was verified" if self.verified else "begins the run again"
+        resume_point = f"{self.verified}, the last verified checkpoint" if self.verified else "the beginning"
 
         def end() -> None:
             if world.is_first:
                 set_aside_later(folder, good)
             if self.fault is not None:
                 raise DataError(
-                    f"{self.fault}; the run stops after step {step:,}, and later checkpoints than a clean check "
-                    f"are set aside; once the data is right, --resume auto {then}"
+                    f"{self.fault}; the run stops after step {step:,}, and checkpoints after the last clean check "
+                    f"are set aside; once the data is restored, --resume auto continues from {resume_point}"
                 )
 
         world.together(end)
 
     def close(self) -> None:
-        """End a pass that is under way."""
+        """Stop a running pass."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -114,7 +116,7 @@ class DataCheck:
 
     def _in_background(self) -> None:
         if sys.platform == "linux":
-            # On Linux a thread has a priority of its own: the pass takes what training leaves.
+            # On Linux each thread has its own priority: the pass must not slow down training.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         self._pass()
 
@@ -124,21 +126,21 @@ class DataCheck:
                 read = self._hash(path)
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and path.parent == self._cache:
-                    # An object that is not here is hashed when it is fetched.
+                    # A remote object that is not cached is hashed when it is downloaded.
                     continue
-                self.fault = f"{path}: cannot be read ({error.strerror}); it was there when the run began"
+                self.fault = f"{path}: cannot be read ({error.strerror}); it was readable when the run started"
                 return
             if read is None:
                 return
             if sha256 is None:
                 self._files[number] = path, read
             elif read != sha256:
-                self.fault = f"{path}: sha256 {read[:12]}…, expected {sha256[:12]}…; it was changed"
+                self.fault = f"{path}: sha256 {read[:12]}…, expected {sha256[:12]}…; the file has changed"
                 self.fault += ", remove it from the cache" if path.parent == self._cache else ""
                 return
 
     def _hash(self, path: Path) -> str | None:
-        """The hash of a file; None if the pass was ended."""
+        """Hash a file; return None if the pass was stopped."""
         digest = hashlib.sha256()
         with open_plain(path) as file:
             while chunk := file.read(CHUNK):
@@ -149,7 +151,7 @@ class DataCheck:
 
 
 def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
-    """All files with their hashes; None for those of other programs, whose hash is that of the first pass."""
+    """All files with their recorded hashes; None for files of other programs, which the first pass hashes."""
     files: list[tuple[Path, str | None]] = []
     for source in sources:
         dataset = source.dataset.whole or source.dataset

@@ -1,6 +1,7 @@
-"""Distributed training: the ranks of a run, what they exchange, and models with DDP or FSDP.
+"""Distributed training: the ranks of a run, communication between them, and models with DDP or FSDP.
 
-Numbers that the host needs go over gloo, beside the GPUs' own traffic, so that no GPU is waited for.
+Values that the host needs are exchanged with gloo, separately from GPU communication, so that the host never waits for
+a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ The rows are read before the next parameter is requested."""
 
 @dataclass(frozen=True)
 class World:
-    """One of `size` ranks, and the device it computes on."""
+    """This process: its rank, the number of ranks, and its device."""
 
     rank: int
     size: int
@@ -41,7 +42,7 @@ class World:
         return self.rank == 0
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over all ranks, on every rank."""
+        """Sum each value over all ranks; every rank gets the result."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -49,14 +50,14 @@ class World:
         return tensor.tolist()
 
     def add(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """An array of integers summed over all ranks, modulo 2^64."""
+        """Sum an array of integers over all ranks, modulo 2^64."""
         tensor = torch.from_numpy(numbers.copy())
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor.numpy()
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, on every rank; sent as JSON because pickles of other ranks are not loaded."""
+        """Gather the JSON values of all ranks on every rank; no rank unpickles data of another."""
         if self.size == 1:
             return [value]
         sent = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -83,7 +84,7 @@ class World:
         return result  # type: ignore[return-value]
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call a function on this rank; an error names the rank, because the others do not meet it."""
+        """Call a function on this rank; an error names the rank, because it does not occur on the others."""
         try:
             return work()
         except DataError as error:
@@ -94,9 +95,9 @@ class World:
     def distribute(
         self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None, values: Values | None = None
     ) -> nn.Module:
-        """Move a model to the device; the module to call in its place, which averages gradients over all ranks.
+        """Move a model to the device; return the module to call instead, which averages gradients over all ranks.
 
-        `values` yields the values of parameters on the meta device, which a sharded model may have.
+        `values` yields the values of parameters on the meta device, which sharded models may have.
         """
         if sharded and dist.is_initialized():
             return _shard(model, self, compute, values)
@@ -113,7 +114,7 @@ def _shard(model: CausalModel, world: World, compute: torch.dtype | None, values
 
     _check_dtypes(model)
     mesh = init_device_mesh(world.device.type, (world.size,))
-    # Layers are gathered in compute precision; embedding, head, the last norm and rotary angles stay float32.
+    # FSDP gathers layers in compute precision; embedding, head, the last norm and rotary angles stay float32.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     own = ((module, name, each) for module in model.modules() for name, each in module._parameters.items())
     places = {id(each): (module, name) for module, name, each in own if each is not None}
@@ -127,9 +128,9 @@ def _shard(model: CausalModel, world: World, compute: torch.dtype | None, values
 
 @torch.no_grad()
 def _fill(model: nn.Module, places: Mapping[int, tuple[nn.Module, str]], values: Values, device: torch.device) -> None:
-    """Allocate the rows of a sharded model on this rank, and set their values.
+    """Allocate this rank's rows of a sharded model, and set their values.
 
-    `places` has the module and name of each parameter before sharding, by the parameter's id.
+    `places` maps the id of each parameter before sharding to its module and name.
     """
     model._apply(lambda each: torch.empty_like(each, device=device) if each.device.type == "meta" else each)
     for parameter, rows in values():
@@ -141,7 +142,7 @@ def _fill(model: nn.Module, places: Mapping[int, tuple[nn.Module, str]], values:
 
 
 def _check_dtypes(model: CausalModel) -> None:
-    """Raise `UsageError` if the trained weights of a layer, which FSDP shards together, have several dtypes."""
+    """Raise `UsageError` if the trained weights of a layer, which FSDP shards together, differ in dtype."""
     for block in model.blocks():
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
@@ -153,7 +154,7 @@ def _check_dtypes(model: CausalModel) -> None:
 
 @contextmanager
 def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """A backward pass whose gradients are exchanged between ranks only if `enabled`."""
+    """Context for a backward pass that synchronizes gradients between ranks only if `enabled`."""
     if hasattr(module, "set_requires_gradient_sync"):
         module.set_requires_gradient_sync(enabled)
         yield
@@ -164,7 +165,7 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing that class, which takes seconds."""
+    """Whether a tensor is a DTensor; does not import that class, which takes seconds."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -174,12 +175,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor gathered from all ranks, which all call this."""
+    """Gather a tensor from all ranks; all ranks call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """Which rows of a tensor are on this rank: shards are equal ranges of rows, the last ones shorter."""
+    """The range of a tensor's rows on this rank. Shards have equally many rows, except that the last ones may be
+    shorter.
+    """
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1
     mesh = tensor.device_mesh

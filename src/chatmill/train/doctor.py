@@ -1,4 +1,4 @@
-"""`chatmill doctor`: check the nodes of a run before it starts, in one process or in all ranks of a launcher.
+"""`chatmill doctor`: check the nodes of a run before it starts, in one process or on all ranks of a launcher.
 
     python -m chatmill.train.doctor                               where typer and rich are not installed
     torchrun --nproc-per-node 8 -m chatmill.train.doctor --shared /data/runs
@@ -36,7 +36,7 @@ SHOWN_PLACES = 4
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row, and the nodes or ranks that it is about."""
+    """A row of the table, and the nodes or ranks it applies to."""
 
     row: CheckRow
     place: str
@@ -46,7 +46,9 @@ class TableRow:
 
 
 def diagnose(folders: Sequence[str | Path] = (), *, seconds: float = SECONDS) -> list[TableRow] | None:
-    """The table, on rank 0; None on the other ranks. All ranks call this, with folders that they should share."""
+    """Run all checks; return the table on rank 0, and None on other ranks. All ranks call this, with the folders that
+    they should share.
+    """
     if not 0 < seconds <= MOST_SECONDS:
         raise UsageError(f"the time limit is {seconds:g} s; expected more than 0, at most {MOST_SECONDS:,}")
     shared = [local_path(folder) for folder in folders or _default_folders()]
@@ -119,7 +121,7 @@ def _grouped(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iter
 
 
 def _place(ranks: Sequence[int], hosts: Sequence[str], expected: set[int]) -> str:
-    """The place of a row: all, some nodes, or some ranks."""
+    """Where a row applies: everywhere, on some nodes, or on some ranks."""
     if len(set(hosts)) == 1 and set(ranks) == expected:
         return hosts[0]
     if set(ranks) == expected:
@@ -135,7 +137,7 @@ def _place(ranks: Sequence[int], hosts: Sequence[str], expected: set[int]) -> st
 
 
 def _doubled_gpus(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """Ranks of a node that would use the same GPU."""
+    """Report ranks of a node that would use the same GPU."""
     if len(hosts) == 1:
         return
     used: dict[tuple[str, str], list[int]] = {}
@@ -200,7 +202,7 @@ def _summary(table: Sequence[TableRow]) -> str:
 
 
 def print_diagnosis(folders: Sequence[str | Path], *, seconds: float, as_json: bool) -> int:
-    """Check, and print the table on rank 0; the exit code."""
+    """Run the checks and print the table on rank 0; return the exit code."""
     table = diagnose(folders, seconds=seconds) or []
     ok = all(each.row.status != "FAIL" for each in table)
     if table:
@@ -218,7 +220,7 @@ class _DoctorParser(argparse.ArgumentParser):
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """`python -m chatmill.train.doctor`; the exit code."""
+    """Entry point of `python -m chatmill.train.doctor`; returns the exit code."""
     parser = _DoctorParser(
         prog="python -m chatmill.train.doctor", description="Check the nodes of a run before it starts."
     )

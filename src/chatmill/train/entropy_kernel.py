@@ -1,6 +1,6 @@
-"""Cross entropy on a GPU: one program a row, the logits read twice (the second time from the cache) and written once.
+"""Cross entropy on a GPU: one program per row reads the logits twice (the second time from cache) and writes them once.
 
-Imported only where there is a GPU, because triton comes with torch's CUDA builds alone.
+Imported only on machines with a GPU, because only CUDA builds of torch include triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BLOCK, WARPS = 4096, 8
 
 
 def entropy_in_place(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
-    """What `loss.entropy` computes, for contiguous logits on a GPU."""
+    """Like `loss.entropy`, for contiguous logits on a GPU."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     launch, capped = _rows[(len(logits),)], cap is not None
     numbers = logits.shape[1], scale, cap or 1.0
@@ -26,7 +26,7 @@ def entropy_in_place(logits: Tensor, ids: Tensor, weights: Tensor, scale: float,
 def _bent(raw, scale, cap, CAPPED: tl.constexpr):
     z = raw.to(tl.float32) * scale
     if CAPPED:
-        # tanh by way of exp, which is all that triton has everywhere.
+        # Compute tanh with exp, because not every version of triton has tanh.
         z = cap * (1 - 2 / (tl.exp(2 * z / cap) + 1))
     return z
 
@@ -37,7 +37,7 @@ def _rows(logits, ids, weights, losses, size, scale, cap, CAPPED: tl.constexpr, 
     logits += row * size
     wanted = tl.load(ids + row)
     weight = tl.load(weights + row) * scale
-    # Read before anything is overwritten: the sums below keep the threads together.
+    # Read the target logit before it is overwritten: the reductions below synchronize the threads.
     target = _bent(tl.load(logits + wanted), scale, cap, CAPPED)
     most, total = -float("inf"), 0.0
     for start in range(0, size, BLOCK):

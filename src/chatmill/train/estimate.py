@@ -1,11 +1,11 @@
-"""Estimate the memory of a run on each GPU, or on the host, before anything runs.
+"""Estimate the memory that a run needs on each GPU, or on the host, before it starts.
 
     weights, gradients, optimizer    exact: counted from the shapes of all weights and of the optimizer's state
     activations                      counted from a forward pass without memory (activations.py)
     workspace                        the logits of a chunk and their gradients, or the backward pass of one layer
 
-The peak of a step is in the loss or the backward pass of the last layer (all activations, few gradients), in that of
-the first layer (few activations, all gradients), or in the optimizer step; the largest of these is the estimate.
+Memory peaks in the loss or the backward pass of the last layer (all activations, few gradients), in the backward pass
+of the first layer (few activations, all gradients), or in the optimizer step. The estimate is the largest of these.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES, fresh_state, make_optimiz
 
 GIB = 2**30
 KEPT_BY_COMPILED = 1.02
-"""What a compiled layer keeps, relative to the count.
-Fitted on the line 0.6b-own-adamw of benchmarks/results/gpu.json."""
+"""Activations that a compiled layer keeps, relative to the counted bytes. Fitted on the line 0.6b-own-adamw of
+benchmarks/results/gpu.json.
+"""
 BACKWARD = 0.03
-"""Gradients and temporary results in the backward pass of a layer, relative to what the layer keeps.
-Fitted on the line 8b-hf-lora."""
+"""Gradients and temporary tensors in the backward pass of a layer, relative to the activations it keeps. Fitted on the
+line 8b-hf-lora.
+"""
 CUDA_CONTEXT = 0.6 * GIB
-"""Memory of CUDA on a GPU outside of torch."""
+"""GPU memory of the CUDA context, which torch does not count."""
 NCCL = 0.4 * GIB
-"""The same for the communication of several ranks."""
+"""GPU memory of NCCL for communication between ranks."""
 ENTROPY_COPIES = 5
 """float32 copies of a chunk of logits in the loss on a CPU; on a GPU one kernel works in place."""
 KEPT_BY_FLOAT8 = 0.8
-"""What a compiled layer with float8 products keeps, relative to one without: torch recomputes more of it.
-Fitted on the line 1.7b-own-fp8."""
+"""Activations that a compiled layer with float8 products keeps, relative to one without: torch recomputes more of them.
+Fitted on the line 1.7b-own-fp8.
+"""
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, WORKSPACE, GATHERED, CONTEXT = "activations", "workspace", "gathered", "CUDA"
 
@@ -49,9 +52,9 @@ class MemoryPart:
     """One part of the memory of a run, in bytes."""
 
     size: float
-    """The whole part."""
+    """Bytes of the whole part."""
     at_peak: float
-    """Its bytes at the peak: the gradients of a layer are allocated when its activations are freed."""
+    """Bytes at the peak; for example, gradients of a layer are allocated as its activations are freed."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,16 @@ class Estimate:
 
     parts: dict[str, MemoryPart]
     peak: str
-    """The moment of a step with the most memory."""
+    """When in a step memory use is highest."""
     on_gpu: bool
     ranks: int
     rows: int
-    """Rows of a micro-batch of a rank."""
+    """Rows per micro-batch on each rank."""
     block_size: int
     host: float = 0.0
-    """Bytes of host memory for the offloaded inputs of layers, on each rank."""
+    """Bytes of host memory per rank for offloaded layer inputs."""
     approximate: str | None = None
-    """Why activations are approximate, if they could not be counted."""
+    """Why activations are approximate; None if they were counted."""
 
     @property
     def total(self) -> float:
@@ -77,7 +80,7 @@ class Estimate:
 
     @property
     def tensors(self) -> float:
-        """The total without the memory of CUDA outside of torch."""
+        """The total without the CUDA memory that torch does not count."""
         return self.total - (self.parts[CONTEXT].at_peak if CONTEXT in self.parts else 0.0)
 
     @property
@@ -103,17 +106,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Bytes of a layer for a micro-batch."""
+    """Bytes of one layer for a micro-batch."""
 
     kept: float
-    """Activations from its forward to its backward pass."""
+    """Activations kept from the forward to the backward pass."""
     input: float
     casts: float
 
 
 @dataclass(frozen=True)
 class _Counted:
-    """The counts of a model for one row, cached while changes to a run are compared."""
+    """The counts of a model for one row, cached for comparing changes to a run."""
 
     weights: tuple[WeightShape, ...]
     state: dict[str, tuple[int, int]]
@@ -138,20 +141,22 @@ class _Counted:
 
 @dataclass
 class Estimator:
-    """Estimates runs on one kind of hardware; caches the counts of models for changes to a run."""
+    """Estimates runs on one kind of hardware; caches the counts of models, so that changes to a run are estimated
+    quickly.
+    """
 
     on_gpu: bool
     vocab_size: int | None = None
-    """The vocabulary size of the data; needed only for new models."""
+    """Vocabulary size of the data; needed only for new models."""
     _counted: dict[tuple[Any, ...], _Counted] = field(default_factory=dict)
 
     def __call__(self, config: TrainConfig, *, ranks: int = 1) -> Estimate:
-        """The memory of a run on each rank; `UsageError` if its rows cannot be divided among the ranks."""
+        """Estimate the memory of a run per rank; raise `UsageError` if the ranks cannot share its rows equally."""
         per_step = ranks * config.gradient_accumulation_steps
         if config.batch_size % per_step:
             raise UsageError(
-                f"batch_size {config.batch_size} cannot be shared by {ranks} ranks in "
-                f"{config.gradient_accumulation_steps} steps each; expected a multiple of {per_step}"
+                f"batch_size {config.batch_size} cannot be divided among {ranks} ranks with "
+                f"{config.gradient_accumulation_steps} micro-batches each; expected a multiple of {per_step}"
             )
         compute = compute_dtype(config.dtype, torch.device("cuda" if self.on_gpu else "cpu"))
         compiled = self.on_gpu if config.compile is None else config.compile
@@ -192,9 +197,10 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """What each layer keeps for one row, what is kept outside of layers, and why both are approximate, if they are.
+    """Bytes for one row that each layer keeps, and that are kept outside of layers; and why they are approximate, if
+    so.
 
-    `recompute`: as in `CausalModel.compile_blocks`.
+    `recompute` is that of `CausalModel.compile_blocks`.
     """
     from chatmill.train.activations import count_activations
 
@@ -204,7 +210,7 @@ def _kept_by_layers(
         try:
             counted = count_activations(model, 1, length, on_gpu=on_gpu)
         except RuntimeError:
-            # Some operators (experts) can be counted only in bfloat16.
+            # Some operators, such as those for experts, can be counted only in bfloat16.
             counted, scale = count_activations(model.bfloat16(), 1, length, on_gpu=on_gpu), size / 2
     except ChatmillError:
         raise
@@ -227,7 +233,9 @@ def _kept_by_layers(
 
 
 def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) -> _Counted:
-    """Estimate from the shapes of weights only; the head is the largest matrix outside of layers."""
+    """Estimate from the shapes of the weights only; the largest matrix outside of layers is taken to be the output
+    head.
+    """
     outside = [each for each in shape.weights if each.layer is None and len(each.shape) == 2]
     head = max(outside, key=lambda each: each.size, default=WeightShape("", (1, 1), 4, False, None))
     each_value = OPTIMIZER_BYTES[config.optimizer].state
@@ -237,14 +245,14 @@ def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) ->
 
 
 def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tuple[_Layer, ...]:
-    """An approximation of what layers keep: the input and the output of every matrix, for each token."""
+    """Approximate what layers keep: for each token, the input and the output of every matrix."""
     widths: dict[int, int] = {}
     inputs: dict[int, int] = {}
     for each in weights:
         if each.layer is not None and len(each.shape) >= 2:
             widths[each.layer] = widths.get(each.layer, 0) + sum(each.shape[-2:])
             inputs[each.layer] = min(inputs.get(each.layer, 1 << 62), *each.shape[-2:])
-    # The width of hidden states is approximated by the narrowest of the widest matrices.
+    # Approximate the hidden size of a layer by the smallest dimension of its matrices.
     return tuple(
         _Layer(float(length * size * widths[layer]), float(length * size * inputs[layer]), 0.0)
         for layer in sorted(widths)
@@ -252,7 +260,7 @@ def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tupl
 
 
 def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Bytes of the optimizer's state of each trained weight, from the optimizer itself."""
+    """Bytes of optimizer state for each trained weight, measured on the optimizer itself."""
     from chatmill.train.activations import few_fake_layers
 
     assert shape.model is not None
@@ -281,7 +289,7 @@ def _peak(
     on_gpu: bool,
     compiled: bool,
 ) -> Estimate:
-    """The moment of a step with the most memory, and the parts that exist then."""
+    """When in a step memory use is highest, and the parts of memory in use then."""
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     tokens, size = rows * config.block_size, 4 if compute is None else compute.itemsize
     sharded = config.parallel == "fsdp" and ranks > 1
@@ -300,7 +308,7 @@ def _peak(
     # Gradients that exist before the backward pass: sums over micro-batches, and the buckets of DDP.
     early = config.gradient_accumulation_steps > 1 or (ranks > 1 and not sharded)
     checkpointing = _checkpoints(config)
-    # FSDP casts weights when it gathers them, and frees them.
+    # FSDP casts weights when it gathers them, and frees the casts.
     part = rows * (KEPT_BY_FLOAT8 if config.fp8 and not checkpointing else 1.0)
     layers = [_Layer(part * e.kept, rows * e.input, 0.0 if sharded else e.casts) for e in counted.layers]
     kept = [e.input if checkpointing else e.kept + e.casts for e in layers]
@@ -325,7 +333,7 @@ def _peak(
     before_first = gradients_of(lambda each: each.layer != 0)
     second = counted.head.bytes_each * head if counted.is_tied and counted.head.trained else 0.0
     start = gradients if early else 0.0
-    # Gradients, activations and workspace at each moment.
+    # Gradients, activations and workspace at each candidate for the peak.
     moments = {
         "the loss": (start, sum(kept) + outside, at_loss),
         "the backward pass of the last layer": (
@@ -376,9 +384,9 @@ def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
     logits = chunk * counted.vocab_size * (size if on_gpu else size + 4 * ENTROPY_COPIES)
     matrix = counted.vocab_size * counted.width
     cast = matrix * size if counted.head.bytes_each != size else 0.0
-    # The sum of the weight's gradient in float32, and that of a chunk.
+    # The float32 sum of the weight's gradient, and the gradient of a chunk.
     gradient = matrix * (4 + size) if counted.head.trained else 0.0
-    # The selected hidden states, their gradient in float32, and that of a chunk.
+    # The selected hidden states, their gradient in float32, and the gradient of a chunk.
     return logits + cast + gradient + positions * counted.width * (size + 4) + chunk * counted.width * size
 
 
@@ -399,8 +407,7 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
 
 
 def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
-    """What FSDP gathers: the weights outside of layers, two layers in compute precision, and gradients before they are
-    reduced."""
+    """Bytes that FSDP gathers: weights outside of layers, two layers in compute precision, and unreduced gradients."""
     layers: dict[int, float] = {}
     for each in weights:
         if each.layer is not None:

@@ -1,4 +1,4 @@
-"""Evaluation during training: the exact loss of a split, each trained token counted once, and sample answers."""
+"""Evaluation during training: the exact loss on a split, with each trained token counted once, and sample answers."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from chatmill.train.trackers.interface import SampleAnswer
 MAX_ANSWER = 256
 """Prompts with a longer expected answer are not used."""
 MARGIN = 32
-"""An answer is cut at the length of the longest expected answer plus this many tokens."""
+"""Answers stop at the length of the longest expected answer plus this many tokens."""
 SHOWN = 100
-"""Characters shown of the end of a prompt, and of an answer."""
+"""Maximum characters shown of an answer, and of the end of its prompt."""
 PROMPT_TOKENS = 512
-"""Tokens from the end of a prompt that are reported to trackers."""
+"""Tokens at the end of a prompt that are reported to trackers."""
 
 TokenText = Callable[[Sequence[int]], str]
-"""Tokens as text that is safe to print."""
+"""Decodes tokens to text that is safe to print."""
 
 
 class Evaluation(NamedTuple):
-    """The loss of a model on a split: of all sources together and, where sources are mixed, of each."""
+    """The loss of a model on a split: over all sources and, in a mix, for each source."""
 
     loss: float | None
-    """The weighted mean over trained tokens; None if there are none."""
+    """Weighted mean over trained tokens; None without trained tokens."""
     trained: int
-    """Trained tokens that it is over."""
+    """Number of trained tokens."""
     sources: Mapping[str, Evaluation] = {}
-    """By the name of each source that has episodes of the split; empty unless sources are mixed."""
+    """For a mix, the evaluation of each source that has episodes in the split, by name."""
 
     @property
     def perplexity(self) -> float | None:
@@ -55,24 +55,24 @@ class Evaluation(NamedTuple):
         return f"{shown} ({losses_by_source(self.sources)})" if self.sources else shown
 
     def metrics(self) -> dict[str, float | None]:
-        """What the metrics of a run keep: `val_loss` and, of each source, `val_loss/NAME`."""
+        """The values to log: `val_loss` and, for each source, `val_loss/NAME`."""
         values = {"val_loss": self.loss, "val_perplexity": self.perplexity, "val_trained": self.trained}
         for name, of_source in self.sources.items():
             values |= {f"val_loss/{name}": of_source.loss, f"val_trained/{name}": of_source.trained}
         return values
 
     def by_source(self, sources: Sequence[DataSource]) -> dict[str, Mapping[str, float | None] | None]:
-        """The loss of each of these sources of a mix, None for one that was not evaluated; empty without a mix."""
+        """The loss of each of these sources, None for a source that was not evaluated; empty without a mix."""
         parts = {
             name: {"loss": each.loss, "perplexity": each.perplexity, "trained": each.trained}
             for name, each in self.sources.items()
         }
-        # Sources that are only for validation are not in the mix.
+        # Sources used only for validation are not in the mix.
         return {**{source.name: parts.get(source.name) for source in sources}, **parts} if parts else {}
 
 
 def losses_by_source(sources: Mapping[str, Evaluation]) -> str:
-    """The loss of each source in one line."""
+    """Format the loss of each source in one line."""
     losses = ((name, each.loss) for name, each in sources.items())
     return ", ".join(f"{one_line(name)} {'-' if loss is None else f'{loss:.4f}'}" for name, loss in losses)
 
@@ -80,10 +80,10 @@ def losses_by_source(sources: Mapping[str, Evaluation]) -> str:
 def evaluate(
     module: CausalModel, loader: EpisodeLoader, world: World, *, split: str = "val", batches: int | None = None
 ) -> Evaluation:
-    """The loss of a split in the order of its files, or of the first batches of each source; moves no cursor.
+    """Compute the loss on a split, or on the first batches of each source, in file order; no cursor moves.
 
-    Each source is evaluated separately. The total loss is the mean over all their trained tokens, whatever their
-    weights in the mix. All ranks call this.
+    Each source is evaluated separately. The total loss is the mean over the trained tokens of all sources, regardless
+    of the mix weights. All ranks call this.
     """
     sources = loader.sources_of(split)
     totals = torch.zeros(len(sources), dtype=torch.float64, device=world.device)
@@ -98,7 +98,7 @@ def evaluate(
                     counts[2 * number] += inputs.targets.weight
                     counts[2 * number + 1] += inputs.targets.count
     if hasattr(module, "reshard"):
-        # Without a backward pass FSDP leaves the root weights gathered; the optimizer has only their shards.
+        # Without a backward pass, FSDP leaves the root weights gathered, but the optimizer holds only their shards.
         module.reshard()
     if world.size > 1:
         dist.all_reduce(totals)
@@ -110,13 +110,13 @@ def evaluate(
     }
     mean = sum(losses) / sum(weights) if sum(weights) else None
     if mean is not None:
-        # The loss of rank 0, so that all ranks decide the same.
+        # Use the loss of rank 0, so that all ranks make the same decision.
         [mean] = world.sums([mean if world.is_first else 0.0])
     return Evaluation(mean, int(sum(trained)), parts if loader.config.mix is not None else {})
 
 
 def val_notes(loader: EpisodeLoader) -> list[str]:
-    """Lines that say which sources have nothing to evaluate; none if all have."""
+    """Lines about sources that have nothing to evaluate; empty if all sources have episodes."""
     evaluated = loader.sources_of("val")
     if not evaluated:
         return [f"{loader.dataset_dir} has no episodes in val: nothing is evaluated"]
@@ -128,17 +128,17 @@ def val_notes(loader: EpisodeLoader) -> list[str]:
 
 
 def check_ids(batch: Batch, model: CausalModel, loader: EpisodeLoader, world: World) -> None:
-    """Raise `DataError` on all ranks if a batch of one has an id outside of the model's vocabulary."""
+    """Raise `DataError` on all ranks if the batch of any rank has an id outside of the model's vocabulary."""
     fault = unknown_id(batch, model.vocab_size)
     if sum(world.sums([float(fault is not None)])):
         world.together(partial(raise_unknown, fault, loader))
 
 
 def raise_unknown(fault: str | None, loader: EpisodeLoader) -> None:
-    """Raise `DataError` for a token that the model does not know."""
+    """Raise `DataError` for a token id outside of the model's vocabulary."""
     if fault is not None:
         place = loader.dataset_dir
-        raise DataError(f"{place}: {fault}; the data was changed, see chatmill verify {place} --full")
+        raise DataError(f"{place}: {fault}; the data has changed; see chatmill verify {place} --full")
 
 
 class Samples:
@@ -151,13 +151,13 @@ class Samples:
         ]
 
     def answer(self, model: CausalModel) -> list[ScoredAnswer]:
-        """Greedy answers of the model to each prompt."""
+        """Generate an answer to each prompt with greedy decoding."""
         max_tokens = MARGIN + max((len(prompt.answer) for prompt in self._prompts), default=0)
         answers = greedy_answers(model, self._prompts, self.end_ids, max_tokens)
         return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
     def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """The shares of answers that are exact, and that reached an end token; empty without answers."""
+        """The share of answers that match exactly, and the share that reached an end token; empty without answers."""
         if not answers:
             return {}
         exact = sum(answer.exact for answer in answers) / len(answers)
@@ -167,7 +167,7 @@ class Samples:
         """Lines to print for each answer: the end of its prompt, the answer, and the expected one if it differs."""
         lines = []
         for answer in answers:
-            # Only the end of a long prompt is decoded: a character has four tokens at most.
+            # Decode only the end of a long prompt: a character takes at most four tokens.
             prompt = text(answer.prompt.prompt[-4 * SHOWN :])
             lines.append(f"  asked  {prompt if len(prompt) <= SHOWN else '…' + prompt[-SHOWN:]}")
             ended = "" if self._stopped(answer) else f"  (no end after {len(answer.ids):,} tokens)"

@@ -29,17 +29,17 @@ from chatmill.train.untrained import LIMIT, untrained_reason
 SHOWN = 3
 """Answers that are shown."""
 ANSWER, PROMPT = 160, 60
-"""Characters that are shown of an answer, and of the end of the prompt before it."""
+"""Maximum characters shown of an answer, and of the end of its prompt."""
 TOKENS_PER_CHARACTER = 4
 """An upper bound."""
 ENDING = 3
 """An answer is complete if one of its last tokens is an end token: some formats add a line break after it."""
 SMALL_SHARE = 0.01
-"""The run warns about a smaller share of trained tokens."""
+"""A run warns if the share of trained tokens is smaller."""
 
 
 class TrainedSpan(NamedTuple):
-    """Adjacent trained positions of one conversation: an answer, or the whole conversation without a loss mask."""
+    """Consecutive trained positions of one conversation: an answer or, without a loss mask, the whole conversation."""
 
     row: int
     start: int
@@ -54,7 +54,7 @@ def trained_spans(batch: Batch) -> list[TrainedSpan]:
     """
     trained, segments = (np.asarray(part) for part in (batch.loss_mask, batch.segments))
     rows, length = trained.shape
-    # Runs of equal numbers; -1 where nothing is trained, and between rows.
+    # Segment ids, with -1 at untrained positions and at both ends of each row; a span is a run of equal ids.
     number = np.full((rows, length + 2), -1, dtype=np.int64)
     number[:, 1:-1] = np.where(trained, segments, -1)
     changes = number[:, 1:] != number[:, :-1]
@@ -65,7 +65,7 @@ def trained_spans(batch: Batch) -> list[TrainedSpan]:
 
 @dataclass
 class FirstBatch:
-    """Counts over the rows of all ranks, answers from the rows of rank 0, and warnings."""
+    """Counts over all ranks, answers from rank 0, and warnings."""
 
     step: int
     rows: int
@@ -73,14 +73,14 @@ class FirstBatch:
     trained: int
     untrained_rows: int
     answers: list[dict[str, str]] = field(default_factory=list)
-    """Each has `from`, its place in the data; `prompt`, the end of the prompt; `answer`, the trained text."""
+    """Each has `from` (its place in the data), `prompt` (the end of the prompt) and `answer` (the trained text)."""
     as_text: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """The lines that are printed before the first step."""
         share = f"{self.trained / self.tokens:.1%}" if self.tokens else "0.0%"
-        untrained = f", {self.untrained_rows:,} rows without a trained token" if self.untrained_rows else ""
+        untrained = f", {self.untrained_rows:,} rows without trained tokens" if self.untrained_rows else ""
         lines = [
             f"first batch: {self.rows:,} rows, {self.tokens:,} tokens, {self.trained:,} trained ({share}){untrained}"
         ]
@@ -102,9 +102,9 @@ def show_first_batch(
     run_dir: RunDir,
     text: Callable[[], TokenText | None],
 ) -> float:
-    """Print and write what the first batch trains; return the seconds that this took. All ranks call this.
+    """Print and write what the first batch trains; return the seconds this took. All ranks call this.
 
-    `batch` has this rank's rows, `counts` are those of all ranks; `text` opens the tokenizer, only on rank 0. A
+    `batch` has this rank's rows, `counts` cover all ranks; `text` opens the tokenizer and is called only on rank 0. A
     resumed run prints no answers.
     """
     began, is_new = time.perf_counter(), state.step == state.stage.start
@@ -150,9 +150,9 @@ class Endings(NamedTuple):
 
     spans: int
     ended: int
-    """With an end token; all spans, if the data names no end token."""
+    """Spans that end with an end token; all spans if the data defines none."""
     cut: int
-    """At the last position of a row, without an end token."""
+    """Spans cut at the end of their row, without an end token."""
 
 
 def _endings(spans: Sequence[TrainedSpan], batch: Batch, ends: set[int]) -> Endings:
@@ -164,7 +164,7 @@ def _endings(spans: Sequence[TrainedSpan], batch: Batch, ends: set[int]) -> Endi
 
 
 def closing_ids(sources: Sequence[DataSource]) -> set[int]:
-    """Tokens that can end an answer: the sources' end tokens, and all control tokens of their formats."""
+    """Tokens that can end an answer: the end tokens of all sources, and all control tokens of their formats."""
     ids = set(end_ids(sources))
     for source in sources:
         meta = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
@@ -192,7 +192,7 @@ def _shown(batch: Batch, span: TrainedSpan, loader: EpisodeLoader, text: TokenTe
     row, start, stop = span
     segments, episodes = np.asarray(batch.segments)[row], np.asarray(batch.episode_ids)[row : row + 1]
     segment = int(segments[start])
-    # x[start] is the token before the first that is trained.
+    # x[start] is the token before the first trained token.
     prompt = np.asarray(batch.x)[row, : start + 1][segments[: start + 1] == segment].tolist()
     answer = np.asarray(batch.y)[row, start:stop].tolist()
     trained = f"{len(answer):,} trained tokens"
@@ -205,14 +205,14 @@ def _shown(batch: Batch, span: TrainedSpan, loader: EpisodeLoader, text: TokenTe
 
 
 def _shortened(ids: list[int], text: TokenText, *, start: int, end: int) -> str:
-    """Tokens as text; a long text is cut to its first `start` and last `end` characters, at token boundaries."""
+    """Decode tokens; a long text is shortened to its first `start` and last `end` characters, at token boundaries."""
     if len(ids) <= TOKENS_PER_CHARACTER * (start + end) and len(text(ids)) <= start + end:
         return text(ids)
     return text(_fitting(ids, text, start)) + "…" + text(_fitting(ids[::-1], text, end)[::-1])
 
 
 def _fitting(ids: list[int], text: TokenText, limit: int) -> list[int]:
-    """The first tokens whose text has at most `limit` characters."""
+    """The longest prefix of the tokens whose text has at most `limit` characters."""
     counts = range(1, min(len(ids), TOKENS_PER_CHARACTER * limit) + 1)
     return ids[: bisect_right(counts, limit, key=lambda count: len(text(ids[:count])))]
 

@@ -1,4 +1,4 @@
-"""Decide whether a run fits into memory, find changes that would make it fit, and refuse a run that cannot fit."""
+"""Decide whether a run fits into memory, suggest changes that would make it fit, and refuse a run that cannot fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES
 from chatmill.train.preflight import data_vocab_size, padding_of
 
 MARGIN = 0.85
-"""A run is refused if this share of its estimate does not fit: estimates are within 15 percent of what was measured."""
+"""A run is refused only if this share of its estimate does not fit: estimates are within 15 percent of measured memory.
+"""
 MOST_RANKS, SHORTEST_ROW = 1024, 128
 NAMES = {
     CONTEXT: "CUDA",
@@ -33,7 +34,7 @@ NAMES = {
 }
 FIT_COLUMNS = ("GiB", "size", "at the peak")
 SHOWN = 3
-"""A refusal names at most this many changes."""
+"""An error suggests at most this many changes."""
 
 
 class DoesNotFitError(ChatmillError):
@@ -49,7 +50,7 @@ class Change:
     estimate: Estimate
 
     def flags(self, ranks: int) -> str:
-        """The command-line flags of the change to a run of `ranks` ranks."""
+        """The command-line flags of this change, for a run on `ranks` ranks."""
         values = (
             (name, json.dumps(value) if not isinstance(value, str) else value) for name, value in self.keys.items()
         )
@@ -75,7 +76,7 @@ class Fit:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the run cannot fit, even if the estimate is too high."""
+        """Whether the run cannot fit, even allowing for an estimate that is too high."""
         if self.available is None:
             return False
         return MARGIN * self.estimate.total > self.available or self.estimate.state > self.available
@@ -101,7 +102,7 @@ class Fit:
         return [*table, ("total", "", _gib(self.estimate.total))]
 
     def notes(self) -> Iterator[str]:
-        """Lines about the estimate, for the user."""
+        """Lines about the estimate to print."""
         run, where = self.estimate, "GPU" if self.estimate.on_gpu else "rank"
         count = f"{run.ranks} {where}s" if run.ranks > 1 else f"1 {where}"
         yield f"{count}, {run.rows} rows of {run.block_size} tokens at a time; the peak is in {run.peak}"
@@ -126,7 +127,7 @@ class Fit:
             yield "no change or combination of changes makes it fit"
 
     def refusal(self) -> str:
-        """Why the run is refused, and which changes would make it fit."""
+        """The error message: why the run is refused, and which changes would make it fit."""
         run = self.estimate
         assert self.available is not None
         where = "on each GPU" if run.ranks > 1 and run.on_gpu else "on the GPU" if run.on_gpu else "of host memory"
@@ -134,13 +135,14 @@ class Fit:
         shown = [f"{each.flags(run.ranks)} ({_gib(each.estimate.total)} GiB)" for each in fitting]
         advice = f"would fit with {' or '.join(shown)}" if shown else "use a smaller model or more memory"
         return (
-            f"the run needs about {_gib(run.total)} GiB {where}, {_gib(self.available)} are available; {advice}; "
-            "--estimate shows the parts, --check_memory false runs it anyway"
+            f"the run needs about {_gib(run.total)} GiB {where}, but {_gib(self.available)} GiB are available; "
+            f"{advice}; "
+            "--estimate shows the details, --check_memory false runs it anyway"
         )
 
 
 def fit_run(estimator: Estimator, config: TrainConfig, *, ranks: int, available: float | None) -> Fit:
-    """Estimate a run and, if it does not fit, the changes that would make it fit, the cheapest first."""
+    """Estimate a run; if it does not fit, find changes that would make it fit, cheapest first."""
     fit = Fit(estimator(config, ranks=ranks), available)
     if fit.fits is not False:
         return fit
@@ -152,7 +154,7 @@ def fit_run(estimator: Estimator, config: TrainConfig, *, ranks: int, available:
 
 
 def _changes(estimator: Estimator, config: TrainConfig, ranks: int, available: float) -> Iterator[Change]:
-    """Single changes, the cheapest first."""
+    """Yield single changes, cheapest first."""
 
     def change(**keys: Any) -> Change | None:
         return _change(estimator, config, keys, ranks)
@@ -185,7 +187,7 @@ def _changes(estimator: Estimator, config: TrainConfig, ranks: int, available: f
 
 
 def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: float) -> Iterator[Change]:
-    """The first combination of changes that fits: changes are added one by one, and unnecessary ones removed."""
+    """Find a combination of changes that fits: add changes one by one, then remove unnecessary ones."""
 
     def fitting(keys: Mapping[str, Any]) -> Change | None:
         made = _change(estimator, config, keys, ranks)
@@ -215,7 +217,7 @@ def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: 
 
 
 def _adapter_keys(config: TrainConfig) -> list[dict[str, Any]]:
-    """LoRA and QLoRA, if the model can have adapters and has none."""
+    """Keys for LoRA and QLoRA, if the model supports adapters and has none."""
     if config.init_from_model is None or config.fp8 or config.quantize != "none":
         return []
     folder = model_folder(config.init_from_model)
@@ -229,7 +231,7 @@ def _adapter_keys(config: TrainConfig) -> list[dict[str, Any]]:
 def _more_gpus(
     estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], ranks: int
 ) -> Iterator[Change | None]:
-    """The run with FSDP on an increasing number of GPUs."""
+    """Yield the run with FSDP on an increasing number of GPUs."""
     if not estimator.on_gpu or config.quantize != "none" or config.optimizer in ("adafactor", "muon"):
         return
     count = 2 if ranks == 1 or config.parallel == "fsdp" else ranks
@@ -243,7 +245,7 @@ def _change(estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], 
     try:
         return Change(dict(keys), ranks, estimator(replace(config, **keys), ranks=ranks))
     except UsageError:
-        # Keys that exclude each other, or rows that cannot be divided among the ranks.
+        # The keys are mutually exclusive, or the rows cannot be divided among the ranks.
         return None
 
 
@@ -290,7 +292,7 @@ def estimate_run(config: TrainConfig, *, gpus: int | None = None, gpu_memory: fl
 
 
 def _data_vocab_size(config: TrainConfig) -> int | None:
-    """The vocabulary that the data needs; None without data."""
+    """The vocabulary size of the data; None without data."""
     if config.dataset_dir is None:
         return None
     with closing(EpisodeLoader(config.dataset_dir, config)) as loader:
@@ -302,12 +304,12 @@ def memory_here(device: torch.device) -> float:
     if device.type != "cuda":
         return available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free, total = torch.cuda.mem_get_info(device)
-    # Memory that CUDA and torch already use in this process is part of the estimate.
+    # Memory that CUDA and torch already use in this process is included in the estimate.
     return min(total, free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT)
 
 
 def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None:
-    """Raise `DoesNotFitError` if a run cannot fit into the memory of its device, before its model is loaded."""
+    """Before the model is loaded, raise `DoesNotFitError` if the run cannot fit into the memory of its device."""
     if not config.check_memory:
         return
     available = memory_here(world.device)
@@ -318,14 +320,14 @@ def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None
         estimator = Estimator(on_gpu=on_gpu, vocab_size=vocab_size)
         fit = fit_run(estimator, config, ranks=world.size, available=available)
     except Exception:
-        # Loading the model reports its errors, and an estimate that fails must not refuse a run.
+        # Loading the model will report the error; a failed estimate must not refuse a run.
         return
     if fit.is_refused:
         raise DoesNotFitError(fit.refusal())
 
 
 def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bool) -> float:
-    """An upper bound of the bytes of a run, from the shapes of its weights: most runs need no further estimate."""
+    """An upper bound on the bytes of a run from the shapes of its weights, which is enough to accept most runs."""
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
@@ -336,7 +338,7 @@ def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bo
         tensors = _stored(model_folder(config.init_from_model))
         count = sum(each.size for each in tensors)
         widths = sum(sum(each.shape[-2:]) for each in tensors if len(each.shape) > 1)
-    # Float32 inputs and outputs of all matrices, four times, a float32 mask, and logits on a GPU.
+    # Four times the float32 inputs and outputs of all matrices, a float32 mask, and logits on a GPU.
     tokens = rows * config.block_size
     return 20.0 * count + 16.0 * tokens * widths + 4.0 * tokens * config.block_size + 3.0 * GIB * on_gpu
 

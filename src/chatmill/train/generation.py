@@ -1,7 +1,7 @@
 """Generate answers: greedy decoding, sampling, and beam search.
 
-A sampled token depends on its row's key (seed, step, row) and its place in the answer, never on what else is in the
-batch, so an answer can be drawn again by itself.
+A sampled token depends only on its row's key (seed, step, row) and its position in the answer, not on the rest of the
+batch, so any single answer can be reproduced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sampling:
 
     temperature: float = 0.0
     top_k: int = 0
-    """Sample from the k most likely tokens; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all tokens."""
     top_p: float = 1.0
     """Sample from the fewest tokens whose probabilities add up to this."""
     seed: int = 0
@@ -48,9 +48,9 @@ def generate(
     first_row: int = 0,
     batch_size: int = 64,
 ) -> list[list[int]]:
-    """Token ids of an answer to each prompt, including the end token if the answer reaches one.
+    """Generate an answer to each prompt; return its token ids, including the end token if there is one.
 
-    Prompt i has row `first_row` + i as its key. Answers end at `max_tokens`, or where the model's positions do.
+    The key of prompt i has row `first_row` + i. Answers end at `max_tokens`, or at the model's maximum sequence length.
 
     >>> import torch
     >>> from chatmill.train import GPT, GPTSizes
@@ -77,8 +77,8 @@ def generate_steps(
     sampling: Sampling,
     first_row: int = 0,
 ) -> Iterator[dict[int, int]]:
-    """The next token of every unfinished row, step by step; all prompts are one batch."""
-    # A prompt that is itself too long is refused by `prefill`.
+    """Yield the next token of every unfinished row at each step; all prompts are one batch."""
+    # `prefill` refuses a prompt that is too long.
     max_tokens = min(max_tokens, max(1, model.max_positions - min(map(len, prompts))))
     rows = np.arange(len(prompts))
     draws = np.stack([_draws(sampling, first_row + row, max_tokens) for row in rows.tolist()])
@@ -101,11 +101,11 @@ def generate_steps(
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Tensor:
-    """One token a row from logits (rows, vocabulary) and a uniform draw from [0, 1) a row."""
+    """Choose one token per row from logits (rows, vocabulary) and one uniform draw from [0, 1) per row."""
     if sampling.temperature == 0:
         return logits.argmax(dim=1)
     exact = logits.double()
-    # Relative to the largest, which stays finite however small the temperature is.
+    # Subtract the maximum first: the result stays finite at any temperature.
     scaled = (exact - exact.amax(dim=1, keepdim=True)) / sampling.temperature
     ordered, ids = scaled.sort(dim=1, descending=True, stable=True)
     if sampling.top_k:
@@ -113,37 +113,39 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
     probs = ordered.softmax(dim=1)
     cumulative = probs.cumsum(dim=1)
     if sampling.top_p < 1:
-        # A token is kept as long as those before it have less than top_p; the first always is.
+        # Keep a token if the more likely ones sum to less than top_p; the first is always kept.
         probs = torch.where(cumulative - probs < sampling.top_p, probs, 0)
         probs[:, 0] = ordered.softmax(dim=1)[:, 0]
         cumulative = probs.cumsum(dim=1)
     wanted = torch.from_numpy(draws).to(cumulative.device)[:, None] * cumulative[:, -1:]
-    # Rounding may bring a draw to the very end; then it selects the last token with any probability.
+    # Rounding may move a draw past the end; then select the last token with nonzero probability.
     last = (probs > 0).sum(dim=1, keepdim=True) - 1
     place = torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last)
     return ids.gather(1, place).squeeze(1)
 
 
 def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
-    """The uniform draws of one row, one for each place in its answer."""
+    """Yield the uniform draws of one row, one per position of its answer."""
     key = np.random.SeedSequence((sampling.seed, sampling.step, row))
     return np.random.Generator(np.random.Philox(key)).random(count)
 
 
 def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, DecodingCache]:
-    """Logits after each prompt, and a cache with room for `room` more tokens."""
+    """Run the prompts; return the logits after each, and a cache with room for `room` more tokens."""
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) < 1:
-        raise DataError(f"prompt {lengths.index(0)} is empty; an answer needs at least one token to follow")
+        raise DataError(f"prompt {lengths.index(0)} is empty; expected at least one token")
     if max(lengths) >= model.max_positions:
         number = int(np.argmax(lengths))
         most = model.max_positions
-        raise DataError(f"prompt {number} has {lengths[number]} tokens; it and its answer have {most} positions")
+        raise DataError(f"prompt {number} has {lengths[number]} tokens; the prompt and its answer can have {most}")
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
     for row, prompt in enumerate(prompts):
         if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
             wrong = next(id for id in prompt if not 0 <= id < model.vocab_size)
-            raise DataError(f"prompt {row} has the token id {wrong}; the model knows {model.vocab_size:,}")
+            raise DataError(
+                f"prompt {row} has the token id {wrong}; the model's vocabulary size is {model.vocab_size:,}"
+            )
         ids[row, : len(prompt)] = torch.tensor(prompt)
     return model.prefill(ids.to(model.device), torch.tensor(lengths, device=model.device), room)
 
@@ -151,7 +153,7 @@ def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, De
 @contextmanager
 def inference(model: CausalModel) -> Iterator[None]:
     """Inference mode: no gradients, no dropout, and compiled layers run eagerly."""
-    # The shapes change with every generated token: layers compiled for training would be compiled again.
+    # Shapes change with every generated token, which would recompile layers that were compiled for training.
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with eval_mode(model), torch.inference_mode(), eager:
@@ -171,7 +173,7 @@ def beam_search(
     length_penalty: float = 1.0,
     batch_size: int = 16,
 ) -> list[list[int]]:
-    """The best answer to each prompt, including its end token if it reaches one.
+    """Find the best answer to each prompt, including its end token if there is one.
 
     Answers are ranked by log-likelihood / length ** length_penalty. A prompt is searched until none of its beams
     can beat the best finished answer; beams cut off by `max_tokens` compete as they are.
@@ -190,7 +192,7 @@ class _Beam(NamedTuple):
     """Log-likelihood."""
     ids: list[int]
     parent: int
-    """Which beam of its prompt it extends."""
+    """The beam of its prompt that it extends."""
 
 
 def _search(
@@ -200,7 +202,7 @@ def _search(
     logits, cache = prefill(model, prompts, max_tokens)
     device = logits.device
     best: list[tuple[float, list[int]]] = [(-math.inf, [])] * len(prompts)
-    # A prompt starts with one beam; the others fill up the batch and rank below everything.
+    # A prompt starts with one beam; the others only fill the batch and rank below all others.
     start = [_Beam(0.0, [], 0)] + [_Beam(-math.inf, [], 0)] * (beams - 1)
     active = dict.fromkeys(range(len(prompts)), start)
     places = torch.arange(len(prompts), device=device).repeat_interleave(beams)
@@ -216,7 +218,7 @@ def _search(
                 finished += alive
             ranked = [(beam.score / length**length_penalty, beam.ids) for beam in finished]
             best[row] = max([best[row], *ranked], key=itemgetter(0))
-            # Scores only fall, so that a beam ranks best if it ends at once, or at the very end.
+            # Scores only decrease, so a beam ranks best if it ends with the next token or at max_tokens.
             ends = (length + 1, max_tokens) if length < max_tokens else ()
             if any(alive[0].score / end**length_penalty > best[row][0] for end in ends):
                 kept[row] = alive
@@ -231,7 +233,7 @@ def _search(
 
 
 def _candidates(logits: Tensor, active: dict[int, list[_Beam]], count: int) -> dict[int, list[_Beam]]:
-    """The `count` best continuations of each prompt's beams: enough to keep all alive even if others end."""
+    """The `count` best continuations of each prompt's beams: enough to keep all beams even if some end."""
     scores = torch.tensor([[beam.score for beam in beams] for beams in active.values()], dtype=torch.float64)
     logprobs = logits.double().log_softmax(dim=1).unflatten(0, scores.shape) + scores.to(logits.device)[:, :, None]
     top = logprobs.flatten(1).topk(min(count, logprobs[0].numel()), dim=1)

@@ -1,6 +1,6 @@
 """chatmill's own GPT: pre-RMSNorm, rotary position embeddings, grouped-query attention, SwiGLU.
 
-Parameters keep the precision they were created in; hidden states have `compute` precision (None: float32), and weights
+Parameters keep the dtype they were created with; hidden states have `compute` precision (None: float32), and weights
 are cast to it when used. float32 parameters with bfloat16 compute give bf16 training with float32 master weights.
 """
 
@@ -37,11 +37,11 @@ KIND = "chatmill-gpt"
 REQUIRED = ("vocab_size", "n_layer", "n_embd", "n_head")
 """Keys that the config of a saved model must have."""
 PutInCache: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Adds the keys and values of a layer to its cache; all of them."""
+"""Adds the keys and values of a layer to its cache; returns all keys and values of that layer."""
 
 
 class GPT(CausalModel):
-    """A decoder-only transformer with fresh weights.
+    """A decoder-only transformer, created with new weights.
 
     >>> GPT(GPTSizes(vocab_size=64, n_layer=2, n_embd=32, n_head=4)).num_parameters
     34976
@@ -62,7 +62,7 @@ class GPT(CausalModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize all weights from torch's generator: normal, smaller for projections into the residual stream."""
+        """Initialize all weights from a normal distribution, scaled down for projections into the residual stream."""
         for name, parameter in self.named_parameters():
             self.init_weight(name, parameter)
 
@@ -86,7 +86,7 @@ class GPT(CausalModel):
         rotary = rotations(positions, self.sizes.head_size, self.sizes.rope_theta)
         for depth, block in enumerate(self.layers):
             if cache is not None:
-                # Shapes change at every step of generation: do not use the layer compiled for training.
+                # Shapes change at every generated token: do not use the layer compiled for training.
                 h = block.forward(h, *rotary, mask, partial(cache.put, depth))
             elif self._checkpoint is not None and torch.is_grad_enabled():
                 h = self._checkpoint(block, h, *rotary, mask)
@@ -136,11 +136,11 @@ class GPT(CausalModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> GPT:
-        """Read what `save` wrote. Sizes and weights are compared before memory is taken for either."""
+        """Load a folder that `save` wrote. Sizes and weights are compared before memory is allocated."""
         model, files = open_on_meta(folder, compute=compute, weights=weights)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with open_weights(files) as rows:
-            # Copied: the tensor of safetensors may be the mapped file itself.
+            # Copy: the tensor of safetensors may be a view of the memory-mapped file.
             copied = {name: rows(name)[...].to(dtype, copy=True) for name, dtype in dtypes.items()}
         model.load_state_dict(copied, assign=True)
         return model
@@ -149,7 +149,7 @@ class GPT(CausalModel):
 def open_on_meta(
     folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int = 1
 ) -> tuple[GPT, ModelFiles]:
-    """The model of a folder with parameters on the meta device, and its files, whose tensors match it.
+    """Open a folder: the model with parameters on the meta device, and its files, whose tensors match it.
 
     Memory is checked for one of `share` equal parts of the weights.
     """
@@ -160,7 +160,7 @@ def open_on_meta(
     have, need = {name: tensor.shape for name, tensor in files.tensors.items()}, _shapes(sizes, folder, files)
     if have != need:
         wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
-        raise DataError(f"{path}: {one_line(wrong[0])} does not fit {CONFIG} ({len(wrong)} weights in all)")
+        raise DataError(f"{path}: {one_line(wrong[0])} does not match {CONFIG} ({len(wrong)} weights do not)")
     dtypes = {name: opened_dtype(tensor.dtype, weights) for name, tensor in files.tensors.items()}
     check_memory(sum(tensor.size * dtypes[name].itemsize for name, tensor in files.tensors.items()) / share, folder)
     with torch.device("meta"):
@@ -173,11 +173,11 @@ def open_on_meta(
 
 @torch.no_grad()
 def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter of a model with the initial values of `GPT` for this seed, one at a time."""
+    """Yield each parameter of a model with the initial values that `GPT` has for this seed, one at a time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
-            # `GPT` first gets the default initialization of its layers, which draws as many random numbers.
+            # Creating a `GPT` first runs the default initialization of its layers, which draws as many random numbers.
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):
@@ -189,19 +189,19 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
 
 
 def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of a model, from a model of one layer without memory: all layers are alike."""
+    """The shape of each weight of a model, from a one-layer model on the meta device: all layers are alike."""
     try:
         with torch.device("meta"):
             one = GPT(replace(sizes, n_layer=1)).state_dict()
     except (OverflowError, RuntimeError) as error:
-        # More elements than torch can count.
-        raise DataError(f"{folder / CONFIG}: no model has these sizes ({one_line(str(error))})") from None
+        # A tensor would have more elements than torch supports.
+        raise DataError(f"{folder / CONFIG}: these sizes are not valid ({one_line(str(error))})") from None
     shapes = {name: tuple(tensor.shape) for name, tensor in one.items()}
     layer = {name: shapes.pop(name) for name in list(shapes) if name.startswith("layers.0.")}
     if len(files.tensors) != (count := len(shapes) + sizes.n_layer * len(layer)):
         raise DataError(
-            f"{folder / WEIGHTS}: has {len(files.tensors):,} tensors; a model of the {sizes.n_layer:,} layers that "
-            f"{CONFIG} says has {count:,}"
+            f"{folder / WEIGHTS}: has {len(files.tensors):,} tensors; a model with {sizes.n_layer:,} layers, as "
+            f"in {CONFIG}, has {count:,}"
         )
     return shapes | {
         name.replace(".0.", f".{number}.", 1): shape for number in range(sizes.n_layer) for name, shape in layer.items()
@@ -213,7 +213,7 @@ def read_sizes(folder: Path, config: Mapping[str, Any]) -> GPTSizes:
     path = folder / CONFIG
     known = keys_of(GPTSizes).keys()
     if unknown := sorted(config.keys() - known - {"model_type"}):
-        raise DataError(f"{path}: unknown key {one_line(unknown[0])}; known are {', '.join(sorted(known))}")
+        raise DataError(f"{path}: unknown key {one_line(unknown[0])}; expected one of {', '.join(sorted(known))}")
     if missing := [name for name in REQUIRED if name not in config]:
         raise DataError(f"{path}: {', '.join(missing)} missing; expected the sizes of a saved model")
     try:
@@ -267,7 +267,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        # Two products: concatenating the gradients of one would cost more than it saves.
+        # Two products, not one: concatenating their gradients would cost more than it saves.
         self.gate = Linear(sizes.n_embd, sizes.ffn)
         self.up = Linear(sizes.n_embd, sizes.ffn)
         self.down = Linear(sizes.ffn, sizes.n_embd)
@@ -299,7 +299,7 @@ class Norm(nn.Module):
 
 
 class KVCache:
-    """Keys and values of generation, for each layer (2, rows, slots, heads, size); a token's slot is its position.
+    """Keys and values for generation, for each layer (2, rows, slots, heads, size); a token's slot is its position.
 
     Rows are right-padded: slots after a row's end are masked, then overwritten.
     """
@@ -312,7 +312,7 @@ class KVCache:
         self.lengths = self.positions = torch.empty(0)
 
     def put(self, depth: int, k: Tensor, v: Tensor) -> Tensor:
-        """Add keys and values of a layer at `positions`; all of that layer."""
+        """Store keys and values of a layer at `positions`; return all keys and values of that layer."""
         rows = torch.arange(len(self.positions), device=k.device)[:, None]
         self.layers[depth][:, rows, self.positions] = torch.stack([k, v])
         return self.layers[depth]

@@ -15,7 +15,7 @@ from chatmill.train.memory import check_memory
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CAST_VALUES = 1 << 20
-"""The number of weight values that are cast at a time, if the input is smaller than the weight."""
+"""Number of weight values that are cast at a time if the input is smaller than the weight."""
 
 
 class HalfLinear(nn.Linear):
@@ -68,8 +68,8 @@ def _cast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def use_half_weights(model: nn.Module, compute: torch.dtype, place: str) -> None:
     """Prepare a model to compute in `compute` precision with half-precision weights of another dtype.
 
-    Weights of linear layers and embeddings keep their dtype. All others, such as norms, become float32. Weights that
-    have `compute` precision, and models without half-precision weights, are left unchanged.
+    Weights of linear layers and embeddings keep their dtype. All other weights, such as norms, become float32. Weights
+    that have `compute` precision, and models without half-precision weights, are left unchanged.
     """
     linear = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
     classes = linear | {half: half for half in linear.values()}
@@ -98,7 +98,7 @@ def is_half(tensor: Tensor | None) -> bool:
 
 @contextmanager
 def widened(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Convert half-precision weights to float32 for the time of the context; those of a block only while it runs."""
+    """Convert half-precision weights to float32 within the context; those of a block only while it runs."""
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(parameters: Iterable[nn.Parameter]) -> None:

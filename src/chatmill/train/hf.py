@@ -1,7 +1,7 @@
 """Any Hugging Face causal model as a `CausalModel`.
 
-transformers builds its masks from position ids that restart with each conversation. Whether an architecture really
-separates conversations, and whether its logits are those of its head, is tested when a model is opened.
+transformers builds its attention masks from position ids that restart with each conversation. Opening a model tests
+whether the architecture really separates conversations, and whether its logits are those of its head.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "*.model",
 )
-"""Copied from the folder that a model was loaded from to the folder it is saved in."""
+"""Files copied from the folder that a model was loaded from to the folder it is saved in."""
 GENERATION = "generation_config.json"
 CLOSE = 1e-3
-"""Largest relative difference of logits that counts as rounding."""
+"""Largest relative difference between logits that counts as rounding."""
 
 
 class HFModel(CausalModel):
-    """A causal LM of transformers. Parameters keep their dtype; the forward pass runs under autocast to `compute`."""
+    """A causal language model of transformers. Parameters keep their dtype; the forward pass runs under autocast to
+    `compute`.
+    """
 
     def __init__(
         self,
@@ -68,15 +70,15 @@ class HFModel(CausalModel):
         use_half_weights(lm, self.compute or torch.float32, self._name)
         self._check_kind_of_head()
         self.is_widened = False
-        """Whether half-precision weights were converted to float32, because the model cannot compute with them."""
+        """Whether half-precision weights were converted to float32 because the model cannot compute with them."""
         self.separates = self._check_architecture() if separates is None else separates
         """Whether the architecture separates the conversations of a packed row; if not, rows are unpacked."""
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> HFModel:
-        """Read a folder that `save_pretrained` wrote; see `load_lm`."""
+        """Load a folder that `save_pretrained` wrote; see `load_lm`."""
         lm = load_lm(folder, weights=weights)
-        # Mamba and others read weights of their linear layers, which are packed then.
+        # Mamba and others read the weights of their linear layers directly, which 4-bit layers do not support.
         packed = faults_of(folder, "cannot compute with linear layers in 4 bits; set quantize to none")
         with packed if weights == "nf4" else nullcontext():
             model = cls(lm, source=folder, compute=compute)
@@ -87,9 +89,9 @@ class HFModel(CausalModel):
         return model
 
     def remember_files(self, files: ModelFiles, *, fused: Sequence[Sequence[str]] = ()) -> None:
-        """Record the dtypes of the files that the model is loaded from; it is saved in the same dtypes.
+        """Record the dtypes of the files that the model is loaded from; the model is saved in the same dtypes.
 
-        `fused` are groups of weights that transformers computed together from several tensors of the files.
+        `fused` lists groups of weights that transformers computed together from several tensors of the files.
         """
         kinds = {name: tensor.dtype for name, tensor in self.lm.state_dict().items()}
         self._stored = weight_dtypes(files, kinds, "stored")
@@ -204,7 +206,7 @@ class HFModel(CausalModel):
         for group in fused if len(parts) < len(saved) else ():
             tensors = self._reverted({name: like[name] for name in group})
             parts.append(SavedPart(group, tuple(tensors), is_converted=True))
-        # Every tensor that transformers would write, once.
+        # Each tensor that transformers would write, once.
         written = [name for part in parts for name in part.saved]
         return parts if len(written) == len(set(written)) and set(written) == saved.keys() else None
 
@@ -235,7 +237,7 @@ class HFModel(CausalModel):
         if self.lm.config._attn_implementation not in (name, "eager"):
             self.lm.set_attn_implementation(name)
 
-    # Checks of the architecture, in float32.
+    # Check the architecture in float32.
 
     def _check_kind_of_head(self) -> None:
         layer = self.lm.get_output_embeddings()
@@ -245,7 +247,9 @@ class HFModel(CausalModel):
             )
 
     def _check_architecture(self) -> bool:
-        """Whether it separates packed conversations; `DataError` if its head cannot be trained."""
+        """Return whether the architecture separates packed conversations; raise `DataError` if its head cannot be
+        trained.
+        """
         with eval_mode(self.lm), torch.no_grad():
             if self.compute in (None, torch.float32):
                 try:
@@ -255,7 +259,7 @@ class HFModel(CausalModel):
                     is_quantized = getattr(self.lm, "is_loaded_in_4bit", False)
                     if is_quantized or not any(map(is_half, self.lm.parameters())):
                         raise
-                    # Some layers read weights of other layers, whose dtype differs from the hidden states'.
+                    # Some layers read weights of other layers, whose dtype differs from that of the hidden states.
                     self.lm.float()
                     self.is_widened = True
             with widened(self.lm, self._layers()):
@@ -265,14 +269,14 @@ class HFModel(CausalModel):
     def _check_head(self) -> None:
         x = torch.arange(4, device=self.device)[None] % self.vocab_size
         states: list[Tensor] = []
-        # Hidden states and logits from one forward pass: it takes seconds for a large model.
+        # Get hidden states and logits from one forward pass, which takes seconds for a large model.
         hook = self.lm.base_model.register_forward_hook(lambda *given: states.append(given[-1].last_hidden_state))
         try:
             expected = self.lm(input_ids=x).logits
         finally:
             hook.remove()
         if not states:
-            # OPT calls a part of its base model.
+            # OPT calls only a part of its base model.
             states.append(self.lm.base_model(input_ids=x).last_hidden_state)
         if not _close(expected, self.head().logits(states[-1])):
             if bool(expected.isnan().any()):
@@ -293,7 +297,7 @@ class HFModel(CausalModel):
 
 
 class HFCache:
-    """transformers' cache; prompts are left-padded, so it has a mask of the places that hold tokens."""
+    """The cache of transformers; prompts are left-padded, so it keeps a mask of the positions that hold tokens."""
 
     def __init__(self, past: Any, lengths: Tensor, *, seen: Tensor) -> None:
         self.past, self.lengths, self.seen = past, lengths, seen
@@ -304,7 +308,9 @@ class HFCache:
 
 
 class RecomputeCache:
-    """For models with a recurrent state instead of keys and values: the tokens, recomputed at every step."""
+    """A cache for models with a recurrent state instead of keys and values: it keeps the tokens and recomputes them at
+    every step.
+    """
 
     def __init__(self, ids: Tensor, lengths: Tensor) -> None:
         self.ids, self.lengths = ids, lengths
@@ -339,7 +345,7 @@ def save_lm(lm: Any, folder: Path, weights: dict[str, Tensor], source: Path | No
 
 @contextmanager
 def recorded_weights() -> Iterator[dict[str, Tensor]]:
-    """Make transformers write all files of a model except its weights, which are put into a dictionary."""
+    """Make transformers write all files of a model except its weights, which are stored in a dictionary."""
     from transformers import modeling_utils
 
     write, saved = modeling_utils.safe_save_file, {}
@@ -354,7 +360,7 @@ def copy_tokenizer(source: Path | None, folder: Path) -> None:
     """Copy the files of a tokenizer, with its chat template, from one model folder to another."""
     if source is not None and source.resolve() != folder.resolve():
         for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
-            # Each run writes its own tokenizer state.
+            # Every run writes this file itself.
             if path.name != TOKENIZER_STATE:
                 shutil.copy(path, folder / path.name)
 
@@ -364,7 +370,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """For each segment the indices of its tokens in the flattened rows, padded at the end, and its length."""
+    """For each segment, the indices of its tokens in the flattened rows, padded at the end, and its length."""
     start = segment_begins(segments).flatten().nonzero().squeeze(1)
     lengths = torch.diff(start, append=start.new_tensor([segments.numel()]))
     index = start[:, None] + torch.arange(int(lengths.max()), device=segments.device)
@@ -372,7 +378,7 @@ def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _registered_flex() -> str:
-    """Register FlexAttention that accepts the mixed precisions of autocast; its name in transformers."""
+    """Register FlexAttention that accepts the mixed precisions of autocast; return its name in transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.masking_utils import flex_attention_mask

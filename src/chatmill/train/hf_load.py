@@ -1,4 +1,4 @@
-"""Load model folders with transformers and peft: headers are checked first, and every error is one line."""
+"""Load model folders with transformers and peft. Headers are checked first, and every error is one line."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
-    """Load a causal LM with transformers; code and pickles in the folder are not read.
+    """Load a causal language model with transformers; code and pickles in the folder are not read.
 
     Files, sizes and memory are checked from the headers first. A missing weight is an error: transformers would
-    initialize it at random. With nf4 weights the model is quantized on the GPU, if there is one, and stays there.
+    initialize it at random. With nf4 weights, the model is quantized on the GPU if there is one, and stays there.
     """
     files = read_model_files(folder)
     check_sizes(files)
@@ -80,7 +80,7 @@ def auto_classes(folder: Path) -> tuple[Any, Any]:
 
 
 def missing_fault(folder: Path, missing: Sequence[str]) -> DataError:
-    """The error of a model whose files lack these weights."""
+    """The error for a model whose files lack these weights."""
     return DataError(
         f"{folder}: its weights have no {one_line(missing[0])}, which {CONFIG} requires ({len(missing)} are missing)"
     )
@@ -89,7 +89,7 @@ def missing_fault(folder: Path, missing: Sequence[str]) -> DataError:
 def _check_can_quantize(files: ModelFiles) -> None:
     if files.config.get("quantization_config"):
         raise DataError(
-            f"{files.folder / CONFIG}: has a quantization_config, so the model is quantized already; "
+            f"{files.folder / CONFIG}: has a quantization_config, so the model is already quantized; "
             "nf4 requires a model that is not quantized"
         )
     if find_spec("bitsandbytes") is None:
@@ -97,9 +97,8 @@ def _check_can_quantize(files: ModelFiles) -> None:
 
 
 def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
-    """The dtypes in which to load a model; `DataError` if shapes differ from its config, or memory is too small.
-
-    With nf4 weights, they are the dtypes before quantization. Memory is checked for one of `share` equal parts.
+    """Return the dtypes to load a model in; raise `DataError` if shapes differ from its config, or memory is too small.
+    With nf4 weights, these are the dtypes before quantization. Memory is checked for one of `share` equal parts.
     """
     from transformers import AutoModelForCausalLM
 
@@ -136,10 +135,10 @@ def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, sh
 
 
 def adapter_rank(folder: Path, config: Mapping[str, Any]) -> int:
-    """The largest rank of adapters; `DataError` unless they are LoRA adapters of a supported kind."""
+    """Return the largest LoRA rank of an adapter config; raise `DataError` if its kind of adapter is not supported."""
     place = folder / ADAPTER_CONFIG
     if (kind := config.get("peft_type")) != "LORA":
-        raise DataError(f"{place}: peft_type is {one_line(str(kind))}; only LORA is read")
+        raise DataError(f"{place}: peft_type is {one_line(str(kind))}; expected LORA")
     for key in VARIANTS:
         if config.get(key):
             raise DataError(f"{place}: has {key}; this variant of LoRA is not supported")
@@ -151,7 +150,7 @@ def adapter_rank(folder: Path, config: Mapping[str, Any]) -> int:
     pattern = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [None])]
     if any(type(rank) is not int or rank < 1 for rank in ranks):
-        raise DataError(f"{place}: r is {one_line(str(ranks))}; expected a whole number from 1 on")
+        raise DataError(f"{place}: r is {one_line(str(ranks))}; expected an integer of at least 1")
     return max(ranks)
 
 
@@ -164,7 +163,7 @@ def faults_of(folder: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        # torch and others name the error in the line after a heading.
+        # torch and other libraries put the error on the line after a heading.
         reason = one_line(" ".join(each.strip() for each in lines[: 1 + lines[0].endswith(":")]), 300)
         raise DataError(f"{folder}: {what} ({reason})") from None
 

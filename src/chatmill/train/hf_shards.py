@@ -1,7 +1,7 @@
 """Build Hugging Face models with parameters on the meta device, and find their tensors in the files.
 
-transformers renames tensors while it loads a model, and computes some from several others (fused experts). Its own
-rules are applied here to one tensor at a time. Models that they do not cover raise `NotShardableError`.
+transformers renames tensors while it loads a model, and computes some from several others (fused experts). This module
+applies the rules of transformers to one tensor at a time. Models that the rules do not cover raise `NotShardableError`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class MetaModel:
     sources: tuple[TensorSource, ...]
     parameters: Mapping[str, Tensor]
     dtypes: Mapping[str, torch.dtype]
-    """The dtype in which each parameter is loaded; `HFModel` may widen it then."""
+    """The dtype in which each parameter is loaded; `HFModel` may convert it to float32 afterwards."""
 
     def values(self) -> Iterator[tuple[Tensor, Rows]]:
-        """Each parameter with its values. Tied weights are read once."""
+        """Yield each parameter with its values. Tied weights are read once."""
         read: set[int] = set()
         with open_weights(self.files) as rows:
             for source in self.sources:
@@ -81,14 +81,14 @@ class CastRows(NamedTuple):
 def _rows(source: TensorSource, target: str, rows: Callable[[str], Rows], dtype: torch.dtype) -> Rows:
     if source.convert is None:
         return rows(source.names[0])
-    # As transformers does: cast first, then convert.
+    # Cast first, then convert, as transformers does.
     return source.convert([rows(name)[...].to(dtype) for name in source.names])[target]
 
 
 def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int) -> OpenedModel:
-    """A Hugging Face model with parameters on the meta device; memory is checked for one of `share` equal parts."""
+    """Open a Hugging Face model with parameters on the meta device; checks memory for one of `share` equal parts."""
     meta = _load_on_meta(folder, weights, share=share)
-    # Not known before the test of the architecture.
+    # Not known until the architecture is tested.
     model = HFModel(meta.lm, source=folder, compute=compute, separates=False)
     fused = [source.targets for source in meta.sources if source.convert is not None]
     model.remember_files(meta.files, fused=fused)
@@ -96,7 +96,7 @@ def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecisi
 
 
 def open_adapters(folder: Path, *, compute: torch.dtype | None, share: int) -> OpenedModel:
-    """Unsharded adapters in host memory, on a base model with parameters on the meta device."""
+    """Open adapters, unsharded in host memory, on a base model with parameters on the meta device."""
     config = read_config(folder / ADAPTER_CONFIG)
     if keys := [key for key in READS_BASE if config.get(key)] or ["bias"] * (config.get("bias", "none") != "none"):
         raise NotShardableError(f"{ADAPTER_CONFIG} has {keys[0]}")
@@ -141,11 +141,11 @@ def adapters_on_cpu() -> Iterator[None]:
         nn.Module.to = to
 
 
-# The model, and the tensors of its files.
+# Building the model, and finding its tensors in the files.
 
 
 def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> MetaModel:
-    """The model of `load_lm` without the values of its parameters; errors of transformers are not caught."""
+    """Like `load_lm`, without the values of the parameters; errors of transformers are not caught."""
     files = read_model_files(folder)
     check_sizes(files)
     auto_config, auto_model = auto_classes(folder)
@@ -175,7 +175,9 @@ def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> Meta
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put parameters on the meta device when a module gets them; buffers, which configs define, are computed."""
+    """Put parameters on the meta device when they are registered; buffers, which depend only on the config, are
+    computed.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -191,7 +193,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
-    """The sources of a model's tensors by the rules of transformers (`convert_and_load_state_dict_in_model`)."""
+    """Find the sources of a model's tensors by the rules of transformers (`convert_and_load_state_dict_in_model`)."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -211,7 +213,7 @@ def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=state)
         if target not in state:
-            # A tensor that the model does not have.
+            # The model does not have this tensor.
             continue
         if pattern is not None:
             converted.setdefault(target, []).append((pattern, name))
@@ -219,7 +221,7 @@ def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
             raise NotShardableError(f"{plain[target]} and {name} are the same weight")
         else:
             plain[target] = name
-    # Transformers reverts these when it saves the model.
+    # transformers reverts these when it saves the model.
     lm._weight_conversions = [rule for rule in rules if rule.was_used()]
     yield from (TensorSource((name,), (target,)) for target, name in plain.items())
     for target, members in converted.items():
@@ -273,7 +275,7 @@ def _check_sources(lm: Any, files: ModelFiles, sources: Sequence[TensorSource], 
 
 
 def _dtypes(lm: Any, dtypes: WeightDtypes) -> Callable[[str, torch.dtype], torch.dtype]:
-    """The dtype of a weight by its name and that of the model in float32, as `opened_as` makes transformers load it."""
+    """The dtype in which `opened_as` makes transformers load each weight, given the model in float32."""
     if dtypes.are_float32:
         return lambda name, dtype: dtype
     from transformers.core_model_loading import build_glob_alternation
@@ -296,7 +298,7 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
             for target in source.targets:
                 if target not in meta.parameters:
                     dtype = dtype_of(target, state[target].dtype)
-                    # Copied: the tensor of safetensors may be the mapped file itself.
+                    # Copy: the tensor of safetensors may be a view of the memory-mapped file.
                     values = _rows(source, target, rows, dtype)[...].to(dtype, copy=True)
                     module, _, name = target.rpartition(".")
                     meta.lm.get_submodule(module)._buffers[name] = values
@@ -307,7 +309,7 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Turn oneDNN off, which keeps copies of weights for the next product; `torch.backends.mkldnn.flags` warns."""
+    """Turn off oneDNN, which caches copies of weights; `torch.backends.mkldnn.flags` would print a warning."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -317,9 +319,9 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, share: int) -> bool:
-    """Whether the architecture separates packed conversations: the test of `HFModel` on the mapped files.
+    """Run the test of `HFModel` on the memory-mapped files: does the architecture separate packed conversations?
 
-    Weights are read layer by layer, in the dtype of the files where that makes no difference: then they stay in the
+    Weights are read layer by layer, in the dtype of the files if that does not change the result: then they stay in the
     mapped files and take no memory.
     """
     meta = _load_on_meta(folder, "stored" if weights == "float32" else weights, share=share)

@@ -10,7 +10,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def place_in_world() -> tuple[int, int] | None:
-    """This process's rank and the number of ranks; None if there is no launcher."""
+    """The rank of this process and the number of ranks; None without a launcher."""
     if os.environ.keys() >= set(VARIABLES):
         rank, size = (_number(name) for name in VARIABLES[:2])
         if rank >= size:
@@ -29,5 +29,5 @@ def place_in_world() -> tuple[int, int] | None:
 def _number(name: str) -> int:
     text = os.environ[name]
     if not text.isascii() or not text.isdigit():
-        raise UsageError(f"{name} is {one_line(text)!r}; expected a whole number, as torchrun sets it")
+        raise UsageError(f"{name} is {one_line(text)!r}; expected an integer, as torchrun sets it")
     return int(text)

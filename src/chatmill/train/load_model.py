@@ -16,7 +16,7 @@ from chatmill.train.model import CausalModel, WeightPrecision
 from chatmill.train.model_files import check_folder, check_headers, is_adapter, model_type
 
 HUGGING_FACE = "chatmill.train.hf:HFModel"
-"""The family of every `model_type` that has none of its own."""
+"""The family of every `model_type` that is not in MODEL_FAMILIES."""
 ADAPTERS = "chatmill.train.lora:LoraModel"
 
 Load = Callable[..., CausalModel]
@@ -36,10 +36,11 @@ def open_model(
 ) -> CausalModel:
     """Load the model in a folder on the CPU; hidden states have `compute` precision (None: float32).
 
-    `weights` is the precision in which weights are held; "stored" keeps the dtype of the files.
+    `weights` is the precision of the weights in memory; "stored" keeps the dtype of the files.
 
-    An adapter folder gives its base model with the adapters applied; `base_model` is the folder of the base model, if
-    it has moved. The model of a checkpoint is opened only if its files match the hashes recorded when it was written.
+    For an adapter folder, this is the base model with the adapters applied; `base_model` is the folder of the base
+    model, if it has moved. The model of a checkpoint is opened only if its files match the hashes recorded when it was
+    written.
 
     >>> import tempfile
     >>> from chatmill.train import GPT, GPTSizes
@@ -51,7 +52,7 @@ def open_model(
     check_model(folder)
     check_folder(folder)
     if base_model is not None and not is_adapter(folder):
-        raise UsageError(f"{folder}: is not an adapter folder, and --base-model is given; leave it out")
+        raise UsageError(f"{folder}: is not an adapter folder, but --base-model is given; remove it")
     family = ADAPTERS if is_adapter(folder) else MODEL_FAMILIES.get(model_type(folder), HUGGING_FACE)
     if isinstance(family, str):
         module, _, name = family.partition(":")
@@ -70,7 +71,7 @@ def open_ready(
     """
     folder = model_folder(path)
     if base != "trained" and not is_adapter(folder):
-        raise UsageError(f"{folder}: is not an adapter folder, and --base is {base}; leave it out")
+        raise UsageError(f"{folder}: is not an adapter folder, but --base is {base}; remove it")
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     # For adapters, "float32" stands for the precision that the base model had in training.
     weights: WeightPrecision = "float32" if is_adapter(folder) and base == "trained" else "stored"
@@ -86,7 +87,7 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
 
 
 def check_is_model(folder: Path) -> None:
-    """Raise `DataError` if a folder holds neither a model nor adapters, by its headers; custom families read theirs."""
+    """Raise `DataError` if the headers of a folder are those of neither a model nor adapters; skips custom families."""
     check_folder(folder)
     if is_adapter(folder) or not callable(MODEL_FAMILIES.get(model_type(folder))):
         check_headers(folder)

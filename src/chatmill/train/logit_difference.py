@@ -22,7 +22,7 @@ class LogitDifference:
     max: float
     mean: float
     same_top: float
-    """Share of positions at which both models have the same most likely token."""
+    """Share of positions at which both models predict the same token."""
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor) -> LogitDifference:
@@ -33,7 +33,7 @@ class LogitDifference:
 
 def probe_logits(lm: Any) -> Tensor:
     """Logits of a transformers model for the fixed input, computed in float32."""
-    # The input has no packed rows, so the architecture is not tested for them.
+    # The input has no packed rows, so that test of the architecture is skipped.
     model = HFModel(lm, separates=True)
     x = torch.randint(model.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     x = x[:, : model.max_positions].to(model.device)

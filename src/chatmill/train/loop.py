@@ -2,8 +2,8 @@
 
     train_model(config, model_name="my_sft_model", dataset_dir="data/chat_sft")
 
-A run that is stopped at any moment and resumes from its last checkpoint computes the same as an undisturbed one: the
-batches are a function of the loader's cursor, the learning rate and all random numbers one of the step.
+A run that is stopped at any moment and resumes from its last checkpoint computes the same as an uninterrupted one:
+batches depend only on the loader's cursor, the learning rate and random numbers only on the step.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from chatmill.train.trackers.reporter import named_trackers
 from chatmill.train.untrained import UntrainedSteps
 
 CUT_COUNTS = ("cut_episodes", "cut_tokens", "answer_cut")
-"""What the loader counts of episodes that are longer than a row."""
+"""Counts of the loader for episodes that are longer than a row."""
 
 
 OnStep = Callable[[StepRecord], None]
 """Called on every rank after each step."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
-"""Called on rank 0 after an evaluation with the model and the step; the result goes into the metrics."""
+"""Called on rank 0 with the model and the step after each evaluation; the result is added to the metrics."""
 OpenText = Callable[[Place], TokenText | None]
-"""Opens what turns the tokens of a dataset into text, to show sample answers; None if it has no tokenizer."""
+"""Opens the decoder of a dataset's tokens, to show sample answers; returns None if the dataset has no tokenizer."""
 
 
 def train_model(
@@ -72,11 +72,11 @@ def train_model(
 ) -> TrainResult:
     """Train a model on a dataset, by default that of the config, and write the run to out_dir/model_name.
 
-    `resume` is `auto`, the newest checkpoint if there is one, or the folder of a checkpoint. `model` replaces the one
-    that the config would make, and `loss` the weighted cross entropy. `watch` is called after every step, `on_eval`
-    after every evaluation. Sample answers are shown if `open_text` returns a decoder. The run
-    reports to `trackers` as to those of `report_to`, at the end also the page that `report_page` returns. `notes` are
-    printed when the run starts. `quiet` prints nothing.
+    `resume` is `auto` (the newest checkpoint, if any) or the folder of a checkpoint. `model` replaces the model of the
+    config, and `loss` the weighted cross entropy. `watch` is called after every step, `on_eval` after every evaluation.
+    Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in addition to those in
+    `report_to`, at the end also the page that `report_page` returns. `notes` are printed when the run starts. With
+    `quiet` nothing is printed.
 
     A run that fails before it finishes its first step leaves neither a folder nor an audit log.
 
@@ -96,7 +96,7 @@ def train_model(
     config, chosen_steps = storable_config(config, data).with_accumulation()
     trackers = [*trackers, *named_trackers(config.report_to)]
     for named in (config.audit_dir, resume):
-        # Before anything is written.
+        # Check this before anything is written.
         local_path(named or "")
     configure_cache(config, data)
     with (
@@ -129,7 +129,7 @@ def _run_dir(
         data={"dataset_sha256": state.stage.dataset_sha256},
     )
     best, link = state.best.folder(folder) if state.config.keeps_best else None, folder / BEST
-    # A run that neither keeps a best checkpoint nor was told not to leaves the one that it was resumed with.
+    # If keep_best is null and off, keep the best checkpoint that the run was resumed with.
     outdated = link.is_symlink() and (state.config.keep_best is False or not link.exists())
     if state.config.keeps_best or outdated:
         try:
@@ -137,12 +137,12 @@ def _run_dir(
         except BaseException:
             run_dir.discard()
             raise
-    state.notes += [f"a later checkpoint stays as {path}; it is not used any more" for path in run_dir.set_aside]
+    state.notes += [f"a later checkpoint was renamed to {path}; it is no longer used" for path in run_dir.set_aside]
     return run_dir
 
 
 class _Launched(NamedTuple):
-    """A step that was launched on the device and whose result has not been read."""
+    """A step that runs on the device and whose result has not been read yet."""
 
     step: int
     epoch: float | None
@@ -150,12 +150,12 @@ class _Launched(NamedTuple):
     counts: StepCounts
     data_wait: float
     pending: Pending | None
-    """None if there was nothing to train."""
+    """None if the batch had no trained tokens."""
 
 
 @dataclass
 class _Loop:
-    """The remaining steps of a run."""
+    """Runs the remaining steps of a run."""
 
     state: TrainState
     run_dir: RunDir
@@ -166,14 +166,14 @@ class _Loop:
     untrained: UntrainedSteps = field(default_factory=UntrainedSteps)
     launched: _Launched | None = None
     ended: float = 0.0
-    """When the last step whose result was read ended."""
+    """End time of the last step whose result was read."""
     seconds: float = 0.0
     data_wait: float = 0.0
     loss: float | None = None
     evaluation: Evaluation | None = None
 
     def run(self) -> TrainResult:
-        """Take all remaining steps, or those before a signal; save, and return the result."""
+        """Run all remaining steps, or until a signal; save a checkpoint and return the result."""
         state, config, began = self.state, self.state.config, self.state.step
         try:
             for note in state.notes:
@@ -214,7 +214,7 @@ class _Loop:
             self.run_dir.close()
 
     def _step(self, *, stop_requested: bool) -> bool:
-        """Launch one step and read the result of the one before; whether a stop was requested on any rank."""
+        """Launch one step and read the result of the previous one; return whether any rank was asked to stop."""
         state, config, world = self.state, self.state.config, self.state.world
         before = time.perf_counter()
         cursor, cut = state.loader.cursor(), state.loader.counts()
@@ -251,12 +251,12 @@ class _Loop:
         self._finish_step()
         self.launched = launched
         if world.device.type == "cpu":
-            # It is computed already; its time would count for the step before.
+            # The step is already computed; otherwise this time would count towards it.
             self._finish_step()
         return counts.stop > 0
 
     def _finish_step(self) -> None:
-        """Wait for the launched step, and log it."""
+        """Wait for the launched step and log its result."""
         launched, self.launched = self.launched, None
         if launched is None:
             return
@@ -329,7 +329,7 @@ class _Loop:
         return is_best
 
     def _end_early(self) -> None:
-        """Stop the run early: check the data, and save as at the end of a run."""
+        """Stop the run early: check the data and save a checkpoint, as at the end of a run."""
         state = self.state
         if state.data_check is not None:
             state.data_check.check_at_end(self.run_dir.folder, state.step, state.world)
@@ -346,19 +346,22 @@ class _Loop:
     def _text(self) -> TokenText | None:
         if self.open_text is None:
             if self.run_dir.is_tracked:
-                self.run_dir.print("sample answers are scored, but not reported as text; use `chatmill train` for that")
+                self.run_dir.print(
+                    "sample answers are scored but not reported as text; use `chatmill train` to report them"
+                )
             return None
         folder = self.state.loader.sources[0].path
         text = self.open_text(folder)
         if text is None:
-            self.run_dir.print(f"sample answers are counted and not shown: the tokenizer of {folder} is not beside it")
+            self.run_dir.print(f"sample answers are scored but not shown: the tokenizer of {folder} was not found")
         return text
 
     def _save(self, *, usable: bool) -> None:
-        """Write a checkpoint, with a model folder if it is kept for use; all ranks call this."""
+        """Write a checkpoint, with a model folder if the checkpoint is kept; all ranks call this."""
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"
-        # Only the last and the best of sharded checkpoints have a model folder, for which ranks gather all weights.
+        # With sharded checkpoints, only the last and the best have a model folder, because it requires gathering all
+        # weights.
         usable = usable or not sharded
         about = about_model(state.loader, step=state.step, base=state.base) if usable else None
         folder, run, world = self.run_dir.folder, state.to_json(), state.world

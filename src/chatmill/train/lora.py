@@ -30,7 +30,7 @@ from chatmill.train.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_fo
 from chatmill.train.preflight import base_of, weights_hash
 
 ADAPTER_BASE = "base.json"
-"""Names the precision of the base model in training, if it was not the stored one (QLoRA)."""
+"""File with the precision of the base model in training, if that was not the stored one (QLoRA)."""
 
 
 class LoraModel(HFModel):
@@ -39,20 +39,20 @@ class LoraModel(HFModel):
     with_lora = CausalModel.with_lora
 
     def __init__(self, base: HFModel, peft_model: Any) -> None:
-        # peft injects its layers in place: base.lm contains them from here on.
+        # peft injects its layers in place: from now on, base.lm contains them.
         super().__init__(base.lm, source=base.source, compute=base.compute, separates=base.separates)
         # In a tuple, so that torch does not count the same weights twice.
         self._peft = (peft_model,)
         for module in self.lm.modules():
             use_adapted_linear(module)
         if self.compute not in (None, torch.float32):
-            # autocast casts the input of an adapter; peft would make a float32 copy of it first.
+            # autocast casts the input of an adapter; peft would first make a float32 copy.
             for module in self.lm.modules():
                 if hasattr(module, "cast_input_dtype_enabled"):
                     module.cast_input_dtype_enabled = False
 
     def _check_kind_of_head(self) -> None:
-        # The head of the base model was checked before.
+        # The head of the base model has already been checked.
         if type(self.lm.get_output_embeddings()) not in (nn.Linear, HalfLinear):
             raise DataError(
                 f"{self._name}: the adapters change its head, which is not supported without merging; "
@@ -61,7 +61,7 @@ class LoraModel(HFModel):
 
     @classmethod
     def on(cls, base: HFModel, sizes: LoraSizes) -> LoraModel:
-        """Add new adapters to a model and freeze its own weights; new adapters leave outputs unchanged."""
+        """Add new adapters to a model and freeze its own weights; new adapters do not change the output."""
         peft = _peft(str(base.source))
         targets = sizes.targets if isinstance(sizes.targets, str) else list(sizes.targets)
         head = next(name for name, module in base.lm.named_modules() if module is base.lm.get_output_embeddings())
@@ -88,7 +88,7 @@ class LoraModel(HFModel):
     ) -> LoraModel:
         """Load adapters that `save` wrote, with their base model from `base_model`, or from the folder they name.
 
-        `weights` is the precision of the frozen base model; "float32" stands for the precision it had in training.
+        `weights` is the precision of the frozen base model; "float32" means the precision it had in training.
         """
         check_folder(folder)
         adapter_rank(folder, read_config(folder / ADAPTER_CONFIG))
@@ -128,7 +128,7 @@ def read_adapters(folder: Path, lm: Any) -> Any:
     check_memory(4 * rank * most, folder, what="adapters of this rank")
     peft = _peft(str(folder))
     known = {field.name for field in fields(peft.LoraConfig)}
-    # Unknown numbers and strings only parametrize an option that another key turns on.
+    # Unknown numbers and strings only parametrize an option that a different key turns on.
     if unknown := [key for key, value in config.items() if key not in known and _is_on(value)]:
         raise DataError(
             f"{folder / ADAPTER_CONFIG}: has {one_line(unknown[0])}, which peft {peft.__version__} does not know; "
@@ -191,7 +191,7 @@ def trained_on(folder: Path) -> WeightPrecision:
 
 
 def base_folder(folder: Path, base_model: Path | None = None) -> Path:
-    """The folder of the base model of adapters: `base_model`, or the one they name; never downloads."""
+    """The folder of the base model of adapters: `base_model`, or the one that the adapters record; never downloads."""
     if base_model is not None:
         return base_model
     name = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -205,7 +205,7 @@ def base_folder(folder: Path, base_model: Path | None = None) -> Path:
 
 
 def check_base(folder: Path, base: Path) -> None:
-    """Raise `DataError` if the adapters record another base model than this one."""
+    """Raise `DataError` if the adapters were trained on a different base model."""
     check_model(base)
     stored = base_of(folder)
     if stored is not None and stored["sha256"] != (mine := weights_hash(base)):
@@ -220,5 +220,5 @@ def _peft(place: str) -> Any:
         with quiet():
             import peft
     except ImportError:
-        raise UsageError(f"{place}: adapters need peft; pip install 'chatmill[lora]'") from None
+        raise UsageError(f"{place}: adapters require peft; pip install 'chatmill[lora]'") from None
     return peft

@@ -1,8 +1,8 @@
-"""Losses: the interface that a loss function implements, and the weighted cross entropy of the trained tokens.
+"""Losses: the interface of a loss function, and the weighted cross entropy over trained tokens.
 
-The head runs on the trained positions alone, a chunk at a time, so that the logits of a whole batch never exist. Sums
-are returned, not means: the loop divides by the weight of the whole global batch, so that the result does not depend
-on how the batch is split into micro-batches and ranks.
+The head runs only on trained positions, a chunk at a time, so the logits of a whole batch are never materialized.
+Losses are sums, not means: the loop divides by the total weight of the global batch, so the result does not depend on
+how the batch is split into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.autograd.function import once_differentiable
 from chatmill.load.batch import IGNORE_INDEX
 
 LOGIT_BYTES = 1 << 26
-"""The most bytes of logits that exist at a time on a CPU: they fit its caches."""
+"""Maximum bytes of logits at a time on a CPU, chosen to fit its caches."""
 GPU_LOGIT_BYTES = 1 << 30
-"""The same on a GPU: enough to keep it busy."""
+"""Maximum bytes of logits at a time on a GPU, chosen to keep it busy."""
 MULTIPLE = 128
 """Positions are padded to a multiple of this, for efficient matrix products."""
 
 
 @dataclass(frozen=True)
 class TrainedPositions:
-    """The trained positions of a batch, computed on the host so that the device is never waited for.
+    """The trained positions of a batch, computed on the host, so that the host never waits for the device.
 
-    They are padded with positions of weight 0 to a multiple, and there is always at least one: a batch in which
-    nothing is trained has a loss of zero and zero gradients like any other.
+    They are padded with positions of weight 0 to a multiple of MULTIPLE. There is always at least one position, so a
+    batch without trained tokens has zero loss and zero gradients.
     """
 
     index: Tensor
-    """int64[N]: row * length + place of each trained position."""
+    """int64[N]: row * length + column of each trained position."""
     ids: Tensor
     """int64[N]: the token to predict there."""
     weights: Tensor
@@ -48,7 +48,7 @@ class TrainedPositions:
 
     @classmethod
     def of(cls, y: Tensor, weights: Tensor, *, multiple: int = MULTIPLE) -> TrainedPositions:
-        """Of targets and weights (rows, length); y is -100 where nothing is trained."""
+        """Select positions from targets and weights (rows, length); y is -100 at untrained positions."""
         flat = y.cpu().numpy().ravel()
         trained = np.flatnonzero(flat != IGNORE_INDEX)
         count = len(trained)
@@ -60,13 +60,13 @@ class TrainedPositions:
         return cls(torch.from_numpy(index), torch.from_numpy(ids), torch.from_numpy(weight), count, total)
 
     def to(self, device: torch.device | str) -> TrainedPositions:
-        """The same targets on another device."""
+        """Copy to a device."""
         index, ids, weights = (moved(part, device) for part in (self.index, self.ids, self.weights))
         return TrainedPositions(index, ids, weights, self.count, self.weight)
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on another device."""
+    """Copy a tensor to a device."""
     # A copy from unpinned memory would make the host wait until the GPU has finished all queued work.
     if torch.device(device).type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
         tensor = tensor.pin_memory()
@@ -100,9 +100,9 @@ class LMHead:
 
 
 class LossFunction(Protocol):
-    """Turns hidden states (rows, length, width) into the losses of the trained positions.
+    """Computes the losses of the trained positions from hidden states (rows, length, width).
 
-    `weighted_loss` is one, `chatmill.rollout.RolloutLoss` another. `train_model(loss=...)` takes any.
+    Examples are `weighted_loss` and `chatmill.rollout.RolloutLoss`. Pass one to `train_model(loss=...)`.
     """
 
     def __call__(self, hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Losses: ...
@@ -175,7 +175,7 @@ def _chunked_loss(
         logits = h @ matrix.T if bias is None else torch.addmm(bias, h, matrix.T)
         ids, weights = targets.ids[start:stop], targets.weights[start:stop]
         tokens[start:stop] = entropy_in_place(logits, ids, weights, head.scale, head.cap)
-        # From here on `logits` holds the gradient of the chunk's logits.
+        # From now on, `logits` holds the gradient of the chunk's logits.
         if grad_hidden is not None:
             grad_hidden[start:stop] = logits @ matrix
         if grad_weight is not None:
@@ -186,7 +186,7 @@ def _chunked_loss(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a product to a float32 sum; on a GPU without rounding it to the dtype of its factors."""
+    """Add a matrix product to a float32 sum; on a GPU, without rounding it to the dtype of its factors first."""
     if a.is_cuda and torch.version.hip is None and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -194,7 +194,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
-    """Ranges of positions whose logits fit, as even as multiples allow."""
+    """Split positions into ranges whose logits fit into the limit, as even as multiples allow."""
     limit = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
     most = max(1, limit // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
     number = -(-count // most)
@@ -203,7 +203,7 @@ def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
 
 
 def entropy(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Cross entropy of each row of logits; overwrites the logits with the gradient of Σ weight · loss."""
+    """Return the cross entropy of each row; overwrite the logits with the gradient of Σ weight · loss."""
     z = logits.float() * scale
     if cap is not None:
         z = cap * torch.tanh(z / cap)

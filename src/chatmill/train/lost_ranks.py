@@ -1,8 +1,8 @@
 """Detect within seconds that a rank of a run is lost, and end the other ranks.
 
-Every rank keeps a TCP connection to two ranks, the hubs: rank 0, and one on another node if there is one. The system
-closes the connections of a process that ends, for any reason, and TCP keep-alive those to a node that is unreachable.
-A rank that is slow, stopped by a debugger, or compiling keeps its connections: nothing has to be sent.
+Every rank keeps a TCP connection to two ranks, the hubs: rank 0, and one on another node if there is one. When a
+process ends for any reason, the operating system closes its connections; TCP keep-alive closes those to an unreachable
+node. A rank that is slow, compiling, or stopped in a debugger keeps its connections, because nothing has to be sent.
 
     rank 0 ── rank 1, rank 2, rank 3, …      a hub sends all others the ranks that are lost;
     hub b  ── rank 0, rank 1, rank 2, …      the first remaining hub prints one line
@@ -39,41 +39,43 @@ CONNECT_SECONDS = 30
 SETTLE_SECONDS = 0.5
 """Ranks that are lost within this time, such as all ranks of a node, are named in one line."""
 GRACE_SECONDS = 5.0
-"""The time that the main thread has to end after it was interrupted."""
+"""How long the main thread may take to end after it was interrupted."""
 FAILED_SECONDS = 5.0
-"""How long it is not interrupted if another rank failed with an error: it may be about to raise the same error."""
+"""Delay before the main thread is interrupted if another rank failed with an error: this rank may be about to raise the
+same error.
+"""
 WAKE = signal.SIGURG
-"""Interrupts the main thread; without a handler the system ignores it."""
+"""The signal that interrupts the main thread; without a handler the system ignores it."""
 MOST_BYTES = 1 << 14
 """The longest message that is read."""
 MOST_UNKNOWN = 64
-"""Open connections that have not sent the token of the run yet."""
+"""Maximum open connections that have not sent the token of the run yet."""
 SHOWN_RANKS = 8
 
 
 class RankError(ChatmillError):
-    """An error of one rank, which reports it itself; rank 0 reports errors that all ranks raise."""
+    """An error on a single rank, which reports it; errors that all ranks raise are reported by rank 0."""
 
 
 class LostRankError(RankError):
-    """Another rank was killed, failed, or is on a node that cannot be reached any more."""
+    """Another rank was killed, failed, or is on a node that has become unreachable."""
 
     def __init__(self, text: str, *, reported: bool = False) -> None:
         super().__init__(text)
         self.reported = reported
-        """Whether another rank prints it."""
+        """Whether another rank prints the error."""
 
 
 @dataclass
 class _Connection:
-    """A connection to another rank; its rank is None until it has sent the token."""
+    """A connection to another rank; `rank` is None until the other rank has sent the token."""
 
     connection: socket.socket
     rank: int | None = None
     host: str = ""
     received: bytes = b""
     has_left: bool = False
-    """Whether it has announced its end, normal or with an error."""
+    """Whether the other rank has announced that it ends, normally or with an error."""
 
 
 @dataclass
@@ -101,7 +103,7 @@ class RankWatch:
     """This rank's connections to others, watched by a thread until `close`."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Connect to the hubs, which the ranks find through the store; all ranks do this."""
+        """Connect to the hubs, whose addresses are in the store; all ranks do this."""
         self._rank, self._size, self._host = rank, size, one_line(socket.gethostname(), 64)
         self._lock = threading.RLock()
         self._fault = _Fault()
@@ -125,10 +127,10 @@ class RankWatch:
             self.close(error)
             raise
 
-    # Called by the main thread.
+    # Methods called by the main thread.
 
     def close(self, error: BaseException | None) -> None:
-        """Tell the others that this rank is not lost but done, or has failed with an error that it reports itself."""
+        """Tell the other ranks that this rank has finished, or has failed with an error that it reports itself."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -158,8 +160,8 @@ class RankWatch:
         return self._known.is_set()
 
     def explain(self) -> LostRankError | None:
-        """Why a collective failed, after a short wait for messages of the hubs; None if no rank is lost."""
-        # The hubs detect a broken connection a moment later, and tell all other ranks.
+        """Wait briefly for messages from the hubs; return why a collective failed, or None if no rank is lost."""
+        # The hubs detect a broken connection a moment later and notify all other ranks.
         if not self._known.wait(GRACE_SECONDS):
             return None
         time.sleep(SETTLE_SECONDS)
@@ -180,7 +182,7 @@ class RankWatch:
             self._token, self._hubs = str(hub["token"]), tuple(map(int, hub["hubs"]))
             connection = self._join(0, address, int(hub["port"]))
             if self._rank == self._hubs[1] and self._size > 2:
-                # On the network interface through which it reaches rank 0.
+                # Listen on the network interface that connects to rank 0.
                 here = "127.0.0.1" if connection is None else connection.getsockname()[0]
                 store.set("chatmill/hub 1", json.dumps([here, self._open_listener(here)]))
         self._thread.start()
@@ -201,7 +203,7 @@ class RankWatch:
                 warnings.warn(
                     f"rank {self._rank} on {self._host} cannot connect to {address}:{port} "
                     f"({error.strerror or error}); "
-                    "if another rank is lost, it waits until its collectives time out",
+                    "if another rank is lost, this rank waits until its collectives time out",
                     stacklevel=1,
                 )
             return None
@@ -212,7 +214,7 @@ class RankWatch:
         self._send({"token": self._token, "rank": self._rank, "host": self._host}, [peer])
         return connection
 
-    # The watching thread.
+    # Methods of the watching thread.
 
     def _watch(self) -> None:
         interrupted = False
@@ -269,7 +271,7 @@ class RankWatch:
             self._note({"lost": peer.rank, "host": peer.host, "how": how})
 
     def _take(self, peer: _Connection, line: bytes) -> bool:
-        """Act on a message; whether it is one that this peer may send."""
+        """Handle a message; return whether this peer may send it."""
         try:
             message = json.loads(line)
             if peer.rank is None:
@@ -332,7 +334,7 @@ class RankWatch:
         hubs = [hub for hub in self._hubs if hub not in self._fault.lost]
         reported = bool(hubs) and min(hubs) != self._rank
         if not self._fault.lost and self._fault.failed is not None:
-            # The rank that failed printed it, unless it left that to rank 0, which raised no error.
+            # The failed rank printed the error, unless it left that to rank 0 and rank 0 raised no error.
             reported = self._rank != 0 or not self._fault.failed.get("silent")
         return LostRankError(self._fault.text(), reported=reported)
 
@@ -358,7 +360,7 @@ class RankWatch:
             signal.pthread_kill(self._main, WAKE)
 
     def _end(self) -> None:
-        """End the process, even if the main thread is blocked."""
+        """Terminate the process, even if the main thread is blocked."""
         with self._lock:
             if self._closed.is_set():
                 return

@@ -2,8 +2,8 @@
 
 An update is computed in float32 and rounded once. A weight between two bfloat16 numbers is rounded to either of them,
 with probabilities that preserve its expected value, so updates smaller than half a unit in the last place are not lost.
-8-bit moments are codes of a lookup table with one scale per block of a row (Dettmers et al., arXiv 2110.02861). Of the
-second moment the square root is stored: it has the range of the gradients, so that none underflows to zero.
+8-bit moments are codes of a lookup table with one scale per block of a row (Dettmers et al., arXiv 2110.02861). The
+second moment is stored as its square root, which has the range of the gradients and so does not underflow to zero.
 
 On a GPU the update is compiled to one kernel per parameter, without a float32 copy of it.
 """
@@ -21,10 +21,10 @@ from torch import Tensor
 from chatmill.train.distributed import local
 
 BLOCK = 256
-"""Largest number of values of a row that share a scale."""
+"""Maximum number of values of a row that share a scale."""
 SMALLEST_BLOCK = 32
 FEWEST = 4096
-"""Parameters with fewer values have bfloat16 moments."""
+"""Parameters with fewer values than this have bfloat16 moments."""
 CHUNK = 1 << 20
 """Values per chunk of an update that is not compiled."""
 DECADES = 7
@@ -52,14 +52,14 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         self.eight_bit = eight_bit
 
     def fresh_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Initial state of a parameter."""
+        """Create the initial state of a parameter."""
         step = torch.tensor(0.0)
         size = _block_size(parameter) if self.eight_bit else 0
         if not size:
             moments = (_zeros(parameter, torch.bfloat16) for _ in range(2))
             return {"step": step, **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
         codes = (_zeros(parameter, torch.uint8) for _ in range(2))
-        # Sliced from the parameter, so that scales are sharded by rows like it.
+        # Slice the parameter, so that its scales are sharded by rows in the same way.
         like = parameter.detach()[..., : parameter.shape[-1] // size]
         scales = (_zeros(like, torch.float32) for _ in range(2))
         kinds = "exp_avg", "exp_avg_rms", "exp_avg_scale", "exp_avg_rms_scale"
@@ -94,7 +94,7 @@ def _block_size(parameter: Tensor) -> int:
 
 
 def _numbers(group: dict[str, Any], count: float, device: torch.device) -> Tensor:
-    """Scalars of a step as a tensor on the device: as Python floats they would be compiled in as constants."""
+    """Scalars of a step as a tensor on the device: Python floats would be compiled in as constants."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     corrected = lr / (1 - beta1**count), 1 / math.sqrt(1 - beta2**count)
     numbers = torch.tensor([1 - lr * group["weight_decay"], beta1, beta2, *corrected, group["eps"]])
@@ -137,7 +137,8 @@ def _update_bf16(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
     bits = _random_bits(weight)
     new, mean, square = _adamw(weight, grad, exp_avg.float(), exp_avg_sq.float(), numbers)
     exp_avg.copy_(mean)
-    # Rounded to nearest, a moment that changes by less than half a unit per step (beta2 near 1) would never change.
+    # With rounding to nearest, a moment that changes by less than half a unit per step (beta2 near 1) would never
+    # change.
     exp_avg_sq.copy_(_rounded(square, bits >> 14))
     weight.copy_(new if weight.dtype == torch.float32 else _rounded(new, bits))
 
@@ -187,7 +188,7 @@ def _random_bits(like: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor, bits: Tensor) -> Tensor:
-    """Stochastic rounding of float32 values to bfloat16, with the low 16 of the random bits."""
+    """Round float32 values stochastically to bfloat16, using the low 16 random bits."""
     # bfloat16 is the upper half of a float32: a carry out of the lower half rounds away from zero.
     rounded = ((values.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
     # Adding random bits to the NaN that GPUs produce would overflow to -0.
@@ -198,7 +199,7 @@ def _codes(values: Tensor, edges: Tensor) -> Tensor:
     """The code of each value: the number of edges at or below it."""
     if not torch.compiler.is_compiling():
         return torch.bucketize(values, edges[1:], out_int32=True, right=True).to(torch.uint8)
-    # A binary search by lookups, which torch.compile fuses into the kernel.
+    # Binary search with table lookups, which torch.compile fuses into the kernel.
     codes = torch.zeros_like(values, dtype=torch.int32)
     for bit in (128, 64, 32, 16, 8, 4, 2, 1):
         codes = codes + torch.where(values >= edges[codes + bit], bit, 0)
@@ -213,7 +214,7 @@ def _tables(device: torch.device) -> tuple[Tensor, ...]:
         levels = code_levels(is_signed=is_signed)
         edges = torch.cat([levels[:1], (levels[1:] + levels[:-1]) / 2])
         if not is_signed:
-            # Only zero itself is rounded to zero: the square root is a divisor.
+            # Round only zero to zero, because the square root is a divisor.
             edges[1] = TINY
         tables += [levels.to(device), edges.to(device)]
     return tuple(tables)

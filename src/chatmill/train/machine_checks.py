@@ -1,6 +1,6 @@
 """Checks of one node: versions, GPUs, memory, system limits, network settings.
 
-Each check is a function that yields rows of `chatmill doctor`. They also work where torch is not installed.
+Each check is a function that yields rows of `chatmill doctor`. They also work without torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CheckRow:
 
     @classmethod
     def of(cls, values: Any) -> CheckRow:
-        """A row that another rank sent."""
+        """Parse a row that another rank sent."""
         return cls(*(one_line(str(values[name]), 500) for name in ("check", "value", "status", "right")))  # type: ignore[arg-type]
 
 
@@ -77,19 +77,19 @@ def _version(package: str) -> str | None:
     try:
         return metadata.version(package) if find_spec(package) is not None else None
     except (metadata.PackageNotFoundError, ValueError):
-        # Importable without the metadata that pip writes, or blocked.
+        # The package has no pip metadata, or its import is blocked.
         return None
 
 
 def gpus() -> Iterator[CheckRow]:
-    """The GPU of this rank, or all GPUs if there is one process."""
+    """Check the GPU of this rank, or all GPUs if there is only one process."""
     driver = _driver()
     yield CheckRow("driver", driver or "none")
     if _version("torch") is None:
         return
     import torch
 
-    yield CheckRow("CUDA", torch.version.cuda or "none, torch is built for CPUs")
+    yield CheckRow("CUDA", torch.version.cuda or "none; torch is built for CPUs")
     if not torch.cuda.is_available():
         wrong = driver is not None
         right = "install a build of torch for this driver's CUDA, and check CUDA_VISIBLE_DEVICES" if wrong else ""
@@ -135,7 +135,7 @@ def host_memory() -> Iterator[CheckRow]:
     free = available_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shown = "unknown" if free == float("inf") else f"{free / GIB:.1f} GiB"
-    value = f"{shown} available to this process, the node has {total / GIB:.1f} GiB; {_cpus()} CPUs"
+    value = f"{shown} available to this process of {total / GIB:.1f} GiB on the node; {_cpus()} CPUs"
     low = free < LOW_MEMORY
     yield CheckRow("memory", value, "warn" if low else "OK", f"{LOW_MEMORY // GIB} GiB or more" if low else "")
     if SHM.is_dir():
@@ -150,7 +150,7 @@ def _cpus() -> int:
 
 
 def open_files() -> Iterator[CheckRow]:
-    """Open files: ranks keep connections to all others, and map the files of a dataset."""
+    """Check the limit of open files: a rank has connections to all others and maps the files of a dataset."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     size = os.environ.get("WORLD_SIZE", "1")
     needed = 512 + 4 * (int(size) if size.isdigit() else 1)
@@ -162,7 +162,7 @@ def open_files() -> Iterator[CheckRow]:
 
 
 def network() -> Iterator[CheckRow]:
-    """The network interfaces that ranks use to reach each other."""
+    """Check the network interfaces that connect the ranks."""
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return
     master, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -170,7 +170,7 @@ def network() -> Iterator[CheckRow]:
     try:
         address = socket.getaddrinfo(master, int(port), type=socket.SOCK_STREAM)[0]
         with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
-            # A datagram socket connects without sending anything.
+            # Connecting a datagram socket sends no packets.
             probe.connect(address[4])
             mine = str(probe.getsockname()[0])
         value = f"{master}:{port}, from {mine}" + (f" ({known[mine]})" if mine in known else "")

@@ -1,4 +1,4 @@
-"""The memory that this process may still fill: that of the host, and of the control groups it is in."""
+"""The memory that this process may still use, limited by the host and by its control groups (cgroups)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory() -> float:
-    """Bytes that this process could still fill; infinite where the system does not say.
+    """Bytes that this process may still use; infinite if the system does not report a limit.
 
-    Linux hands out more, and then kills the process that fills it. A container's limit is that of its control group.
+    Linux allocates more than that, and later kills the process that uses it. The limit of a container is that of its
+    control group.
     """
     return min([_free_on_host(), *_free_in_groups(), _free_by_rlimit()])
 
 
 def check_memory(needed: float, place: Path | str, *, what: str = "the model") -> None:
-    """Raise `DataError` if so many bytes are not available."""
+    """Raise `DataError` if less memory is available."""
     if needed > (free := available_memory()):
         raise DataError(
-            f"{place}: {what} takes {needed / 2**30:,.1f} GiB of memory, {free / 2**30:,.1f} are available here; "
-            "take a smaller model or a larger machine"
+            f"{place}: {what} takes {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} GiB are available; "
+            "use a smaller model or a larger machine"
         )
 
 
@@ -37,7 +38,7 @@ def _free_on_host() -> float:
 
 
 def _free_in_groups() -> Iterator[float]:
-    """What is left of the limit of each control group that this process is in, of both versions."""
+    """Yield the free memory of each control group of this process, for cgroup v1 and v2."""
     try:
         lines = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -52,7 +53,7 @@ def _free_in_groups() -> Iterator[float]:
             prefix = "total_"
         else:
             continue
-        # A group has the limits of those around it. In a container its path may be one that only the host sees.
+        # The limits of parent groups apply too. In a container, the path may exist only on the host.
         for folder in [root / inside, *(root / inside).parents]:
             if folder == root.parent:
                 break
@@ -62,12 +63,12 @@ def _free_in_groups() -> Iterator[float]:
                 cached = sum(int(table.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
                 yield max(0, most - used + cached)
             except (OSError, ValueError):
-                # Not there, or "max": no limit.
+                # The file does not exist, or contains "max": no limit.
                 continue
 
 
 def _free_by_rlimit() -> float:
-    """What `ulimit -v` leaves."""
+    """Yield the bytes left below the limit of `ulimit -v`."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return float("inf")

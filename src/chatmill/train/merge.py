@@ -51,11 +51,11 @@ class Merged:
     layers: int
     """Number of layers with an adapter."""
     dtype: str
-    """The precision of most weights."""
+    """The dtype of most weights."""
     size: int
     """Bytes of the weights."""
     difference: LogitDifference | None = None
-    """Difference from the trained model, if adapters of a quantized base were merged into the original one."""
+    """Difference from the trained model, if adapters of a quantized base model were merged into the original one."""
 
 
 def merge_adapters(
@@ -75,7 +75,7 @@ def merge_adapters(
     is called after each merged layer.
 
     Adapters trained on a quantized base are merged into its dequantized weights, which they were trained on. With
-    `base` "original" they are merged into the stored weights, and the result reports the difference of the logits.
+    `base` "original" they are merged into the stored weights, and the result reports how the logits differ.
     """
     target = local_path(output)
     folder = model_folder(path)
@@ -106,7 +106,7 @@ def merge_adapters(
             copy_tokenizer(folder, staging)
             about = _write_about(folder, place, staging)
         except (SafetensorError, OSError) as error:
-            # When the disk is full, safetensors raises an error of its own, and shutil names the file that it reads.
+            # When the disk is full, safetensors raises its own error, and shutil names the source file.
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ChatmillError(f"{staging}: the model cannot be written ({one_line(str(reason))})") from None
         dtype = json.loads((staging / CONFIG).read_text())["dtype"]
@@ -121,7 +121,7 @@ def merge_adapters(
 
 
 def _dequantized(base: Path, save_dtype: str) -> Any:
-    """The base model with its weights quantized and dequantized again."""
+    """Load the base model, with its weights quantized and dequantized again."""
     lm = load_lm(base, weights="nf4")
     from chatmill.train.quantized import dequantize
 
@@ -130,7 +130,7 @@ def _dequantized(base: Path, save_dtype: str) -> Any:
 
 
 def _difference(lm: Any, folder: Path, base: Path) -> LogitDifference:
-    """Difference of logits between the merged model and the quantized base with adapters."""
+    """Compare the logits of the merged model with those of the quantized base model with adapters."""
     merged = probe_logits(lm)
     trained = load_lm(base, weights="nf4")
     read_adapters(folder, trained)
@@ -156,7 +156,7 @@ def _merge(lm: Any, folder: Path, save_dtype: str, progress: Callable[[int], Non
                 kept = dtype if save_dtype == "auto" else getattr(torch, save_dtype)
                 module._parameters[name].data = module._parameters[name].data.to(kept)
             progress(1)
-        # Replaces each adapter layer by its merged base layer.
+        # This replaces each adapter layer with its merged base layer.
         peft_model.merge_and_unload(progressbar=False)
     for config in (lm.config, lm.config.get_text_config()):
         if getattr(config, "tie_word_embeddings", False):
@@ -171,7 +171,7 @@ def _untie(lm: Any, layers: Sequence[Any], folder: Path) -> None:
     uses = Counter(id(parameter) for module in lm.modules() for parameter in module._parameters.values())
     ends = lm.get_input_embeddings(), lm.get_output_embeddings()
     for layer in layers:
-        # Trained tokens apply to all layers that share the embedding.
+        # Trained token embeddings apply to all layers that share the embedding.
         if not isinstance(layer, LoraLayer):
             continue
         module = layer.get_base_layer()
@@ -205,7 +205,7 @@ def _listed(folder: Path) -> Iterator[str]:
     data.pop("sha256", None)
     listed = data.get("files")
     if hashed_text(data) != raw or not isinstance(listed, dict):
-        raise DataError(f"{path}: does not have the hash it names; it was changed or damaged")
+        raise DataError(f"{path}: its hash differs from the recorded one; the file was changed or is damaged")
     yield from listed
 
 

@@ -1,7 +1,7 @@
-"""The model interface: what the loop, evaluation and generation need of a model, whatever its family.
+"""The model interface that the loop, evaluation and generation use for every model family.
 
-A batch becomes a loss in two steps, and each can be replaced: a model family computes hidden states and names its
-head (`CausalModel`), and a loss function turns both into a number (`LossFunction` in loss.py).
+The loss of a batch takes two steps, each of which can be replaced: a model family computes hidden states and provides
+its head (`CausalModel`), and a loss function computes the loss from both (`LossFunction` in loss.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 WeightPrecision = Literal["float32", "stored", "bfloat16", "nf4"]
-"""The precision in which the weights of a model are held.
+"""The precision of a model's weights in memory.
 
 float32: master weights, for full fine-tuning. stored: the dtype of the files, for frozen weights. bfloat16: for
 optimizers that train bfloat16 weights. nf4: linear layers quantized to 4 bits, for QLoRA.
@@ -33,9 +33,10 @@ optimizers that train bfloat16 weights. nf4: linear layers quantized to 4 bits, 
 
 
 ACTIVATION_BUDGET = 0.99
-"""What compiled layers keep for the backward pass, relative to what torch would keep by default.
+"""Activations that compiled layers keep for the backward pass, relative to torch's default.
 
-Anything below 1 makes torch recompute elementwise results; much less would make it recompute products too.
+Anything below 1 makes torch recompute elementwise results; a much lower value would make it recompute matrix products
+too.
 """
 
 
@@ -49,7 +50,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device | str) -> Inputs:
-        """A batch from the loader, which is in host memory, on the model's device."""
+        """Copy a batch of the loader from host memory to the model's device."""
         x, y, weights, positions, segments = (
             torch.as_tensor(part) for part in (batch.x, batch.y, batch.weights, batch.positions, batch.segments)
         )
@@ -58,10 +59,11 @@ class Inputs(NamedTuple):
 
 
 def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
-    """`compute` itself, once torch can multiply in it without a warning.
+    """Return `compute`, after making sure that torch can compute in it without a warning.
 
-    On an Arm processor without bfloat16 instructions torch tries oneDNN for the first bfloat16 product, warns in thirty
-    lines, and turns oneDNN off for good. This turns it off first: the same results, and nothing to read.
+    On an Arm processor without bfloat16 instructions, torch tries oneDNN for the first bfloat16 product, prints a
+    warning of thirty lines, and turns oneDNN off permanently. This turns it off first, with the same results and
+    without the warning.
     """
     is_arm = platform.machine() == "aarch64" and torch.backends.mkldnn.is_available()
     if compute is torch.bfloat16 and is_arm and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -73,11 +75,11 @@ class DecodingCache(Protocol):
     """Keys and values of the tokens seen so far, row by row, during generation."""
 
     def take(self, rows: Tensor) -> None:
-        """Continue with these rows in this order; a row may be repeated or left out."""
+        """Keep these rows in this order; rows may be repeated or dropped."""
 
 
 class SavedPart(NamedTuple):
-    """Weights of a model that are saved together in one file: usually one weight as one tensor."""
+    """Weights of a model that are saved together in one file; usually a single tensor."""
 
     weights: tuple[str, ...]
     """Names in the model's state dict."""
@@ -88,20 +90,20 @@ class SavedPart(NamedTuple):
 
 
 class CausalModel(nn.Module):
-    """A model that predicts the next token from those before it in the same segment.
+    """A model that predicts the next token from the previous tokens of the same segment.
 
-    Called as a module it returns losses, so that what wraps modules (DDP, FSDP) sees the whole forward pass. A new
-    family subclasses this and adds its `load` to `MODEL_FAMILIES` (load_model.py).
+    Calling the module returns losses, so that wrappers such as DDP and FSDP see the whole forward pass. A new family
+    subclasses this and adds its `load` to `MODEL_FAMILIES` (load_model.py).
     """
 
     vocab_size: int
     max_positions: int
-    """The longest conversation in tokens."""
+    """Maximum sequence length, in tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loss: LossFunction = weighted_loss
-        """How hidden states and targets become losses; `train_model(loss=...)` sets it."""
+        """The loss function; `train_model(loss=...)` sets it."""
 
     def forward(self, x: Tensor, positions: Tensor, segments: Tensor, targets: TrainedPositions) -> Losses:
         """Losses of the targets in a batch; x, positions and segments are (rows, length)."""
@@ -109,26 +111,26 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """Hidden states (rows, length, width), ready for the head; no token attends to another segment."""
+        """Hidden states (rows, length, width) for the head; no token attends to another segment."""
 
     @abstractmethod
     def head(self) -> LMHead:
         """How logits are computed from hidden states."""
 
     def logits(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """All logits (rows, length, vocabulary) in float32: for tests and small batches, not for training."""
+        """All logits (rows, length, vocabulary) in float32, for tests and small batches."""
         return self.head().logits(self.hidden(x, positions, segments))
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
         """Logits (rows, vocabulary) after right-padded prompts (rows, length), and the cache.
 
-        `room` is how many tokens may follow a prompt.
+        `room` is the maximum number of tokens to generate after a prompt.
         """
 
     @abstractmethod
     def step(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
-        """Logits (rows, vocabulary) after one more token a row."""
+        """Logits (rows, vocabulary) after one more token per row."""
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
@@ -143,12 +145,14 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the model into an existing folder: safetensors and JSON. `state` replaces its own weights."""
+        """Write the model into an existing folder: safetensors and JSON. If given, `state` is saved instead of the
+        model's weights.
+        """
 
     def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
         """Write a model folder without its weights, and return the parts to save them in; None if these are unknown.
 
-        `like` are the weights on the meta device, in the dtypes in which they are saved.
+        `like` has the weights on the meta device, in the dtypes they are saved in.
         """
         return None
 
@@ -161,19 +165,19 @@ class CausalModel(nn.Module):
         return None
 
     def with_lora(self, sizes: LoraSizes, folder: Path) -> CausalModel:
-        """This model with fresh adapters, and its own weights frozen; `folder` is where it was read from."""
-        raise UsageError(f"{folder}: is not a Hugging Face model, and lora is given; LoRA requires one")
+        """Add new adapters to this model and freeze its weights; `folder` is the folder it was loaded from."""
+        raise UsageError(f"{folder}: is not a Hugging Face model, but lora is given; LoRA requires one")
 
     def trained_state(self) -> dict[str, Tensor]:
-        """The weights that training changes, by name: all of them, or the adapters of a model that has some."""
+        """The trainable weights by name: all weights, or only the adapters if the model has any."""
         return {name: parameter.detach() for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def compile_blocks(self, *, recompute: bool = True) -> None:
-        """Compile each block; they share one compilation. Shapes are static.
+        """Compile each block; equal blocks are compiled once. Shapes are static.
 
-        `recompute`: results of elementwise operators are recomputed in the backward pass, in kernels that read their
-        inputs anyway, which saves a quarter of the memory at the same speed. Blocks with activation checkpointing take
-        less without it. The setting belongs to the process.
+        With `recompute`, the backward pass recomputes the results of elementwise operators, in kernels that read their
+        inputs anyway, which saves a quarter of the memory at the same speed. With activation checkpointing, blocks need
+        less memory without it. The setting applies to the whole process.
         """
         import torch._functorch.config as partitioner
 
@@ -183,7 +187,7 @@ class CausalModel(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Each shared parameter counted once."""
+        """Number of parameters; shared parameters count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
@@ -193,7 +197,7 @@ class CausalModel(nn.Module):
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """A module in eval mode (no dropout); afterwards it is in the mode it was in."""
+    """Context that puts a module in eval mode (no dropout), and restores its mode afterwards."""
     training = module.training
     module.eval()
     try:

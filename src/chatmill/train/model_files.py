@@ -1,13 +1,13 @@
-"""Check a model folder by its file types and headers, before anything of it is loaded.
+"""Check the file types and headers of a model folder before anything is loaded.
 
-Model folders come from others. What is read of one:
+Model folders may come from untrusted sources. Only these files are read:
 
     config.json                     an object, whose sizes the weights can have
     model.safetensors               or the files of this folder that model.safetensors.index.json lists
     adapter_model.safetensors       instead, in a folder with adapter_config.json
 
-Pickles (pytorch_model.bin, .pt, …) are not read: loading one can run any code. This module needs no torch, so that a
-folder that cannot be used is refused at once.
+Pickles (pytorch_model.bin, .pt, …) are not read: loading one can run any code. This module does not import torch, so an
+unusable folder is refused quickly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 HEADER_LIMIT = 1 << 25
-"""Bytes of a safetensors header that are read at most."""
+"""Maximum size of a safetensors header in bytes."""
 DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -51,13 +51,13 @@ LAYER_COUNTS = {
     "n_blocks",
     "depth",
 }
-"""Keys of a config that count layers: each has a tensor at least."""
+"""Config keys that count layers; each layer has at least one tensor."""
 MOST_LAYERS = 2048
-"""No model has more; so many are made in a few seconds."""
+"""Maximum number of layers; a model with this many is built in a few seconds."""
 SIZES = {"vocab_size", "hidden_size", "n_embd", "d_model", "num_experts", "num_local_experts", "n_routed_experts"}
-"""Keys of a config that are a dimension of some tensor, or smaller than one."""
+"""Config keys whose value is at most the largest dimension of a tensor."""
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-"""Keys that transformers takes for a repository of code if there is a slash in the value."""
+"""Config keys whose value transformers treats as a code repository if it contains a slash."""
 
 
 class TensorInfo(NamedTuple):
@@ -74,7 +74,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model folder says of itself, after it was found to be consistent."""
+    """The config and tensor headers of a model folder, checked for consistency."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -82,9 +82,9 @@ class ModelFiles:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `DataError` unless a model folder holds nothing but folders and plain files of its own.
+    """Raise `DataError` unless a model folder contains only folders and regular files.
 
-    Links must stay in the folder; those of Hugging Face's cache lead from snapshots/ to blobs/ beside it.
+    Links must not leave the folder, except that those in the Hugging Face cache point from snapshots/ to blobs/.
     """
     try:
         root = folder.resolve()
@@ -93,19 +93,19 @@ def check_folder(folder: Path) -> None:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             path = folder / entry.name
             if entry.is_symlink() and not path.resolve().is_relative_to(root):
-                raise DataError(f"{path}: is a link out of the model folder; copy the file there")
+                raise DataError(f"{path}: is a link out of the model folder; copy the file into the folder")
             mode = stat.S_IFMT(path.stat().st_mode) if path.exists() else 0
             if mode not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise DataError(f"{path}: is {KINDS.get(mode, 'no file')}; a model folder holds plain files")
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
     except RuntimeError as error:
-        # Before Python 3.13 a cycle of links.
+        # Before Python 3.13, raised for a cycle of links.
         raise DataError(f"{folder}: cannot be read ({one_line(str(error))})") from None
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object of a file of a model folder."""
+    """Read a JSON object from a file of a model folder."""
     try:
         config = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -115,18 +115,18 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({one_line(str(error))})") from None
     if not isinstance(config, dict):
-        raise DataError(f"{path}: is no JSON object; expected the config of a model")
+        raise DataError(f"{path}: is not a JSON object; expected the config of a model")
     return config
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """The config and the tensors of a model folder, of which only the headers are read."""
+    """Read the config and the tensor headers of a model folder."""
     check_folder(folder)
     return ModelFiles(folder, read_config(folder / CONFIG), read_headers(folder, WEIGHTS, INDEX))
 
 
 def read_headers(folder: Path, weights: str, index: str | None = None) -> dict[str, TensorInfo]:
-    """The tensors of the weights of a folder: of one file, or of those that its index lists."""
+    """Read the tensor headers of a folder's weights, from one file or from the files in its index."""
     if os.path.lexists(folder / weights):
         return read_header(folder / weights)
     if index is not None and os.path.lexists(folder / index):
@@ -134,8 +134,8 @@ def read_headers(folder: Path, weights: str, index: str | None = None) -> dict[s
     for path in sorted(folder.iterdir()):
         if path.suffix in PICKLES:
             raise DataError(
-                f"{path}: pickle weights are not read, because loading them can run any code; "
-                "convert them to safetensors, as save_pretrained of transformers does"
+                f"{path}: pickle weights are not read, because loading them can run any code; convert them to "
+                "safetensors with save_pretrained of transformers"
             )
     raise DataError(f"{folder}: has no {weights}; expected weights as safetensors")
 
@@ -155,27 +155,29 @@ def _read_index(folder: Path, name: str) -> dict[str, TensorInfo]:
         if file not in headers:
             headers[file] = read_header(folder / file)
         if tensor not in headers[file]:
-            raise DataError(f"{folder / file}: has no {one_line(tensor)}, which {name} says is there")
+            raise DataError(f"{folder / file}: has no {one_line(tensor)}, which {name} lists")
     return {tensor: headers[file][tensor] for tensor, file in listed.items()}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors that a safetensors file says it holds; `DataError` unless they are all of its bytes, each once."""
+    """Read the tensors in the header of a safetensors file; raise `DataError` unless they cover the file without
+    overlap.
+    """
     try:
         size = check_plain(path)
         with open_plain(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8 or length > HEADER_LIMIT:
-                raise DataError(f"{path}: is no safetensors file; its header cannot have {length:,} bytes")
+                raise DataError(f"{path}: is not a safetensors file; its header cannot have {length:,} bytes")
             header = json.loads(file.read(length))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path}: is no safetensors file; its header is not JSON ({one_line(str(error))})") from None
+        raise DataError(f"{path}: is not a safetensors file; its header is not JSON ({one_line(str(error))})") from None
     if not isinstance(header, dict):
-        raise DataError(f"{path}: is no safetensors file; its header is no object")
+        raise DataError(f"{path}: is not a safetensors file; its header is not an object")
     header.pop("__metadata__", None)
     tensors: dict[str, TensorInfo] = {}
     places = []
@@ -189,8 +191,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise DataError(f"{path}: the entry of {one_line(name)} in its header cannot be read") from None
         if 8 * (stop - start) != bits * math.prod(shape):
             raise DataError(
-                f"{path}: {one_line(name)} has {stop - start:,} bytes, and the shape {one_line(str(shape))}; "
-                "its header is wrong"
+                f"{path}: {one_line(name)} has {stop - start:,} bytes, but the shape {one_line(str(shape))}; its "
+                "header is wrong"
             )
         tensors[name] = TensorInfo(dtype, tuple(shape))
         places.append((start, stop, name))
@@ -200,12 +202,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise DataError(f"{path}: {one_line(name)} begins at byte {start:,}, expected {at:,}; its header is wrong")
         at = stop
     if at != size - 8 - length:
-        raise DataError(f"{path}: holds {size - 8 - length:,} bytes of tensors, its header says {at:,}; it was cut")
+        raise DataError(
+            f"{path}: holds {size - 8 - length:,} bytes of tensors, but its header lists {at:,}; the file is truncated"
+        )
     return tensors
 
 
 def check_headers(folder: Path) -> None:
-    """Raise `DataError` if a folder is neither a model nor adapters, by its file types and headers alone."""
+    """Raise `DataError` if a folder is neither a model nor adapters, judging only by its file types and headers."""
     check_folder(folder)
     if is_adapter(folder):
         read_config(folder / ADAPTER_CONFIG)
@@ -216,7 +220,7 @@ def check_headers(folder: Path) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds adapters, rather than a model."""
+    """Whether a folder contains adapters, rather than a model."""
     return (folder / ADAPTER_CONFIG).exists()
 
 
@@ -225,8 +229,7 @@ def model_type(folder: Path) -> str:
     name = read_config(folder / CONFIG).get("model_type")
     if not isinstance(name, str):
         raise DataError(
-            f"{folder / CONFIG}: does not say what model it is (model_type is {one_line(str(name))}); "
-            "a model folder's does"
+            f"{folder / CONFIG}: model_type is {one_line(str(name))}; expected the name of a model architecture"
         )
     return name
 
@@ -245,13 +248,13 @@ def check_sizes(files: ModelFiles) -> None:
     for key, value in _named(files.config, KERNELS):
         if isinstance(value, str) and "/" in value:
             raise DataError(
-                f"{files.folder / CONFIG}: {one_line(key)} is {one_line(value)}, a repository of code; "
-                "remove it: code of models is not run"
+                f"{files.folder / CONFIG}: {one_line(key)} is {one_line(value)}, a code repository; remove it, "
+                "because chatmill does not run code of models"
             )
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The layer counts and sizes of a config and of those inside it; null is transformers' default."""
+    """The layer counts and sizes in a config and its nested configs; null means transformers' default."""
     return ((key, value) for key, value in _named(config, LAYER_COUNTS | SIZES) if value is not None)
 
 

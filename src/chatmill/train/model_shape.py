@@ -1,4 +1,4 @@
-"""The model of a config without its weights: on the meta device, from sizes and file headers only."""
+"""Build the model of a config without its weights: on the meta device, from sizes and file headers only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WeightShape:
     """Bytes per value as held in memory."""
     trained: bool
     layer: int | None
-    """The layer that it belongs to."""
+    """The layer that the weight belongs to, if any."""
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class WeightShape:
         return -(-self.shape[0] // ranks) if self.shape else 1
 
     def share(self, ranks: int) -> float:
-        """The share of it that a rank holds at most."""
+        """The largest share of the weight that a rank holds."""
         return self.rows(ranks) / self.shape[0] if self.shape and self.shape[0] else 1.0
 
 
@@ -66,11 +66,11 @@ class ModelShape:
 
 
 def shape_of_model(config: TrainConfig, vocab_size: int | None, *, compute: torch.dtype | None) -> ModelShape:
-    """The model that a config trains. No weights are read; `UsageError` if its vocabulary is not known."""
+    """Build the model that a config trains without reading weights; raise `UsageError` if its vocabulary is unknown."""
     if config.init_from_model is None:
         size = config.vocab_size or vocab_size
         if size is None:
-            raise UsageError("vocab_size is missing; give a dataset_dir or the vocab_size of the model")
+            raise UsageError("vocab_size is missing; set dataset_dir, or the vocab_size of the model")
         return _of(_new_gpt(config, size, compute))
     folder = model_folder(config.init_from_model)
     if is_adapter(folder):
@@ -98,13 +98,13 @@ def _new_gpt(config: TrainConfig, vocab_size: int, compute: torch.dtype | None) 
         with META:
             return GPT(config.sizes(vocab_size), compute=compute).to(getattr(torch, weights_of(config)))
     except (OverflowError, RuntimeError) as error:
-        raise DataError(f"model: these sizes do not make a model ({one_line(str(error))})") from None
+        raise DataError(f"model: these sizes are not valid ({one_line(str(error))})") from None
 
 
 def _hugging_face_shape(
     files: ModelFiles, config: TrainConfig, weights: WeightPrecision, compute: torch.dtype | None
 ) -> ModelShape:
-    """The shape of a Hugging Face model; from the file headers only if it cannot be built without weights."""
+    """The shape of a Hugging Face model; taken from the file headers if it cannot be built without weights."""
     adapters = config.lora_sizes()
     lm, packed = _lm_on_meta(files, weights)
     if lm is None:
@@ -119,7 +119,7 @@ def _hugging_face_shape(
 
 
 def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[int]]:
-    """The transformers model, and the ids of its weights that are packed to 4 bits; None if it cannot be built."""
+    """Build the transformers model; also return the ids of its 4-bit weights. None if it cannot be built."""
     check_sizes(files)
     if weights == "nf4" and files.config.get("quantization_config"):
         raise DataError(f"{files.folder / CONFIG}: has a quantization_config; nf4 requires a model without one")
@@ -147,7 +147,7 @@ def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[i
 
 
 def _adapter_shape(folder: Path, compute: torch.dtype | None) -> ModelShape:
-    """The shape of adapters to continue training, with their base model."""
+    """The shape of existing adapters that are trained further, with their base model."""
     from chatmill.train.hf import HFModel
     from chatmill.train.lora import LoraModel, base_folder, trained_on
 
@@ -183,14 +183,14 @@ def _of(model: CausalModel, packed: set[int] | None = None) -> ModelShape:
 
 
 def layers_of(model: CausalModel) -> Sequence[nn.Module]:
-    """The layers of a model; none if they cannot be located."""
+    """The layers of a model; empty if they cannot be located."""
     from chatmill.train.hf import HFModel
 
     return model._layers() if isinstance(model, HFModel) else model.blocks()
 
 
 def _by_headers(files: ModelFiles, weights: WeightPrecision, rank: int) -> Iterator[WeightShape]:
-    """The weights in the file headers, and an adapter of this rank for each matrix of a layer."""
+    """The weights in the file headers, and an adapter of rank `rank` for each matrix of a layer."""
     for name, tensor in files.tensors.items():
         number = LAYER.search(name)
         layer = None if number is None else int(number[1])

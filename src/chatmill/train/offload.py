@@ -4,7 +4,7 @@
     copies       in 0      in 1      in 2  to host    copies       in 1      in 0            to the GPU
 
 Copies run on a separate CUDA stream and overlap with computation. At most two inputs are on the GPU at once: that of
-the current block, and the one being copied for the next.
+the current block and the one being copied for the next.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class ActivationOffload:
     """
 
     def __init__(self, *, device_types: tuple[str, ...] = ("cuda",)) -> None:
-        """Only inputs on `device_types` are offloaded."""
+        """Offload only inputs on these device types."""
         self._device_types = device_types
         self._streams: dict[torch.device, Any] = {}
         self._free: list[Tensor] = []
         self._newest: Callable[[], SavedInput | None] = lambda: None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, recomputed in the backward pass."""
+        """Call `function(*args, **kwargs)`; recompute it in the backward pass."""
         # Other tensors, such as masks and rotary angles, are shared by all blocks and stay on the GPU.
         moved = [index for index, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad]
         shared = [None if index in moved else arg for index, arg in enumerate(args)]
@@ -47,12 +47,12 @@ class ActivationOffload:
                 given[index] = tensor
             return function(*given, **kwargs)
 
-        # checkpoint() installs its own hooks inside: these see only the inputs that it saves.
+        # checkpoint() installs its own hooks inside, so these hooks see only the inputs that it saves.
         with saved_tensors_hooks(self._pack, self._unpack):
             return checkpoint(run, *(args[index] for index in moved), use_reentrant=False)
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedInput:
-        # torch before 2.13 also saves an empty tensor of its own.
+        # torch before 2.13 also saves an empty tensor.
         if tensor.device.type not in self._device_types or not tensor.is_contiguous() or not tensor.numel():
             return tensor
         previous = self._newest()
@@ -77,7 +77,7 @@ class ActivationOffload:
         return self._streams[device]
 
     def _buffer(self, size: int, device: torch.device) -> Tensor:
-        """A free buffer of at least `size` bytes; if all are too small, a new one replaces one of them."""
+        """Return a free buffer of at least `size` bytes; if all are too small, a new one replaces one of them."""
         fitting = [index for index, buffer in enumerate(self._free) if buffer.nbytes >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
@@ -95,7 +95,7 @@ class SavedInput:
     """
 
     previous: Callable[[], SavedInput | None]
-    """Returns the input saved before this one, which backward needs after it; None if it was freed."""
+    """Returns the input that was saved before this one, which the backward pass needs next; None if it was freed."""
 
     def __init__(self, tensor: Tensor, buffer: Tensor, stream: Any, free: list[Tensor]) -> None:
         self._buffer, self._stream, self._free = buffer, stream, free
@@ -107,13 +107,13 @@ class SavedInput:
         self._copied = self._copy(self._host, tensor)
 
     def fetch(self) -> None:
-        """Start copying the input to the device, unless it is there."""
+        """Start copying the input to the device, unless it is already there."""
         if self._tensor is None:
             self._tensor = torch.empty_like(self._host, device=self._where, pin_memory=False)
             self._copied = self._copy(self._tensor, self._host)
 
     def take(self) -> Tensor:
-        """The input on the device; the compute stream waits for the copy."""
+        """Return the input on the device; the compute stream waits for the copy."""
         self.fetch()
         tensor = self._tensor
         assert tensor is not None
@@ -127,7 +127,7 @@ class SavedInput:
         self._tensor = None
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        # Wait for the computation of the source, or for the last use of the target's memory.
+        # Wait until the source is computed, or until the target's memory is no longer used.
         self._stream.wait_stream(self._device.current_stream(self._where))
         with self._device.stream(self._stream):
             target.copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The optimizers that a config can choose, their state, and the memory they take.
+"""The optimizers that a config can select, their state, and their memory.
 
 adamw        float32 weights and moments; fused
 adamw8bit    bfloat16 weights with stochastic rounding, 8-bit moments
@@ -25,7 +25,7 @@ class OptimizerBytes(NamedTuple):
     """Bytes per trained parameter."""
 
     weight: int
-    """Bytes of the weight; its gradient takes as many."""
+    """Bytes of the weight; its gradient has the same size."""
     state: int
 
     @property
@@ -41,7 +41,7 @@ OPTIMIZER_BYTES = {
     "adafactor": OptimizerBytes(4, 0),
     "muon": OptimizerBytes(4, 4),
 }
-"""By `optimizer`. With muon, the state of the embedding, the head and vectors is AdamW's: 8 bytes."""
+"""By `optimizer`. With muon, the embedding, the head and vectors have AdamW's state of 8 bytes."""
 NOT_NEGATIVE = {"exp_avg_sq", "exp_avg_scale", "exp_avg_rms_scale", "row_var", "col_var", "variance"}
 """Optimizer state that is never negative: second moments and scales."""
 
@@ -52,11 +52,12 @@ def weights_of(settings: OptimizerConfig) -> WeightPrecision:
 
 
 def check_optimizer(state: Mapping[str, Any], settings: OptimizerConfig, place: object) -> None:
-    """Raise `UsageError` if the checkpoint was written with another optimizer."""
+    """Raise `UsageError` if the checkpoint was written with a different optimizer."""
     before = state.get("config", {}).get("optimizer", "adamw")
     if before != settings.optimizer:
         raise UsageError(
-            f"{place}: was written with optimizer {before}, the config has {settings.optimizer}; resume with {before}, "
+            f"{place}: was written with optimizer {before}, but the config has {settings.optimizer}; resume with "
+            f"{before}, "
             f"or start a new run with --init_from_model {place}"
         )
 
@@ -98,7 +99,7 @@ AnyOptimizer: TypeAlias = torch.optim.Optimizer | OptimizerPair
 def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimizer:
     """Create the optimizer of a config for all trainable parameters; only matrices have weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # AdamW rejects ints, and a config may hold 0 for 0.0.
+    # AdamW rejects ints, and a config may contain 0 instead of 0.0.
     lr, eps, *betas = map(float, (settings.learning_rate, settings.adam_eps, settings.beta1, settings.beta2))
     adam: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps}
     name = settings.optimizer
@@ -136,7 +137,7 @@ def _groups(parameters: list[Any], settings: OptimizerConfig) -> list[dict[str, 
 
 
 def fresh_state(optimizer: AnyOptimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Initial optimizer state of a parameter: the tensors that a checkpoint must contain."""
+    """Create the initial optimizer state of a parameter, with the tensors that a checkpoint must contain."""
     parts = optimizer.parts if isinstance(optimizer, OptimizerPair) else (optimizer,)
     owner = next(
         part for part in parts for group in part.param_groups if any(each is parameter for each in group["params"])

@@ -1,4 +1,4 @@
-"""Out-of-memory errors of GPU and host, as one line that names what to lower."""
+"""Turn out-of-memory errors of GPU and host into one line that suggests what to reduce."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatmill.train.lost_ranks import RankError
 from chatmill.train.optimizers import OPTIMIZER_BYTES
 
 HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
-"""Parts of torch's messages when the host is out of memory; torch has no error class for it."""
+"""Substrings of torch's messages when the host is out of memory; torch has no error class for that."""
 
 
 SMALLEST = "adamw8bit"
@@ -22,7 +22,7 @@ SMALLEST = "adamw8bit"
 
 
 class OutOfMemoryError(RankError):
-    """A GPU or the host is out of memory, perhaps on one rank alone."""
+    """A GPU or the host is out of memory, possibly on a single rank."""
 
 
 @contextmanager
@@ -46,12 +46,12 @@ def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfM
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         return OutOfMemoryError(
             f"{rank}the host is out of memory (it has {size:.1f} GiB) {load}; "
-            "lower batch_size, block_size or max_positions, or take a smaller model"
+            "lower batch_size, block_size or max_positions, or use a smaller model"
         )
     taken = ""
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
-        taken = f" ({(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken)"
+        taken = f" ({(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are in use)"
     lower = "set activation_checkpointing"
     if config.activation_offload:
         lower = "lower batch_size or block_size"
@@ -64,7 +64,7 @@ def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfM
 
 
 def _smaller(config: TrainConfig) -> str:
-    """Advice to switch optimizers, for full fine-tuning with a larger one."""
+    """Suggest a smaller optimizer, for full fine-tuning with a larger one."""
     if config.lora is not None or config.optimizer == SMALLEST:
         return ""
     mine, other = OPTIMIZER_BYTES[config.optimizer], OPTIMIZER_BYTES[SMALLEST]

@@ -1,4 +1,4 @@
-"""The loss of a run as a picture: SVG, written by hand."""
+"""Plot the loss of a run as SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from chatmill.errors import one_line
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 56, 16, 40, 44
 MOST = 1500
-"""Points of a curve, at most: more are averaged."""
+"""Maximum points of a curve; more are averaged."""
 VAL = "val_loss"
 Points = Sequence[tuple[float, float]]
 
 
 def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
-    """The loss of every step and of every evaluation, of sources that are mixed also by source."""
+    """Plot the loss of every step and of every evaluation, for a mix also by source."""
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
     back = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
@@ -26,12 +26,12 @@ def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The axes and curves; nothing where no loss is finite."""
+    """Draw the axes and curves; nothing if no loss is finite."""
     train = _thinned([(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None])
     names = dict.fromkeys(name for line in metrics for name in line if name == VAL or name.startswith(f"{VAL}/"))
     val = {name: [(line["step"], line[name]) for line in metrics if line.get(name) is not None] for name in names}
     curves = [("train", "#2563eb", train), ("val", "#dc2626", val.pop(VAL, []))]
-    # Those of sources are thinner, and named where they end.
+    # Curves of sources are thinner and have their label at the end.
     by_source = [(name.removeprefix(f"{VAL}/"), "#f59e0b", curve) for name, curve in val.items()]
     points = [point for _, _, curve in [*curves, *by_source] for point in curve if math.isfinite(point[1])]
     if not points:
@@ -69,12 +69,12 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class _Scale:
-    """Values to places in the picture."""
+    """Maps values to positions in the image."""
 
     def __init__(self, low: float, high: float, start: float, stop: float) -> None:
         largest = max(1.0, abs(low), abs(high))
         if high - low < 1e-9 * largest:
-            # A flat curve goes through the middle.
+            # Center a flat curve.
             low, high = low - largest / 2, high + largest / 2
         self.low, self.high, self._start, self._stop = low, high, start, stop
 
@@ -83,7 +83,7 @@ class _Scale:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from low to high, about five."""
+    """About five round numbers from low to high."""
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)

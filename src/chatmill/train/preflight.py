@@ -31,16 +31,16 @@ from chatmill.train.optimizers import weights_of
 from chatmill.train.sharded_tensors import file_info
 
 TRAINING = "training.json"
-"""The file in a model folder that says how the model was trained: tokenizer, format and data."""
+"""The file in a model folder that records how the model was trained: tokenizer, format and data."""
 TOKENIZER_JSON = "tokenizer.json"
 WEIGHTS = ".safetensors"
 SCAN = 1 << 24
 
 
 def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
-    """The model of a config on the CPU: new, from a folder, or with new adapters; in the optimizer's precision.
+    """Create the model of a config on the CPU, in the optimizer's precision: new, from a folder, or with new adapters.
 
-    Raises `MemoryError` if the host cannot hold a new model; the memory of training is estimated before.
+    Raises `MemoryError` if the host cannot hold a new model; the memory for training is estimated earlier.
     """
     torch.manual_seed(config.seed)
     if config.init_from_model is None:
@@ -67,22 +67,24 @@ def weights_hash(folder: Path) -> str:
 
 
 def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *, tokenizer_sha256: str | None) -> None:
-    """Raise `DataError` with everything that keeps the model from being trained on this data.
+    """Raise `DataError` with all reasons why the model cannot be trained on this data.
 
     `tokenizer_sha256` is the tokenizer that the model was trained with, if known.
     """
     faults = list(unknown_ids(loader.dataset_dir, loader.sources, model))
     if not faults and (pad := padding_of(loader)) >= model.vocab_size:
-        faults.append(f"rows are filled up with token {pad}, the model knows {model.vocab_size}; set pad_token_id")
+        faults.append(
+            f"rows are padded with token {pad}, but the model's vocabulary size is {model.vocab_size}; set pad_token_id"
+        )
     if config.block_size > model.max_positions:
         faults.append(
-            f"block_size is {config.block_size}, the model has {model.max_positions} positions; lower block_size"
+            f"block_size is {config.block_size}, but the model has {model.max_positions} positions; lower block_size"
         )
     mine = loader.sources[0].tokenizer_sha256
     if config.check_tokenizer and mine is not None and tokenizer_sha256 not in (None, mine):
         faults.append(
-            f"{loader.dataset_dir}: was made with tokenizer {mine[:12]}…, "
-            f"the model with {str(tokenizer_sha256)[:12]}…; "
+            f"{loader.dataset_dir}: was prepared with tokenizer {mine[:12]}…, the model with "
+            f"{str(tokenizer_sha256)[:12]}…; "
             "prepare the data with the model's tokenizer, or set check_tokenizer to false if both are the same"
         )
     if faults:
@@ -90,7 +92,7 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *,
 
 
 def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
-    """The hash of the tokenizer of the model that a config starts from, if known."""
+    """The tokenizer hash of the initial model of a config, if known."""
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)
@@ -99,28 +101,28 @@ def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
     metadata = loader.sources[0].dataset.metadata
     own = folder / TOKENIZER_JSON
     if metadata is None or not own.is_file() or loader.sources[0].dataset.tokenizer_state().get("added_tokens"):
-        # Tokens added for the data change the hash of its tokenizer, and that is intended.
+        # Tokens added for the data change the hash of its tokenizer on purpose.
         return None
     return file_info(own).sha256
 
 
 def unknown_ids(dataset_dir: Place, sources: Sequence[DataSource], model: CausalModel) -> Iterator[str]:
-    """The fault of data with ids outside the model's vocabulary, if it has some."""
+    """Yield an error if the data has ids outside of the model's vocabulary."""
     size = data_vocab_size(sources)
     if size > model.vocab_size:
         yield (
-            f"{dataset_dir}: has token ids up to {size - 1}, the model knows {model.vocab_size}; "
+            f"{dataset_dir}: has token ids up to {size - 1}, but the model's vocabulary size is {model.vocab_size}; "
             "use the tokenizer of the model, or a model with a larger vocabulary"
         )
 
 
 def padding_of(loader: EpisodeLoader) -> int:
-    """The padding token, which need not be a token of the data."""
+    """The padding token, which may not occur in the data."""
     return loader.plan(loader.split).pad_token_id
 
 
 def data_vocab_size(sources: Sequence[DataSource]) -> int:
-    """The vocabulary size of the data: from its metadata, else from its largest token id."""
+    """The vocabulary size of the data, from its metadata or else from its largest token id."""
     if sources[0].vocab_size is not None:
         return sources[0].vocab_size
     return 1 + max(_largest(source) for source in sources)
@@ -134,11 +136,13 @@ def _largest(source: DataSource) -> int:
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
-    """What a model folder says of its training; empty if another program wrote it."""
+    """Read training.json of a model folder; empty if another program wrote the folder."""
     path = folder / TRAINING
     training = read_optional(path, "remove it, or save the model again")
     if not isinstance(training, dict) or not isinstance(training.get("tokenizer_sha256"), str | None):
-        raise DataError(f"{path}: is no object with a text as tokenizer_sha256; remove it, or save the model again")
+        raise DataError(
+            f"{path}: is not an object with a string as tokenizer_sha256; remove it, or save the model again"
+        )
     return training
 
 
@@ -157,7 +161,7 @@ def base_of(folder: Path) -> dict[str, str] | None:
 
 
 def read_optional(path: Path, advice: str) -> Any:
-    """The JSON value of a file; an empty object if there is no such file."""
+    """Read the JSON value of a file; an empty object if the file does not exist."""
     try:
         return json.loads(read_plain(path))
     except FileNotFoundError:
@@ -169,7 +173,7 @@ def read_optional(path: Path, advice: str) -> Any:
 
 
 def about_model(loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | None = None) -> dict[str, bytes]:
-    """Files for a model folder, from which prompts can be rendered exactly as in training.
+    """Files for a model folder that make it possible to render prompts exactly as in training.
 
     `base` identifies the base model of adapters.
     """

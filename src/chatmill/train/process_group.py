@@ -16,17 +16,17 @@ from chatmill.train.launcher import place_in_world
 from chatmill.train.lost_ranks import LostRankError, RankWatch
 
 TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for another rank that is alive, such as rank 0 while it writes a checkpoint."""
+"""How long ranks wait for a rank that is alive, for example for rank 0 while it writes a checkpoint."""
 
 
 @contextmanager
 def init_world(device: str) -> Iterator[World]:
-    """The process group that torchrun or another launcher started, or a world of one rank."""
+    """Join the process group of torchrun or another launcher, or create a world of one rank."""
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device is cuda, and torch finds no GPU; expected cpu or auto")
+        raise UsageError("device is cuda, but torch finds no GPU; expected cpu or auto")
     if dist.is_initialized():
-        # The caller that created the group destroys it.
+        # The caller created this group and will destroy it.
         with lost_rank_errors(str(dist.get_rank()), lambda: None):
             yield World(dist.get_rank(), dist.get_world_size(), _local_gpu(chosen))
         return
@@ -41,12 +41,12 @@ def init_world(device: str) -> Iterator[World]:
 
 
 has_joined = False
-"""Whether this process was in a process group of several ranks."""
+"""Whether this process has joined a process group of several ranks."""
 
 
 @contextmanager
 def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Iterator[None]:
-    """A process group of all ranks, which end within seconds if one of them is lost."""
+    """Context with a process group of all ranks; if one of them is lost, the others end within seconds."""
     global has_joined
     has_joined = has_joined or size > 1
     watch: RankWatch | None = None
@@ -72,13 +72,13 @@ def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Ite
 
 @contextmanager
 def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterator[None]:
-    """Report in one line that another rank is lost, instead of the error that this caused here."""
+    """Report in one line that another rank is lost, instead of the error that this caused on this rank."""
     try:
         yield
     except ChatmillError:
         raise
     except Exception as error:
-        # gloo has no error class of its own; its messages begin with the file that raised them.
+        # gloo has no error class; its messages start with the file that raised them.
         is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         watching = watch()
         if watching is not None and (is_collective or watching.has_fault) and (lost := watching.explain()):
@@ -99,7 +99,7 @@ def _local_gpu(device: torch.device) -> torch.device:
         # With srun --gpus-per-task each process sees only its own GPU.
         index = 0 if count == 1 else index
     if index >= count:
-        raise UsageError(f"LOCAL_RANK is {index}, and this node has {count} GPUs; start at most {count} ranks here")
+        raise UsageError(f"LOCAL_RANK is {index}, but this node has {count} GPUs; start at most {count} ranks here")
     gpu = torch.device("cuda", index)
     torch.cuda.set_device(gpu)
     return gpu

@@ -7,9 +7,9 @@ import time
 from typing import TextIO
 
 WIDTH = 24
-"""Characters of the progress bar."""
+"""Width of the progress bar in characters."""
 SECONDS = 0.2
-"""The bar is redrawn this often at most."""
+"""Minimum time between updates of the bar."""
 DECAY = 0.95
 """Decay of the moving averages of speed."""
 

@@ -25,11 +25,11 @@ from chatmill.train.config import TrainConfig
 from chatmill.train.sharded_tensors import file_info
 
 TokenizerHash = Callable[[str], str | None]
-"""The hash that a cache built with this tokenizer has; None where the packages to open it are not installed."""
+"""Returns the hash that a cache built with this tokenizer has; None if the packages to open it are not installed."""
 
 
 def project_settings() -> dict[str, Any]:
-    """The settings of `chatmill.toml`, if there is one; all that is wrong with it is one `UsageError`."""
+    """Read the settings of `chatmill.toml`, if it exists; raise one `UsageError` for all its problems."""
     settings, faults = read_settings()
     if faults:
         raise UsageError("; ".join(faults))
@@ -37,7 +37,7 @@ def project_settings() -> dict[str, Any]:
 
 
 def project_keys(settings: Mapping[str, Any], dataset_dir: object) -> dict[str, Any]:
-    """The settings as keys of a training config; `dataset_dir` is the one of the flags or the config file, if any."""
+    """Convert the settings to keys of a training config; `dataset_dir` is that of the flags or config file, if any."""
     keys: dict[str, Any] = {}
     if SEED in settings:
         keys |= {"seed": settings[SEED], "epoch_seed": settings[SEED]}
@@ -60,15 +60,15 @@ def _is_source(folder: Path) -> bool:
 def compare_tokenizer(
     settings: Mapping[str, Any], config: TrainConfig, tokenizer_sha256: TokenizerHash | None
 ) -> Iterator[str]:
-    """Raise `DataError` if a cache was built with another tokenizer than that of the settings.
+    """Raise `DataError` if a cache was built with a different tokenizer than that of the settings.
 
-    Where they cannot be compared, the reason is returned as a note.
+    If they cannot be compared, return the reason as a note.
     """
     if TOKENIZER not in settings or not config.check_tokenizer:
         return
     path, caches = local_path(settings[TOKENIZER]), list(_caches(config))
     if path.is_file() and all(cache.meta.tokenizer_sha256 == file_info(path).sha256 for cache in caches):
-        # The hash of a file is that of its tokenizer unless tokens are added; opening one takes a while.
+        # The hash of the file equals that of the tokenizer unless tokens are added; opening a tokenizer takes a while.
         return
     named = f"{FILE}: {TOKENIZER} is {one_line(str(path))}"
     if str(path) != "bytes" and not path.exists():
@@ -87,10 +87,10 @@ def compare_tokenizer(
 
 
 def _caches(config: TrainConfig) -> Iterator[PrimerCache]:
-    """The caches that a run reads; those that are not there are reported by the loader."""
+    """The caches that a run reads; the loader reports missing ones."""
     root = place(config.dataset_dir or CACHES)
     if isinstance(root, Url):
-        # There are no caches at URLs.
+        # URLs never contain caches.
         return
     folders = [root] if _is_source(root) else [cache_folder(root, name) for name in config.mix or MIX_SFT]
     yield from (open_cache(folder) for folder in folders if is_cache(folder))

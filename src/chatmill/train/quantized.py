@@ -1,8 +1,8 @@
 """4-bit linear layers for the base models of QLoRA: NF4 of bitsandbytes with double quantization.
 
 transformers quantizes a model layer by layer while loading it, on the GPU if there is one. This module computes with
-the packed weights: matrix products run in the autocast dtype, or in that of the input, and a dequantized weight is
-never kept for the backward pass.
+the packed weights: matrix products run in the autocast dtype or that of the input, and dequantized weights are not kept
+for the backward pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def use_nf4(lm: nn.Module) -> int:
 def dequantize(lm: Any, dtype: torch.dtype | None = None) -> None:
     """Dequantize a 4-bit model in place, layer by layer, and move it to the CPU.
 
-    `dtype` is that of the dequantized weights; None: the dtype that they were quantized from.
+    `dtype` is the dtype of the dequantized weights; None: the dtype that they were quantized from.
     """
     for name, module in list(lm.named_modules()):
         if isinstance(module, bnb.nn.Linear4bit):
@@ -45,7 +45,7 @@ def dequantize(lm: Any, dtype: torch.dtype | None = None) -> None:
                 if module.source_cls is nn.Linear:
                     plain = nn.Linear(module.in_features, module.out_features, bias=False)
                 else:
-                    # The Conv1D of transformers, whose weight is transposed.
+                    # This is a Conv1D of transformers, whose weight is transposed.
                     plain, weight = module.source_cls(module.out_features, module.in_features), weight.T.contiguous()
             plain.weight = nn.Parameter(weight, requires_grad=False)
             plain.bias = module.bias

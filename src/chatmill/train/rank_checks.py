@@ -25,16 +25,16 @@ T = TypeVar("T")
 LOW_DISK = 10 * GIB
 SKEW_SECONDS = 2.0
 VISIBLE_SECONDS = 60.0
-"""On NFS, a file of another node is visible after at most this time."""
+"""On NFS, a file that another node wrote becomes visible after at most this time."""
 REDUCED = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""float32 numbers of the all-reduce on each device."""
+"""Number of float32 values in the all-reduce, by device type."""
 ROUNDS = 3
 ABANDONED: list[threading.Thread] = []
 """Threads of checks that did not end in time."""
 
 
 def limited(work: Callable[[], T], seconds: float) -> T:
-    """The result of a function; `TimeoutError` after so many seconds, while its thread keeps running."""
+    """Call a function in a thread; raise `TimeoutError` if it takes longer, while its thread keeps running."""
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -78,7 +78,9 @@ class Rendezvous:
         self.store = PrefixStore(f"chatmill doctor/{attempt}", store)
 
     def collect(self, key: str, value: Any) -> list[Any]:
-        """On rank 0 the values of all ranks, None for those that sent nothing in time; on others an empty list."""
+        """Return the values of all ranks on rank 0, with None for ranks that did not answer in time; an empty list on
+        others.
+        """
         if self.store is None:
             return [value]
         if self.rank:
@@ -88,7 +90,7 @@ class Rendezvous:
         return [value, *(self._get(f"{key}/{rank}", end - time.monotonic()) for rank in range(1, self.size))]
 
     def announce(self, key: str, value: Any) -> Any:
-        """The value of rank 0, on every rank; None if it does not arrive in time."""
+        """Broadcast the value of rank 0; return None on a rank where it does not arrive in time."""
         if self.store is None:
             return value
         if self.rank == 0:
@@ -110,9 +112,9 @@ class Rendezvous:
 
 
 def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) -> Iterator[CheckRow]:
-    """Check that all ranks see the files that each of them writes into a folder; the rows, on rank 0.
+    """Check that all ranks see the files that each of them writes into a folder; return the rows on rank 0.
 
-    Files are written as checkpoints are: under another name, synced, and renamed.
+    Files are written like checkpoints: to a temporary name, synced, and renamed.
     """
     key, check = f"folder {folder}", f"shared {folder}"
     name = f".chatmill-doctor-{secrets.token_hex(8)}"
@@ -133,7 +135,9 @@ def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) ->
 
 
 def _write(folder: Path, name: str) -> dict[str, str]:
-    """Write a file with random content; what other ranks must read. A read-only folder is compared by its file list."""
+    """Write a file with random content; return what other ranks must read. A read-only folder is compared by its file
+    list.
+    """
     about = {"name": name, "content": secrets.token_hex(16), "fault": "", "listing": ""}
     try:
         files.write_file(folder / name, about["content"].encode())
@@ -145,7 +149,7 @@ def _write(folder: Path, name: str) -> dict[str, str]:
 
 
 def _what_failed(error: OSError | ChatmillError) -> str:
-    # Without the name of the temporary file, which does not help the user.
+    # Leave out the name of the temporary file, which does not help the user.
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
@@ -156,7 +160,7 @@ def _listing(folder: Path) -> str:
 
 
 def _compare(folder: Path, about: Mapping[str, str], mine: Path) -> str:
-    """What is wrong with how this rank sees the folder."""
+    """Return why this rank sees a different folder, if it does."""
     try:
         if about["fault"]:
             same = not about["listing"] or _listing(folder) == about["listing"]
@@ -208,7 +212,7 @@ def _folder_rows(
 
 
 def all_reduces(rendezvous: Rendezvous, hosts: Sequence[str], *, cuda: bool) -> Iterator[CheckRow]:
-    """All-reduce known numbers with gloo and, if every rank has a GPU, with NCCL; the rows, on rank 0."""
+    """All-reduce known numbers with gloo and, if every rank has a GPU, with NCCL; return the rows on rank 0."""
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
         if device == "cuda" and not cuda:
             return
@@ -243,7 +247,7 @@ def _reduce(rendezvous: Rendezvous, device: str, *, cuda: bool) -> dict[str, Any
     if device == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(where)
-    # Over gloo: a barrier of torch may choose a GPU, the same one for all ranks.
+    # Use gloo: a barrier of torch may choose a GPU, the same one for all ranks.
     ready = torch.zeros(1)
     numbers = torch.empty(REDUCED[device], device=where)
     seconds, is_right = [], True

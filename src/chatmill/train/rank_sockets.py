@@ -11,7 +11,7 @@ UNREACHABLE_SECONDS = 15
 
 
 def listen(address: str, size: int) -> socket.socket:
-    """A listening socket on the interface of an address, or on all interfaces if the address is not of this node."""
+    """Create a listening socket on the interface of an address, or on all interfaces if this node does not have it."""
     for family, _, _, _, where in _addresses(address):
         with suppress(OSError):
             return _bound(family, where[0], size)

@@ -1,4 +1,4 @@
-"""Data and models at URLs: what a run stores of them, and the progress of downloads."""
+"""Data and models at URLs: what a run stores about them, and the progress of downloads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from chatmill.remote.urls import Place, Url, place
 from chatmill.train.config import TrainConfig
 
 SECONDS = 5.0
-"""How often a line is printed."""
+"""Seconds between progress lines."""
 
 
 def storable_config(config: TrainConfig, data: Place) -> TrainConfig:
-    """The config as it may be stored: without a password or signature that a URL has."""
+    """The config as it is stored: without passwords or signatures in URLs."""
     if isinstance(model := place(config.init_from_model or ""), Url) and str(model) != model.address:
         raise UsageError(
-            f"{model}: init_from_model is a URL with credentials, which are not stored; download the model, and give "
-            "its folder"
+            f"{model}: init_from_model is a URL with credentials, which are not stored; download the model and "
+            "pass its folder"
         )
     return replace(config, dataset_dir=str(data)) if isinstance(data, Url) else config
 
 
 def configure_cache(config: TrainConfig, data: Place) -> None:
-    """Set the cache of a run, and check it if its data is at a URL, before that is opened."""
+    """Configure the cache of a run; if its data is at a URL, check the cache before the data is opened."""
     configure(config.cache_dir, config.cache_size)
     if isinstance(data, Url):
         cache_folder()
@@ -38,7 +38,7 @@ def configure_cache(config: TrainConfig, data: Place) -> None:
 
 @contextmanager
 def shown_downloads(loader: EpisodeLoader | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Print how far the downloads of a loader are, every few seconds of the block, until they are done."""
+    """Print the progress of a loader's downloads every few seconds within the context, until they are done."""
     if loader is None or loader.downloads is None:
         yield
         return

@@ -12,21 +12,21 @@ class StepRecord(NamedTuple):
     """The metrics of one step."""
 
     step: int
-    """Steps of the run, this one included."""
+    """Number of steps in the run so far, including this one."""
     loss: float | None
-    """The mean over the trained tokens of the global batch; None if there are none."""
+    """Mean over the trained tokens of the global batch; None without trained tokens."""
     grad_norm: float
     lr: float
     tokens: int
-    """Tokens without padding."""
+    """Tokens, excluding padding."""
     trained: int
     untrained_rows: int
     seconds: float
-    """From the end of the step before to the end of this one."""
+    """Seconds from the end of the previous step to the end of this one."""
     data_wait: float
     """Seconds spent waiting for the batch."""
     epoch: float | None = None
-    """Passes over the data, this step included; None for the order `random`."""
+    """Epochs completed, including this step; None for the order `random`."""
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,30 @@ class TrainResult:
     total: int
     """Steps of the whole run."""
     loss: float | None
-    """The loss of the last step with a trained token; None if there was none."""
+    """The loss of the last step that had trained tokens; None if no step had any."""
     val_loss: float | None
     val_perplexity: float | None
     val_sources: Mapping[str, Mapping[str, float | None] | None]
-    """`loss`, `perplexity` and `trained` tokens of each source of a mix; None for one without episodes in val."""
+    """`loss`, `perplexity` and `trained` tokens of each source of a mix; None for a source without episodes in val."""
     tokens: int
     trained: int
     untrained_rows: int
-    """Rows without a trained token, which do not count."""
+    """Rows without trained tokens, which do not affect the loss."""
     cut_episodes: int
-    """Conversations longer than a row, which lost their beginning."""
+    """Conversations that were longer than a row and lost their beginning."""
     cut_tokens: int
     answer_cut: int
-    """Of these, conversations that lost part of an answer."""
+    """Truncated conversations that lost part of an answer."""
     skipped_steps: int
-    """Steps of post-training without a trained token."""
+    """Steps that post-training skipped because they had no trained tokens."""
     non_answer_tokens: int
     """Trained tokens of the train split that are not answers, because use_loss_mask is false."""
     loss_spikes: int
-    """Steps of the whole run whose loss was far above that of the steps before."""
+    """Steps of the whole run whose loss was far above that of the previous steps."""
     seconds: float
-    """Of the steps of this process, without evaluations and checkpoints."""
+    """Duration of this process's steps, without evaluations and checkpoints."""
     data_wait: float
-    """Seconds of them spent waiting for batches."""
+    """Seconds of these spent waiting for batches."""
     stopped_by: str | None
     """The signal that ended the run early, if one did."""
     stopped_early: str | None
@@ -71,7 +71,7 @@ class TrainResult:
     """The step of the evaluation with the lowest val loss."""
     best_val_loss: float | None
     best_checkpoint: Path | None
-    """Its checkpoint, to which `best` in the run folder points, with keep_best."""
+    """The checkpoint of that step, which `best` in the run folder points to, if keep_best is on."""
 
     def to_json(self) -> dict[str, Any]:
         values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}

@@ -1,7 +1,7 @@
 """Rotary position embeddings, and a fused GPU kernel that splits a joint QKV projection into rotated heads.
 
-`split_heads` takes one pass over the projection forward and one backward, where separate operations (norm, rotation,
-copies and their gradients) take seven. It is a custom torch operator, so compiled layers can call it.
+`split_heads` makes one pass over the projection in the forward and one in the backward pass; separate operations (norm,
+rotation, copies and their gradients) would make seven. It is a custom torch operator, so compiled layers can call it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def split_heads(
     """Split a joint projection (rows, length, width) into queries, keys and values (rows, length, heads, size).
 
     Queries and keys are normalized if `weights` are given, then rotated. `heads` are the numbers of query, key and
-    value heads. One kernel forward and one backward; tensors must be on a GPU.
+    value heads. It launches one kernel in the forward and one in the backward pass; tensors must be on a GPU.
     """
     q, k, v = _SplitHeads.apply(qkv, *(weights or (None, None)), cos, sin, heads, eps)
     return q, k, v
@@ -68,7 +68,7 @@ class _SplitHeads(torch.autograd.Function):
         return grad, of_q, of_k, None, None, None, None
 
 
-# Custom operators, which torch.compile calls without tracing into the kernels.
+# torch.compile calls custom operators without tracing into their kernels.
 
 
 @torch.library.custom_op("chatmill::rotated", mutates_args=())
@@ -81,7 +81,7 @@ def rotated(
     heads: list[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Normalized and rotated queries and keys (rows, length, heads, size); `heads` are their numbers of heads."""
+    """Normalized and rotated queries and keys (rows, length, heads, size); `heads` has the number of heads of each."""
     from chatmill.train.rotary_kernel import forward
 
     return forward(qkv.contiguous(), q_weight, k_weight, cos.contiguous(), sin.contiguous(), heads, eps)

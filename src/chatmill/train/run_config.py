@@ -22,13 +22,14 @@ class OptimizerConfig(Config):
     max_iters: int | None = key(None, "optimizer steps on this dataset; null: one pass over it", optional(integer(1)))
     learning_rate: float = key(
         3e-4,
-        "peak learning rate; for adafactor it is relative to the RMS of each weight: use about 30 times that of adamw",
+        "peak learning rate; for adafactor it is relative to the RMS of each weight: use about 30 times the value "
+        "for adamw",
         number(0),
     )
     min_lr_ratio: float = key(0.1, "learning rate at the end of the schedule, as a share of the peak", SHARE)
-    lr_schedule: Literal["cosine", "linear", "constant"] = key("cosine", "decay of the learning rate after the warm-up")
-    warmup_iters: int | None = key(None, "warm-up steps; null: warmup_pct of the run", optional(integer(0)))
-    weight_decay: float = key(0.1, "weight decay of matrices; vectors have none", number(0))
+    lr_schedule: Literal["cosine", "linear", "constant"] = key("cosine", "decay of the learning rate after warmup")
+    warmup_iters: int | None = key(None, "warmup steps; null: warmup_pct of the run", optional(integer(0)))
+    weight_decay: float = key(0.1, "weight decay of matrices; it is not applied to vectors", number(0))
     beta1: float = key(0.9, "AdamW beta1, the decay of the mean of gradients", BELOW_ONE)
     beta2: float = key(0.95, "AdamW beta2, the decay of the mean of squared gradients", BELOW_ONE)
     adam_eps: float = key(1e-8, "AdamW epsilon", number(0))
@@ -46,24 +47,24 @@ REPORT_TO = ValueCheck(f"a list of {', '.join(TRACKERS)}, each at most once, or 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """The keys that say what a run starts from, where it is computed, and when it writes."""
+    """The keys for the initial model, the device, checkpoints and logs of a run."""
 
     init_from_model: str | None = key(
         None, "model folder to start from: one that chatmill wrote, or a Hugging Face model"
     )
-    seed: int = key(1337, "seed of new weights, dropout and sampling", integer(0))
+    seed: int = key(1337, "seed for weight initialization, dropout and sampling", integer(0))
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device; auto: a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "compute precision; auto: bfloat16 on a GPU, float32 on a CPU"
     )
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
-        "dtype of the weights in saved model folders; auto: the dtype each weight has in the initial model; adapters "
-        "and new models as trained",
+        "dtype of the weights in saved model folders; auto: the dtype of each weight in the initial model; "
+        "adapters and new models keep the dtype they are trained in",
     )
     save_interval: int = key(
-        500, "steps between checkpoints, besides the one at the end; 0: no checkpoints", integer(0)
+        500, "steps between checkpoints, in addition to the one at the end; 0: no checkpoints", integer(0)
     )
-    keep_checkpoints: int = key(2, "number of checkpoints to keep, the newest", integer(1))
-    log_interval: int = key(10, "steps between progress lines where no terminal shows a bar", integer(1))
+    keep_checkpoints: int = key(2, "number of most recent checkpoints to keep", integer(1))
+    log_interval: int = key(10, "steps between progress lines if the output is not a terminal", integer(1))
     report_to: Sequence[str] | str = key((), "experiment trackers to report to: tensorboard, wandb, mlflow", REPORT_TO)

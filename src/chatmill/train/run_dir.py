@@ -1,11 +1,11 @@
-"""The folder of a run: its config, its metrics line by line, its checkpoints, and its loss curve.
+"""The folder of a run: its config, metrics, checkpoints and loss curve.
 
 checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  trackers.json  step_00000500/
 
-The training loop and the rollout loop begin, resume and write their runs with the same functions.
+The training loop and the rollout loop use the same functions to start, resume and write runs.
 
-Each line of a log is a JSON object with its step; a run that resumes first removes the lines after its checkpoint.
-Progress goes to standard error, written by hand because training needs nothing but numpy, torch and safetensors.
+Each line of a log is a JSON object with its step; a resumed run first removes the lines after its checkpoint. Progress
+is printed to stderr without a library, because training needs only numpy, torch and safetensors.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CONFIG, PLOT = "config.json", "loss.svg"
 FIRST_BATCH = "first_batch.json"
 METRICS = "metrics.jsonl"
 ROWS = "rows"
-"""The folder of the losses of conversations, a file for each rank."""
+"""Folder with the losses of conversations, one file per rank."""
 REPORTS = "reports"
-"""The folder of the report pages about the data, which trackers log."""
+"""Folder with the report pages of the data, which trackers log."""
 WRITTEN = (CONFIG, FIRST_BATCH, METRICS, PLOT, ROWS, REPORTS, IDS, *TRACKERS)
-"""The names of what a run writes besides its checkpoints."""
+"""Files and folders that a run writes in addition to checkpoints."""
 COLUMNS = ("episodes", "segments", "losses", "weights")
 """The fields of `RowLoss` in a line."""
 
@@ -46,7 +46,7 @@ COLUMNS = ("episodes", "segments", "losses", "weights")
 def open_resumed(
     folder: Path, resume: str | None, world: World, *, otherwise: str, logs: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """The checkpoint that a run resumes from; None for a new run, whose folder must not hold a run yet.
+    """Open the checkpoint that a run resumes from; return None for a new run, whose folder must not contain a run yet.
 
     `otherwise` is what the error suggests instead of `--resume auto`; `logs` are further files that the run writes.
     All ranks call this.
@@ -55,12 +55,12 @@ def open_resumed(
     def choose() -> Path | None:
         written = [name for name in (CONFIG, METRICS, PLOT, ROWS, *logs) if (folder / name).exists()]
         if written and not _is_run_config(folder / CONFIG):
-            # Somebody else's, such as the config of a model: a run would replace it.
-            raise UsageError(f"{folder}: holds {', '.join(written)}, but not the {CONFIG} of a run; give {otherwise}")
+            # The files belong to something else, such as a model; a run would overwrite them.
+            raise UsageError(f"{folder}: contains {', '.join(written)}, but not the {CONFIG} of a run; use {otherwise}")
         if resume is not None:
             return checkpoints.choose(folder, resume)
         if list_checkpoints(folder) or written:
-            raise UsageError(f"{folder}: holds a run already; --resume auto continues it, or give {otherwise}")
+            raise UsageError(f"{folder}: already contains a run; resume it with --resume auto, or use {otherwise}")
         return None
 
     path = world.together(choose)
@@ -68,7 +68,7 @@ def open_resumed(
 
 
 def _is_run_config(path: Path) -> bool:
-    """Whether a file is the config of a run, which a run that begins again may replace."""
+    """Whether a file is the config of a run, which a restarted run may overwrite."""
     try:
         config = json.loads(path.read_bytes())
     except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
@@ -77,11 +77,11 @@ def _is_run_config(path: Path) -> bool:
 
 
 LATER_KEYS = {"quantize": "none"}
-"""Keys that checkpoints of earlier versions lack, and their values there."""
+"""Keys that checkpoints of earlier versions lack, and the values they had implicitly."""
 
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Differences between the config of a checkpoint and that of the run; keys missing there are skipped."""
+    """Differences between the configs of a checkpoint and of the run; keys missing in the checkpoint are skipped."""
     old, new = {**LATER_KEYS, **checkpoint.state.get("config", {})}, json.loads(json.dumps(config))
     return [
         f"{name} was {one_line(json.dumps(old.get(name)))}, now it is {one_line(json.dumps(new[name]))}"
@@ -91,7 +91,7 @@ def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Ite
 
 
 class RunDir:
-    """The line logs and the progress of a run, written by rank 0; every rank writes its own rows."""
+    """The logs and the progress of a run, written by rank 0; every rank writes its own rows."""
 
     def __init__(
         self,
@@ -107,10 +107,9 @@ class RunDir:
         trackers: Sequence[Tracker] = (),
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the folder, or rewind it to `step`; all ranks call this. `config` is that of the run.
-
-        `rows` is the data of per-conversation losses, if they are logged; `rewinds` are further line logs, each with
-        the last step that is kept. `trackers` also get the metrics, the config, and `data`, which describes the data.
+        """Create the folder, or rewind it to `step`; all ranks call this. `config` is the config of the run. `rows`
+        describes the data of per-conversation losses, if they are logged; `rewinds` lists further logs, each with the
+        last step to keep. `trackers` also get the metrics, the config, and `data`, a description of the data.
         """
         self.folder, self._first = folder, world.is_first
         self._progress: TrainProgress | None = None
@@ -120,15 +119,15 @@ class RunDir:
         self._rows: MetricsLog | None = None
         self._data = rows
         self.set_aside: list[Path] = []
-        """Checkpoints later than `step`, under the names that they were given."""
+        """The new paths of checkpoints later than `step`, which were renamed."""
         self._new_folders: list[Path] | None = None
-        """Of a run that is new: the folders that were made for it, innermost first."""
+        """For a new run, the folders that were created for it, innermost first."""
 
         def begin() -> None:
             if not any(os.path.lexists(folder / name) for name in WRITTEN):
                 self._new_folders = files.missing_folders(folder)
             if trackers:
-                # Start them first: if one refuses the run, nothing has been changed.
+                # Start trackers first: if one refuses the run, nothing has been changed.
                 about = {**config, **(data or {}), "world_size": world.size, "chatmill_version": __version__}
                 self._reporter = Reporter(trackers, TrackedRun(folder.name, folder, about, step, None))
             files.make_folder(folder)
@@ -156,7 +155,7 @@ class RunDir:
             self._progress = TrainProgress(step, total, every=config["log_interval"])
 
     def print(self, text: str) -> None:
-        """Print a line on standard error."""
+        """Print a line to stderr."""
         if self._progress is not None:
             self._progress.say(text)
 
@@ -193,7 +192,7 @@ class RunDir:
     def log_rows(self, step: int, rows: Sequence[RowLoss] | None) -> None:
         """Add the losses of a step's conversations, if they are logged."""
         if self._rows is not None and self._data is not None:
-            # In columns: most of a line is numbers.
+            # Store columns, because most of a line is numbers.
             columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
             self._rows.add({"step": step, "data": self._data._asdict(), **dict(zip(COLUMNS, columns, strict=True))})
 
@@ -209,7 +208,7 @@ class RunDir:
             files.write_file(self.folder / PLOT, picture.encode(), overwrite=True)
 
     def end(self, status: Status) -> None:
-        """Record how the run ended; a run that is closed without this call has failed."""
+        """Record how the run ended; a run that is closed without this call counts as failed."""
         self._status = status
 
     def close(self) -> None:
@@ -228,7 +227,7 @@ class RunDir:
             self._progress.close()
 
     def discard(self) -> None:
-        """Close the logs of a run that trained nothing, and remove what it wrote if the folder held no run before."""
+        """Close the logs of a run that trained nothing; if the run is new, remove what it wrote."""
         self.close()
         if self._new_folders is not None:
             written = [self.folder / name for name in WRITTEN]
@@ -241,7 +240,7 @@ class RunDir:
 
 
 class MetricsLog:
-    """A file that JSON lines are appended to."""
+    """A file to which JSON lines are appended."""
 
     def __init__(self, path: Path) -> None:
         if path.exists():
@@ -257,14 +256,14 @@ class MetricsLog:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Remove the lines of a file after a step, and an incomplete last line that a killed run left."""
+    """Remove the lines of a file after a step, and an incomplete last line of a killed run."""
     if path.exists():
         kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
         files.write_file(path, b"".join(kept), overwrite=True)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, in order."""
+    """Read the metrics of a run, in order."""
     return [line.read() for line in _lines(folder / METRICS)]
 
 
@@ -277,23 +276,23 @@ class RowsData(NamedTuple):
 
 
 def read_rows(folder: Path, step: int) -> list[RowLoss]:
-    """The losses of the conversations of a step, of all ranks; `DataError` if the run did not write them."""
+    """Read the losses of all conversations of a step; raise `DataError` if the run did not write them."""
     return [row for _, rows in _of_step(folder, step) for row in rows]
 
 
 def rows_data(folder: Path, step: int) -> RowsData:
-    """The data that the episodes of a step are of; `DataError` if the run did not write it."""
+    """The data that the episode numbers of a step refer to; raises `DataError` if the run did not write it."""
     return _of_step(folder, step)[0][0]
 
 
 def _of_step(folder: Path, step: int) -> list[tuple[RowsData, list[RowLoss]]]:
     paths = sorted((folder / ROWS).glob("rank_*.jsonl"))
     if not paths:
-        raise DataError(f"{folder}: holds no losses of conversations; train with --log_rows")
+        raise DataError(f"{folder}: contains no losses of conversations; train with --log_rows")
     start = b'{"step": %d,' % step
     lines = [_read_rows(line) for path in paths for line in _lines(path) if line.raw.startswith(start)]
     if not lines:
-        raise DataError(f"{folder}: has no losses of step {step}; see {METRICS} for the steps there are")
+        raise DataError(f"{folder}: has no losses for step {step}; {METRICS} lists the available steps")
     return lines
 
 
@@ -310,14 +309,14 @@ def _read_rows(line: MetricsLine) -> tuple[RowsData, list[RowLoss]]:
 
 
 class MetricsLine(NamedTuple):
-    """A complete line of a file."""
+    """A complete line of a log file."""
 
     path: Path
     number: int
     raw: bytes
 
     def read(self) -> dict[str, Any]:
-        """The JSON object of the line, which has a step."""
+        """Parse the line: a JSON object that has a step."""
         try:
             values = json.loads(self.raw)
         except (ValueError, RecursionError):
@@ -331,7 +330,7 @@ class MetricsLine(NamedTuple):
 
 
 def _lines(path: Path) -> Iterator[MetricsLine]:
-    """The complete lines of a file."""
+    """Yield the complete lines of a file."""
     try:
         with open_plain(path) as file:
             yield from (MetricsLine(path, number, raw) for number, raw in enumerate(file, 1) if raw.endswith(b"\n"))

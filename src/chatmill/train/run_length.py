@@ -1,9 +1,10 @@
-"""How many steps a run takes on its data: `max_iters`, `epochs`, or one pass.
+"""The number of steps of a run on its data: `max_iters`, `epochs`, or one pass.
 
     epochs 2.5, packed:  steps of epoch 0 + steps of epoch 1 + half of those of epoch 2
 
-Packing differs in each epoch, so the steps of an epoch are counted from the plan. A mix has no end; one epoch of it is
-as many episodes as its sources hold together, drawn by its weights, or the epochs of each that `mix_epochs` names.
+Packing differs in each epoch, so the steps of an epoch are counted from the plan. A mix has no end. One epoch of a mix
+has as many episodes as all its sources together, drawn by its weights; with `mix_epochs`, it has the given epochs of
+each source.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ class RunLength:
         if self.left_out:
             which = "the epoch" if self.whole_epochs == 1 else f"epoch {self.whole_epochs:,}"
             yield (
-                f"{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes do not fill a batch "
-                f"at the end of {which} and are left out; set epoch_drop_last to false to train them too"
+                f"{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes do not fill a batch at "
+                f"the end of {which} and are dropped; set epoch_drop_last to false to train on them"
             )
 
     def further(self, config: TrainConfig) -> str:
-        """How to continue a run of this length."""
+        """How to continue a finished run of this length, as part of a message."""
         if config.epochs is not None:
             done = f"its {config.epochs:g} epochs are done" if config.epochs != 1 else "its one pass is done"
-            return done if config.post_training and config.epochs == 1 else f"{done}, raise epochs for more"
+            return done if config.post_training and config.epochs == 1 else f"{done}; raise epochs to continue"
         if config.max_iters is None or config.max_iters > self.steps:
-            more = "" if config.post_training else ", set epochs or max_iters for more"
+            more = "" if config.post_training else "; set epochs or max_iters to continue"
             return f"its one pass is done{more}"
         return "raise max_iters, up to one pass" if config.post_training else "raise max_iters"
 
@@ -56,7 +57,7 @@ def run_length(config: TrainConfig, loader: EpisodeLoader) -> RunLength:
         return RunLength(config.max_iters)
     plan = loader.plan(loader.split)
     if plan.order.length is None:
-        # Weights do not say how much of a source is a pass over the data; epochs do.
+        # Unlike epochs, weights do not define a pass over the data.
         epochs = 1 if config.epochs is None and plan.config.mix_epochs is not None else config.epochs
         if epochs is None or config.post_training or not isinstance(plan.order, MixedOrder):
             raise _has_no_epochs(config, plan)
@@ -72,9 +73,9 @@ def _has_no_epochs(config: TrainConfig, plan: LoadPlan) -> UsageError:
     if config.post_training:
         why, instead = "post_training is one pass", "set batch_sampling_mode to epoch"
         if mixed:
-            instead = f"give one source of the mix as dataset_dir, and no {plan.config.mix_key}"
+            instead = f"set dataset_dir to one source of the mix, and remove {plan.config.mix_key}"
             if plan.sources[0].dataset.whole is not None:
-                instead = f"leave out {plan.config.mix_key}, or weight and epochs in the recipe of the dataset"
+                instead = f"remove {plan.config.mix_key}, or weight and epochs in the recipe of the dataset"
     elif config.epochs is not None:
         why, instead = f"epochs is {config.epochs:g}", "set max_iters, or batch_sampling_mode to epoch"
     else:
@@ -84,8 +85,8 @@ def _has_no_epochs(config: TrainConfig, plan: LoadPlan) -> UsageError:
 
 
 def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
-    """The steps of all whole epochs, and of the fraction of the next one, rounded up."""
-    # From the decimal text, so that 0.1 is exactly one tenth.
+    """Count the steps of all whole epochs and of the remaining fraction, rounded up."""
+    # Parse the decimal text, so that 0.1 is exactly one tenth.
     exact = Fraction(str(epochs))
     whole, share = divmod(exact, 1)
     counts = [_count(plan, epoch) for epoch in range(math.ceil(exact) if plan.config.packing != "none" else 1)]
@@ -98,18 +99,18 @@ def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
 
 
 def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
-    """Steps of an epoch, and its rows that do not fill a batch; `UsageError` if there are no steps."""
+    """The steps of an epoch, and its rows that do not fill a batch; raises `UsageError` if there are no steps."""
     return plan.num_steps(epoch), plan.count_rows(epoch) % plan.config.batch_size
 
 
 def _of_mix(epochs: float, plan: LoadPlan, order: MixedOrder) -> RunLength:
-    """The steps of a mix that hold as many episodes as a pass over its sources, times the epochs."""
+    """Count the steps of a mix with as many episodes as `epochs` passes over its sources."""
     episodes = math.ceil(Fraction(str(epochs)) * plan.pass_episodes)
     rows, size = plan.rows_of_episodes(episodes), plan.config.batch_size
     steps = rows // size if plan.drop_last else -(-rows // size)
     if not steps:
         raise UsageError(
-            f"{plan.split}: epochs {epochs:g} of the mix have {rows} rows, and a batch {size}; "
+            f"{plan.split}: epochs {epochs:g} of the mix have {rows} rows, but a batch has {size}; "
             "lower batch_size, or set epoch_drop_last to false"
         )
     passes = (f"{one_line(name)} {count:.3g}" for name, count in order.passes(episodes).items())

@@ -1,7 +1,7 @@
-"""Score a model on a dataset: the loss of the trained tokens and the answers it gives, source by source.
+"""Score a model on a dataset: its loss on the trained tokens and its answers, for each source.
 
-A prompt is the stored ids before a trained answer, never rendered again: the model gets the exact prompt it was
-trained with, whatever format, template or program wrote it.
+A prompt consists of the stored ids before a trained answer and is never rendered again: the model gets the exact prompt
+it was trained with, whatever format, template or program wrote it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from chatmill.train.model import CausalModel, Inputs, eval_mode
 from chatmill.train.preflight import trained_with, unknown_ids
 
 BATCH_TOKENS = 1 << 13
-"""Tokens of a batch for losses."""
+"""Tokens per batch for computing losses."""
 BATCH_PROMPTS = 64
-"""Prompts of a batch for answers."""
+"""Prompts per batch for generating answers."""
 
 
 class EvalPrompt(NamedTuple):
@@ -46,16 +46,16 @@ class EvalPrompt(NamedTuple):
     answer: list[int]
     """The trained ids, up to and including the end token."""
     segment: int
-    """The index of the conversation among those of the rows."""
+    """The index of the conversation in the rows."""
 
 
 def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | None = None) -> Iterator[EvalPrompt]:
-    """A prompt for every answer that is trained from its first token to an end token.
+    """Yield a prompt for every answer that is trained from its first token to an end token.
 
     segment   <usr> Hi <eot> <asst>   Hello <eot>
               prompt -------------    answer ----
 
-    Others are counted in `left_out` by reason: partly trained, unfinished, or with nothing before them.
+    Other answers are counted in `left_out` by reason: partly trained, unfinished, or with nothing before them.
     """
     reasons = left_out if left_out is not None else Counter()
     for segment in range(len(rows.origins)):
@@ -77,7 +77,7 @@ def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | 
 
 
 def _answers(spans: Table) -> Iterator[tuple[int, int]]:
-    """The span ranges of a conversation's trained answers: assistant turns without their header.
+    """Yield the span ranges of a conversation's trained answers: assistant turns without their header.
 
     In data without roles, which other programs wrote, every trained span is an answer.
     """
@@ -107,7 +107,7 @@ class RowOrigin(NamedTuple):
 
 
 def origins(rows: Rows, unnamed: str) -> list[RowOrigin | None]:
-    """The origin of each conversation; None for padding and for one without a token.
+    """The origin of each conversation; None for padding and for conversations without tokens.
 
     Conversations of unknown origin get the source `unnamed`.
     """
@@ -141,7 +141,7 @@ class EvalScore:
 
     @property
     def loss(self) -> float:
-        """The weighted mean over trained tokens; nan if there are none."""
+        """Weighted mean over trained tokens; NaN without trained tokens."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     def add(self, other: EvalScore) -> None:
@@ -157,7 +157,7 @@ class ScoredAnswer:
     ids: list[int]
     """The generated tokens."""
     place: str
-    """Where the conversation came from."""
+    """Where the conversation came from, as file:line."""
 
     @property
     def exact(self) -> bool:
@@ -166,16 +166,16 @@ class ScoredAnswer:
 
 @dataclass
 class EvalReport:
-    """The scores of all sources, and of all conversations together."""
+    """The score of each source, and of all conversations together."""
 
     sources: dict[str, EvalScore] = field(default_factory=dict)
     answers: list[ScoredAnswer] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    """Trained answers without a prompt in the report, by reason."""
+    """Number of trained answers that have no prompt in the report, by reason."""
     cut: int = 0
-    """Conversations longer than the model's positions, which were cut at the beginning."""
+    """Conversations longer than the model's maximum sequence length, which were truncated at the beginning."""
     empty_sources: list[str] = field(default_factory=list)
-    """Sources of a folder of caches that have no episode of the split."""
+    """Sources in a folder of caches that have no episodes in the split."""
 
     @property
     def all(self) -> EvalScore:
@@ -195,22 +195,21 @@ def score_model(
     token_dtype: str | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> EvalReport:
-    """Losses and greedy answers on a split; `limit` is the number of prompts, chosen evenly over the split.
+    """Compute losses and greedy answers on a split; `limit` is the number of prompts, spread evenly over the split.
 
-    In a folder of caches every cache is a source; those without an episode of the split are named in the report.
-    `token_dtype` is as in `open_dataset`. `progress` is called with the number of conversations that were read, and of
-    prompts that were answered.
+    In a folder of caches, every cache is a source; the report lists those without episodes in the split. `token_dtype`
+    is as in `open_dataset`. `progress` is called with the number of conversations read and of prompts answered.
     """
     every = open_all(dataset, token_dtype)
     for fault in unknown_ids(place(dataset), every, model):
         raise DataError(fault)
-    # If none has any, the first says so.
+    # If no source has any, opening the first raises the error.
     sources = [source for source in every if split in source] or every[:1]
     report = EvalReport(empty_sources=[source.name for source in every if source not in sources])
     places: list[RowOrigin | None] = []
     prompts: list[EvalPrompt] = []
     ends = end_ids(sources)
-    # No row is longer, and with one shape all batches run the same kernels.
+    # No row is longer; with a single shape, all batches run the same kernels.
     longest = max(int(source.episodes(split).lengths.max()) for source in sources)
     block = min(max(2, longest) - 1, model.max_positions)
     for source, rows in ((each, rows) for each in sources for rows in each.episodes(split).sweep()):
@@ -247,13 +246,13 @@ def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
     largest = max(int(rows.ids.max(initial=0)), int(rows.spans["target"].max(initial=0)))
     if largest >= model.vocab_size:
         raise DataError(
-            f"{source.path}: has the token id {largest}, the model knows {model.vocab_size:,}; the data was changed, "
-            f"see chatmill verify {source.path} --full"
+            f"{source.path}: has the token id {largest}, but the model's vocabulary size is {model.vocab_size:,}; "
+            f"the data has changed; see chatmill verify {source.path} --full"
         )
 
 
 def open_all(dataset: str | Place, token_dtype: str | None = None) -> Sequence[DataSource]:
-    """A dataset, a cache, or all of those in a folder, without a config; all have one tokenizer."""
+    """Open a dataset, a cache, or all caches in a folder, without a config; all must have the same tokenizer."""
     folder = place(dataset)
     inside = [path.name for path in folder.glob("[!.]*") if _is_source(path)] if isinstance(folder, Path) else []
     mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(folder) else None
@@ -265,16 +264,17 @@ def _is_source(folder: Place) -> bool:
 
 
 def end_ids(sources: Sequence[DataSource]) -> list[int]:
-    """The tokens that end a turn, of the sources that name one."""
+    """The end-of-turn tokens of all sources that define one."""
     return sorted({source.eot for source in sources if source.eot is not None})
 
 
 def check_tokenizer(model: str | Place, source: DataSource) -> None:
-    """Raise `DataError` for data made with another tokenizer than the model's."""
+    """Raise `DataError` if the data was prepared with a different tokenizer than the model's."""
     theirs, mine = trained_with(model_folder(model)).get("tokenizer_sha256"), source.tokenizer_sha256
     if theirs is not None and mine is not None and theirs != mine:
         raise DataError(
-            f"{source.path}: was made with tokenizer {mine[:12]}…, the model {model} was trained with {theirs[:12]}…; "
+            f"{source.path}: was prepared with tokenizer {mine[:12]}…, but the model {model} was trained with "
+            f"{theirs[:12]}…; "
             "prepare the data with the model's tokenizer"
         )
 
@@ -282,7 +282,9 @@ def check_tokenizer(model: str | Place, source: DataSource) -> None:
 def conversation_losses(
     model: CausalModel, rows: Rows, block_size: int, progress: Callable[[int], None]
 ) -> NDArray[np.float64]:
-    """Σ weight · loss and Σ weight of every row, (2, rows); a row is one conversation, whose last tokens stay."""
+    """Σ weight · loss and Σ weight of every row, (2, rows). A row is one conversation; if it is too long, its last
+    tokens are kept.
+    """
     kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     bins = pack_lengths(kept.lengths, block_size + 1)
     size = max(1, BATCH_TOKENS // block_size)
@@ -294,7 +296,7 @@ def conversation_losses(
             batch = collate(packed[start : start + size], pad_token_id=0, length=block_size + 1)
             inputs = Inputs.of(batch, model.device)
             count = batch.episode_ids.shape[1]
-            # One more column for padding, which is no conversation.
+            # One more column for padding, which is not a conversation.
             sums = by_segment(model(*inputs), inputs.targets, inputs.segments, count + 1)
             where = bins.order[slice(*packed.first_segment[[start, start + size]])]
             for out, values in zip(losses, sums, strict=True):
@@ -310,7 +312,7 @@ def greedy_answers(
     max_tokens: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """The model's answer to each prompt; prompts of similar length share a batch."""
+    """Generate the answer to each prompt with greedy decoding; prompts of similar length share a batch."""
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
     answers: dict[int, list[int]] = {}
     for start in range(0, len(order), BATCH_PROMPTS):

@@ -1,7 +1,7 @@
-"""Set up a run: open its data, model and optimizer, from the start or from a checkpoint.
+"""Set up a run: open its data, model and optimizer, for a new run or from a checkpoint.
 
-A run has stages. A stage starts with the first step on a dataset, or when post-training is turned on or off; the order
-of the data and the learning rate schedule count from there.
+A run has stages. A stage starts with the first step on a dataset, or when post-training is turned on or off; the data
+order and the learning rate schedule start from there.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from chatmill.train.untrained import check_trained
 
 @dataclass(frozen=True)
 class Stage:
-    """A run's steps on one dataset."""
+    """The steps of a run on one dataset."""
 
     start: int
-    """Steps of the run before it."""
+    """Steps of the run before this stage."""
     length: RunLength
     schedule: LRSchedule
     dataset_sha256: str
@@ -66,7 +66,7 @@ class Stage:
         return self.start + self.length.steps
 
     def lr(self, step: int) -> float:
-        """The learning rate of a step of the run; the first is 0."""
+        """Learning rate at `step` of the run (0-based)."""
         return self.schedule(step - self.start)
 
     def to_json(self) -> dict[str, Any]:
@@ -80,14 +80,14 @@ class Totals:
     tokens: int = 0
     trained: int = 0
     untrained_rows: int = 0
-    """Rows that are not empty, and had no trained token."""
+    """Nonempty rows without trained tokens."""
     cut_episodes: int = 0
-    """Conversations longer than a row, which lost their beginning."""
+    """Conversations that were longer than a row and lost their beginning."""
     cut_tokens: int = 0
     answer_cut: int = 0
-    """Of these, conversations that lost a part of an answer."""
+    """Truncated conversations that lost part of an answer."""
     skipped_steps: int = 0
-    """Steps of post-training without a trained token."""
+    """Steps that post-training skipped because they had no trained tokens."""
 
     def add(self, counts: StepCounts) -> None:
         for name in ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens", "answer_cut"):
@@ -111,19 +111,19 @@ class TrainState:
     saved: Path | None = None
     """The last checkpoint."""
     base: Mapping[str, str] | None = None
-    """On rank 0, of a run that trains adapters: the folder of the base model, and the hash of its weights."""
+    """For a run that trains adapters, on rank 0: the folder of the base model and the hash of its weights."""
     notes: list[str] = field(default_factory=list)
-    """Messages to the user who starts the run."""
+    """Messages to print when the run starts."""
     non_answers: NonAnswers | None = None
-    """What it trains besides answers, if the data has a loss mask that is not used."""
+    """Trained tokens outside of answers, if the data has a loss mask that is not used."""
     has_trained: bool = False
     """Whether a step of this process is finished."""
     data_check: DataCheck | None = None
-    """Checks the hashes of the data, if the config says so."""
+    """Checks the hashes of the data, if `verify` is set."""
 
     @property
     def epoch(self) -> float | None:
-        """Passes over the data so far; None for the order `random`."""
+        """Epochs completed so far; None for the order `random`."""
         return self.loader.plan(self.loader.split).passes(self.loader.cursor())
 
     @property
@@ -133,7 +133,7 @@ class TrainState:
         return self.best.reason(self.config) if is_early else None
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint stores of the run. All ranks call this, if there is an audit log."""
+        """The state of the run that a checkpoint stores. All ranks call this if there is an audit log."""
         return {
             "step": self.step,
             "stage": self.stage.to_json(),
@@ -142,7 +142,7 @@ class TrainState:
             "config": self.config.to_json(),
             "loader": self.loader.state_dict(),
             "audit": None if self.audit is None else self.audit.checkpoint(),
-            # Random numbers in a step are a function of the seed, the step and the rank.
+            # Random numbers depend only on the seed, the step and the rank.
             "seed": self.config.seed,
             "vocab_size": self.stepper.model.vocab_size,
             "tokenizer_sha256": self.loader.sources[0].tokenizer_sha256,
@@ -161,22 +161,22 @@ def open_run(
     resume: str | None,
     model: CausalModel | None,
 ) -> Iterator[TrainState]:
-    """Open data and model, both as the checkpoint left them if the run resumes.
+    """Open data and model; if the run resumes, both are restored from the checkpoint.
 
-    The audit log is opened last, and removed if no step is finished: a run that is refused leaves none.
+    The audit log is opened last, and removed if no step finishes, so that a refused run leaves none.
     """
     checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
     if checkpoint is not None and "stage" not in checkpoint.state:
         raise UsageError(
-            f"{checkpoint.path}: was written by chatmill rollout train, which can resume from it; "
-            f"to train its model, give --init_from_model {checkpoint.path}"
+            f"{checkpoint.path}: was written by chatmill rollout train, which can resume from it; to train its "
+            f"model, use --init_from_model {checkpoint.path}"
         )
     loader, same_data = _open_data(config, dataset_dir, world, checkpoint)
     state: TrainState | None = None
     succeeded = False
     data_check = DataCheck(loader) if config.verify else None
     try:
-        # Before the model is loaded, which takes a while, too.
+        # Check this before the model is loaded, which takes a while.
         warning = world.together(lambda: loader.prefetch(_steps_ahead(config, loader)))
         if data_check is not None:
             world.together(data_check.check)
@@ -196,7 +196,7 @@ def open_run(
             if same_data and (best := checkpoint.state.get("best")) is not None:
                 state.best = BestEval(**best)
         state.non_answers = world.together(lambda: count_non_answers(loader) if world.is_first else None)
-        # First: it is what most runs without use_loss_mask did not mean.
+        # Print this note first: training without use_loss_mask is usually a mistake.
         state.notes += [] if state.non_answers is None else [str(state.non_answers)]
         state.notes += _notes(state, checkpoint, folder, same_data=same_data)
         state.notes += [*mix_notes, *cache_lengths(loader)]
@@ -213,21 +213,24 @@ def open_run(
             if not succeeded and not state.has_trained:
                 state.audit.discard()
             elif succeeded or world.size == 1:
-                # Closing it synchronizes all ranks, which is not possible after one of them failed.
+                # Closing the log synchronizes all ranks, which is not possible after one of them has failed.
                 state.audit.close()
 
 
 def _steps_ahead(config: TrainConfig, loader: EpisodeLoader) -> int | None:
-    """Steps that are left of max_iters; None if the run takes at least an epoch, or its length is not known yet."""
+    """Remaining steps of max_iters; None if max_iters is not set."""
     return None if config.max_iters is None else max(0, config.max_iters - loader.cursor().step)
 
 
 def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, same_data: bool) -> Iterator[str]:
-    """What the user should know when the run starts or resumes."""
+    """Yield notes to print when the run starts or resumes."""
     stage, loader = state.stage, state.loader
     if checkpoint is None:
         if (folder / METRICS).exists():
-            yield f"{folder} holds no checkpoint: the run begins again, and what it measured is taken back"
+            yield (
+                f"{folder} has no checkpoint: the run starts again from the beginning, and its previous metrics "
+                "are removed"
+            )
     else:
         yield f"resuming from {checkpoint.path}"
         if state.step >= stage.stop:
@@ -239,19 +242,19 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
             )
         if not same_data:
             yield (
-                f"{_change(checkpoint.state['stage'], stage)}: its order begins at the beginning, "
-                f"and the learning rate rises again over {stage.schedule.warmup:,} steps"
+                f"{_change(checkpoint.state['stage'], stage)}: the data order starts again from the beginning, "
+                f"and the learning rate warms up again over {stage.schedule.warmup:,} steps"
             )
     yield from stage.length.notes
     if not same_data:
-        # Within a stage this was said before, and the order cannot change any more.
+        # Within a stage, the note was already printed, and the order cannot change.
         yield from stage.length.left_out_note(loader)
 
 
 def _open_data(
     config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
-    """The loader, at the checkpoint's position if the stage is the same; and whether it is."""
+    """Open the loader, at the checkpoint's position if the stage is the same; also return whether it is."""
     pin = world.device.type == "cuda"
     loader = world.together(
         lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
@@ -263,7 +266,7 @@ def _open_data(
         world.together(lambda: loader.load_state_dict(saved["loader"]))
         if config.audit_dir is not None and saved.get("audit") is None:
             raise UsageError(
-                f"audit_dir is {config.audit_dir}, and the run began without an audit log; set it to null to go on"
+                f"audit_dir is {config.audit_dir}, but the run started without an audit log; set it to null to continue"
             )
     return loader, same
 
@@ -271,7 +274,9 @@ def _open_data(
 def _open_audit(
     config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None
 ) -> Audit | None:
-    """The audit log, which records what the loader returns from now on; that of the checkpoint is continued."""
+    """Open the audit log, which records what the loader returns from now on; a resumed run continues the checkpoint's
+    log.
+    """
     if config.audit_dir is None:
         return None
     state = None if checkpoint is None else checkpoint.state["audit"]
@@ -287,7 +292,7 @@ def _open_audit(
 def _open_model(
     config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None, given: CausalModel | None
 ) -> tuple[Stepper, list[str]]:
-    """The model and its optimizer on all ranks, with the state of the checkpoint, and notes for the user."""
+    """Open the model and its optimizer on all ranks, with the state of the checkpoint; also return notes to print."""
     compute = compute_dtype(config.dtype, world.device)
     if checkpoint is not None and given is None:
         changes = config_changes(checkpoint, config.to_json(), model_keys())
@@ -325,12 +330,12 @@ def _open_model(
 
 
 def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] | None:
-    """The base model of adapters; `UsageError` if it differs from the one that the checkpoint was trained on."""
+    """The base model of adapters; raises `UsageError` if the checkpoint was trained on a different one."""
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)
     if config.lora is None:
-        # Adapters are trained further; loading them checks their base model.
+        # The run trains existing adapters; loading them checks their base model.
         return base_of(folder) if is_adapter(folder) else None
     mine = {"folder": str(folder.resolve()), "sha256": weights_hash(folder)}
     theirs = None if checkpoint is None else checkpoint.state.get("base")
@@ -338,7 +343,7 @@ def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] 
         raise UsageError(
             f"{checkpoint.path}: its adapters were trained on {theirs['folder']} "
             f"with weights {theirs['sha256'][:12]}…, init_from_model is {folder} with {mine['sha256'][:12]}…; "
-            "adapters go on with the model they began on"
+            "adapters can only be trained further on the same base model"
         )
     return mine
 

@@ -1,8 +1,8 @@
-"""Load a model in shards: no rank holds more than its own rows and one tensor.
+"""Load a model in shards: no rank holds more than its own rows and one tensor at a time.
 
-    1. the model is built with its parameters on the meta device, which takes no memory; buffers are real
-    2. FSDP shards it: each rank has an empty range of rows of every parameter
-    3. each rank reads those rows from the safetensors files, or initializes them for a new model
+    1. build the model with its parameters on the meta device, which takes no memory; buffers are allocated
+    2. shard it with FSDP: each rank gets an empty range of rows of every parameter
+    3. on each rank, read those rows from the safetensors files, or initialize them for a new model
 
 If a model cannot be loaded in shards, every rank loads the whole model, and a note gives the reason.
 """
@@ -44,7 +44,7 @@ class OpenedModel:
 
     model: CausalModel
     values: Values | None = None
-    """The values of the parameters on the meta device; None if the model is whole."""
+    """The values of the parameters on the meta device; None if the model is fully loaded."""
     test: Callable[[], bool] | None = None
     """Tests with the weights of the files whether the architecture separates the conversations of a packed row."""
     note: str | None = None
@@ -52,13 +52,13 @@ class OpenedModel:
 
 
 def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, world: World) -> OpenedModel:
-    """The model of a config with parameters on the meta device; all ranks call this.
+    """Open the model of a config with parameters on the meta device; all ranks call this.
 
-    Raises `MemoryError` or `DataError` if the host has too little memory for the shard of a rank.
+    Raises `MemoryError` or `DataError` if the host does not have enough memory for a rank's shard.
     """
     opened, reason = _agreed(world, lambda: _open(config, vocab_size, compute, world))
     if opened is not None and (test := opened.test) is not None:
-        # On rank 0, which reads all files; the others then find them in the page cache.
+        # Run the test on rank 0, which reads all files; other ranks then find them in the page cache.
         separates, reason = _agreed(world, lambda: [test()] if world.is_first else [])
         if separates is not None:
             opened.model.separates = any(value for each in world.gather(separates) for value in each)
@@ -71,7 +71,7 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
 
 
 def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result of a function, or why a model cannot be loaded in shards; the same outcome on all ranks."""
+    """Return the result of a function, or why a model cannot be loaded in shards; all ranks agree on the outcome."""
 
     def tried() -> tuple[T | None, str | None]:
         try:
@@ -79,7 +79,7 @@ def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
         except (ChatmillError, OSError, MemoryError):
             raise
         except Exception as error:
-            # Any error of transformers or peft: loading the whole model reports what is wrong with it.
+            # Catch any error of transformers or peft: loading the whole model will report what is wrong.
             return None, one_line(str(error) or type(error).__name__, 200)
 
     result, reason = world.together(tried)
@@ -90,7 +90,7 @@ def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
 def _open(config: TrainConfig, vocab_size: int, compute: torch.dtype | None, world: World) -> OpenedModel:
     torch.manual_seed(config.seed)
     size = OPTIMIZER_BYTES[config.optimizer]
-    # A rank on a GPU holds rows in host memory only while it reads them.
+    # With a GPU, rows are in host memory only while they are read.
     bytes_each = size.total if world.device.type == "cpu" else size.weight
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
@@ -114,7 +114,7 @@ def _open(config: TrainConfig, vocab_size: int, compute: torch.dtype | None, wor
 
 def _adapted(model: CausalModel, adapters: LoraSizes, folder: Path) -> CausalModel:
     if isinstance(model, GPT):
-        # Raises the error that `GPT` has no adapters.
+        # This raises the error that `GPT` does not support adapters.
         return model.with_lora(adapters, folder)
     from chatmill.train.hf_shards import adapters_on_cpu, check_adapters
 
@@ -125,7 +125,7 @@ def _adapted(model: CausalModel, adapters: LoraSizes, folder: Path) -> CausalMod
 
 
 def open_folder(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, world: World) -> OpenedModel:
-    """The model of a folder with parameters on the meta device; `NotShardableError` if that is not possible."""
+    """Open the model of a folder with parameters on the meta device; raises `NotShardableError` if impossible."""
     check_model(folder)
     check_folder(folder)
     if is_adapter(folder):
@@ -145,7 +145,7 @@ def open_folder(folder: Path, *, compute: torch.dtype | None, weights: WeightPre
 
 
 def named_values(files: ModelFiles, parameters: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Rows]]:
-    """Each parameter with the tensor of its name in the files of a model."""
+    """Yield each parameter with the tensor of the same name in the files of a model."""
     with open_weights(files) as weights:
         for name, parameter in parameters.items():
             yield parameter, weights(name)

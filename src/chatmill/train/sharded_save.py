@@ -5,7 +5,8 @@
     model-00003-of-00003.safetensors     all ranks send their rows of a tensor to the rank that writes it
     model.safetensors.index.json
 
-In each round every rank receives its next tensor, and then all ranks write. A small model is one model.safetensors.
+In each round, every rank receives its next tensor, then all ranks write. A small model is written as one
+model.safetensors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from chatmill.train.sharded_tensors import TensorEntry, write_tensors
 from chatmill.train.weight_dtypes import check_float16, saved_dtype
 
 SHARD_BYTES = 4 << 30
-"""Maximum bytes of a file, unless one tensor is larger."""
+"""Maximum size of a file in bytes, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def save_in_shards(
         try:
             return dict(_write(folder, weight_files[world.rank :: world.size], arriving, model, like))
         finally:
-            # Also after an error: the other ranks wait for the rows of this rank.
+            # Continue after an error, because the other ranks wait for the rows of this rank.
             for _ in arriving:
                 pass
 
@@ -91,7 +92,7 @@ def _parts(model: CausalModel, folder: Path, like: Mapping[str, Tensor]) -> list
     except (ChatmillError, OSError):
         raise
     except Exception:
-        # Another version of transformers saves in another way, which needs the values of the weights.
+        # Another version of transformers may need the values of the weights to save them.
         return None
 
 
@@ -102,7 +103,7 @@ def _check_float16(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype
 
 
 def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[WeightFile]:
-    """Fill files with parts, in order."""
+    """Distribute parts over files, in order."""
     groups: list[list[SavedPart]] = [[]]
     size = 0
     for part in parts:

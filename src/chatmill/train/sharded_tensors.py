@@ -1,6 +1,6 @@
 """Tensors in safetensors files, whole or as ranges of rows, so that any number of ranks can write or read them.
 
-The header of a file says for each part of a tensor its first row and how many rows the whole tensor has.
+For each part of a tensor, the header of its file records the first row and the number of rows of the whole tensor.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PARTS = "pieces"
 
 
 class TensorRows(NamedTuple):
-    """A range of rows of a tensor: the first, and how many the whole tensor has."""
+    """A range of rows of a tensor: its first row, and the number of rows of the whole tensor."""
 
     start: int
     rows: int
 
 
 class TensorEntry(NamedTuple):
-    """Name, shape and type of one tensor of a file; its values come when they are written."""
+    """Name, shape and dtype of one tensor of a file; its values are supplied when the file is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,9 +51,9 @@ class TensorEntry(NamedTuple):
 def write_tensors(
     path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> FileInfo:
-    """Write a safetensors file of these entries, one tensor in memory at a time; not synced.
+    """Write a safetensors file with these entries, holding one tensor in memory at a time; the file is not synced.
 
-    `metadata` is that of the file; by default it lists the partial tensors.
+    `metadata` is written to the header; by default it lists the partial tensors.
     """
     parts = {PARTS: json.dumps({entry.name: entry.rows for entry in entries if entry.rows})}
     header: dict[str, Any] = {"__metadata__": parts if metadata is None else metadata}
@@ -104,7 +104,7 @@ class ShardedTensors:
                 ValueError,
                 RuntimeError,
             ) as error:
-                # RuntimeError is torch's if it cannot map the file, and Python's if JSON is nested too deeply.
+                # torch raises RuntimeError if it cannot map the file, and so does Python if JSON is nested too deeply.
                 reason = one_line(str(error), 300)
                 raise DataError(f"{path}: cannot be read ({reason}); resume from another checkpoint") from None
             for name in header:
@@ -128,12 +128,12 @@ class ShardedTensors:
         return TORCH_DTYPES[part.get_dtype()]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a tensor; a scalar is read as it is."""
+        """Read rows of a tensor; a scalar is read whole."""
         parts = sorted(self._parts[name], key=lambda part: part[0].start)
         _, first_part = parts[0]
         if not first_part.get_shape():
             return first_part[...]
-        # Starts with no rows: a rank may hold none of a short tensor.
+        # Start with zero rows: a rank may hold no rows of a short tensor.
         slices, at = [torch.empty(0, *first_part.get_shape()[1:], dtype=TORCH_DTYPES[first_part.get_dtype()])], start
         for rows, part in parts:
             first, last = (min(max(edge - rows.start, 0), part.get_shape()[0]) for edge in (at, stop))
@@ -141,12 +141,12 @@ class ShardedTensors:
                 slices.append(part[first:last])
                 at += last - first
         if at < stop:
-            raise DataError(f"{name}: rows {start} to {stop} are not all there; the checkpoint lacks a file")
+            raise DataError(f"{name}: rows {start} to {stop} are incomplete; a file of the checkpoint is missing")
         return torch.cat(slices)
 
 
 def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
-    """Which rows of the whole tensor a part is, from what its file stores; None is all of it."""
+    """The rows of the whole tensor that a part holds, from its file's metadata; None means all rows."""
     if tensor.dtype not in TORCH_DTYPES:
         raise ValueError(f"a tensor of {tensor.dtype}")
     if stored is None:
@@ -159,7 +159,7 @@ def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
 
 @contextmanager
 def open_weights(files: ModelFiles) -> Iterator[Callable[[str], Rows]]:
-    """A function that returns the rows of a tensor of a model folder, whose files are mapped into memory."""
+    """Return a function that opens the tensors of a model folder by name; its files are memory-mapped."""
     folder = files.folder
     listed = {} if (folder / WEIGHTS).exists() else read_config(folder / INDEX)["weight_map"]
     with ExitStack() as stack:

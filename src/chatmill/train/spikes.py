@@ -1,4 +1,4 @@
-"""Loss spikes: steps whose loss is far above that of the steps before, and the conversations that caused them."""
+"""Loss spikes: steps whose loss is far above that of the previous steps, and the conversations that caused them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from chatmill.train.setup import TrainState
 from chatmill.train.step import RowLoss, StepResult
 
 WINDOW = 64
-"""The number of previous losses that a loss is compared with."""
+"""Number of previous losses that a loss is compared with."""
 LEAST = 32
-"""No step is a spike after fewer losses than this."""
+"""Minimum number of previous losses for a step to count as a spike."""
 SPREADS = 6.0
-"""A spike is this many spreads above the median. The spread is the 90th percentile less the median: losses of small
-batches are skewed to the right, where the median absolute deviation is too small."""
+"""A spike is this many spreads above the median. The spread is the 90th percentile minus the median: losses of small
+batches are skewed to the right, where the median absolute deviation is too small.
+"""
 NATS = 0.5
-"""A spike is at least this far above the median."""
+"""A spike is at least this much above the median."""
 PRINTED = 10
-"""Spikes that a process prints; all are counted, and marked in the metrics."""
+"""Maximum number of spikes that a process prints; all are counted and marked in the metrics."""
 NAMED = 3
-"""Conversations that an error or a note names."""
+"""Maximum number of conversations listed in an error or a note."""
 SPIKE = "spike"
 """The key of a spike in the metrics of a step: how far its loss is above the median."""
 
@@ -42,7 +43,7 @@ class LossSpikes:
     world: World
     print: Callable[[str], None]
     after: int
-    """Steps up to this one belong to the warm-up and are never spikes."""
+    """Steps up to this one belong to the warmup and are never spikes."""
     recent: deque[float]
     """The losses of the last steps."""
     count: int
@@ -60,7 +61,7 @@ class LossSpikes:
         return cls(state.loader, state.world, run_dir.print, after, deque(losses, maxlen=WINDOW), count)
 
     def follow(self, step: int, result: StepResult) -> dict[str, float]:
-        """Print a line if a step is a spike, and return the entry for its metrics, else an empty one.
+        """If a step is a spike, print a line and return the entry for its metrics; else return an empty entry.
 
         All ranks call this, with every step that has a loss.
         """
@@ -83,22 +84,24 @@ class LossSpikes:
 
 
 def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
-    """Which conversations of a step have no finite loss, and what to do. All ranks call this."""
+    """Which conversations of a step have a loss that is not finite, and what to do about it. All ranks call this."""
     loader, world = state.loader, state.world
     wrong, count = map(int, world.sums([sum(not math.isfinite(row.loss) for row in rows), len(rows)]))
     names = worst(rows, loader, world)
     if not wrong:
         # Only the gradient is not finite.
-        highest = f"its highest losses: {', '.join(names)}; look at them" if names else "it has no trained token"
+        highest = f"its highest losses: {', '.join(names)}; inspect them" if names else "it has no trained tokens"
         return f"{highest}, or lower learning_rate"
     shown = ", ".join(names[:wrong]) + (f" and {wrong - len(names):,} more" if wrong > len(names) else "")
     if wrong == count:
-        return f"none of its {count:,} conversations has a finite loss: {shown}; lower learning_rate, or look at them"
-    return f"{wrong:,} of its {count:,} conversations have no finite loss: {shown}; look at them"
+        return f"none of its {count:,} conversations has a finite loss: {shown}; lower learning_rate, or inspect them"
+    return f"{wrong:,} of its {count:,} conversations have no finite loss: {shown}; inspect them"
 
 
 def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
-    """The conversations of all ranks that raise a loss above `usual` the most; first those without a finite loss."""
+    """The conversations of all ranks that raise the loss above `usual` the most, starting with losses that are not
+    finite.
+    """
 
     def key(row: RowLoss) -> tuple[float, int, int]:
         above = (row.loss - usual) * row.weight if math.isfinite(row.loss) else math.inf
@@ -113,7 +116,9 @@ def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual
 
 
 def conversation_name(loader: EpisodeLoader, episode: int, segment: int, *details: str) -> str:
-    """A conversation as file:line if known, with its episode and details: `chat.jsonl:12 (episode 11, loss 9.2)`."""
+    """Describe a conversation as file:line if known, with its episode and details: `chat.jsonl:12 (episode 11, loss
+    9.2)`.
+    """
     number, source, place = episode, "", None
     with suppress(ChatmillError):
         origin = conversation(loader.sources, loader.split, episode, segment)

@@ -14,12 +14,14 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 class NonAnswers(NamedTuple):
-    """How many non-answer tokens of the train split are trained, because use_loss_mask is false."""
+    """Number of tokens of the train split that are trained although they are not answers, because use_loss_mask is
+    false.
+    """
 
     non_answers: int
     """Trained tokens that the loss mask does not mark."""
     trained: int
-    """All trained tokens: every token but the first of each conversation, which nothing predicts."""
+    """All trained tokens: every token except the first of each conversation, which is never predicted."""
 
     def __str__(self) -> str:
         share = f"{self.non_answers / self.trained:.0%}"
@@ -33,9 +35,9 @@ class NonAnswers(NamedTuple):
 
 
 def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
-    """Non-answer tokens that an epoch over all sources trains; None if there are none, or no source has a mask.
+    """Count the non-answer tokens that an epoch trains; None if there are none, or no source has a mask.
 
-    The metadata has the counts; the masks of datasets without metadata are read.
+    The counts are in the metadata; for datasets without metadata, the masks are read.
     """
     sources = [source for source in loader.sources if source.has_mask]
     if loader.config.use_loss_mask or not sources:
@@ -46,7 +48,7 @@ def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
 
 
 def _conversations(source: DataSource, split: str) -> int:
-    """Conversations of a split, of which an episode has several where rows were packed."""
+    """Number of conversations in a split; an episode of a packed row has several."""
     metadata = source.dataset.metadata
     if metadata is None:
         return len(source.episodes(split))
@@ -54,20 +56,20 @@ def _conversations(source: DataSource, split: str) -> int:
 
 
 def cache_lengths(loader: EpisodeLoader) -> Iterator[str]:
-    """Caches whose `T_max` differs from `block_size`, and the effect on their rows."""
+    """Yield notes about caches whose `T_max` differs from `block_size`, with the effect on their rows."""
     block_size = loader.config.block_size
     caches = [source.dataset for source in loader.sources if isinstance(source.dataset, PrimerCache)]
     others = [cache for cache in caches if cache.meta.T_max != block_size]
     if not others:
         return
     lengths = np.concatenate([cache[loader.split].lengths for cache in others]).astype(np.int64)
-    # A row of block_size + 1 tokens fits: its last token is only predicted.
+    # A row of block_size + 1 tokens fits: its last token is only a target.
     cut = np.maximum(lengths - (block_size + 1), 0)
     effect = "no row is cut"
     if rows := int(np.count_nonzero(cut)):
         effect = (
-            f"{rows:,} of {len(lengths):,} rows lose {int(cut.sum()):,} tokens at their beginning; "
-            f"set block_size to {max(cache.meta.T_max for cache in others)}, or build with --t-max {block_size}"
+            f"{rows:,} of {len(lengths):,} rows lose {int(cut.sum()):,} tokens at the start; set block_size to "
+            f"{max(cache.meta.T_max for cache in others)}, or build with --t-max {block_size}"
         )
     built = ", ".join(f"{cache.path} has T_max {cache.meta.T_max}" for cache in others)
     yield f"block_size is {block_size}, {built}: {effect}"

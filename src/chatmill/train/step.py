@@ -1,6 +1,6 @@
-"""One optimizer step: the gradient of the mean loss over all trained tokens of the global batch, however it is split.
+"""One optimizer step on the mean loss over all trained tokens of the global batch, however the batch is split.
 
-The result of a step is read one step later, so that the host never waits for work that it has just launched.
+The result of a step is read one step later, so the host never waits for work it has just launched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chatmill.train.optimizers import make_optimizer
 from chatmill.train.run_config import OptimizerConfig
 
 ROUNDING = 1 << 31
-"""Takes the place of the rank in the random seed of stochastic rounding, which is the same on all ranks."""
+"""Used instead of the rank in the seed of stochastic rounding, which must be the same on all ranks."""
 
 
 class NotFiniteError(ChatmillError):
@@ -37,26 +37,26 @@ class StepCounts(NamedTuple):
     """Counts of a global batch."""
 
     weight: float = 0.0
-    """The sum of the weights of the trained tokens: the divisor of the loss."""
+    """Sum of the weights of the trained tokens, by which the loss is divided."""
     trained: float = 0.0
     """Trained tokens."""
     tokens: float = 0.0
-    """Tokens without padding."""
+    """Tokens, excluding padding."""
     untrained_rows: float = 0.0
-    """Rows that are not empty, and have no trained token."""
+    """Nonempty rows without trained tokens."""
     cut_episodes: float = 0.0
-    """Episodes longer than a row, which lose their beginning."""
+    """Episodes that are longer than a row and lose their beginning."""
     cut_tokens: float = 0.0
     answer_cut: float = 0.0
-    """Of these, episodes that lose a part of an answer."""
+    """Truncated episodes that lose part of an answer."""
     stop: float = 0.0
     """Ranks that received a stop request."""
     unknown_ids: float = 0.0
-    """Ranks whose rows have an id outside of the vocabulary."""
+    """Ranks whose rows contain an id outside of the vocabulary."""
     damaged: float = 0.0
-    """Ranks that found a file of the data changed."""
+    """Ranks that found a changed data file."""
     checking: float = 0.0
-    """Ranks that are still checking files of the data."""
+    """Ranks that are still checking data files."""
 
 
 class RowLoss(NamedTuple):
@@ -64,7 +64,7 @@ class RowLoss(NamedTuple):
 
     episode: int
     segment: int
-    """Which conversation of the episode, counted back: -1 is the last."""
+    """Index of the conversation in the episode, counted from the end: -1 is the last."""
     loss: float
     weight: float
 
@@ -77,13 +77,13 @@ class StepResult(NamedTuple):
     """Loss and gradient norm of a step."""
 
     loss: float
-    """The weighted mean over the trained tokens of the global batch; 0 if there are none."""
+    """Weighted mean over the trained tokens of the global batch; 0 without trained tokens."""
     grad_norm: float
     sums: RowSums | None
     """The losses of this rank's conversations, if requested."""
 
     def rows(self) -> list[RowLoss]:
-        """The loss of each conversation of this rank that has a trained token."""
+        """The loss of each conversation of this rank that has trained tokens."""
         losses = []
         for ids, totals, weights in self.sums or ():
             trained = (ids >= 0) & (weights > 0)
@@ -97,7 +97,7 @@ class StepResult(NamedTuple):
         if math.isfinite(self.loss) and math.isfinite(self.grad_norm):
             return
         norm = f"the gradient norm is {self.grad_norm}"
-        restart = f"resume from {saved}" if saved else "start again from the beginning: no checkpoint was written"
+        restart = f"resume from {saved}" if saved else "start the run again: no checkpoint was written"
         raise NotFiniteError(
             f"step {step}: {norm if math.isfinite(self.loss) else f'the loss is {self.loss}'}; {advice()}, "
             f"and {restart}"
@@ -112,12 +112,12 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(batch: Batch, count: int, device: torch.device) -> list[MicroBatch]:
-    """A rank's rows of a batch in `count` micro-batches, on its device."""
+    """Split a rank's rows of a batch into `count` micro-batches, on its device."""
     return [MicroBatch(Inputs.of(part, device), part.episode_ids) for part in batch.split(count)]
 
 
 def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
-    """The counts of a rank's rows of a batch, computed on the host."""
+    """Count a rank's rows of a batch, on the host."""
     real = batch.episode_ids[:, 0] >= 0
     # Segments after a row's episodes are padding.
     tokens = (batch.segments < (batch.episode_ids >= 0).sum(dim=1)[:, None]).sum()
@@ -130,7 +130,7 @@ def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
 
 
 def unknown_id(batch: Batch, vocab_size: int) -> str | None:
-    """The first token of a batch that the model does not know, with its episode; None if it knows all."""
+    """Describe the first id of a batch outside of the vocabulary, with its episode; None if there is no such id."""
     x, y = torch.as_tensor(batch.x), torch.as_tensor(batch.y)
     if int(x.max()) < vocab_size and int(x.min()) >= 0 and int(y.max()) < vocab_size:
         return None
@@ -140,7 +140,7 @@ def unknown_id(batch: Batch, vocab_size: int) -> str | None:
     episodes = batch.episode_ids[row].tolist()
     place = f"episode {episodes[segment]}" if segment < len(episodes) and episodes[segment] >= 0 else "the padding"
     token = max(int(x[row, column]), int(y[row, column]))
-    return f"{place} has the token id {token}; the model knows {vocab_size:,}"
+    return f"{place} has the token id {token}; the model's vocabulary size is {vocab_size:,}"
 
 
 class Pending:
@@ -170,7 +170,7 @@ class Stepper:
     """A model with its optimizer, on all ranks."""
 
     def __init__(self, model: CausalModel, module: nn.Module, world: World, settings: OptimizerConfig) -> None:
-        """`module` is called in place of the model and averages gradients; the optimizer is fresh."""
+        """`module` is called instead of the model and averages gradients; the optimizer starts without state."""
         self.model, self.module, self.world = model, module, world
         self.optimizer = make_optimizer(model, settings)
         self._grad_clip = settings.grad_clip
@@ -202,8 +202,8 @@ class Stepper:
     def gradients(
         self, parts: Sequence[MicroBatch], *, weight: float, rows: bool = False
     ) -> tuple[Tensor, RowSums | None]:
-        """Compute the gradient of the global batch; its mean loss, and sums by conversation."""
-        # Ranks average their gradients, and each has only its part of the sum.
+        """Compute the gradient of the global batch; return its mean loss, and sums by conversation."""
+        # Gradients are averaged over ranks, but each rank has only its part of the sum.
         scale = self.world.size / weight if weight else 0.0
         total: Any = 0.0
         by_row: RowSums | None = [] if rows else None
@@ -214,7 +214,7 @@ class Stepper:
             total = total + losses.total.detach()
             if by_row is not None:
                 count = part.episode_ids.shape[1]
-                # One column more for padding, which has no episode.
+                # One more column for padding, which has no episode.
                 sums = by_segment(losses, part.inputs.targets, part.inputs.segments, count + 1)
                 by_row.append((part.episode_ids, *(values[:, :count] for values in sums)))
         if self.world.size > 1:
@@ -223,7 +223,7 @@ class Stepper:
 
 
 def seed_step(*key: int) -> None:
-    """Seed torch's generators with (seed, step, rank): dropout in a step depends on nothing else."""
+    """Seed torch's generators with (seed, step, rank), so that dropout depends on nothing else."""
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
@@ -237,7 +237,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Rises for `warmup` steps to `peak`, then falls to `floor` at step `total`.
+    """Learning rate schedule: linear warmup to `peak`, then decay to `floor` at step `total`.
 
       peak      /‾‾\\__
                /      ‾\\__ floor
@@ -253,12 +253,12 @@ class LRSchedule:
 
     @classmethod
     def of(cls, settings: OptimizerConfig, *, warmup: int, total: int) -> Self:
-        """The schedule of a config."""
+        """Create the schedule of a config."""
         peak = settings.learning_rate
         return cls(peak, peak * settings.min_lr_ratio, warmup, total, settings.lr_schedule)
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step; the first is 0."""
+        """Learning rate at `step` (0-based)."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.shape == "constant":

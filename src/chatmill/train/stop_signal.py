@@ -14,9 +14,9 @@ from typing import Any
 from chatmill.errors import ChatmillError
 
 STEP_SECONDS = 600.0
-"""A run that finishes no step within this time after a signal is ended."""
+"""A run that does not finish a step within this time after a signal is terminated."""
 SAME_SECONDS = 2.0
-"""Under torchrun a second signal within this time belongs to the first."""
+"""Under torchrun, a second signal within this time is treated as part of the first."""
 
 
 class StopRequest:
@@ -25,7 +25,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.by: str | None = None
         self._arrived, self._finished = threading.Event(), threading.Event()
-        # Started before the signal: its handler may interrupt code that holds a lock needed to start a thread.
+        # Start the thread before a signal arrives: the handler may interrupt code that holds a lock needed to start a
+        # thread.
         threading.Thread(target=self._end_if_stuck, name="stop request", daemon=True).start()
 
     def arrives(self, number: int) -> None:
@@ -33,7 +34,7 @@ class StopRequest:
         self._arrived.set()
 
     def finished_step(self) -> None:
-        """A step has finished: from now on, saving may take as long as it needs."""
+        """Called when a step has finished: from now on, saving may take as long as it needs."""
         if self.by is not None:
             self._finished.set()
 
@@ -42,10 +43,10 @@ class StopRequest:
         self._arrived.set()
 
     def _end_if_stuck(self) -> None:
-        """End a run that cannot finish its step.
+        """Terminate a run that cannot finish its step.
 
-        A signal to all processes of a run, such as `timeout` sends, also ends those that compile its model, and torch
-        may then wait for them forever.
+        A signal to all processes of a run, as `timeout` sends, also ends the processes that compile its model, and
+        torch may then wait for them forever.
         """
         self._arrived.wait()
         if self._finished.wait(STEP_SECONDS):

@@ -1,4 +1,4 @@
-"""Runs without a trained token: refused before the model is loaded, or stopped with the reason."""
+"""Refuse or stop runs that have no trained tokens, and explain why."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from chatmill.train.setup import TrainState
 
 LIMIT = 20
-"""Steps in a row without a trained token after which a run stops."""
+"""A run stops after this many consecutive steps without trained tokens."""
 EXAMINED = 64
-"""Episodes of a step that are examined for the reason."""
+"""Maximum number of episodes of a step that are examined to find the reason."""
 SCAN = 1 << 24
-"""Bytes of a mask that are read together."""
+"""Bytes of a mask that are read at a time."""
 UNFINISHED = "answer_unfinished"
 
 
 def check_trained(loader: EpisodeLoader) -> list[str]:
-    """Notes about sources of a mix without a trained token; `DataError` if no source has one."""
+    """Return notes about sources of a mix without trained tokens; raise `DataError` if no source has any."""
     if not loader.config.use_loss_mask:
         return []
     split = loader.split
@@ -39,17 +39,19 @@ def check_trained(loader: EpisodeLoader) -> list[str]:
         reason = "no source of the mix has a trained answer; chatmill stats shows the details of each source"
         if len(empty) == 1:
             reason = _empty_reason(empty[0], split)
-        raise DataError(f"{loader.dataset_dir}: the split {split} has no trained token: {reason}")
+        raise DataError(f"{loader.dataset_dir}: the split {split} has no trained tokens: {reason}")
     names = ", ".join(one_line(source.name) for source in empty)
     return (
-        [f"{loader.config.mix_key}: sources without a trained token in {split}: {names}; leave them out of the mix"]
+        [f"{loader.config.mix_key}: sources without trained tokens in {split}: {names}; remove them from the mix"]
         if empty
         else []
     )
 
 
 def has_trained(source: DataSource, split: str) -> bool:
-    """Whether the loss mask of a split marks a token: from the metadata, or from the mask of another program's data."""
+    """Whether the loss mask of a split marks any token, from the metadata or, for data of other programs, from the
+    mask.
+    """
     if not source.is_foreign:
         return marked_tokens(source, split) > 0
     episodes = source.episodes(split)
@@ -64,7 +66,7 @@ def has_trained(source: DataSource, split: str) -> bool:
 
 
 def _empty_reason(source: DataSource, split: str) -> str:
-    """Why a split has no trained token, and what to do."""
+    """Why a split has no trained tokens, and what to do about it."""
     why = f"its loss mask marks none of its {source.episodes(split).num_tokens:,} tokens"
     metadata = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
     if metadata is None:
@@ -78,11 +80,11 @@ def _empty_reason(source: DataSource, split: str) -> str:
 
 @dataclass
 class UntrainedSteps:
-    """Counts consecutive steps without a trained token."""
+    """Counts consecutive steps without trained tokens."""
 
     count: int = 0
     cursor: Cursor = Cursor()  # noqa: RUF009
-    """Of the last such step."""
+    """Cursor of the last such step."""
 
     def check(self, counts: StepCounts, step: int, cursor: Cursor, loader: EpisodeLoader) -> None:
         """Raise `DataError` at the `LIMIT`th such step. Post-training skips such steps without a limit."""
@@ -90,18 +92,18 @@ class UntrainedSteps:
         self.cursor = self.cursor if counts.trained else cursor
         if self.count == LIMIT and not loader.config.reads_blocks:
             raise DataError(
-                f"steps {step - LIMIT + 1:,} to {step:,} have no trained token: {untrained_reason(loader, cursor)}"
+                f"steps {step - LIMIT + 1:,} to {step:,} have no trained tokens: {untrained_reason(loader, cursor)}"
             )
 
     def check_at_end(self, state: TrainState, *, last: bool) -> None:
-        """Raise `DataError` at the end of a run in which no step had a trained token."""
+        """Raise `DataError` at the end of a run in which no step had trained tokens."""
         if last and self.count and not state.totals.trained:
             reason = untrained_reason(state.loader, self.cursor)
-            raise DataError(f"none of {state.step:,} steps had a trained token: {reason}")
+            raise DataError(f"none of {state.step:,} steps had trained tokens: {reason}")
 
 
 def untrained_reason(loader: EpisodeLoader, cursor: Cursor) -> str:
-    """Why the step at a cursor has no trained token, and what to do, from its stored episodes."""
+    """Why the step at a cursor has no trained tokens, and what to do about it, from its stored episodes."""
     plan = loader.plan(loader.split)
     config, capacity = plan.config, plan.capacity
     episodes = plan.step(cursor).episodes[:EXAMINED]
@@ -127,7 +129,5 @@ def untrained_reason(loader: EpisodeLoader, cursor: Cursor) -> str:
         )
     if config.mix is not None:
         names = ", ".join(one_line(plan.sources[number].name) for number in sorted(set(which.tolist())))
-        return f"the loss mask marks no token of their rows, which are from {names}; leave such rows out of the mix"
-    return (
-        f"the loss mask marks no token of their rows; see chatmill stats {loader.dataset_dir}, and leave such rows out"
-    )
+        return f"the loss mask marks no token of their rows, which are from {names}; remove such rows from the mix"
+    return f"the loss mask marks no token of their rows; see chatmill stats {loader.dataset_dir}, and remove such rows"

@@ -31,7 +31,7 @@ def opened_dtype(stored: str, weights: WeightPrecision) -> torch.dtype:
 
 @dataclass(frozen=True)
 class WeightDtypes:
-    """The dtype of each weight by name: that of the first matching pattern, else `default`."""
+    """The dtype of each weight by name: that of the first matching pattern, or `default`."""
 
     default: torch.dtype = torch.float32
     exceptions: tuple[tuple[str, torch.dtype], ...] = ()
@@ -45,15 +45,15 @@ class WeightDtypes:
         return self.default == torch.float32 and not self.exceptions
 
     def plan(self) -> dict[str, torch.dtype]:
-        """The dtype plan of transformers, in which * matches every name."""
+        """The dtypes as a plan for transformers, in which * matches every name."""
         return {**dict(self.exceptions), "*": self.default}
 
 
 def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
     """The dtypes in which the weights of a folder are loaded; `model` maps the names of the model's weights to dtypes.
 
-    Most weights of a folder share one dtype, and a few have a wider one. If one of those few has another name in the
-    model and cannot be matched, all weights are loaded as float32, which loses nothing.
+    Most weights of a folder share one dtype, and a few have a wider one. If one of those few has a different name in
+    the model and cannot be matched, all weights are loaded as float32, which loses no precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):
         return WeightDtypes()
@@ -87,7 +87,8 @@ def _pattern(name: str) -> str:
 def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
     """Make transformers load weights in these dtypes, and everything else of a model in float32.
 
-    Its own `dtype=` would also round values that a model computes from its config, such as the embedding scale.
+    The `dtype=` argument of transformers would also round values that a model computes from its config, such as the
+    embedding scale.
     """
     from transformers import PreTrainedModel
 
@@ -97,7 +98,7 @@ def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
         return
 
     def plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # The library's plan comes first: weights that the architecture requires in float32.
+        # The plan of transformers comes first: it lists weights that the architecture requires in float32.
         return {**of_library(model, dtypes.default), **dtypes.plan()}
 
     PreTrainedModel._get_dtype_plan = plan

@@ -4,5 +4,5 @@
     reporter      Reporter: a thread for each tracker, so that no tracker delays or ends the run
     pages         the report pages about the data
 
-Each client has a file of its own and is imported when a run uses it.
+Each client has its own file and is imported only when a run uses it.
 """

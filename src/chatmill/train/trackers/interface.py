@@ -1,4 +1,4 @@
-"""The interface of a tracker, and its arguments."""
+"""The tracker interface and its argument types."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TrackedRun:
     config: Mapping[str, Any]
     """The config of the run, with the hash of the data, the number of ranks, and chatmill's version."""
     step: int
-    """The last step before this start: 0 for a new run, the step of the checkpoint for a resumed one."""
+    """The last completed step: 0 for a new run, the step of the checkpoint for a resumed one."""
     id: str | None
-    """The id that `start` returned for this run before; None for a new run."""
+    """The id that `start` returned earlier for this run; None for a new run."""
 
 
 class SampleAnswer(NamedTuple):
@@ -38,7 +38,7 @@ class SampleAnswer(NamedTuple):
 class Tracker(Protocol):
     """An experiment tracker. All methods are called in order from one thread, which is not the training thread.
 
-    If `start` raises `UsageError`, the run is refused. The run prints the first other error, and continues.
+    If `start` raises `UsageError`, the run is refused. For any other error, the run prints the first one and continues.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Tracker(Protocol):
 
 
 def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
-    """The values of nested mappings under joined names.
+    """Flatten nested mappings; names are joined.
 
     >>> flat({"lora": {"r": 16}, "seed": 1})
     {'lora.r': 16, 'seed': 1}
@@ -81,7 +81,7 @@ def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics without its step; those of nested objects as `name/inner`.
+    """The numbers in a line of metrics except its step; those of nested objects are named `name/inner`.
 
     >>> numbers({"step": 3, "loss": None, "lr": 0.1, "rollouts": {"matched": 2}})
     {'lr': 0.1, 'rollouts/matched': 2}

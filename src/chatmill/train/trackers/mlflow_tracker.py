@@ -1,4 +1,4 @@
-"""MLflow: the client reads MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_TOKEN and others."""
+"""MLflow tracker. The client reads MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_TOKEN and others."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from chatmill.errors import UsageError, one_line
 from chatmill.train.trackers.interface import SampleAnswer, Status, TrackedRun, flat
 
 EXPERIMENT = "chatmill"
-"""The experiment of runs, unless MLFLOW_EXPERIMENT_NAME names one."""
+"""The default experiment; MLFLOW_EXPERIMENT_NAME overrides it."""
 REFUSED = ("INVALID_PARAMETER_VALUE", "UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED")
-"""Errors that a wrong setting or missing credentials cause."""
+"""Error codes caused by a wrong setting or missing credentials."""
 STATES: Mapping[Status, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 BATCH = 100
 """The maximum number of parameters per request."""
@@ -39,8 +39,8 @@ class MlflowTracker:
             from mlflow import MlflowClient
             from mlflow.exceptions import MlflowException
         except ImportError as error:
-            raise UsageError(f"mlflow cannot be imported ({one_line(str(error), 200)}); install it again") from None
-        # It logs the creation of its tables, and a traceback of every error of its database, which it raises too.
+            raise UsageError(f"mlflow cannot be imported ({one_line(str(error), 200)}); reinstall it") from None
+        # mlflow logs the creation of its tables, and a traceback of every database error, which it also raises.
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)
         warnings.filterwarnings("ignore", module=r"mlflow\.")
         try:
@@ -79,7 +79,9 @@ class MlflowTracker:
         return str(self._client.create_run(experiment, run_name=run.name).info.run_id)
 
     def _log_config(self, run: TrackedRun) -> None:
-        """Log the config as parameters. They cannot change: those that differ after resuming become one tag."""
+        """Log the config as parameters. Parameters cannot change: those that differ after resuming are logged as one
+        tag.
+        """
         from mlflow.entities import Param
 
         config = flat(run.config)
@@ -110,7 +112,7 @@ class MlflowTracker:
 
 
 def valid_name(name: str) -> str:
-    """A name that MLflow accepts: invalid characters are replaced, and a checksum of the name keeps it unique.
+    """Convert a name to one that MLflow accepts: replace invalid characters, and add a checksum to keep it unique.
 
     >>> valid_name("val_loss/chat"), valid_name("val_loss/a+b")
     ('val_loss/chat', 'val_loss/a_b-6b0e0c4d')

@@ -1,4 +1,4 @@
-"""The report pages about the data, which trackers log as artifacts."""
+"""Report pages of the data, which trackers log as artifacts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chatmill.load.source import DataSource
 from chatmill.remote.urls import Place
 
 ReportPage = Callable[[Place], str]
-"""Returns the HTML page about a dataset that `chatmill report` writes."""
+"""Returns the HTML page of a dataset that `chatmill report` writes."""
 MOST_TOKENS = 10**9
 """Larger datasets get no page: it would take more than a minute, while all ranks wait."""
 
@@ -21,7 +21,7 @@ def report_pages(
     write: Callable[[str, str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Write the page about each dataset: `write` gets its file name and text, `note` prints why a page is missing.
+    """Write the page of each dataset: `write` gets its file name and text, `note` prints why a page is missing.
 
     The pages are written after training, so an error in a page does not fail the run.
     """

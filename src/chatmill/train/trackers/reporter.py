@@ -27,19 +27,19 @@ from chatmill.train.trackers.tensorboard_tracker import TensorBoardTracker
 from chatmill.train.trackers.wandb_tracker import WandbTracker
 
 TRACKERS: Mapping[str, Callable[[], Tracker]] = {
-    # The order in which they start: the first ones may refuse the run, the last one only writes files.
+    # Trackers start in this order: the first ones may refuse the run, the last one only writes files.
     "mlflow": MlflowTracker,
     "wandb": WandbTracker,
     "tensorboard": TensorBoardTracker,
 }
 IDS = "trackers.json"
-"""The file of a run folder with the id of the run at each tracker."""
+"""File in the run folder with the tracker's id for the run, by tracker."""
 START_SECONDS = 30.0
 """How long a run waits for a tracker to start."""
 FINISH_SECONDS: Mapping[Status, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
 """How long the end of a run waits for its trackers; a stopped run may be killed soon."""
 WAITING = 10_000
-"""Calls that are queued for a slow tracker; further calls are dropped and counted."""
+"""Maximum number of queued calls for a slow tracker; further calls are dropped and counted."""
 
 
 def named_trackers(report_to: Sequence[str] | str) -> list[Tracker]:
@@ -47,7 +47,7 @@ def named_trackers(report_to: Sequence[str] | str) -> list[Tracker]:
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in names:
         spec = find_spec(name)
-        # A folder with that name in the working directory, such as wandb's own, is not a package.
+        # A folder with the package's name in the working directory, such as the one wandb writes, is not a package.
         if spec is None or spec.origin is None:
             raise UsageError(f"report_to names {name}, which is not installed; pip install 'chatmill[{name}]'")
     return [make() for name, make in TRACKERS.items() if name in names]
@@ -65,7 +65,7 @@ class Reporter:
         self._workers: list[_Worker] = []
         names = [tracker.name for tracker in trackers]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise UsageError(f"two trackers are named {one_line(twice[0])}; expected one of each")
+            raise UsageError(f"two trackers are named {one_line(twice[0])}; expected different names")
         for tracker in trackers:
             worker = _Worker(tracker, replace(run, id=self._ids.get(tracker.name)), self._keep_id)
             self._workers.append(worker)
@@ -74,7 +74,7 @@ class Reporter:
                 raise refusal
 
     def keep_ids(self) -> None:
-        """Write the ids to the run folder, which exists from now on; trackers that start later add theirs."""
+        """Write the ids to the run folder, which now exists; trackers that start later add theirs."""
         with self._lock:
             self._keeps_ids = True
             self._write_ids()
@@ -101,7 +101,7 @@ class Reporter:
             worker.join(now + seconds - monotonic())
 
     def take_notes(self) -> list[str]:
-        """The messages since the last call, for the main thread to print."""
+        """Return the messages since the last call, for the main thread to print."""
         return [note for worker in self._workers for note in worker.take_notes()]
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
@@ -120,7 +120,7 @@ class Reporter:
 
 
 def read_ids(path: Path) -> dict[str, str]:
-    """The id of the run at each tracker, by the tracker's name."""
+    """Read the id of the run in each tracker, by the tracker's name."""
     try:
         ids = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -173,7 +173,7 @@ class _Worker:
     def join(self, seconds: float) -> None:
         self._thread.join(max(seconds, 0.0))
         if self._thread.is_alive():
-            # Failed and queued calls, and the current one; the last in the queue only ends the thread.
+            # Count failed and queued calls and the current one; the last one in the queue only ends the thread.
             lost = min(self._made, self._failed + self._calls.qsize() - (not self.has_started))
             self._note(f"has not finished in time; up to {lost:,} of {self._made:,} reports are lost")
         elif self._failed > 1:
@@ -205,7 +205,7 @@ class _Worker:
                 self._fail(f"{_reason(error)}; the run continues")
 
     def _fail(self, what: str) -> None:
-        """Count a failure; the first one is shown."""
+        """Count a failure; report the first one."""
         self._failed += 1
         if self._failed == 1:
             self._note(what)
@@ -215,6 +215,6 @@ class _Worker:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line, without passwords in URLs."""
+    """Format an error as one line, without passwords in URLs."""
     text = re.sub(r"://[^/@\s]+@", "://…@", str(error)) or type(error).__name__
     return one_line(" ".join(text.split()), 300)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the folder of the run."""
+"""TensorBoard tracker, which writes event files to the run folder."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ class TensorBoardTracker:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UsageError(
-                f"tensorboard cannot be imported ({one_line(str(error), 200)}); install it again"
-            ) from None
+            raise UsageError(f"tensorboard cannot be imported ({one_line(str(error), 200)}); reinstall it") from None
         files.make_folder(run.folder / FOLDER)
-        # TensorBoard ignores what was logged after the checkpoint.
+        # Make TensorBoard ignore what was logged after the checkpoint.
         self._writer = SummaryWriter(str(run.folder / FOLDER), purge_step=run.step + 1)
         self._add_text("config", json.dumps(flat(run.config), indent=1), run.step)
 

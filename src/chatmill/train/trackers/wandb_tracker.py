@@ -1,4 +1,6 @@
-"""Weights & Biases: the client reads WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and others."""
+"""Weights & Biases tracker. The client reads WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and
+others.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from chatmill.train.trackers.interface import SampleAnswer, Status, TrackedRun
 PROJECT = "chatmill"
 """The default project."""
 LEAST = (0, 30)
-"""The oldest version that has all settings below."""
+"""The oldest supported version, which has all settings below."""
 CONNECT_SECONDS = 20.0
 FINISH_SECONDS = 60.0
 REPORT_NOTHING_ELSE: Mapping[str, Any] = {
@@ -34,22 +36,22 @@ REPORT_NOTHING_ELSE: Mapping[str, Any] = {
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
-"""No console output, code, repository, command line, host name, hardware, package list or system metrics."""
+"""Do not upload console output, code, repository, command line, host name, hardware, package list or system metrics."""
 
 
 class WandbTracker:
-    """A W&B run: each line of metrics is a line of its history, with the run's step as the x axis."""
+    """A W&B run. Each line of metrics becomes a row of its history, with the run's step as the x axis."""
 
     name = "wandb"
     _run: Any
 
     def start(self, run: TrackedRun) -> str:
-        # The client's reports about its own errors.
+        # Turn off the client's own error reporting.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             import wandb
         except ImportError as error:
-            raise UsageError(f"wandb cannot be imported ({one_line(str(error), 200)}); install it again") from None
+            raise UsageError(f"wandb cannot be imported ({one_line(str(error), 200)}); reinstall it") from None
         if tuple(int(part) for part in re.findall(r"\d+", wandb.__version__)[:2]) < LEAST:
             raise UsageError(f"wandb {wandb.__version__} is too old; pip install 'chatmill[wandb]'")
         self._wandb = wandb
@@ -70,7 +72,7 @@ class WandbTracker:
         return str(self._run.id)
 
     def _init_or_stay_offline(self, run: TrackedRun, settings: Any, *, online: bool) -> Any:
-        """Start the run; without a connection it is kept on disk."""
+        """Start the run; without a connection, keep it on disk."""
         try:
             return self._init(run, settings, online=online)
         except self._wandb.errors.CommError as error:
@@ -115,7 +117,7 @@ class WandbTracker:
 
     def log_artifact(self, path: Path) -> None:
         artifact = self._wandb.Artifact(re.sub(r"[^\w.-]", "_", f"{self._run.id}-{path.name}"), type="report")
-        # The client copies it: the run may replace it before an offline run is uploaded.
+        # Let the client copy the file, because the run may replace it before an offline run is uploaded.
         artifact.add_file(str(path), skip_cache=True)
         self._run.log_artifact(artifact)
 
@@ -127,7 +129,7 @@ class WandbTracker:
 
 @contextmanager
 def _hooks_kept() -> Iterator[None]:
-    """Restore `sys.exit` and `sys.excepthook`, which the client replaces: the loop reports how the run ended."""
+    """Restore `sys.exit` and `sys.excepthook`, which the client replaces; the loop reports how the run ended."""
     before = sys.exit, sys.excepthook
     try:
         yield
