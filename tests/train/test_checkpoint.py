@@ -115,7 +115,7 @@ def test_an_old_checkpoint_that_holds_anything_else_is_kept(tmp_path):
 def test_a_run_does_not_begin_where_it_would_replace_something_else(tmp_path, name):
     (tmp_path / name).write_text('{"model_type": "qwen3"}')
     for resume in (None, "auto"):
-        with pytest.raises(UsageError, match=rf"holds {name}, but not the config\.json of a run; use another"):
+        with pytest.raises(UsageError, match=rf"contains {name}, but not the config\.json of a run; use another"):
             open_resumed(tmp_path, resume, ALONE, otherwise="another", logs=("mine.jsonl",))
 
 

@@ -195,7 +195,7 @@ def test_orders_without_epochs_are_refused(sums_data, mix, tmp_path):
             trained(where, tmp_path, epochs=3, max_iters=None, batch_sampling_mode="random", **more)
     with pytest.raises(UsageError, match=r"one pass, and the order mix/1.* has no epochs; set max_iters or epochs$"):
         trained(mix, tmp_path, max_iters=None, mix_sft={"large": 1})
-    with pytest.raises(UsageError, match=r"epochs 0.01 of the mix have 1 rows, and a batch 4; lower batch_size"):
+    with pytest.raises(UsageError, match=r"epochs 0.01 of the mix have 1 rows, but a batch has 4; lower batch_size"):
         trained(mix, tmp_path, max_iters=None, epochs=0.01, mix_sft={"large": 1})
 
 

@@ -286,7 +286,7 @@ def test_activation_offload_counts_host_memory():
 
 
 def test_rows_that_ranks_cannot_share_are_refused():
-    with pytest.raises(UsageError, match="batch_size 8 cannot be shared by 3 ranks"):
+    with pytest.raises(UsageError, match="batch_size 8 cannot be divided among 3 ranks"):
         Estimator(on_gpu=True)(TrainConfig(**LARGE), ranks=3)
 
 

@@ -177,12 +177,12 @@ def test_a_folder_that_holds_no_model_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"n_embd": 64}, r"model.safetensors: .* does not fit config.json"),
-        ({"n_heads": 4}, r"unknown key n_heads; known are"),
+        ({"n_embd": 64}, r"model.safetensors: .* does not match config.json"),
+        ({"n_heads": 4}, r"unknown key n_heads; expected one of"),
         ({"n_layer": None}, r"n_layer"),
-        ({"n_embd": 33}, r"n_embd 33 is no multiple of n_head 4"),
-        ({"n_kv_head": 3}, r"n_head 4 is no multiple of n_kv_head 3"),
-        ({"head_dim": 5}, r"heads are 5 wide"),
+        ({"n_embd": 33}, r"n_embd 33 is not a multiple of n_head 4"),
+        ({"n_kv_head": 3}, r"n_head 4 is not a multiple of n_kv_head 3"),
+        ({"head_dim": 5}, r"head_dim is 5"),
     ],
 )
 def test_a_config_that_does_not_fit_is_one_line(tmp_path, change, says):

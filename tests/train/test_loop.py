@@ -264,7 +264,7 @@ def test_the_audit_log_goes_on_with_the_run_and_verifies(sums_data, tmp_path):
 
 def test_a_run_that_began_without_an_audit_log_is_not_given_half_of_one(sums_data, tmp_path):
     trained(sums_data, tmp_path, max_iters=4)
-    with pytest.raises(UsageError, match="began without an audit log; set it to null"):
+    with pytest.raises(UsageError, match="started without an audit log; set it to null"):
         trained(sums_data, tmp_path, audit_dir=str(tmp_path / "logs"), resume="auto")
 
 
@@ -412,7 +412,7 @@ def test_the_padding_of_a_dataset_of_another_program_is_a_token_of_the_model(tmp
 
 
 def test_rows_longer_than_the_models_positions_are_refused(sums_data, tmp_path):
-    with pytest.raises(DataError, match="block_size is 65, the model has 64 positions; lower block_size"):
+    with pytest.raises(DataError, match="block_size is 65, but the model has 64 positions; lower block_size"):
         trained(sums_data, tmp_path, block_size=65)
 
 

@@ -244,7 +244,7 @@ def test_a_limit_of_the_address_space_counts(tmp_path, monkeypatch):
 
 def test_a_model_of_others_that_the_host_cannot_hold_is_refused(folder, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 1000.0)
-    with pytest.raises(DataError, match=r"model: the model takes 0.0 GiB of memory, 0.0 are available here"):
+    with pytest.raises(DataError, match=r"model: the model takes 0.0 GiB of memory, but 0.0 GiB are available"):
         open_model(folder)
 
 

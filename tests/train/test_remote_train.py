@@ -255,5 +255,7 @@ def test_verify_finds_a_bit_that_was_flipped_in_the_cache(local, tmp_path):
     path.write_bytes(data)
     # As a disk does it, which leaves the time as it was.
     os.utime(path, ns=times)
-    with pytest.raises(ChatmillError, match=rf"{tokens.sha256}: sha256 .*; it was changed, remove it from the cache"):
+    with pytest.raises(
+        ChatmillError, match=rf"{tokens.sha256}: sha256 .*; the file has changed, remove it from the cache"
+    ):
         trained(url, tmp_path / "again", max_iters=2, verify=True)

@@ -126,10 +126,10 @@ def test_conversations_are_ordered_by_what_they_add_to_the_loss():
         ),
         (
             (2.0, 3.0),
-            "its highest losses: episode 1 (loss 3 over 10 tokens), episode 0 (loss 2 over 10 tokens); look at "
-            "them, or lower learning_rate",
+            "its highest losses: episode 1 (loss 3 over 10 tokens), episode 0 (loss 2 over 10 tokens); "
+            "inspect them, or lower learning_rate",
         ),
-        ((), "it has no trained token, or lower learning_rate"),
+        ((), "it has no trained tokens, or lower learning_rate"),
     ],
 )
 def test_a_loss_that_is_not_finite_is_blamed_on_the_conversations_without_one(losses, advice):

@@ -288,7 +288,7 @@ def test_what_is_wrong_on_all_ranks_is_said_once(place):
     both = [Started(*flags("--block_size", "1000"), **variables) for variables in world(2)]
     (code, out, err), other = [each.ended() for each in both]
     assert (code, out, other) == (1, "", (1, "", ""))
-    assert err == "chatmill: block_size is 1000, the model has 64 positions; lower block_size\n"
+    assert err == "chatmill: block_size is 1000, but the model has 64 positions; lower block_size\n"
 
 
 def test_blocks_are_post_trained_with_the_documented_variable(place, monkeypatch, capsys):

@@ -282,9 +282,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _FlexAttention(torch.autograd.Function):
-    """Stand-in for FlexAttention that saves the same tensors: queries, keys, values, the result and one float per
-    query.
-    """
+    """Stand-in for FlexAttention that saves the same tensors: queries, keys, values, result and a float per query."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -34,9 +34,7 @@ class BestEval:
     """Evaluations since the last improvement."""
 
     def add(self, loss: float | None, step: int, *, min_delta: float) -> bool:
-        """Count an evaluation; return whether its loss is the lowest. A loss that is not finite is never an
-        improvement.
-        """
+        """Count an evaluation; return whether its loss is the lowest. Only a finite loss can be an improvement."""
         if loss is None:
             return False
         is_finite = math.isfinite(loss)
@@ -61,9 +59,7 @@ class BestEval:
         return f"val loss has not fallen{below} for {evaluations} (early_stop_patience {config.early_stop_patience})"
 
     def compared(self, is_best: bool, config: TrainConfig) -> str:
-        """How the last evaluation compares with the lowest loss, as a message; empty if the run does not use the lowest
-        loss.
-        """
+        """Compare the last evaluation with the lowest loss, as a message; empty if the run does not track it."""
         if self.loss is None or not (config.keeps_best or config.early_stop_patience):
             return ""
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"

@@ -119,8 +119,9 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
 
 
 def unlisted(folder: Path, files: Mapping[str, FileInfo]) -> Iterator[Path]:
-    """Yield files of a checkpoint folder that are not listed: tensor files, and anything in the model folder. Other
-    files in the folder, such as notes, are ignored and never read.
+    """Yield files of a checkpoint folder that are not listed: tensor files, and anything in the model folder.
+
+    Other files in the folder, such as notes, are ignored and never read.
     """
     inside = [path for path in folder.iterdir() if path.name.startswith("state-") or path.suffix == ".safetensors"]
     model = folder / MODEL

@@ -311,8 +311,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return None if self.lora is None else LoraSizes(**self.lora)
 
     def with_accumulation(self) -> tuple[Self, list[str]]:
-        """Replace tokens_per_step by the batch_size and gradient_accumulation_steps that it implies; also return a
-        note.
+        """Replace tokens_per_step with batch_size and gradient_accumulation_steps; also return a note.
 
         tokens_per_step is null in the result, so a run that resumes with this config computes the same batches.
 

@@ -82,9 +82,7 @@ class DataCheck:
             self._thread.start()
 
     def check_at_end(self, folder: Path, step: int, world: World) -> None:
-        """Check all files before the last checkpoint of a run is written; raise the `DataError` of `stop` if one has
-        changed.
-        """
+        """Check all files before a run writes its last checkpoint; raise the `DataError` of `stop` if one changed."""
         try:
             world.together(self.check)
         except ChatmillError:

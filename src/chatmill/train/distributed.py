@@ -180,9 +180,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """The range of a tensor's rows on this rank. Shards have equally many rows, except that the last ones may be
-    shorter.
-    """
+    """The range of a tensor's rows on this rank; all shards have the same size, but the last ones may be shorter."""
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1
     mesh = tensor.device_mesh

@@ -46,8 +46,9 @@ class TableRow:
 
 
 def diagnose(folders: Sequence[str | Path] = (), *, seconds: float = SECONDS) -> list[TableRow] | None:
-    """Run all checks; return the table on rank 0, and None on other ranks. All ranks call this, with the folders that
-    they should share.
+    """Run all checks; return the table on rank 0, and None on other ranks.
+
+    All ranks call this, with the folders that they should share.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise UsageError(f"the time limit is {seconds:g} s; expected more than 0, at most {MOST_SECONDS:,}")

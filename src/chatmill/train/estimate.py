@@ -141,9 +141,7 @@ class _Counted:
 
 @dataclass
 class Estimator:
-    """Estimates runs on one kind of hardware; caches the counts of models, so that changes to a run are estimated
-    quickly.
-    """
+    """Estimates runs on one kind of hardware; caches the counts of models, so that changes to a run are quick."""
 
     on_gpu: bool
     vocab_size: int | None = None
@@ -197,8 +195,7 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Bytes for one row that each layer keeps, and that are kept outside of layers; and why they are approximate, if
-    so.
+    """Bytes kept for one row, by each layer and outside of layers; and why they are approximate, if they are.
 
     `recompute` is that of `CausalModel.compile_blocks`.
     """
@@ -233,9 +230,7 @@ def _kept_by_layers(
 
 
 def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) -> _Counted:
-    """Estimate from the shapes of the weights only; the largest matrix outside of layers is taken to be the output
-    head.
-    """
+    """Estimate from weight shapes only; the largest matrix outside of layers is taken to be the output head."""
     outside = [each for each in shape.weights if each.layer is None and len(each.shape) == 2]
     head = max(outside, key=lambda each: each.size, default=WeightShape("", (1, 1), 4, False, None))
     each_value = OPTIMIZER_BYTES[config.optimizer].state

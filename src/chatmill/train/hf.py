@@ -44,9 +44,7 @@ CLOSE = 1e-3
 
 
 class HFModel(CausalModel):
-    """A causal language model of transformers. Parameters keep their dtype; the forward pass runs under autocast to
-    `compute`.
-    """
+    """A causal LM of transformers. Parameters keep their dtype; the forward pass runs under autocast to `compute`."""
 
     def __init__(
         self,
@@ -247,9 +245,7 @@ class HFModel(CausalModel):
             )
 
     def _check_architecture(self) -> bool:
-        """Return whether the architecture separates packed conversations; raise `DataError` if its head cannot be
-        trained.
-        """
+        """Whether the architecture separates packed conversations; raises `DataError` if its head cannot be trained."""
         with eval_mode(self.lm), torch.no_grad():
             if self.compute in (None, torch.float32):
                 try:
@@ -308,9 +304,7 @@ class HFCache:
 
 
 class RecomputeCache:
-    """A cache for models with a recurrent state instead of keys and values: it keeps the tokens and recomputes them at
-    every step.
-    """
+    """Cache for models with a recurrent state instead of keys and values: reprocesses all tokens at every step."""
 
     def __init__(self, ids: Tensor, lengths: Tensor) -> None:
         self.ids, self.lengths = ids, lengths

@@ -98,6 +98,7 @@ def _check_can_quantize(files: ModelFiles) -> None:
 
 def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
     """Return the dtypes to load a model in; raise `DataError` if shapes differ from its config, or memory is too small.
+
     With nf4 weights, these are the dtypes before quantization. Memory is checked for one of `share` equal parts.
     """
     from transformers import AutoModelForCausalLM

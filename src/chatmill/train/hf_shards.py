@@ -175,9 +175,7 @@ def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> Meta
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put parameters on the meta device when they are registered; buffers, which depend only on the config, are
-    computed.
-    """
+    """Put parameters on the meta device as they are registered; buffers, which need only the config, are computed."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

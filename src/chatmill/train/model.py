@@ -145,9 +145,7 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the model into an existing folder: safetensors and JSON. If given, `state` is saved instead of the
-        model's weights.
-        """
+        """Write the model into an existing folder: safetensors and JSON. `state` replaces the model's weights."""
 
     def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
         """Write a model folder without its weights, and return the parts to save them in; None if these are unknown.

@@ -160,9 +160,7 @@ def _read_index(folder: Path, name: str) -> dict[str, TensorInfo]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the tensors in the header of a safetensors file; raise `DataError` unless they cover the file without
-    overlap.
-    """
+    """Read the header of a safetensors file; raise `DataError` unless its tensors cover the file without overlap."""
     try:
         size = check_plain(path)
         with open_plain(path) as file:

@@ -78,9 +78,7 @@ class Rendezvous:
         self.store = PrefixStore(f"chatmill doctor/{attempt}", store)
 
     def collect(self, key: str, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, with None for ranks that did not answer in time; an empty list on
-        others.
-        """
+        """Collect the values of all ranks on rank 0, with None for late ranks; other ranks get an empty list."""
         if self.store is None:
             return [value]
         if self.rank:
@@ -135,8 +133,9 @@ def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) ->
 
 
 def _write(folder: Path, name: str) -> dict[str, str]:
-    """Write a file with random content; return what other ranks must read. A read-only folder is compared by its file
-    list.
+    """Write a file with random content; return what other ranks must read.
+
+    A read-only folder is compared by its file list.
     """
     about = {"name": name, "content": secrets.token_hex(16), "fault": "", "listing": ""}
     try:

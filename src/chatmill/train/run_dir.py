@@ -107,9 +107,11 @@ class RunDir:
         trackers: Sequence[Tracker] = (),
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        """Create the folder, or rewind it to `step`; all ranks call this. `config` is the config of the run. `rows`
-        describes the data of per-conversation losses, if they are logged; `rewinds` lists further logs, each with the
-        last step to keep. `trackers` also get the metrics, the config, and `data`, a description of the data.
+        """Create the folder, or rewind it to `step`; all ranks call this.
+
+        `config` is the config of the run. `rows` describes the data of per-conversation losses, if they are logged;
+        `rewinds` lists further logs, each with the last step to keep. `trackers` also get the metrics, the config, and
+        `data`, a description of the data.
         """
         self.folder, self._first = folder, world.is_first
         self._progress: TrainProgress | None = None

@@ -274,9 +274,7 @@ def _open_data(
 def _open_audit(
     config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None
 ) -> Audit | None:
-    """Open the audit log, which records what the loader returns from now on; a resumed run continues the checkpoint's
-    log.
-    """
+    """Open the audit log, which records what the loader returns; a resumed run continues the checkpoint's log."""
     if config.audit_dir is None:
         return None
     state = None if checkpoint is None else checkpoint.state["audit"]

@@ -99,9 +99,7 @@ def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
 
 
 def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
-    """The conversations of all ranks that raise the loss above `usual` the most, starting with losses that are not
-    finite.
-    """
+    """The conversations of all ranks that raise the loss above `usual` the most; losses that are not finite first."""
 
     def key(row: RowLoss) -> tuple[float, int, int]:
         above = (row.loss - usual) * row.weight if math.isfinite(row.loss) else math.inf
@@ -116,9 +114,7 @@ def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual
 
 
 def conversation_name(loader: EpisodeLoader, episode: int, segment: int, *details: str) -> str:
-    """Describe a conversation as file:line if known, with its episode and details: `chat.jsonl:12 (episode 11, loss
-    9.2)`.
-    """
+    """A conversation as file:line if known, with its episode and details: `chat.jsonl:12 (episode 11, loss 9.2)`."""
     number, source, place = episode, "", None
     with suppress(ChatmillError):
         origin = conversation(loader.sources, loader.split, episode, segment)

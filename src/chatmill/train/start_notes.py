@@ -14,9 +14,7 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 class NonAnswers(NamedTuple):
-    """Number of tokens of the train split that are trained although they are not answers, because use_loss_mask is
-    false.
-    """
+    """Tokens of the train split that are trained although they are not answers, because use_loss_mask is false."""
 
     non_answers: int
     """Trained tokens that the loss mask does not mark."""

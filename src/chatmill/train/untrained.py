@@ -49,9 +49,7 @@ def check_trained(loader: EpisodeLoader) -> list[str]:
 
 
 def has_trained(source: DataSource, split: str) -> bool:
-    """Whether the loss mask of a split marks any token, from the metadata or, for data of other programs, from the
-    mask.
-    """
+    """Whether the loss mask of a split marks any token, from its metadata or, without metadata, from the mask."""
     if not source.is_foreign:
         return marked_tokens(source, split) > 0
     episodes = source.episodes(split)

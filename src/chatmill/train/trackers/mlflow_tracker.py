@@ -79,8 +79,9 @@ class MlflowTracker:
         return str(self._client.create_run(experiment, run_name=run.name).info.run_id)
 
     def _log_config(self, run: TrackedRun) -> None:
-        """Log the config as parameters. Parameters cannot change: those that differ after resuming are logged as one
-        tag.
+        """Log the config as parameters.
+
+        Parameters cannot change: those that differ after resuming are logged as one tag.
         """
         from mlflow.entities import Param
 
