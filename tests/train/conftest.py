@@ -1,4 +1,4 @@
-"""What the tests of training share: a dataset of sums, and one thread."""
+"""Shared fixtures of the training tests: a dataset of sums, and a single torch thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from train_fixtures import prepare
 
-# Tests run beside one another, and some of them fork: threads of their own would be in the way of both.
+# Tests run in parallel, and some of them fork: one thread avoids contention and deadlocks.
 torch.set_num_threads(1)
 
 

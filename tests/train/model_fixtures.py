@@ -1,4 +1,4 @@
-"""Small models and packed rows, and the plain way to a loss."""
+"""Small models, packed rows, and a reference loss from full logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatmill.load.batch import Batch
 from chatmill.train import GPT, GPTSizes
 from chatmill.train.model import CausalModel, Inputs
 
-# Models this small are slower with more threads, and many tests run beside each other.
+# Models this small are slower with more threads, and tests run in parallel.
 torch.set_num_threads(1)
 
 VOCAB = 61
@@ -35,14 +35,14 @@ def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0, compute: torch.dtype | 
 
 
 def conversation(length: int, *, seed: int) -> tuple[list[int], list[float]]:
-    """Ids, and the weight of predicting each; about a third is context."""
+    """Random ids with a weight for each; about a third has weight 0."""
     rng = np.random.default_rng(seed)
     weights = np.where(rng.random(length) < 0.33, 0, rng.choice([0.5, 1.0, 2.0], length))
     return rng.integers(1, VOCAB, length).tolist(), weights.tolist()
 
 
 def packed(rows: list[list[tuple[list[int], list[float]]]], length: int) -> Batch:
-    """A batch of rows of conversations, laid out token by token; what is left of a row is padding."""
+    """Build a batch from rows of conversations, token by token; rows are padded."""
     shape = len(rows), length
     x, y = np.zeros(shape, dtype=np.int64), np.full(shape, -100)
     weights = np.zeros(shape, dtype=np.float32)
@@ -68,7 +68,7 @@ def inputs(batch: Batch) -> Inputs:
 
 
 def plain_loss(model: CausalModel, batch: Batch) -> tuple[Tensor, float]:
-    """Σ weight · loss and Σ weight, from full logits and torch's own cross entropy."""
+    """Σ weight · loss and Σ weight, from full logits and torch's cross entropy."""
     logits = model.logits(batch.x, batch.positions, batch.segments)
     losses = F.cross_entropy(logits.flatten(0, 1), batch.y.flatten(), reduction="none", ignore_index=-100)
     return (losses * batch.weights.flatten()).sum(), float(batch.weights.sum())
@@ -79,7 +79,7 @@ def gradients(model: CausalModel, loss: Tensor) -> list[Tensor]:
 
 
 def save_qwen(folder: Path, **changes: Any) -> Path:
-    """A small Qwen3 of fresh weights, as transformers writes it."""
+    """Save a small Qwen3 with new weights, using transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoModelForCausalLM, Qwen3Config

@@ -1,4 +1,4 @@
-"""Who sees whom: only earlier tokens of one's own conversation, in the plain mask and in the one made of blocks."""
+"""Attention masks: a token attends only to earlier tokens of its conversation, in the dense mask and the block mask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatmill.train.attention import attend, block_mask, dense_mask, segment_sta
 
 
 def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
-    """Segment numbers of rows, whatever they are, cut or filled to one size."""
+    """Build rows of segment ids from arbitrary numbers, truncated or padded to one length."""
     rows = []
     for row in lengths:
         numbers = [number % 5 for number, length in enumerate(row) for _ in range(length)]
@@ -21,7 +21,7 @@ def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
 
 
 def plain_mask(segments: torch.Tensor) -> torch.Tensor:
-    """The rule, pair by pair: equal numbers all the way from the key to the query."""
+    """The rule for each pair: all segment ids from the key to the query are equal."""
     rows, size = segments.shape
     mask = torch.zeros(rows, 1, size, size, dtype=torch.bool)
     for row in range(rows):
@@ -33,7 +33,7 @@ def plain_mask(segments: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def test_the_picture_in_the_docstring_is_true():
+def test_segment_start_matches_the_example_in_its_docstring():
     assert segment_start(torch.tensor([[0, 0, 0, 1, 1, 2]])).tolist() == [[0, 0, 0, 3, 3, 5]]
 
 
@@ -41,14 +41,14 @@ rows_ = st.lists(st.lists(st.integers(1, 23), min_size=1, max_size=8), min_size=
 
 
 @given(rows_, st.integers(1, 40))
-def test_the_plain_mask_is_the_rule(lengths, size):
+def test_the_dense_mask_matches_the_pairwise_rule(lengths, size):
     segments = rows_of(lengths, size)
     assert torch.equal(dense_mask(segment_start(segments)), plain_mask(segments))
 
 
 @given(rows_, st.integers(1, 70), st.sampled_from([4, 16]))
 @settings(max_examples=60)
-def test_the_mask_of_blocks_visits_what_is_needed_and_calls_full_what_is_full(lengths, size, block):
+def test_the_block_mask_covers_all_needed_blocks_and_marks_full_blocks(lengths, size, block):
     segments = rows_of(lengths, size)
     start = segment_start(segments)
     wanted = dense_mask(start)
@@ -62,12 +62,12 @@ def test_the_mask_of_blocks_visits_what_is_needed_and_calls_full_what_is_full(le
     padded[:, :, :size, :size] = wanted
     tiles = padded.unflatten(3, (count, block)).unflatten(2, (count, block))
     assert torch.equal(mask.to_dense().bool(), tiles.any(dim=5).any(dim=3))
-    # Beyond the row's end a block may be called full: there is nothing to see, nor anyone to see it.
+    # Past the end of a row, a block may be marked full: it has no queries and no keys.
     ends = torch.arange(count * block) >= size
     beyond = (ends[:, None] | ends).unflatten(1, (count, block)).unflatten(0, (count, block))
     full = _full(mask, count)
     assert bool((tiles | beyond).all(dim=5).all(dim=3)[full].all())
-    # Every pair that the kernel would look at is decided by the same rule.
+    # The rule decides every pair that the kernel visits.
     assert torch.equal(create_mask(mask.mask_mod, len(segments), 1, size, size, device="cpu"), wanted)
 
 
@@ -79,13 +79,13 @@ def _full(mask, count: int) -> torch.Tensor:
     return full
 
 
-def test_long_conversations_are_mostly_blocks_that_need_no_mask():
+def test_most_blocks_of_long_conversations_need_no_mask():
     mask = block_mask(segment_start(torch.zeros(1, 1024, dtype=torch.long)))
     assert mask.kv_num_blocks.flatten().tolist() == [1] * 8
     assert mask.full_kv_num_blocks.flatten().tolist() == list(range(8))
 
 
-def test_fewer_heads_of_keys_serve_several_heads_of_queries():
+def test_grouped_query_attention_shares_key_heads_between_query_heads():
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
     mask = dense_mask(segment_start(torch.zeros(2, 5, dtype=torch.long)))
     repeated = (heads.repeat_interleave(2, dim=2) for heads in (k, v))
@@ -94,7 +94,7 @@ def test_fewer_heads_of_keys_serve_several_heads_of_queries():
 
 @given(st.integers(1, 5), st.integers(1, 300))
 @settings(max_examples=40)
-def test_tables_of_blocks_lie_in_memory_as_the_kernel_counts_on(rows, length):
+def test_block_tables_have_the_strides_that_the_kernel_expects(rows, length):
     mask = block_mask(segment_start(torch.zeros(rows, length, dtype=torch.long)))
     tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
     tables += (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)

@@ -1,4 +1,4 @@
-"""The lowest val loss: its checkpoint is kept and named, and early stopping ends a run that does not improve on it."""
+"""The lowest val loss: its checkpoint is kept as `best`, and early stopping ends a run that does not improve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from chatmill.train.result import StepRecord
 from chatmill.train.run_dir import read_metrics
 
 LOSSES = {3: 2.0, 6: 1.5, 9: 1.0, 12: 1.2, 15: 1.1, 18: 0.9, 21: 1.0, 24: 1.0, 27: 1.0, 30: 1.0, 33: 1.0}
-"""The val losses after these steps."""
+"""Val losses by step."""
 PLAIN = {"max_iters": 33, "eval_interval": 3, "save_interval": 5, "eval_samples": 0, "lr_schedule": "constant"}
 EARLY = {**PLAIN, "early_stop_patience": 2}
 
@@ -41,7 +41,7 @@ def measured(monkeypatch):
 
 @pytest.fixture
 def stopped(sums_data, tmp_path):
-    """A run that early stopping ended."""
+    """A run that was stopped early."""
     return trained(sums_data, tmp_path, name="stopped", **EARLY)
 
 
@@ -50,7 +50,7 @@ losses = st.lists(st.one_of(st.floats(0, 3, width=16), st.sampled_from([float("n
 
 @settings(max_examples=40)
 @given(losses=losses, patience=st.integers(1, 4), delta=st.sampled_from([0.0, 0.25]))
-def test_a_run_stops_after_evaluations_without_an_improvement_and_knows_the_lowest(losses, patience, delta):
+def test_early_stopping_counts_evaluations_without_an_improvement(losses, patience, delta):
     keys = config(early_stop_patience=patience, early_stop_min_delta=delta, eval_interval=1)
     best, reference, waited = BestEval(), None, 0
     for step, loss in enumerate(losses, 1):
@@ -82,7 +82,7 @@ def test_a_run_that_does_not_improve_stops_and_keeps_its_best_checkpoint(stopped
     assert f"best val loss 1.0000 at step 9: {stopped.folder / 'best'} -> {best.name}" in lines
 
 
-def test_a_run_that_is_killed_after_every_step_stops_where_it_would_have(sums_data, stopped, tmp_path):
+def test_a_run_killed_after_every_step_stops_early_at_the_same_step(sums_data, stopped, tmp_path):
     class KilledError(Exception):
         pass
 
@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_after_every_step_stops_where_it_would_have(sums_da
     np.testing.assert_equal(weights(again.folder / "best"), weights(stopped.folder / "best"))
 
 
-def test_a_stopped_run_says_so_again_and_goes_on_with_more_patience(sums_data, stopped, tmp_path, capsys):
+def test_a_run_that_stopped_early_continues_with_more_patience(sums_data, stopped, tmp_path, capsys):
     place = {"model_name": "stopped", "dataset_dir": sums_data, "out_dir": tmp_path}
     again = train_model(config(**EARLY), resume="auto", **place)
     assert (again.step, again.stopped_early, again.best_step) == (15, stopped.stopped_early, 9)
@@ -127,7 +127,7 @@ def test_turning_early_stopping_off_keeps_the_best_checkpoint(sums_data, stopped
     on = run({**place, "early_stop_patience": "null", "max_iters": "17", "keep_checkpoints": "1"})
     assert (on.step, on.best_step, on.best_checkpoint) == (17, 9, stopped.best_checkpoint)
     assert [path.name[-2:] for path in list_checkpoints(on.folder)] == ["09", "17"]
-    # With a config file of one's own, keep_best null is false, but nothing says that the old one should go.
+    # With a new config file, keep_best null means false, but the old best checkpoint is kept.
     config = json.loads((on.folder / "config.json").read_text()) | {"keep_best": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     alone = run({**place, "config_file": str(tmp_path / "config.json"), "max_iters": "18", "keep_checkpoints": "1"})
@@ -137,7 +137,7 @@ def test_turning_early_stopping_off_keeps_the_best_checkpoint(sums_data, stopped
     assert off.best_checkpoint is None and not os.path.lexists(off.folder / "best")
 
 
-def test_the_best_checkpoint_is_named_wherever_a_model_is(sums_data, stopped, tmp_path):
+def test_best_can_be_used_wherever_a_model_is_expected(sums_data, stopped, tmp_path):
     best = stopped.folder / "best"
     assert model_folder(best) == stopped.best_checkpoint / "model"
     assert model_folder(stopped.folder) == stopped.checkpoint / "model"
@@ -145,7 +145,7 @@ def test_the_best_checkpoint_is_named_wherever_a_model_is(sums_data, stopped, tm
     np.testing.assert_equal(weights(second.checkpoint), weights(stopped.best_checkpoint))
 
 
-def test_without_early_stopping_the_best_is_kept_if_asked_for(sums_data, tmp_path):
+def test_keep_best_keeps_the_best_checkpoint_without_early_stopping(sums_data, tmp_path):
     plain = trained(sums_data, tmp_path, name="plain", **PLAIN)
     assert not (plain.folder / "best").is_symlink() and plain.best_checkpoint is None
     line = "best val loss 0.9000 at step 18; its checkpoint was not kept; use --keep_best"
@@ -157,7 +157,7 @@ def test_without_early_stopping_the_best_is_kept_if_asked_for(sums_data, tmp_pat
     assert off.best_checkpoint is None and not os.path.lexists(off.folder / "best")
 
 
-def test_the_link_names_a_checkpoint_at_every_moment(sums_data, tmp_path, monkeypatch):
+def test_the_best_link_points_to_a_complete_checkpoint_after_any_crash(sums_data, tmp_path, monkeypatch):
     """After a crash at any disk operation, `best` is missing or names a complete checkpoint."""
     run, seen = tmp_path / "run", set()
 
@@ -196,7 +196,7 @@ def test_the_link_names_a_checkpoint_at_every_moment(sums_data, tmp_path, monkey
         ({"early_stop_patience": 0}, "early_stop_patience is 0; expected a whole number from 1 on, or null"),
     ],
 )
-def test_keys_that_could_do_nothing_are_refused(changes, said):
+def test_keys_without_an_effect_are_refused(changes, said):
     with pytest.raises(UsageError) as error:
         config(**{"eval_interval": 4, **changes})
     assert said in str(error.value)
@@ -213,7 +213,7 @@ def test_data_without_a_val_loss_is_refused(sums_data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_named_best_is_left_alone(sums_data, tmp_path):
+def test_a_folder_named_best_is_not_replaced(sums_data, tmp_path):
     (tmp_path / "run" / "best").mkdir(parents=True)
     with pytest.raises(ChatmillError, match=r"best: is not a link to the best checkpoint; rename it, or set keep_"):
         trained(sums_data, tmp_path, keep_best=True, **PLAIN)

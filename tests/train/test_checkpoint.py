@@ -1,4 +1,4 @@
-"""Checkpoints on disk: tensors in pieces, and back as they were."""
+"""Checkpoints on disk: tensors are written in parts and restored exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chatmill.train.step import make_optimizer
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-def test_what_is_written_is_a_safetensors_file(tmp_path):
+def test_write_tensors_writes_a_valid_safetensors_file(tmp_path):
     tensors = {
         "a": torch.arange(6.0).reshape(2, 3),
         "b": torch.tensor(3.5),
@@ -50,7 +50,7 @@ def test_what_is_written_is_a_safetensors_file(tmp_path):
 
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4), st.integers(0, 20), st.integers(0, 20))
-def test_rows_are_read_from_however_many_pieces_they_are_in(tmp_path_factory, rows, cuts, one, other):
+def test_rows_are_read_from_any_number_of_parts(tmp_path_factory, rows, cuts, one, other):
     folder = tmp_path_factory.mktemp("pieces")
     tensor = torch.arange(rows * 2.0).reshape(rows, 2)
     edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
@@ -65,14 +65,14 @@ def test_rows_are_read_from_however_many_pieces_they_are_in(tmp_path_factory, ro
     assert torch.equal(pieces.read("t", start, stop), tensor[start:stop])
 
 
-def test_rows_that_no_file_has_are_missed(tmp_path):
+def test_missing_rows_are_an_error(tmp_path):
     entry = TensorEntry("t", (2,), torch.float32, TensorRows(3, 9))
     write_tensors(tmp_path / "x", [entry], iter([torch.ones(2)]))
     with pytest.raises(DataError, match="t: rows 2 to 5 are incomplete"):
         ShardedTensors([tmp_path / "x"]).read("t", 2, 5)
 
 
-def test_moments_come_back_as_they_were(tmp_path):
+def test_optimizer_moments_are_restored_exactly(tmp_path):
     model = small_gpt()
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
     for parameter in model.parameters():
@@ -91,7 +91,7 @@ def test_moments_come_back_as_they_were(tmp_path):
     assert np.isclose(float(fresh.state[next(other.parameters())]["step"]), 1.0)
 
 
-def test_an_old_checkpoint_that_holds_anything_else_is_kept(tmp_path):
+def test_an_old_checkpoint_with_other_files_is_kept(tmp_path):
     model = small_gpt()
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
 
@@ -112,14 +112,14 @@ def test_an_old_checkpoint_that_holds_anything_else_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "loss.svg", "rows", "mine.jsonl"])
-def test_a_run_does_not_begin_where_it_would_replace_something_else(tmp_path, name):
+def test_a_run_does_not_start_in_a_folder_with_other_files(tmp_path, name):
     (tmp_path / name).write_text('{"model_type": "qwen3"}')
     for resume in (None, "auto"):
         with pytest.raises(UsageError, match=rf"contains {name}, but not the config\.json of a run; use another"):
             open_resumed(tmp_path, resume, ALONE, otherwise="another", logs=("mine.jsonl",))
 
 
-def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path):
+def test_a_missing_checkpoint_is_reported_with_the_available_ones(tmp_path):
     with pytest.raises(UsageError) as none:
         choose(tmp_path, str(tmp_path / "nope"))
     assert str(none.value) == (f"{tmp_path}/nope: no such checkpoint; expected auto; {tmp_path} has no checkpoint yet")
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path):
     assert choose(tmp_path, "auto") == tmp_path / "step_00000002"
 
 
-def test_a_checkpoint_that_does_not_say_what_one_says_is_damaged_though_it_has_its_hash(tmp_path):
+def test_a_checkpoint_without_required_keys_is_damaged_even_with_a_valid_hash(tmp_path):
     path = tmp_path / "step_00000001"
     path.mkdir()
     for lacking, said in (("version", {}), ("step", {"version": 1}), ("files", {"version": 1, "step": 1})):
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_does_not_say_what_one_says_is_damaged_though_it_has_i
         assert str(raised.value).startswith(f"{path}/checkpoint.json: is damaged; {lacking} is missing")
 
 
-# Checkpoints of others.
+# Checkpoints from untrusted sources.
 
 LISTED = "state-00000-of-00001.safetensors"
 
@@ -160,7 +160,7 @@ def saved(tmp_path):
 
 
 def rewrite(checkpoint, **changes):
-    """Change values of checkpoint.json, with the hash that fits."""
+    """Change values of checkpoint.json and update its hash."""
     path = checkpoint / "checkpoint.json"
     body = {name: value for name, value in json.loads(path.read_bytes()).items() if name != "sha256"} | changes
     sha256 = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -201,7 +201,7 @@ def test_only_listed_files_are_read(saved):
         {"state-00000-of-00000.safetensors": [1, "0" * 64]},
     ],
 )
-def test_a_list_of_files_of_another_type_is_one_line(saved, files):
+def test_a_file_list_of_the_wrong_type_is_a_one_line_error(saved, files):
     rewrite(saved, files=files)
     with pytest.raises(DataError, match=r"checkpoint.json: files.* is .*; expected ") as caught:
         open_checkpoint(saved, ALONE)
@@ -209,7 +209,7 @@ def test_a_list_of_files_of_another_type_is_one_line(saved, files):
 
 
 @pytest.mark.parametrize("step", [None, "3", -1, 3.0, True, 10**30, [], 4])
-def test_a_step_of_another_type_or_folder_is_one_line(saved, step):
+def test_a_step_of_the_wrong_type_or_folder_is_a_one_line_error(saved, step):
     rewrite(saved, step=step)
     with pytest.raises(DataError, match=r"checkpoint.json: (step is|is for step)"):
         open_checkpoint(saved, ALONE)
@@ -217,7 +217,7 @@ def test_a_step_of_another_type_or_folder_is_one_line(saved, step):
 
 @pytest.mark.parametrize("name", [LISTED, "model/config.json", "checkpoint.json"])
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero"), id])
-def test_what_is_no_plain_file_is_refused(saved, name, make):
+def test_files_that_are_not_regular_are_refused(saved, name, make):
     (saved / name).unlink()
     make(saved / name)
     with pytest.raises(DataError, match=rf"{name}: (cannot be read|is missing|has 0 bytes)"):
@@ -225,7 +225,7 @@ def test_what_is_no_plain_file_is_refused(saved, name, make):
 
 
 @pytest.mark.parametrize("pieces", ["[]", "7", '{"weights/norm.weight": 7}', '{"weights/norm.weight": [-1, 2]}'])
-def test_parts_that_cannot_be_are_one_line(saved, pieces, tmp_path):
+def test_impossible_parts_of_a_tensor_are_a_one_line_error(saved, pieces, tmp_path):
     raw = (saved / LISTED).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length]) | {"__metadata__": {"pieces": pieces}}
@@ -246,7 +246,7 @@ def test_state_that_the_optimizer_does_not_have_is_refused(saved):
         restore(checkpoint, model, make_optimizer(model, OptimizerConfig()))
 
 
-def test_old_checkpoints_go_but_not_those_that_hold_other_files_or_are_links(tmp_path):
+def test_old_checkpoints_are_removed_unless_they_are_links_or_contain_other_files(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "mine").write_text("kept")
@@ -269,7 +269,7 @@ def test_old_checkpoints_go_but_not_those_that_hold_other_files_or_are_links(tmp
     assert (outside / "mine").read_text() == "kept"
 
 
-def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(saved, monkeypatch):
+def test_an_unreadable_folder_is_not_treated_as_empty(saved, monkeypatch):
     assert choose(saved.parent, "auto") == saved
 
     def fails(folder):

@@ -1,4 +1,4 @@
-"""Run the scripts of examples/cluster, with small programs in place of Slurm's srun and scontrol."""
+"""Run the scripts of examples/cluster, with small programs instead of Slurm's srun and scontrol."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHOW = "import os, sys; print(os.path.basename(sys.argv[0]), *sys.argv[1:])"
 
 @pytest.fixture
 def cluster(sums_data, tmp_path):
-    """A folder like that of the repository, for jobs on two nodes."""
+    """A folder with the layout of the repository, for jobs on two nodes."""
     for name in ("train.py", "src"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "small.json").write_text(json.dumps({**SMALL, "max_iters": STEPS, "save_interval": STEPS}))
@@ -82,7 +82,7 @@ def flags(cluster: Path, data: Path) -> list[str]:
     return [*out, "--model_name", "mine", "--dataset_dir", str(data)]
 
 
-def test_a_slurm_job_trains_as_one_process_does_and_is_queued_again_before_its_time_is_over(cluster, sums_data):
+def test_a_slurm_job_trains_like_one_process_and_is_requeued_before_its_time_limit(cluster, sums_data):
     program(cluster, "srun", SRUN)
     program(cluster, "scontrol", SCONTROL)
     metrics = cluster / "runs/mine/metrics.jsonl"
@@ -99,7 +99,7 @@ def test_a_slurm_job_trains_as_one_process_does_and_is_queued_again_before_its_t
     assert (cluster / "scontrol.txt").read_text() == "requeue 7\n"
     before = len(curve(metrics.parent))
     assert 2 <= before < STEPS
-    # The requeued job, here with another number of ranks.
+    # The requeued job, here with a different number of ranks.
     trained(sums_data, cluster / "runs", name="mine", resume="auto", max_iters=STEPS, save_interval=STEPS)
     trained(sums_data, cluster / "alone", max_iters=STEPS, save_interval=0)
     alone = [(step, pytest.approx(loss, rel=1e-3)) for step, loss in curve(cluster / "alone/run")]
@@ -122,7 +122,7 @@ def test_torchrun_gets_the_rendezvous_of_the_nodes(cluster):
         "torchrun --nnodes 4 --nproc-per-node 8 --max-restarts 0 --node-rank 3 --master-addr a --master-port 5 "
         "-m chatmill.train.doctor --model_name x\n"
     )
-    # A step of srun that runs its task at once.
+    # A stand-in for srun that runs its command directly.
     program(cluster, "srun", "import os, sys; os.execvp(sys.argv[2], sys.argv[2:])")
     job = ["bash", str(SCRIPTS / "train.sbatch"), "--model_name", "x"]
     out, _ = start(cluster, *job, LAUNCHER="torchrun", MASTER_PORT="5", SLURM_GPUS_ON_NODE="8").communicate()

@@ -1,4 +1,4 @@
-"""`verify`: a run on data that was changed stops, and goes on from the last checkpoint that was verified."""
+"""`verify`: a run on changed data stops, and resumes from the last verified checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def data(original, tmp_path):
 
 
 def change(data, name="tokens.bin", split="train"):
-    """Flip a bit in place, as a disk does."""
+    """Flip a bit in place, like a disk error."""
     with (data / split / "shard_00000" / name).open("r+b") as file:
         byte = file.read(1)[0]
         file.seek(0)
@@ -44,14 +44,14 @@ def test_changed_data_is_refused_at_the_start(data, tmp_path, name, split):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_verified_run_is_the_run(data, tmp_path):
+def test_verify_does_not_change_the_run(data, tmp_path):
     plain, checked = (trained(data, tmp_path, name=name, verify=name == "checked") for name in ("plain", "checked"))
     files = [(path.name, path.read_bytes()) for path in sorted(plain.checkpoint.glob("state-*"))]
     assert files == [(path.name, path.read_bytes()) for path in sorted(checked.checkpoint.glob("state-*"))]
 
 
 def run_changed(data, folder, after, **changes):
-    """Train five epochs on data that is changed after a step."""
+    """Train five epochs; change the data after a step."""
     settings = config(verify=True, max_iters=60, save_interval=5, **changes)
 
     def watch(record):
@@ -61,7 +61,7 @@ def run_changed(data, folder, after, **changes):
     train_model(settings, model_name="run", dataset_dir=data, out_dir=folder, watch=watch, quiet=True)
 
 
-def test_data_that_changes_stops_the_run_and_leaves_what_is_not_verified_aside(data, tmp_path):
+def test_changed_data_stops_the_run_and_sets_unverified_checkpoints_aside(data, tmp_path):
     with pytest.raises(
         DataError, match=r"tokens.bin: .*the file has changed; the run stops after step .*--resume auto"
     ):
@@ -82,13 +82,13 @@ def test_data_that_changes_in_the_last_epoch_is_found_before_the_last_checkpoint
     assert not (tmp_path / "run" / "step_00000060").exists()
 
 
-def test_data_of_other_programs_is_held_against_the_first_check(tmp_path):
+def test_data_of_other_programs_is_compared_with_the_first_check(tmp_path):
     data = write_files(tmp_path / "theirs", [[1, 2, 3, 4]] * 48, [[0, 1, 1, 1]] * 48)
     with pytest.raises(DataError, match=r"tokens.bin: .*the file has changed; the run stops after"):
         run_changed(data, tmp_path, 31, pad_token_id=0)
 
 
-# Tokens that the model does not know.
+# Ids outside of the model's vocabulary.
 
 
 def with_unknown_token(data, split="train"):
@@ -99,7 +99,7 @@ def with_unknown_token(data, split="train"):
     return data
 
 
-def test_an_unknown_token_ends_the_run_before_its_step_and_names_the_episode(data, tmp_path):
+def test_an_id_outside_the_vocabulary_ends_the_run_before_its_step_and_names_the_episode(data, tmp_path):
     with_unknown_token(data)
     with pytest.raises(
         DataError, match=rf"^{data}: episode 0 has the token id 60000; the model's vocabulary size is \d+; .*verify"
@@ -107,7 +107,7 @@ def test_an_unknown_token_ends_the_run_before_its_step_and_names_the_episode(dat
         trained(data, tmp_path, max_iters=20)
 
 
-def test_an_unknown_token_in_val_ends_the_evaluation(data, tmp_path):
+def test_an_id_outside_the_vocabulary_in_val_ends_the_evaluation(data, tmp_path):
     with_unknown_token(data, "val")
     with pytest.raises(DataError, match=r"episode 0 has the token id 60000"):
         trained(data, tmp_path, max_iters=2, eval_interval=1, eval_samples=0)
@@ -120,7 +120,7 @@ def test_an_unknown_token_in_val_ends_the_evaluation(data, tmp_path):
         generate(model, [[1], [2, 60000]], max_tokens=1, end_ids=[0])
 
 
-def test_padding_and_targets_are_looked_at_too():
+def test_padding_and_targets_are_checked_too():
     from chatmill.load.batch import Batch
 
     def batch(x, y):

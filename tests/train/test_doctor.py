@@ -1,4 +1,4 @@
-"""`chatmill doctor`: one table for all ranks, with correct rows, which is printed even if a check hangs."""
+"""`chatmill doctor`: one table for all ranks with correct rows, printed even if a check hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def free_port() -> str:
 
 
 def one_rank(rank: int, folder: Path, *flags: str) -> None:
-    """A rank that believes to be on its own node."""
+    """Run one rank that reports its own host name."""
     rank_checks.VISIBLE_SECONDS = 1.0
     rank_checks.REDUCED["cpu"] = 1 << 16
     socket.gethostname = lambda: f"node-{rank}"
@@ -40,7 +40,7 @@ def one_rank(rank: int, folder: Path, *flags: str) -> None:
     sys.exit(doctor.main(["--json", "--timeout", "60", *flags]))
 
 
-def test_ranks_of_two_nodes_make_one_table_and_leave_no_files(tmp_path):
+def test_doctor_prints_one_table_for_two_nodes_and_leaves_no_files(tmp_path):
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     children = []
     (tmp_path / "together").mkdir()
@@ -75,7 +75,7 @@ def test_ranks_of_two_nodes_make_one_table_and_leave_no_files(tmp_path):
     assert [list((tmp_path / name).iterdir()) for name in ("together", "0", "1")] == [[], [], []]
 
 
-def test_a_rank_that_does_not_come_is_a_row(tmp_path, monkeypatch):
+def test_a_missing_rank_is_a_row_of_the_table(tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, value)
     table = doctor.diagnose([tmp_path], seconds=0.5)
@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_come_is_a_row(tmp_path, monkeypatch):
     assert (row.check, row.value) == ("ranks", "1 of 2 did not report")
 
 
-def test_a_check_that_hangs_is_a_row(tmp_path, monkeypatch):
+def test_a_check_that_hangs_is_a_row_of_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_checks, "ABANDONED", [])
     monkeypatch.setattr(doctor, "CHECKS", {"clogged": lambda: time.sleep(30)})
     table = doctor.diagnose([tmp_path], seconds=0.1)
@@ -93,7 +93,7 @@ def test_a_check_that_hangs_is_a_row(tmp_path, monkeypatch):
     assert (hung.check, hung.value, hung.status) == ("clogged", "TimeoutError: did not finish within 0.1 s", "FAIL")
 
 
-def test_folders_that_are_missing_or_only_read_are_told_apart(tmp_path, monkeypatch):
+def test_missing_and_read_only_folders_are_distinguished(tmp_path, monkeypatch):
     rendezvous = rank_checks.Rendezvous(0, 1, 1.0)
     [row] = rank_checks.shared_folder(rendezvous, tmp_path / "nowhere", ["a"])
     assert (row.status, row.right) == ("FAIL", "a folder that all ranks can write")
@@ -107,7 +107,7 @@ def test_folders_that_are_missing_or_only_read_are_told_apart(tmp_path, monkeypa
     assert (row.status, row.value) == ("warn", "cannot be written (Permission denied); all ranks see the same files")
 
 
-def test_a_table_names_nodes_ranks_and_gpus_used_twice():
+def test_the_table_names_nodes_ranks_and_gpus_used_twice():
     hosts = ["a", "a", "b", "b"]
     gpu = CheckRow("GPU 1234", "H200")
     rows = [
@@ -128,7 +128,7 @@ def test_a_table_names_nodes_ranks_and_gpus_used_twice():
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("RANK", "2"), ("WORLD_SIZE", "")])
-def test_variables_that_are_no_ranks_are_refused(monkeypatch, name, value):
+def test_invalid_rank_variables_are_refused(monkeypatch, name, value):
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", name: value}
     for each, text in given.items():
         monkeypatch.setenv(each, text)
@@ -136,7 +136,7 @@ def test_variables_that_are_no_ranks_are_refused(monkeypatch, name, value):
         doctor.diagnose()
 
 
-def test_the_module_runs_where_only_numpy_is_installed(tmp_path):
+def test_the_doctor_module_needs_only_numpy(tmp_path):
     code = """
 import runpy, sys
 for name in ("torch", "typer", "rich", "msgspec", "transformers", "peft"):
@@ -154,13 +154,13 @@ runpy.run_module("chatmill.train.doctor", run_name="__main__")
     assert line.endswith("pip install 'chatmill[train]'")
 
 
-def test_processes_of_srun_that_do_not_know_their_ranks_are_refused(monkeypatch):
+def test_srun_processes_without_rank_variables_are_refused(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     with pytest.raises(UsageError, match=r"^srun started 8 processes without RANK and WORLD_SIZE"):
         doctor.diagnose()
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_time_limit_that_is_none_is_refused(seconds):
+def test_an_invalid_time_limit_is_refused(seconds):
     with pytest.raises(UsageError, match="expected more than 0"):
         doctor.diagnose(seconds=seconds)

@@ -1,4 +1,4 @@
-"""`epochs` and `tokens_per_step`: how long a run is and how large its steps are, in passes and tokens."""
+"""`epochs` and `tokens_per_step`: the length of a run in passes and the size of its steps in tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def length(dataset: Path, **changes: object):
     drop=st.booleans(),
     mode=st.sampled_from(["epoch", "feistel"]),
 )
-def test_steps_are_those_that_the_loader_takes_in_these_epochs(data, tenths, batch_size, packing, drop, mode):
+def test_the_step_count_equals_the_loader_steps_of_these_epochs(data, tenths, batch_size, packing, drop, mode):
     order = {"batch_size": batch_size, "packing": packing, "epoch_drop_last": drop, "batch_sampling_mode": mode}
     epochs = tenths / 10
     loader = EpisodeLoader(data, config(**EPOCHS, **order), epochs=math.ceil(epochs), ahead=0, tensors=False)
@@ -87,14 +87,14 @@ def test_steps_are_those_that_the_loader_takes_in_these_epochs(data, tenths, bat
     assert length(data, epochs=epochs, **order).steps == expected
 
 
-def test_packing_makes_epochs_of_different_lengths_and_all_are_counted(data):
+def test_epochs_of_different_packed_lengths_are_all_counted(data):
     one, *more = (length(data, epochs=count, batch_size=1, packing="bins").steps for count in (1, 2, 3, 4, 5, 6))
     differences = np.diff([one, *more])
     assert len(set(differences.tolist()) | {one}) > 1
 
 
 @pytest.mark.parametrize("order", [{}, {"packing": "bins", "epoch_drop_last": False}])
-def test_a_run_of_two_epochs_ends_with_the_second_and_counts_them(data, tmp_path, order):
+def test_a_run_of_two_epochs_ends_after_the_second_and_logs_the_epoch(data, tmp_path, order):
     result = trained(data, tmp_path, epochs=2, audit_dir=str(tmp_path / "audit"), **EPOCHS, **order)
     state = json.loads((result.checkpoint / "checkpoint.json").read_text())
     assert state["loader"]["cursors"]["train"] == {"step": result.step, "epoch": 2, "window": 0, "row": 0}
@@ -105,7 +105,7 @@ def test_a_run_of_two_epochs_ends_with_the_second_and_counts_them(data, tmp_path
 
 
 @pytest.mark.parametrize(("epochs", "which"), [(1, "the epoch"), (3, "epoch 3"), (2.5, "epoch 2")])
-def test_what_fills_no_batch_is_said(data, epochs, which):
+def test_episodes_that_do_not_fill_a_batch_are_reported(data, epochs, which):
     settings = config(epochs=epochs, batch_size=4, **EPOCHS)
     loader = EpisodeLoader(data, settings, ahead=0, tensors=False)
     [note] = run_length(settings, loader).left_out_note(loader)
@@ -114,7 +114,7 @@ def test_what_fills_no_batch_is_said(data, epochs, which):
     )
 
 
-def test_a_run_with_more_epochs_goes_on_in_the_same_order(data, tmp_path):
+def test_raising_epochs_continues_a_run_in_the_same_order(data, tmp_path):
     same = {"lr_schedule": "constant", "packing": "bins", **EPOCHS}
     whole = trained(data, tmp_path, name="whole", epochs=2.5, **same)
     half = trained(data, tmp_path, name="half", epochs=0.5, **same)
@@ -128,18 +128,18 @@ def test_a_run_with_more_epochs_goes_on_in_the_same_order(data, tmp_path):
 
 @pytest.mark.parametrize("by", ["rows", "tokens", "trained_tokens"])
 @pytest.mark.parametrize("drop", [True, False])
-def test_an_epoch_of_a_mix_is_as_many_rows_as_its_sources_hold(mix, by, drop):
+def test_an_epoch_of_a_mix_has_as_many_rows_as_its_sources_together(mix, by, drop):
     order = {"mix_sft": {"large": 1, "small": 2}, "mix_by": by, "epoch_drop_last": drop, "batch_size": 5}
     found = length(mix, epochs=2, **order)
     # `large` has 46 rows and `small` 17.
     assert found.steps == (25 if drop else 26)
     if by == "rows":
-        # A third of 126 rows is of the 46 of `large`.
+        # A third of the 126 rows comes from the 46 rows of `large`.
         assert found.notes == ["epochs 2 of the mix, in passes over each source: large 0.913, small 4.94"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_packed_mix_holds_as_many_episodes(mix, batch_size):
+def test_an_epoch_of_a_packed_mix_has_as_many_episodes_as_its_sources_together(mix, batch_size):
     order = {"mix_sft": {"large": 1, "small": 1}, "packing": "bins", "block_size": 60, "batch_size": batch_size}
     steps = length(mix, epochs=1.5, epoch_drop_last=False, **order).steps
     loader = EpisodeLoader(mix, config(**EPOCHS, **order), ahead=0, tensors=False)
@@ -148,12 +148,12 @@ def test_a_packed_mix_holds_as_many_episodes(mix, batch_size):
     assert sum(taken[:-1]) < 1.5 * 63 <= sum(taken)
 
 
-def test_a_mixed_run_says_how_often_it_passes_each_source(mix, tmp_path, capsys):
+def test_a_mixed_run_reports_the_passes_over_each_source(mix, tmp_path, capsys):
     settings = config(epochs=0.5, mix_sft={"large": 1, "small": 1}, log_interval=1, **EPOCHS)
     result = train_model(settings, model_name="run", dataset_dir=mix, out_dir=tmp_path)
     assert result.step == 8
     said = capsys.readouterr().err
-    # 32 rows, which is half of the 46 and the 17.
+    # 32 rows: half of the 46 and 17 rows.
     assert "epochs 0.5 of the mix, in passes over each source: large 0.348, small 0.941\n" in said
     assert "step 4/8  epoch 0.25  loss" in said
     assert [line["epoch"] for line in read_metrics(result.folder)] == [4 * step / 63 for step in range(1, 9)]
@@ -181,7 +181,7 @@ def test_keys_that_contradict_each_other_are_refused(changes, said):
     assert said in str(error.value)
 
 
-def test_training_on_rollouts_has_none_of_the_keys_that_would_do_nothing_there():
+def test_rollout_training_does_not_have_keys_without_an_effect():
     keys = {"epochs", "tokens_per_step", "early_stop_patience", "early_stop_min_delta", "keep_best"}
     assert keys <= keys_of(TrainConfig).keys() and not keys & keys_of(RolloutConfig).keys()
 
@@ -203,14 +203,14 @@ def test_a_later_layer_replaces_the_other_key_of_a_pair():
     assert layered({"max_iters": 10}, {"epochs": 3}) == {"epochs": 3}
     assert layered({"epochs": 3}, {"max_iters": 10}) == {"max_iters": 10}
     assert layered({"epochs": 3, "max_iters": None}, {"max_iters": 10}) == {"max_iters": 10}
-    # The rows per micro-batch stay the same: a resumed run has both keys in its config.
+    # The rows per micro-batch stay the same; a resumed run has both keys in its config.
     stored = {"batch_size": 64, "gradient_accumulation_steps": 8, "tokens_per_step": None}
     assert layered(stored, {"tokens_per_step": 99}) == {"batch_size": 8, "tokens_per_step": 99}
     assert layered(stored, {"tokens_per_step": 99, "batch_size": 4}) == {"batch_size": 4, "tokens_per_step": 99}
 
 
 @given(tokens=st.integers(1, 10**6), rows=st.integers(1, 64), block=st.integers(1, 4096))
-def test_accumulation_comes_nearest_to_the_tokens_of_a_step(tokens, rows, block):
+def test_accumulation_is_as_close_as_possible_to_tokens_per_step(tokens, rows, block):
     stated = TrainConfig(tokens_per_step=tokens, batch_size=rows, block_size=block)
     chosen, [note] = stated.with_accumulation()
     steps = chosen.gradient_accumulation_steps
@@ -221,7 +221,7 @@ def test_accumulation_comes_nearest_to_the_tokens_of_a_step(tokens, rows, block)
     assert chosen.with_accumulation() == (chosen, [])
 
 
-def test_a_run_of_tokens_per_step_is_one_of_the_rows_it_chooses(sums_data, tmp_path, capsys):
+def test_tokens_per_step_trains_like_the_batch_size_it_chooses(sums_data, tmp_path, capsys):
     plain = {"batch_size": 8, "gradient_accumulation_steps": 4, "max_iters": 6, "lr_schedule": "constant"}
     expected = trained(sums_data, tmp_path, name="plain", **plain)
     stated = {**plain, "batch_size": 2, "gradient_accumulation_steps": 1, "tokens_per_step": 8 * 48}
@@ -230,7 +230,7 @@ def test_a_run_of_tokens_per_step_is_one_of_the_rows_it_chooses(sums_data, tmp_p
         config(**{**stated, "max_iters": 3}, **audit), model_name="run", dataset_dir=sums_data, out_dir=tmp_path
     )
     assert "tokens_per_step 384: 4 × 2 rows of 48\n" in capsys.readouterr().err
-    # With its original flags, with the key only, and with its stored config.
+    # Resume with the original flags, with only the key, and with the stored config.
     flags = {"model_name": "run", "out_dir": str(tmp_path), "resume": "auto"}
     run({**flags, "tokens_per_step": "384", "batch_size": "2", "max_iters": "4"})
     run({**flags, "tokens_per_step": "384", "max_iters": "5"})

@@ -1,4 +1,4 @@
-"""Estimates of memory: parts that are exact, activations against real forward passes, measured lines, refusals."""
+"""Memory estimates: exact parts, activations compared with real forward passes, measured runs, and refused runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def memory_table():
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    """A folder of a small Hugging Face model in bfloat16."""
+    """The folder of a small Hugging Face model in bfloat16."""
     folder = tmp_path_factory.mktemp("model")
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON)).bfloat16().save_pretrained(folder)
     return folder
@@ -93,7 +93,7 @@ def own(**changes) -> TrainConfig:
     "changes",
     [*({"optimizer": name} for name in OPTIMIZER_BYTES), {"lora": {"r": 4}}, {"optimizer": "muon", "hf": True}],
 )
-def test_weights_gradients_and_optimizer_state_are_those_of_a_real_run(changes, llama):
+def test_estimated_weights_gradients_and_optimizer_state_equal_those_of_a_real_run(changes, llama):
     hf = "lora" in changes or changes.get("hf")
     keys = {name: value for name, value in changes.items() if name != "hf"}
     run = config(init_from_model=str(llama), **keys) if hf else own(**keys)
@@ -107,7 +107,7 @@ def test_weights_gradients_and_optimizer_state_are_those_of_a_real_run(changes, 
 
 @pytest.fixture(params=[0, 2])
 def first_or_last_of_three(request):
-    """One of three ranks; nothing is sent between them."""
+    """Simulate one of three ranks, without communication."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=3)
@@ -115,7 +115,7 @@ def first_or_last_of_three(request):
     dist.destroy_process_group()
 
 
-def test_shards_are_those_that_ranks_hold(first_or_last_of_three):
+def test_estimated_shards_equal_those_that_ranks_hold(first_or_last_of_three):
     world = first_or_last_of_three
     for name in ("adamw", "adamw8bit"):
         run = own(parallel="fsdp", optimizer=name, batch_size=6)
@@ -149,10 +149,10 @@ def really_saved(model, run) -> int:
     ("name", "compute"),
     [("own", None), ("own", torch.bfloat16), ("llama", torch.bfloat16), ("gemma2", None), ("gpt2", None)],
 )
-def test_counted_activations_are_those_that_autograd_saves(name, compute):
+def test_counted_activations_equal_those_that_autograd_saves(name, compute):
     rows, length = 2, 32
     x = torch.zeros(rows, length, dtype=torch.long)
-    # Two conversations a row, each half of it.
+    # Two conversations per row, each half of the row.
     positions, segments = (torch.arange(length) % 16).repeat(rows, 1), (torch.arange(length) // 16).repeat(rows, 1)
     sizes = GPTSizes(vocab_size=VOCAB, n_layer=3, n_embd=64, n_head=4, n_kv_head=2, n_ffn=96, qk_norm=True)
 
@@ -171,14 +171,14 @@ def test_counted_activations_are_those_that_autograd_saves(name, compute):
     assert counted.outside + sum(each.eager + each.casts for each in counted.layers) == saved
 
 
-def test_a_compiled_layer_recomputes_elementwise_results_and_keeps_those_of_products():
+def test_compiled_layers_recompute_elementwise_results_and_keep_matrix_products():
     sizes = GPTSizes(vocab_size=VOCAB, n_layer=4, n_embd=64, n_head=4, n_kv_head=2, n_ffn=96, qk_norm=True)
     with torch.device("meta"):
         model = GPT(sizes, compute=torch.bfloat16)
     layer = count_activations(model, 2, 64, on_gpu=True).layers[-1]
     width, heads, kv, ffn = 64, 64, 32, 96
     projections = heads + 2 * kv
-    # Input; projections; rotated queries and keys; the result; the sum; gate and up.
+    # Layer input; projections; rotated queries and keys; attention output; residual sum; gate and up.
     values = width + projections + heads + kv + heads + width + 2 * ffn
     norms, largest = 4 * (2 + 4 + 2), 4 * 4
     assert 2 * values <= layer.compiled / (2 * 64) <= 2 * values + norms + largest
@@ -193,7 +193,7 @@ def test_a_compiled_layer_recomputes_elementwise_results_and_keeps_those_of_prod
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @partitioner.patch(activation_memory_budget=1.0)
-def test_a_compiled_model_keeps_what_is_counted(compute):
+def test_a_compiled_model_keeps_the_counted_activations(compute):
     sizes = GPTSizes(vocab_size=VOCAB, n_layer=3, n_embd=64, n_head=4, n_kv_head=2, n_ffn=96, qk_norm=True)
     x = torch.zeros(2, 64, dtype=torch.long)
     positions, segments = torch.arange(64).repeat(2, 1), torch.zeros_like(x)
@@ -203,7 +203,7 @@ def test_a_compiled_model_keeps_what_is_counted(compute):
         model = GPT(sizes, compute=compute)
         model.compile_blocks(recompute=recompute)
         for block in model.blocks():
-            # What is kept is decided before kernels are generated, so none are needed.
+            # torch decides what to keep before it generates kernels, so none are needed.
             block.compile(backend="aot_eager_decomp_partition", dynamic=False)
         return really_saved(model, lambda: model.hidden(x, positions, segments))
 
@@ -217,7 +217,7 @@ def test_a_compiled_model_keeps_what_is_counted(compute):
     assert kept(recompute=True) < 0.75 * kept(recompute=False)
 
 
-def test_an_architecture_that_cannot_be_counted_is_said_to_be_approximate(tmp_path):
+def test_estimates_of_architectures_that_cannot_be_counted_are_marked_approximate(tmp_path):
     made = AutoConfig.for_model("opt", **COMMON | {"ffn_dim": 96, "word_embed_proj_dim": 64})
     AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path)
     run = config(init_from_model=str(tmp_path), batch_size=4)
@@ -228,10 +228,10 @@ def test_an_architecture_that_cannot_be_counted_is_said_to_be_approximate(tmp_pa
     assert estimate.parts["activations"].size >= 4 * 4 * run.block_size * 3 * (4 * 128 + 2 * 160)
 
 
-# What was measured.
+# Measured runs.
 
 
-def test_estimates_are_within_15_percent_of_what_was_measured(tmp_path):
+def test_estimates_are_within_15_percent_of_measured_memory(tmp_path):
     table = memory_table()
     lines = {name: (estimated, gib) for name, _, estimated, gib in table.compared(tmp_path)}
     assert set(lines) >= table.FITTED | {"1.7b-own-adamw", "4b-own-adamw", "8b-hf-qlora"}
@@ -242,7 +242,7 @@ def test_estimates_are_within_15_percent_of_what_was_measured(tmp_path):
         assert re.search(rf"\| `{name}` \|[^|]+\| {estimated:.1f} \| {gib:.1f} \|", page), name
 
 
-def test_the_page_says_which_model_fits_where(tmp_path):
+def test_the_docs_page_lists_which_model_fits_which_gpu(tmp_path):
     table = memory_table()
     page = (ROOT / "docs/explanation/models.md").read_text("utf-8").splitlines()
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in page if line.count("|") == 7}
@@ -285,15 +285,15 @@ def test_activation_offload_counts_host_memory():
     assert any("GiB of host memory" in line for line in Fit(estimate, None).notes())
 
 
-def test_rows_that_ranks_cannot_share_are_refused():
+def test_rows_that_cannot_be_divided_among_ranks_are_refused():
     with pytest.raises(UsageError, match="batch_size 8 cannot be divided among 3 ranks"):
         Estimator(on_gpu=True)(TrainConfig(**LARGE), ranks=3)
 
 
-# What would fit.
+# Changes that would fit.
 
 
-def test_changes_that_fit_are_named_in_the_order_of_what_they_cost():
+def test_changes_that_fit_are_suggested_cheapest_first():
     fit = estimate_run(TrainConfig(**LARGE), gpu_memory=8)
     assert (fit.fits, fit.is_refused) == (False, True)
     keys = [next(iter(change.keys)) for change in fit.changes]
@@ -304,7 +304,7 @@ def test_changes_that_fit_are_named_in_the_order_of_what_they_cost():
     assert f"{fitting.flags(1)} ({fitting.estimate.total / GIB:.1f} GiB)" in fit.refusal()
 
 
-def test_adapters_are_proposed_for_a_hugging_face_model(llama):
+def test_adapters_are_suggested_for_a_hugging_face_model(llama):
     run = config(init_from_model=str(llama), device="auto")
     total = estimate_run(run, gpu_memory=1e3).estimate.total
     fit = fit_run(Estimator(on_gpu=True), run, ranks=1, available=0.9 * total)
@@ -314,7 +314,7 @@ def test_adapters_are_proposed_for_a_hugging_face_model(llama):
     assert not fit.is_refused
 
 
-def test_changes_are_combined_if_none_fits_alone():
+def test_changes_are_combined_if_no_single_change_fits():
     run = TrainConfig(**LARGE | {"vocab_size": 1000, "batch_size": 64})
     changed = replace(run, gradient_accumulation_steps=64, activation_offload=True, optimizer="adamw8bit")
     smallest = Estimator(on_gpu=True)(changed).total
@@ -327,10 +327,10 @@ def test_changes_are_combined_if_none_fits_alone():
     assert fit.changes[-1].estimate.total == smallest
 
 
-# Runs, and the command.
+# Runs and the command.
 
 
-def test_a_run_that_cannot_fit_is_refused_before_the_model_is_made(sums_data, tmp_path, monkeypatch):
+def test_a_run_that_cannot_fit_is_refused_before_the_model_is_created(sums_data, tmp_path, monkeypatch):
     def train_with(available: float, **changes) -> None:
         monkeypatch.setattr("chatmill.train.fitting.available_memory", lambda: available)
         trained(sums_data, tmp_path / "out", max_iters=1, **changes)

@@ -1,4 +1,4 @@
-"""Questions: the answers of stored conversations, with exactly what training put before them."""
+"""Evaluation prompts: each stored answer with exactly the ids that precede it in training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ turns = st.lists(
 
 @settings(max_examples=150)
 @given(name=st.sampled_from(sorted(FORMATS)), before=st.booleans(), conversation=turns, other=turns)
-def test_the_prompt_of_every_answer_is_what_a_server_would_be_asked_with(name, before, conversation, other):
+def test_the_prompt_of_every_answer_equals_the_generation_prompt(name, before, conversation, other):
     conversation = [Message("system", "s")] * before + [Message("user", "u"), *conversation]
     other = [Message("user", "u"), *other]
     wanted = []
@@ -52,7 +52,7 @@ def test_the_prompt_of_every_answer_is_what_a_server_would_be_asked_with(name, b
     assert list(eval_prompts(rendered(name, conversation, other), [EOT[name]])) == wanted
 
 
-def test_answers_that_no_model_can_be_asked_for_are_counted_by_their_reason():
+def test_answers_without_a_usable_prompt_are_counted_by_reason():
     said = [
         Message("user", "a"),
         Message("assistant", "not trained", weight=0),
@@ -75,12 +75,12 @@ def test_answers_that_no_model_can_be_asked_for_are_counted_by_their_reason():
     assert left_out == {"unfinished": 1, "partly_trained": 2}
 
 
-def test_what_users_say_is_no_answer_even_if_it_is_trained():
+def test_user_messages_are_not_answers_even_if_trained():
     rows = rendered("primer", [Message("user", "c"), Message("assistant", "d")], train_on="all")
     assert [q.answer for q in eval_prompts(rows, [EOT["primer"]])] == [[*b"d", EOT["primer"]]]
 
 
-def test_of_what_another_program_wrote_every_trained_run_is_an_answer(tmp_path):
+def test_in_data_of_other_programs_every_trained_span_is_an_answer(tmp_path):
     folder = write_files(tmp_path / "x", [[5, 6, 9, 7, 8, 9], [1, 9]], [[0, 1, 1, 0, 1, 1], [1, 1]])
     left_out: Counter[str] = Counter()
     rows = open_dataset(folder)["train"].rows([0, 1])
@@ -90,7 +90,7 @@ def test_of_what_another_program_wrote_every_trained_run_is_an_answer(tmp_path):
 
 
 @pytest.mark.parametrize("ends", [[], [3]])
-def test_without_its_end_token_no_answer_is_finished(ends):
+def test_an_answer_without_its_end_token_is_unfinished(ends):
     left_out: Counter[str] = Counter()
     rows = rendered("chatml", [Message("user", "c"), Message("assistant", "d")])
     assert list(eval_prompts(rows, ends, left_out)) == []

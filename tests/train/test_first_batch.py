@@ -25,7 +25,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 @given(st.data())
-def test_spans_are_the_runs_of_trained_positions_of_a_segment(data):
+def test_spans_are_consecutive_trained_positions_of_a_segment(data):
     rows, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
     shape = st.lists(st.lists(st.integers(0, 1), min_size=length, max_size=length), min_size=rows, max_size=rows)
     mask, borders = np.array(data.draw(shape), dtype=bool), np.array(data.draw(shape))
@@ -52,7 +52,7 @@ def letters(ids: Sequence[int]) -> str:
 
 
 @given(st.lists(st.integers(1, 400), max_size=400), st.integers(0, 30), st.integers(6, 30))
-def test_a_long_answer_keeps_whole_tokens_of_both_ends(ids, start, end):
+def test_a_long_answer_is_shortened_at_token_boundaries(ids, start, end):
     shown, whole = _shortened(ids, letters, start=start, end=end), letters(ids)
     if "…" not in shown:
         assert shown == whole and len(shown) <= start + end
@@ -96,13 +96,13 @@ def dataset(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("packing", ["none", "bins"])
-def test_the_batch_is_shown_as_it_is_trained(dataset, packing):
+def test_the_first_batch_is_shown_as_it_is_trained(dataset, packing):
     data = dataset(talk("Hi", "Hello\x1b[2J", "Bye", "x" * 500), talk("1+1", "2\n"), talk("?", "!"))
     first = first_of(data, batch_size=4, block_size=700, packing=packing, epoch_shuffle=False, epoch_drop_last=False)
     answers = {each["from"]: (each["prompt"], each["answer"]) for each in first.answers}
     header = "<|im_end|>\\n<|im_start|>assistant\\n"
     long = "x" * (ANSWER // 2)
-    # The end of the prompt begins at a token.
+    # The shown end of the prompt starts at a token boundary.
     bye = f"<|im_start|>user\\nBye{header}"
     everything = {
         "chat.jsonl:1 (episode 0, 10 trained tokens)": (f"<|im_start|>user\\nHi{header}", "Hello\\x1b[2J<|im_end|>"),
@@ -122,7 +122,7 @@ def test_the_batch_is_shown_as_it_is_trained(dataset, packing):
     assert (len(lines), first.warnings) == (10, [])
 
 
-def test_without_a_tokenizer_ids_are_shown(tmp_path):
+def test_token_ids_are_shown_without_a_tokenizer(tmp_path):
     data = write_files(tmp_path / "data", [[1, 2, 3, 4, 5]] * 4, [[0, 0, 1, 1, 0]] * 3 + [[0] * 5])
     first = first_of(data, text=False, pad_token_id=9, epoch_shuffle=False)
     assert first.lines() == [
@@ -136,8 +136,8 @@ def test_without_a_tokenizer_ids_are_shown(tmp_path):
     ]
 
 
-def test_answers_without_an_end_token_are_pointed_out(tmp_path):
-    """Data of a program that masks the end of turns; the padding is the end token."""
+def test_answers_without_an_end_token_cause_a_warning(tmp_path):
+    """The data comes from a program that masks the end of turns; the padding token is the end token."""
     state = {"eot_token_id": 7}
     data = write_files(tmp_path / "data", [[1, 2, 3, 7]] * 4, [[0, 1, 1, 0]] * 4)
     (data / "tokenizer_state.json").write_text(json.dumps(state))
@@ -150,7 +150,7 @@ def test_answers_without_an_end_token_are_pointed_out(tmp_path):
     assert first_of(ended, text=False).warnings == []
 
 
-def test_answers_that_end_with_their_row_are_pointed_out(dataset):
+def test_answers_cut_at_the_end_of_their_row_cause_a_warning(dataset):
     lines = [talk("Hi", "Hello there, how are you?"), *[talk("Hi", "Yes")] * 3]
     data = dataset(*lines, flags=["--max-tokens", "40", "--fit", "windows"])
     # If all answers of a batch are cut, other batches may have complete ones.
@@ -162,7 +162,7 @@ def test_answers_that_end_with_their_row_are_pointed_out(dataset):
     ]
 
 
-def test_a_small_share_is_pointed_out(dataset):
+def test_a_small_share_of_trained_tokens_causes_a_warning(dataset):
     data = dataset(*[talk("x" * 900, "Yes")] * 4)
     first = first_of(data, block_size=1000)
     assert first.warnings == [
@@ -171,7 +171,7 @@ def test_a_small_share_is_pointed_out(dataset):
     ]
 
 
-def test_a_run_shows_its_answers_when_it_begins_and_its_counts_when_it_resumes(tmp_path, capsys):
+def test_a_new_run_shows_answers_and_a_resumed_run_only_counts(tmp_path, capsys):
     data = prepare(tmp_path, "sums")
     open_text = lambda path: dataset_text(path).text  # noqa: E731
 
@@ -191,7 +191,7 @@ def test_a_run_shows_its_answers_when_it_begins_and_its_counts_when_it_resumes(t
     assert json.loads((tmp_path / "run/first_batch.json").read_text()) == stored
 
 
-def test_a_first_batch_without_a_trained_token_says_why(tmp_path, capsys):
+def test_a_first_batch_without_trained_tokens_is_explained(tmp_path, capsys):
     data = write_files(tmp_path / "data", [[1, 2, 3]] * 8, [[0, 0, 0]] * 4 + [[0, 0, 1]] * 4)
     settings = config(max_iters=2, epoch_shuffle=False, pad_token_id=0)
     assert train_model(settings, model_name="run", dataset_dir=data, out_dir=tmp_path).trained == 4

@@ -1,4 +1,4 @@
-"""Adapters made with peft: loaded or merged they give the logits of peft, or are refused in one line."""
+"""Adapters made with peft: loaded or merged, they give the logits of peft, or are refused in one line."""
 
 from __future__ import annotations
 

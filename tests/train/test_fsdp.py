@@ -1,4 +1,4 @@
-"""Sharded models: each rank loads its own rows, and all ranks save the model with the bytes of one process."""
+"""Sharded models: each rank loads its own rows, and all ranks together save the same bytes as one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JSON = ("config.json", "generation_config.json")
 
 
 def opened(world: World, settings: dict[str, Any], compute: torch.dtype | None = None) -> CausalModel:
-    """The model of a config in shards; no parameter has memory before that."""
+    """Load the model of a config in shards; check that no parameter has memory before that."""
     made = open_for_shards(config(parallel="fsdp", **settings), VOCAB, compute=compute, world=world)
     assert made.note is None, made.note
     assert all(each.is_meta or "lora_" in name for name, each in made.model.named_parameters())
@@ -42,7 +42,7 @@ def opened(world: World, settings: dict[str, Any], compute: torch.dtype | None =
 
 
 def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All weights and buffers, gathered from all ranks."""
+    """Gather all weights and buffers from all ranks."""
     state = {**model.state_dict(), **dict(model.named_buffers())}
     return {name: whole(tensor.detach()) for name, tensor in state.items()}
 
@@ -70,8 +70,8 @@ def architectures(tmp_path_factory) -> Path:
     return folder
 
 
-def test_every_architecture_opens_and_saves_in_shards_as_one_process_does(architectures, tmp_path):
-    """Weights and buffers are those of `from_pretrained`, bit for bit; saved files those of a model in one place."""
+def test_every_architecture_loads_and_saves_in_shards_like_one_process(architectures, tmp_path):
+    """Weights and buffers equal those of `from_pretrained` bitwise; saved files equal those of an unsharded model."""
 
     def work(rank: int) -> None:
         sharded_save.SHARD_BYTES = 20_000
@@ -103,8 +103,8 @@ def test_every_architecture_opens_and_saves_in_shards_as_one_process_does(archit
     ranks(2, work)
 
 
-def test_new_models_saved_models_and_adapters_open_as_in_one_process(tmp_path):
-    """Also where rows cannot be divided by the number of ranks, and in the precision of every optimizer."""
+def test_new_models_saved_models_and_adapters_load_like_in_one_process(tmp_path):
+    """Includes row counts that are not divisible by the number of ranks, and the precision of every optimizer."""
     (tmp_path / "gpt").mkdir()
     small_gpt().save(tmp_path / "gpt")
     qwen, half = save_qwen(tmp_path / "qwen"), tmp_path / "half"
@@ -138,7 +138,7 @@ def test_new_models_saved_models_and_adapters_open_as_in_one_process(tmp_path):
 
 
 def save_adapters(base: Path, folder: Path) -> Path:
-    """Adapters of a model, with values that are not those of new ones."""
+    """Save adapters of a model, with values that differ from new adapters."""
     model = make_model(config(init_from_model=str(base), lora={"r": 4}), VOCAB, compute=None)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -149,7 +149,7 @@ def save_adapters(base: Path, folder: Path) -> Path:
     return folder
 
 
-def test_models_that_cannot_be_opened_in_shards_are_opened_whole_or_refused(tmp_path):
+def test_models_that_cannot_be_loaded_in_shards_are_loaded_whole_or_refused(tmp_path):
     base = save_qwen(tmp_path / "base")
 
     def changed(name: str, change: Any) -> str:

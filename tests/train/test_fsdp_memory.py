@@ -1,4 +1,4 @@
-"""No rank of a sharded run ever holds a whole model, neither while it loads it nor while it saves it."""
+"""No rank of a sharded run ever holds the whole model, neither while loading nor while saving."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PEEK = 0.002
 
 
 def write_model(folder: Path, *, layers: int, hidden: int) -> tuple[int, int]:
-    """A Llama of constant weights with a file for each matrix; its bytes, and those of its largest tensor."""
+    """Write a Llama with constant weights, one file per matrix; return its bytes, and those of its largest tensor."""
     shape = {"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
     config = LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True)
     with torch.device("meta"):
@@ -54,14 +54,14 @@ def write_model(folder: Path, *, layers: int, hidden: int) -> tuple[int, int]:
 
 
 def rss_anon() -> int:
-    """Bytes of this process that are not pages of files."""
+    """Anonymous resident memory of this process in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) << 10
 
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """Append the peak of anonymous memory in the context, minus that before."""
+    """Append the peak growth of anonymous memory within the context."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, growth, done = rss_anon(), [0], threading.Event()
@@ -81,7 +81,7 @@ def watched() -> Iterator[list[int]]:
 
 
 def open_and_save(world: World, folder: Path, settings: dict[str, Any], saved: Path) -> list[int]:
-    """The additional memory of this process while it loads a model, and while it saves it."""
+    """Return the additional memory of this process while loading a model, and while saving it."""
     changes = {"init_from_model": str(folder), "dtype": "bfloat16", **settings}
     with watched() as opening:
         made = open_for_shards(config(**changes), VOCAB, compute=torch.bfloat16, world=world)
@@ -108,16 +108,16 @@ def models(tmp_path_factory) -> tuple[Path, int, int]:
     [(2, {"lora": {"r": 2}}), (4, {"optimizer": "adamw_bf16"})],
     ids=["2 ranks, adapters", "4 ranks"],
 )
-def test_a_rank_holds_its_share_and_one_tensor(models, tmp_path, count, settings):
-    """Opening and saving a model of many files, in the dtype of the files; or adapters on it."""
+def test_a_rank_holds_only_its_shard_and_one_tensor(models, tmp_path, count, settings):
+    """Load and save a model with many files in their dtype, or adapters on it."""
     folder, size, largest = models
 
     def work(rank: int) -> list[int]:
-        # Freed memory is returned at once, so that the measurement shows what is held.
+        # Return freed memory immediately, so that the measurement shows only memory in use.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
         sharded_save.SHARD_BYTES = largest
         world = World(rank, count, torch.device("cpu"))
-        # Imports and allocations at the first use, such as the workspace of BLAS, are not counted.
+        # Do not count imports and first-use allocations, such as the workspace of BLAS.
         torch.ones(VOCAB, VOCAB) @ torch.ones(VOCAB, VOCAB)
         open_and_save(world, folder / "toy", settings, tmp_path / "toy")
         return open_and_save(world, folder / "model", settings, tmp_path / "saved")
@@ -126,9 +126,9 @@ def test_a_rank_holds_its_share_and_one_tensor(models, tmp_path, count, settings
     opening, saving = zip(*growths, strict=True)
     bound = size / count + largest
     assert max(opening) <= bound, f"{growths} for {size} bytes, the largest tensor has {largest}"
-    # Each rank did load its shard.
+    # Check that each rank did load its shard.
     assert min(opening[1:]) >= 0.9 * size / count, growths
-    # Buffers of files and sockets, in addition to one tensor.
+    # Allow buffers of files and sockets, in addition to one tensor.
     assert max(saving) <= 1.5 * largest, growths
     if "lora" not in settings:
         assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > count

@@ -1,4 +1,4 @@
-"""Runs of sharded models: killed while they save, resumed at other numbers of ranks, and with adapters."""
+"""Runs of sharded models: killed while saving, resumed with a different number of ranks, and with adapters."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class KillingDisk(Disk):
 
 
 def step(data: Path, folder: Path, *, resume: str | None = None, **changes: Any) -> list[Any]:
-    """Train a model that is saved in many files; the losses of the run."""
+    """Train a model that is saved in many files; return the losses of the run."""
     sharded_save.SHARD_BYTES = 4000
     return curve(trained(data, folder, resume=resume, **{**WAY, **changes}).folder)
 
 
 def killed(data: Path, folder: Path, victim: int, operation: str, name: str, **changes: Any) -> None:
-    """Train on two ranks, of which one is killed; then the other is killed too."""
+    """Train on two ranks; one is killed, then the other too."""
     with tempfile.TemporaryDirectory() as place:
 
         def run_rank(rank: int) -> None:
@@ -113,7 +113,7 @@ def undisturbed(sums_data, tmp_path_factory) -> Path:
 
 
 def test_a_rank_killed_during_a_save_leaves_a_run_that_resumes_bitwise(undisturbed, sums_data, tmp_path):
-    """In a file of the model, between files, before, at and after the rename that publishes a checkpoint."""
+    """The rank is killed in a file of the model, between files, and before, at and after the publishing rename."""
     for rank, operation, name in KILLS:
         killed(sums_data, tmp_path, rank, operation, name, max_iters=6)
         assert len(list_checkpoints(tmp_path / "run")) == (operation == "renamed")
@@ -125,20 +125,20 @@ def test_a_rank_killed_during_a_save_leaves_a_run_that_resumes_bitwise(undisturb
     assert not list((tmp_path / "run").glob(".step*"))
 
 
-def test_two_ranks_go_on_as_four_and_four_as_one(undisturbed, sums_data, tmp_path):
+def test_runs_resume_from_two_ranks_to_four_and_from_four_to_one(undisturbed, sums_data, tmp_path):
     shutil.copytree(undisturbed, tmp_path / "run")
     ranks(4, lambda _: step(sums_data, tmp_path, resume="auto", max_iters=8))
     step(sums_data, tmp_path, resume="auto", max_iters=10, parallel="ddp")
     right = trained(sums_data, tmp_path, name="alone", **{**WAY, "parallel": "ddp", "max_iters": 10})
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(right.folder), rtol=0, atol=1e-5)
-    # As a start for another run, in shards and whole.
+    # Start another run from it, in shards and whole.
     losses = ranks(2, lambda _: step(sums_data, tmp_path, name="more", init_from_model=str(tmp_path / "run"), **ONE))[0]
     whole = trained(sums_data, tmp_path, name="whole", init_from_model=str(tmp_path / "run"), **ONE)
     np.testing.assert_allclose(losses, curve(whole.folder), rtol=0, atol=1e-5)
 
 
-def test_adapters_on_a_sharded_base_train_as_in_one_process(sums_data, tmp_path):
-    """The base model has bfloat16 weights, adapters are float32; computed in either precision."""
+def test_adapters_on_a_sharded_base_train_like_in_one_process(sums_data, tmp_path):
+    """The base model has bfloat16 weights and adapters are float32; both compute precisions are tested."""
     base = save_qwen(tmp_path / "base", vocab_size=300)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(tensors, base / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Answers: the cache changes nothing, keys alone decide a draw, and the best beam is the best."""
+"""Generation: the cache does not change results, draws depend only on keys, and beam search finds the best answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model() -> GPT:
 
 
 def logprobs(model: GPT, ids: list[int]) -> torch.Tensor:
-    """After each of these ids, from scratch."""
+    """Log-probabilities after each of these ids, without a cache."""
     x = torch.tensor([ids])
     with torch.no_grad():
         logits = model.logits(x, torch.arange(len(ids))[None], torch.zeros_like(x))
@@ -38,13 +38,13 @@ def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
     return ids
 
 
-def test_greedy_answers_are_what_reading_everything_again_gives(model):
+def test_greedy_answers_equal_those_without_a_cache(model):
     answers = generate(model, PROMPTS, max_tokens=12, end_ids=[END])
     assert answers == [greedy(model, prompt, 12) for prompt in PROMPTS]
     assert len({tuple(answer) for answer in answers}) > 1
 
 
-def test_the_cache_gives_the_logits_of_reading_everything_again(model):
+def test_logits_with_the_cache_equal_those_without(model):
     forced = torch.randint(1, 8, (3, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits, cache = prefill(model, PROMPTS, room=9)
@@ -54,7 +54,7 @@ def test_the_cache_gives_the_logits_of_reading_everything_again(model):
             logits = model.step(forced[:, at], cache)
 
 
-def test_an_answer_stops_at_any_end_token_and_holds_it(model):
+def test_an_answer_stops_at_any_end_token_and_includes_it(model):
     free = generate(model, PROMPTS, max_tokens=8, end_ids=[])
     ends = [free[0][2], 7]
     stopped = generate(model, PROMPTS, max_tokens=8, end_ids=ends)
@@ -63,13 +63,13 @@ def test_an_answer_stops_at_any_end_token_and_holds_it(model):
         assert answer == whole[:cut]
 
 
-def test_an_answer_stops_where_the_positions_end(model):
+def test_an_answer_stops_at_the_maximum_sequence_length(model):
     for most in (50, 10**12):
         lengths = [len(answer) for answer in generate(model, [[1] * 20, [2]], max_tokens=most, end_ids=[])]
         assert lengths == [4, 23]
 
 
-def test_steps_come_one_token_a_row_as_long_as_it_goes_on(model):
+def test_generate_steps_yields_one_token_per_unfinished_row(model):
     steps = list(generate_steps(model, PROMPTS, max_tokens=6, end_ids=[END], sampling=Sampling()))
     answers = generate(model, PROMPTS, max_tokens=6, end_ids=[END])
     rebuilt = [[step[row] for step in steps if row in step] for row in range(3)]
@@ -79,7 +79,7 @@ def test_steps_come_one_token_a_row_as_long_as_it_goes_on(model):
 HOT = Sampling(temperature=1.0, seed=5)
 
 
-def test_a_sampled_answer_depends_on_its_key_and_not_on_its_company(model):
+def test_a_sampled_answer_depends_on_its_key_and_not_on_the_batch(model):
     together = generate(model, PROMPTS, max_tokens=10, end_ids=[END], sampling=HOT)
     apart = [
         generate(model, [prompt], max_tokens=10, end_ids=[END], sampling=HOT, first_row=row)[0]
@@ -89,7 +89,7 @@ def test_a_sampled_answer_depends_on_its_key_and_not_on_its_company(model):
 
 
 @pytest.mark.parametrize("other", [{"seed": 6}, {"step": 1}, {"first_row": 1}])
-def test_another_seed_step_or_row_is_another_draw(model, other):
+def test_a_different_seed_step_or_row_gives_a_different_draw(model, other):
     key = {"seed": 5, "step": 0, "first_row": 0} | other
     answers = [
         generate(
@@ -124,7 +124,7 @@ def test_draws_follow_the_probabilities():
         (Sampling(), {1}),
     ],
 )
-def test_unlikely_tokens_are_left_out(sampling, kept):
+def test_top_k_and_top_p_exclude_unlikely_tokens(sampling, kept):
     # 0.1, 0.6, 0.05 and 0.25.
     logits = torch.tensor([[0.1, 0.6, 0.05, 0.25]]).log().expand(1001, -1)
     draws = np.append(np.linspace(0, 1, 1000, endpoint=False), np.nextafter(1, 0))
@@ -132,7 +132,7 @@ def test_unlikely_tokens_are_left_out(sampling, kept):
 
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-320])
-def test_the_smallest_temperatures_take_the_most_likely_token(temperature):
+def test_tiny_temperatures_choose_the_most_likely_token(temperature):
     logits = torch.tensor([[0.1, 2.0, -1.0, 0.7], [-3.0, -2.0, -1.0, -0.5]]).repeat(50, 1)
     draws = np.linspace(0, 1, 100, endpoint=False)
     assert choose(logits, Sampling(temperature=temperature), draws).tolist() == [1, 3] * 50
@@ -140,7 +140,7 @@ def test_the_smallest_temperatures_take_the_most_likely_token(temperature):
 
 @pytest.fixture(scope="module")
 def every_answer(model: GPT) -> list[dict[tuple[int, ...], float]]:
-    """For each prompt all answers of up to three tokens, with their log-likelihoods."""
+    """For each prompt, all answers of up to three tokens, with their log-likelihoods."""
     found = []
     for prompt in PROMPTS:
         answers = torch.tensor(list(product(range(8), repeat=3)))
@@ -157,7 +157,7 @@ def every_answer(model: GPT) -> list[dict[tuple[int, ...], float]]:
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0, -1.0])
-def test_with_beams_enough_the_best_of_all_answers_is_found(model, every_answer, penalty):
+def test_beam_search_with_enough_beams_finds_the_best_answer(model, every_answer, penalty):
     best = [
         list(max(scores, key=lambda ids, scores=scores: scores[ids] / len(ids) ** penalty)) for scores in every_answer
     ]
@@ -166,7 +166,7 @@ def test_with_beams_enough_the_best_of_all_answers_is_found(model, every_answer,
 
 
 class Markov(CausalModel):
-    """The next token depends on the last one alone, by a table of probabilities."""
+    """A model whose next token depends only on the last one, by a table of probabilities."""
 
     vocab_size, max_positions = 2, 100
 
@@ -181,12 +181,12 @@ class Markov(CausalModel):
         return self.table[tokens]
 
     def take(self, rows: torch.Tensor) -> None:
-        """There is nothing to keep."""
+        """The cache has no state."""
 
 
-# To end at once is likely, but whoever goes on does so with near certainty.
+# Ending immediately is likely, but longer answers are almost certain from then on.
 LATE = [[0.9, 0.1], [1e-6, 1 - 1e-6]]
-# To end at the second token is likelier than at the first.
+# Ending at the second token is more likely than at the first.
 SECOND = [[0.3, 0.7], [0.99, 0.01]]
 
 
@@ -194,35 +194,35 @@ SECOND = [[0.3, 0.7], [0.99, 0.01]]
     ("table", "penalty", "best"),
     [(LATE, 0.0, [END]), (LATE, 1.0, [1] * 50), (SECOND, 0.0, [1, END]), (SECOND, -1.0, [1, END])],
 )
-def test_a_search_goes_on_for_as_long_as_a_better_answer_may_come(table, penalty, best):
+def test_beam_search_continues_while_a_better_answer_is_possible(table, penalty, best):
     found = beam_search(Markov(table), [[END]], beams=2, max_tokens=50, end_ids=[END], length_penalty=penalty)
     assert found == [best]
 
 
-def test_one_beam_of_plain_likelihood_is_greedy(model):
+def test_beam_search_with_one_beam_is_greedy_decoding(model):
     answers = beam_search(model, PROMPTS, beams=1, max_tokens=9, end_ids=[], batch_size=2)
     assert answers == generate(model, PROMPTS, max_tokens=9, end_ids=[])
 
 
-def test_prompts_are_searched_together_as_alone(model):
+def test_beam_search_in_a_batch_equals_single_prompts(model):
     together = beam_search(model, PROMPTS, beams=3, max_tokens=7, end_ids=[END])
     assert together == [beam_search(model, [prompt], beams=3, max_tokens=7, end_ids=[END])[0] for prompt in PROMPTS]
 
 
-def test_prompts_that_leave_no_room_are_one_line(model):
+def test_prompts_without_room_for_an_answer_are_a_one_line_error(model):
     with pytest.raises(DataError, match="prompt 1 has 24 tokens; the prompt and its answer can have 24"):
         generate(model, [[1], [2] * 24], max_tokens=3, end_ids=[])
     with pytest.raises(DataError, match="prompt 1 is empty"):
         generate(model, [[1], []], max_tokens=3, end_ids=[])
 
 
-def test_the_model_trains_on_after_it_has_answered(model):
+def test_training_continues_after_generation(model):
     model.train()
     generate(model, PROMPTS, max_tokens=2, end_ids=[])
     assert model.training
 
 
-def test_answers_do_not_go_through_what_was_compiled_for_training():
+def test_generation_does_not_use_layers_compiled_for_training():
     graphs = []
 
     def compiler(graph, inputs):

@@ -1,4 +1,4 @@
-"""chatmill's own GPT: held to transformers' Qwen3, blind to other conversations, saved and read back."""
+"""chatmill's own GPT: compared with transformers' Qwen3, isolated from other conversations, saved and loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def alone(model: GPT, ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, tie_weights=False, head_dim=16, n_kv_head=None)])
-def test_logits_are_those_of_transformers_qwen3_with_the_same_weights(sizes):
+def test_logits_equal_those_of_transformers_qwen3(sizes):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model = small_gpt(sizes)
@@ -91,12 +91,12 @@ def test_other_conversations_and_padding_never_change_a_logit(model, lengths, da
     changed = batch.x.clone()
     changed[0, others] = torch.randint(0, VOCAB, (int(others.sum()),))
     before, after = logits_of(model, batch)[0], logits_of(model, batch._replace(x=changed))[0]
-    # To the last bit, where they stand; to rounding, wherever they stand.
+    # Bitwise equal at the same position in a row; equal up to rounding at other positions.
     assert torch.equal(before[~others], after[~others])
     assert torch.allclose(before[~others], alone(model, chats[mine][0]), atol=1e-4)
 
 
-def test_an_earlier_token_of_the_same_conversation_does_change_them(model):
+def test_earlier_tokens_of_the_same_conversation_change_logits(model):
     batch = packed([CHATS], 30)
     changed = batch.x.clone()
     changed[0, 6] = (changed[0, 6] + 1) % VOCAB
@@ -104,7 +104,7 @@ def test_an_earlier_token_of_the_same_conversation_does_change_them(model):
     assert moved.tolist() == [False] * 6 + [True] * 11 + [False] * 13
 
 
-def test_without_its_borders_a_row_does_mix_its_conversations(model):
+def test_conversations_mix_without_segment_ids(model):
     batch = packed([CHATS], 30)
     borderless = batch._replace(segments=torch.zeros_like(batch.segments))
     apart, mixed = logits_of(model, batch)[0], logits_of(model, borderless)[0]
@@ -119,7 +119,7 @@ def test_checkpointed_blocks_have_the_same_gradients():
     assert all(torch.equal(a, b) for a, b in zip(gradients(model, model(*given_).total), wanted, strict=True))
 
 
-def test_states_may_be_bfloat16_while_weights_and_gradients_stay_float32():
+def test_bfloat16_compute_keeps_float32_weights_and_gradients():
     exact, rough = small_gpt(), small_gpt(compute=torch.bfloat16)
     given_ = inputs(packed([CHATS], 30))
     assert rough.hidden(*given_[:3]).dtype == torch.bfloat16
@@ -132,12 +132,12 @@ def test_states_may_be_bfloat16_while_weights_and_gradients_stay_float32():
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_weights": False, "qk_norm": False}, {"head_dim": 10, "n_ffn": None}])
-def test_parameters_are_counted_without_making_the_model(changes):
+def test_num_parameters_equals_that_of_the_model(changes):
     sizes = replace(SIZES, **changes)
     assert sizes.num_parameters == GPT(sizes).num_parameters
 
 
-def test_fresh_models_know_nothing_and_are_made_from_the_seed():
+def test_new_models_predict_uniformly_and_depend_on_the_seed():
     torch.manual_seed(1)
     model = GPT(SIZES)
     torch.manual_seed(1)
@@ -149,7 +149,7 @@ def test_fresh_models_know_nothing_and_are_made_from_the_seed():
     assert mean == pytest.approx(torch.tensor(float(VOCAB)).log().item(), abs=0.1)
 
 
-def test_the_documented_sizes_have_the_parameters_they_are_named_for():
+def test_the_shipped_configs_have_the_parameters_in_their_names():
     qwen = GPTSizes(
         vocab_size=151936, n_layer=28, n_embd=1024, n_head=16, n_kv_head=8, head_dim=128, n_ffn=3072, qk_norm=True
     )
@@ -157,7 +157,7 @@ def test_the_documented_sizes_have_the_parameters_they_are_named_for():
         assert GPT(qwen).num_parameters == 596_049_920
 
 
-def test_a_saved_model_is_read_back_bit_by_bit(tmp_path):
+def test_a_saved_model_loads_bitwise_equal(tmp_path):
     model = small_gpt(replace(SIZES, tie_weights=False))
     model.save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -166,7 +166,7 @@ def test_a_saved_model_is_read_back_bit_by_bit(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_a_folder_that_holds_no_model_is_one_line(tmp_path):
+def test_a_folder_without_a_model_is_a_one_line_error(tmp_path):
     with pytest.raises(DataError, match=r"has no config.json"):
         open_model(tmp_path)
     (tmp_path / "config.json").write_text("[]")
@@ -185,7 +185,7 @@ def test_a_folder_that_holds_no_model_is_one_line(tmp_path):
         ({"head_dim": 5}, r"head_dim is 5"),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(tmp_path, change, says):
+def test_a_config_that_does_not_match_is_a_one_line_error(tmp_path, change, says):
     small_gpt().save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config = {name: value for name, value in {**config, **change}.items() if value is not None or name not in change}
@@ -209,7 +209,7 @@ def test_a_config_that_does_not_fit_is_one_line(tmp_path, change, says):
         ("tie_weights", "x", "true or false"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_one_line(tmp_path, name, value, right):
+def test_a_value_of_the_wrong_type_is_a_one_line_error(tmp_path, name, value, right):
     small_gpt().save(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
@@ -218,11 +218,11 @@ def test_a_value_of_the_wrong_kind_is_one_line(tmp_path, name, value, right):
     assert str(caught.value) == f"{path}: model: {name} is {json.dumps(value)}; expected {right}"
 
 
-def test_nothing_may_keep_a_norm_from_dividing_by_zero():
+def test_a_norm_epsilon_of_zero_is_allowed():
     assert GPTSizes(vocab_size=8, n_layer=1, n_embd=8, n_head=2, norm_eps=0).norm_eps == 0
 
 
-def test_weights_that_are_cut_short_are_one_line(tmp_path):
+def test_truncated_weights_are_a_one_line_error(tmp_path):
     small_gpt().save(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

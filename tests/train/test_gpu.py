@@ -1,4 +1,4 @@
-"""What a GPU computes, held against the CPU; left out where there is none."""
+"""GPU results compared with the CPU; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chatmill.train.rotary import rotate, rotations, split_heads
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-    # The compiler warns of its own innards.
+    # torch.compile warns about its own internals.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -38,7 +38,7 @@ def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled
         model.checkpoint_blocks(offload=offload)
         if compiled:
             model.compile_blocks()
-        # Twice, so that host buffers are reused; the first call compiles.
+        # Run twice, so that host buffers are reused; the first call compiles.
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             torch.cuda.reset_peak_memory_stats()
@@ -48,7 +48,7 @@ def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled
             hidden.float().square().sum().backward()
         results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    # Kept between forward and backward: the inputs of 12 layers, or of one.
+    # Memory kept between forward and backward: the inputs of 12 layers, or of one.
     one = hidden.nbytes
     assert peaks[1] >= 12 * one and peaks[3] < 6 * one
 
@@ -78,7 +78,7 @@ def test_the_rotary_kernel_equals_norm_followed_by_rotation(heads, size, norm):
     assert max(map(far, *grads)) < 1e-6
 
 
-def test_the_kernel_of_cross_entropy_is_the_plain_function():
+def test_the_cross_entropy_kernel_equals_the_plain_function():
     from chatmill.train.entropy_kernel import entropy_in_place
 
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def test_the_kernel_of_cross_entropy_is_the_plain_function():
         assert far(logits, plain) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
-def test_attention_in_blocks_is_attention_under_the_plain_mask():
+def test_flex_attention_equals_attention_with_the_dense_mask():
     torch.manual_seed(0)
     segments = packed(ROWS, 500).segments.cuda()
     start = segment_start(segments)
@@ -105,7 +105,7 @@ def test_attention_in_blocks_is_attention_under_the_plain_mask():
         assert far(a, b) < 5e-3
 
 
-def test_loss_of_the_compiled_model_in_bfloat16_is_near_that_of_the_cpu_in_float32():
+def test_the_compiled_bfloat16_loss_is_close_to_the_float32_loss_of_the_cpu():
     exact, rough = small_gpt(WIDER), small_gpt(WIDER).cuda()
     rough.compute = torch.bfloat16
     rough.compile_blocks()
@@ -119,7 +119,7 @@ def test_loss_of_the_compiled_model_in_bfloat16_is_near_that_of_the_cpu_in_float
 
 
 @pytest.mark.parametrize("sizes", [WIDER, SIZES], ids=["blocks", "heads too narrow for blocks"])
-def test_other_conversations_never_change_a_logit_there_either(sizes):
+def test_other_conversations_never_change_a_logit_on_the_gpu(sizes):
     model = small_gpt(sizes).cuda()
     model.compute = torch.bfloat16
     batch = packed(ROWS, 500).each(lambda tensor: tensor.cuda())
@@ -131,7 +131,7 @@ def test_other_conversations_never_change_a_logit_there_either(sizes):
     assert not torch.equal(before[~mine], after[~mine])
 
 
-def test_the_loss_of_many_positions_is_that_of_the_cpu():
+def test_the_loss_of_many_positions_equals_that_of_the_cpu():
     torch.manual_seed(0)
     hidden, weight = torch.randn(1, 3000, 64), torch.randn(5003, 64) / 8
     targets = TrainedPositions.of(torch.randint(0, 5003, (1, 3000)), torch.rand(1, 3000))
@@ -144,13 +144,13 @@ def test_the_loss_of_many_positions_is_that_of_the_cpu():
     assert all(far(gpu, cpu) < 1e-3 for cpu, gpu in zip(*found, strict=True))
 
 
-def test_answers_are_those_of_the_cpu():
+def test_answers_equal_those_of_the_cpu():
     prompts = [[1, 2, 3], [4], [5, 6, 7, 1, 2, 3, 1]]
     here = generate(small_gpt(SIZES), prompts, max_tokens=12, end_ids=[0])
     assert generate(small_gpt(SIZES).cuda(), prompts, max_tokens=12, end_ids=[0]) == here
 
 
-def test_a_transformers_model_has_the_losses_of_the_cpu():
+def test_losses_of_a_transformers_model_equal_those_of_the_cpu():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from chatmill.train.hf import HFModel
@@ -240,7 +240,7 @@ def test_the_compiled_step_of_low_precision_adamw_equals_the_eager_one(eight_bit
                 weight.grad = torch.randn(weight.shape, generator=generator).to(device)
             optimizer.step()
         ends.append(weights)
-    # A value between two codes may get either; bfloat16 moments are rounded by other random numbers.
+    # A value between two codes may get either; bfloat16 moments are rounded with different random numbers.
     assert all(far(gpu.detach(), cpu.detach()) < 1e-3 for cpu, gpu in zip(*ends, strict=True))
 
 

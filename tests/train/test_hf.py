@@ -1,4 +1,4 @@
-"""Hugging Face models behind the port: conversations kept apart in every architecture, saved back as folders."""
+"""Hugging Face models as `CausalModel`: every architecture separates conversations and is saved as a model folder."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
     "qwen3": COMMON | {"head_dim": 8, "tie_word_embeddings": True},
     "mistral": COMMON | {"sliding_window": 3},
-    # Windows and capped logits.
+    # Sliding windows and capped logits.
     "gemma2": COMMON | {"head_dim": 8, "sliding_window": 3, "final_logit_softcapping": 2.0},
     # Scaled logits.
     "granite": COMMON | {"logits_scaling": 4.0},
     "cohere": COMMON | {"logit_scale": 0.25},
-    # Learned positions, and dropout.
+    # Learned position embeddings, and dropout.
     "gpt2": GPT2,
     # A head with a bias.
     "phi": COMMON,
     # Experts.
     "mixtral": COMMON | {"num_local_experts": 2},
-    # These do not keep conversations apart by themselves: positions in the bias, or a state that runs on.
+    # These do not separate conversations: ALiBi, or a recurrent state.
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    # Its causal model calls a part of its base model.
+    # Its causal model calls only a part of its base model.
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 APART = {"bloom", "mamba", "opt"}
 
 
 def fresh(name: str, **changes: Any) -> Any:
-    """A model of this architecture whose weights are large enough for its logits to differ."""
+    """A new model of this architecture, with weights large enough for distinct logits."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name], **changes))
     with torch.no_grad():
@@ -81,7 +81,7 @@ def logits_of(model: HFModel, batch) -> torch.Tensor:
         return model.logits(batch.x, batch.positions, batch.segments)
 
 
-def test_logits_in_a_packed_row_are_those_of_transformers_for_each_conversation_alone(model):
+def test_logits_of_packed_rows_equal_those_of_transformers_for_single_conversations(model):
     batch = packed([CHATS[:2], CHATS[2:]], 16)
     ours = logits_of(model, batch)
     for row, chats in enumerate((CHATS[:2], CHATS[2:])):
@@ -103,7 +103,7 @@ def test_other_conversations_and_padding_never_change_a_logit(model):
     assert not torch.allclose(before[~mine], after[~mine], atol=1e-2)
 
 
-def test_loss_and_gradients_are_those_of_cross_entropy_on_full_logits(model):
+def test_loss_and_gradients_equal_cross_entropy_on_full_logits(model):
     batch = packed([CHATS[:2], CHATS[2:]], 16)
     theirs, weight = plain_loss(model, batch)
     ours = model(*inputs(batch)).total
@@ -112,12 +112,12 @@ def test_loss_and_gradients_are_those_of_cross_entropy_on_full_logits(model):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_answers_are_those_of_transformers_own_generation(model):
+def test_answers_equal_those_of_transformers_generate(model):
     answers = generate(model, PROMPTS, max_tokens=6, end_ids=[])
     assert answers == [their_answer(model, prompt, 6) for prompt in PROMPTS]
 
 
-def test_the_cache_gives_the_logits_of_reading_everything_again(model):
+def test_logits_with_the_cache_equal_those_without(model):
     forced = torch.randint(1, VOCAB, (3, 4), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits, cache = prefill(model, PROMPTS, room=4)
@@ -134,7 +134,7 @@ def their_answer(model: HFModel, prompt: list[int], count: int, **how: Any) -> l
 
 
 def qwen(tmp_path: Path) -> Path:
-    """A folder as transformers writes it, with files of a tokenizer beside the model."""
+    """A model folder written by transformers, with tokenizer files."""
     fresh("qwen3").save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
     (tmp_path / "base" / "chat_template.jinja").write_text("hello")
@@ -150,7 +150,7 @@ def trained(model: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def test_a_model_trained_for_twenty_steps_and_saved_has_the_same_logits_when_transformers_reads_it(tmp_path):
+def test_a_trained_and_saved_model_has_the_same_logits_in_transformers(tmp_path):
     model = open_model(qwen(tmp_path))
     batch = packed([CHATS], 24)
     before = logits_of(model, batch)
@@ -170,7 +170,7 @@ def test_a_model_trained_for_twenty_steps_and_saved_has_the_same_logits_when_tra
 
 def test_a_generation_config_that_transformers_refuses_to_write_is_copied_verbatim(tmp_path):
     folder = qwen(tmp_path)
-    # A temperature without do_sample, as some published models have it.
+    # A temperature without do_sample, as in some published models.
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6}')
     model = open_model(folder)
     for place in (tmp_path / "saved", folder):
@@ -180,7 +180,7 @@ def test_a_generation_config_that_transformers_refuses_to_write_is_copied_verbat
     assert model.lm.generation_config.temperature == 0.6
 
 
-def test_given_weights_are_saved_in_place_of_its_own(tmp_path):
+def test_given_weights_are_saved_instead_of_the_models_own(tmp_path):
     model = open_model(qwen(tmp_path))
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     model.save(tmp_path / "base", state)
@@ -197,7 +197,7 @@ def test_checkpointed_blocks_have_the_same_gradients(tmp_path):
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_states_may_be_bfloat16_while_gradients_stay_float32(tmp_path):
+def test_bfloat16_compute_keeps_float32_gradients(tmp_path):
     model = open_model(qwen(tmp_path), compute=torch.bfloat16)
     given = inputs(packed([CHATS], 24))
     rough = model(*given).total
@@ -206,11 +206,11 @@ def test_states_may_be_bfloat16_while_gradients_stay_float32(tmp_path):
     assert {gradient.dtype for gradient in gradients(model, rough)} == {torch.float32}
 
 
-def test_layers_are_told_one_by_one(model):
+def test_the_decoder_layers_are_located(model):
     assert len(model.blocks()) == 2
 
 
-def test_sampled_answers_keep_their_keys(tmp_path):
+def test_sampled_answers_depend_only_on_their_keys(tmp_path):
     model = open_model(qwen(tmp_path))
     hot = Sampling(temperature=1.5, seed=3)
     together = generate(model, PROMPTS, max_tokens=8, end_ids=[0], sampling=hot)
@@ -220,7 +220,7 @@ def test_sampled_answers_keep_their_keys(tmp_path):
     ]
 
 
-def test_the_best_beam_is_the_one_that_transformers_finds(tmp_path):
+def test_beam_search_finds_the_answer_of_transformers(tmp_path):
     model = open_model(qwen(tmp_path))
     found = beam_search(model, PROMPTS, beams=4, max_tokens=6, end_ids=[7])
     for prompt, answer in zip(PROMPTS, found, strict=True):
@@ -228,7 +228,7 @@ def test_the_best_beam_is_the_one_that_transformers_finds(tmp_path):
         assert answer == (theirs[: theirs.index(7) + 1] if 7 in theirs else theirs)
 
 
-def test_a_head_that_says_something_else_is_refused(tmp_path, monkeypatch):
+def test_a_model_whose_logits_are_not_those_of_its_head_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(HFModel, "head", lambda self: LMHead(self.lm.get_output_embeddings().weight, scale=2.0))
     with pytest.raises(DataError, match="its logits are not those of its head"):
         open_model(qwen(tmp_path))
@@ -244,7 +244,7 @@ def test_a_model_with_nan_weights_is_refused(tmp_path, weights):
         open_model(folder, weights=weights)
 
 
-def test_folders_that_transformers_cannot_open_are_one_line(tmp_path):
+def test_folders_that_transformers_cannot_open_are_a_one_line_error(tmp_path):
     folder = qwen(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     for broken in (config | {"model_type": "nonesuch"}, {"model_type": "vit"}):

@@ -1,4 +1,4 @@
-"""A run from its data to its results: what it writes, how it evaluates, and how it stops."""
+"""The training loop: what a run writes, how it evaluates, and how it stops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from chatmill.train.score import score_model
 from chatmill.train.step import NotFiniteError, Stepper
 
 
-def test_a_run_leaves_its_config_metrics_picture_and_checkpoint(sums_data, tmp_path):
+def test_a_run_writes_config_metrics_loss_curve_and_checkpoint(sums_data, tmp_path):
     result = trained(sums_data, tmp_path, eval_interval=4)
     assert sorted(path.name for path in result.folder.iterdir()) == [
         "config.json",
@@ -70,7 +70,7 @@ def test_a_run_leaves_its_config_metrics_picture_and_checkpoint(sums_data, tmp_p
     assert len([part for part in picture if part.tag.endswith("polyline")]) == 2
 
 
-def test_training_is_adamw_on_the_batches_of_the_loader(sums_data, tmp_path):
+def test_training_equals_adamw_on_the_batches_of_the_loader(sums_data, tmp_path):
     settings = config(max_iters=5)
     result = trained(sums_data, tmp_path, max_iters=5)
     loader = EpisodeLoader(sums_data, settings)
@@ -94,7 +94,7 @@ def test_training_is_adamw_on_the_batches_of_the_loader(sums_data, tmp_path):
         optimizer.zero_grad()
     np.testing.assert_allclose([loss for _, loss in curve(result.folder)], losses, rtol=0, atol=1e-5)
     for name, tensor in weights(result.checkpoint).items():
-        # AdamW makes much of the rounding of gradients that are close to zero.
+        # AdamW amplifies the rounding of gradients that are close to zero.
         np.testing.assert_allclose(tensor, model.state_dict()[name].numpy(), rtol=0, atol=1e-4, err_msg=name)
 
 
@@ -127,7 +127,7 @@ def test_evaluation_is_the_mean_over_all_trained_tokens(sums_data, tmp_path):
     assert (line["val_loss"], line["val_trained"]) == (result.val_loss, sum(weight for _, weight in parts))
 
 
-def test_evaluation_leaves_training_as_it_is(sums_data, tmp_path):
+def test_evaluation_does_not_change_training(sums_data, tmp_path):
     without = trained(sums_data, tmp_path, name="without")
     with_it = trained(sums_data, tmp_path, name="with", eval_interval=1, eval_iters=1)
     assert curve(with_it.folder) == curve(without.folder)
@@ -136,7 +136,7 @@ def test_evaluation_leaves_training_as_it_is(sums_data, tmp_path):
     assert 0 < lines[0]["val_trained"] < 40
 
 
-def test_what_an_evaluation_is_asked_besides_goes_into_the_metrics(sums_data, tmp_path):
+def test_values_of_on_eval_are_logged_in_the_metrics(sums_data, tmp_path):
     seen = []
 
     def ask(model, step):
@@ -151,7 +151,7 @@ def test_what_an_evaluation_is_asked_besides_goes_into_the_metrics(sums_data, tm
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_sample_answers_are_those_of_the_model_and_leave_training_as_it_is(sums_data, tmp_path, count):
+def test_sample_answers_are_the_models_and_do_not_change_training(sums_data, tmp_path, count):
     seen = []
 
     def watched(model, step):
@@ -178,14 +178,14 @@ def evaluations(run: Path) -> list[dict]:
     return [line for line in read_metrics(run) if "val_loss" in line]
 
 
-def test_without_val_nothing_is_evaluated_and_that_is_said(tmp_path, capsys):
+def test_a_run_without_val_data_says_that_nothing_is_evaluated(tmp_path, capsys):
     data = prepare(tmp_path, "all")
     result = train_model(config(eval_interval=2, max_iters=2), model_name="run", dataset_dir=data, out_dir=tmp_path)
     assert result.val_loss is None
     assert "has no episodes in val: nothing is evaluated" in capsys.readouterr().err
 
 
-def test_progress_is_told_in_lines_where_there_is_no_terminal(sums_data, tmp_path, capsys):
+def test_progress_is_printed_as_lines_without_a_terminal(sums_data, tmp_path, capsys):
     settings = config(log_interval=3, eval_interval=8)
     train_model(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
@@ -195,7 +195,7 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(sums_data, tmp_pat
     assert len(lines) == 4
 
 
-def test_the_losses_of_conversations_are_kept_by_step(sums_data, tmp_path):
+def test_the_losses_of_conversations_are_logged_by_step(sums_data, tmp_path):
     def run(rank: int) -> None:
         trained(sums_data, tmp_path, name="two", log_rows=True, max_iters=3)
 
@@ -217,7 +217,7 @@ def test_the_losses_of_conversations_are_kept_by_step(sums_data, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["{}", "[]", "3", "{", '{"step": "1"}', "[" * 100_000])
-def test_a_damaged_line_of_metrics_is_named(sums_data, tmp_path, damage):
+def test_a_damaged_line_of_metrics_is_reported(sums_data, tmp_path, damage):
     metrics = trained(sums_data, tmp_path, max_iters=2).folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + damage + "\n")
     with pytest.raises(DataError) as error:
@@ -239,7 +239,7 @@ def test_a_damaged_line_of_metrics_is_named(sums_data, tmp_path, damage):
         '"episodes": [1], "segments": [-1], "losses": [1], "weights": [1]}',
     ],
 )
-def test_a_damaged_line_of_losses_is_named(tmp_path, damage):
+def test_a_damaged_line_of_losses_is_reported(tmp_path, damage):
     path = tmp_path / "rows" / "rank_00000.jsonl"
     path.parent.mkdir()
     path.write_text("anything\n" + damage + "\n")
@@ -249,7 +249,7 @@ def test_a_damaged_line_of_losses_is_named(tmp_path, damage):
     assert str(error.value) == f"{path}:2: is damaged; expected {right}; remove the line"
 
 
-def test_the_audit_log_goes_on_with_the_run_and_verifies(sums_data, tmp_path):
+def test_a_resumed_run_continues_its_audit_log_which_verifies(sums_data, tmp_path):
     audit = str(tmp_path / "logs")
     trained(sums_data, tmp_path, audit_dir=audit, max_iters=4, lr_schedule="constant")
     again = trained(sums_data, tmp_path, audit_dir=audit, resume="auto", lr_schedule="constant")
@@ -262,7 +262,7 @@ def test_the_audit_log_goes_on_with_the_run_and_verifies(sums_data, tmp_path):
     assert actions == [*first, "checkpoint", *second, "checkpoint"]
 
 
-def test_a_run_that_began_without_an_audit_log_is_not_given_half_of_one(sums_data, tmp_path):
+def test_a_run_that_started_without_an_audit_log_cannot_resume_with_one(sums_data, tmp_path):
     trained(sums_data, tmp_path, max_iters=4)
     with pytest.raises(UsageError, match="started without an audit log; set it to null"):
         trained(sums_data, tmp_path, audit_dir=str(tmp_path / "logs"), resume="auto")
@@ -282,7 +282,7 @@ def test_ranks_share_one_audit_log(sums_data, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_ends_the_run(sums_data, tmp_path, number):
+def test_a_signal_saves_a_checkpoint_and_ends_the_run(sums_data, tmp_path, number):
     usual = signal.getsignal(number)
 
     def stop(step):
@@ -325,7 +325,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(sums_data, tmp_path):
     assert list_checkpoints(tmp_path / "run")[-1].name == f"step_{one:08d}"
 
 
-def test_a_second_signal_ends_at_once(sums_data, tmp_path):
+def test_a_second_signal_ends_the_run_immediately(sums_data, tmp_path):
     def stop(step):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
@@ -338,7 +338,7 @@ def test_a_second_signal_ends_at_once(sums_data, tmp_path):
         train_model(config(), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=both, quiet=True)
 
 
-# What cannot be trained.
+# Data and models that cannot be trained.
 
 
 def broken(settings, vocab_size, value):
@@ -349,7 +349,7 @@ def broken(settings, vocab_size, value):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_stops_and_names_the_episodes(sums_data, tmp_path, value):
+def test_a_nan_loss_stops_the_run_and_names_the_episodes(sums_data, tmp_path, value):
     settings = config(save_interval=1)
     loader = EpisodeLoader(sums_data, settings)
     episodes = sorted(next(iter(loader.plan("train").one_epoch())).episodes.tolist())
@@ -362,18 +362,18 @@ def test_a_loss_that_is_no_number_stops_and_names_the_episodes(sums_data, tmp_pa
         f"step 1: the loss is nan; none of its 4 conversations has a finite loss: {names} and 1 more; lower "
         "learning_rate, or inspect them, and start the run again: no checkpoint was written"
     )
-    # Nothing that is broken is ever saved.
+    # Broken weights are never saved.
     assert list_checkpoints(tmp_path / "run") == []
 
 
-def test_a_run_that_breaks_later_names_that_step_and_the_last_good_checkpoint(sums_data, tmp_path):
+def test_a_nan_loss_in_a_later_step_names_the_step_and_the_last_good_checkpoint(sums_data, tmp_path):
     with pytest.raises(NotFiniteError, match=r"^step \d+: .* resume from .*step_0000000\d$") as error:
         trained(sums_data, tmp_path, learning_rate=1e30, warmup_iters=0, grad_clip=0, weight_decay=0, save_interval=1)
     step = int(str(error.value).split()[1].rstrip(":"))
     assert list_checkpoints(tmp_path / "run")[-1].name == f"step_{step - 1:08d}"
 
 
-def test_a_batch_without_trained_tokens_changes_nothing_to_nan(tmp_path):
+def test_a_batch_without_trained_tokens_does_not_cause_nan(tmp_path):
     data = write_files(tmp_path / "data", [[1, 2, 3, 4]] * 8, [[0, 0, 0, 0]] * 6 + [[0, 0, 1, 1]] * 2)
     result = trained(data, tmp_path, batch_size=2, pad_token_id=0, max_iters=4, epoch_shuffle=False)
     assert (result.step, result.trained, result.untrained_rows) == (4, 4, 6)
@@ -381,7 +381,7 @@ def test_a_batch_without_trained_tokens_changes_nothing_to_nan(tmp_path):
     assert all(np.isfinite(tensor).all() for tensor in weights(result.checkpoint).values())
 
 
-def test_ids_that_the_model_does_not_know_are_refused(sums_data, tmp_path):
+def test_ids_outside_the_models_vocabulary_are_refused(sums_data, tmp_path):
     with pytest.raises(
         DataError,
         match=r"has token ids up to \d+, but the model's vocabulary size is 100; use the tokenizer of the model",
@@ -393,7 +393,7 @@ def test_ids_that_the_model_does_not_know_are_refused(sums_data, tmp_path):
     assert trained(foreign, tmp_path, pad_token_id=0, max_iters=1).step == 1
 
 
-def test_the_padding_of_a_dataset_of_another_program_is_a_token_of_the_model(tmp_path):
+def test_the_padding_token_for_data_of_other_programs_must_be_in_the_vocabulary(tmp_path):
     foreign = write_files(tmp_path / "data", [[1, 2, 5, 4]] * 8, [[0, 1, 1, 1]] * 8)
     result = trained(foreign, tmp_path, pad_token_id=7, max_iters=1)
     assert len(weights(result.checkpoint)["embedding.weight"]) == 8
@@ -416,7 +416,7 @@ def test_rows_longer_than_the_models_positions_are_refused(sums_data, tmp_path):
         trained(sums_data, tmp_path, block_size=65)
 
 
-def test_a_model_of_another_tokenizer_is_refused(sums_data, tmp_path):
+def test_a_model_with_a_different_tokenizer_is_refused(sums_data, tmp_path):
     first = trained(sums_data, tmp_path, max_iters=1)
     (tmp_path / "words.jsonl").write_text(sums(200))
     own = str(tmp_path / "tokenizer.json")
@@ -430,7 +430,7 @@ def test_a_model_of_another_tokenizer_is_refused(sums_data, tmp_path):
     assert trained(marked, tmp_path, **start, check_tokenizer=False).step == 1
 
 
-def test_a_model_is_begun_with_from_a_run_a_checkpoint_or_a_model(sums_data, tmp_path):
+def test_training_starts_from_a_run_a_checkpoint_or_a_model_folder(sums_data, tmp_path):
     first = trained(sums_data, tmp_path, name="first")
     for number, folder in enumerate([first.folder, first.checkpoint, first.checkpoint / "model"]):
         name = f"next{number}"
@@ -442,19 +442,19 @@ def test_a_model_is_begun_with_from_a_run_a_checkpoint_or_a_model(sums_data, tmp
         trained(sums_data, tmp_path, name="none", init_from_model="nowhere")
 
 
-def test_a_dataset_that_fails_its_check_is_one_line(sums_data, tmp_path):
+def test_a_dataset_that_fails_its_check_is_a_one_line_error(sums_data, tmp_path):
     with pytest.raises(DataError) as error:
         trained(tmp_path / "none", tmp_path)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a\udcff", "a\nb"])
-def test_a_name_that_is_no_folders_is_refused(sums_data, tmp_path, name):
+def test_a_model_name_that_is_not_a_folder_name_is_refused(sums_data, tmp_path, name):
     with pytest.raises(UsageError, match="model_name is"):
         trained(sums_data, tmp_path, name=name)
 
 
-def test_a_full_gpu_says_what_to_lower(sums_data, tmp_path, monkeypatch):
+def test_a_gpu_out_of_memory_error_suggests_what_to_lower(sums_data, tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
 
@@ -498,9 +498,9 @@ HOST_IS_FULL = (
         {"n_embd": 2**31, "n_head": 2**10, "vocab_size": 2**31},
     ],
 )
-def test_a_model_that_the_host_cannot_hold_is_one_line(sums_data, tmp_path, sizes):
+def test_a_model_that_does_not_fit_in_host_memory_is_a_one_line_error(sums_data, tmp_path, sizes):
     def train_and_print_the_error() -> None:
-        # So that a fault here takes no more than this from the machine.
+        # Limit the memory that a bug in this test can take.
         resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
         try:
             trained(sums_data, tmp_path, **sizes)
@@ -511,18 +511,18 @@ def test_a_model_that_the_host_cannot_hold_is_one_line(sums_data, tmp_path, size
     assert re.sub(r"[0-9.]+ GiB", "N GiB", (tmp_path / "out").read_text()) == HOST_IS_FULL
 
 
-def test_random_order_has_no_pass(sums_data, tmp_path):
+def test_random_order_has_no_epochs(sums_data, tmp_path):
     with pytest.raises(UsageError, match=r"max_iters is null, which is one pass, .* set max_iters"):
         trained(sums_data, tmp_path, batch_sampling_mode="random", max_iters=None)
     assert trained(sums_data, tmp_path, batch_sampling_mode="random", max_iters=2).step == 2
 
 
-def test_without_max_iters_a_run_is_one_pass(sums_data, tmp_path):
+def test_without_max_iters_a_run_makes_one_pass(sums_data, tmp_path):
     result = trained(sums_data, tmp_path, max_iters=None)
     assert result.step == EpisodeLoader(sums_data, config()).plan("train").num_eligible // SMALL["batch_size"]
 
 
-def test_ranks_that_cannot_share_a_batch_all_say_so(sums_data, tmp_path):
+def test_all_ranks_raise_if_a_batch_cannot_be_divided_among_them(sums_data, tmp_path):
     def run(rank: int) -> str:
         try:
             trained(sums_data, tmp_path, batch_size=3)
@@ -534,7 +534,7 @@ def test_ranks_that_cannot_share_a_batch_all_say_so(sums_data, tmp_path):
         assert said.startswith("batch_size 3 cannot be shared by 2 ranks")
 
 
-def test_conversations_that_lose_their_beginning_are_counted(sums_data, tmp_path):
+def test_truncated_conversations_are_counted(sums_data, tmp_path):
     result = trained(sums_data, tmp_path, block_size=20, max_iters=None, epoch_drop_last=False)
     plan = EpisodeLoader(sums_data, config()).plan("train")
     lengths = plan.reader.locate(np.arange(plan.num_episodes)).length
@@ -545,7 +545,7 @@ def test_conversations_that_lose_their_beginning_are_counted(sums_data, tmp_path
     assert result.answer_cut == sum(len(mask) > 21 and mask[-21] and mask[-22] for mask in masks)
 
 
-def test_a_checkpoint_of_a_version_without_the_count_of_cut_answers_is_read(sums_data, tmp_path):
+def test_a_checkpoint_without_the_count_of_cut_answers_is_read(sums_data, tmp_path):
     first = trained(sums_data, tmp_path, block_size=20, max_iters=1)
     marker = first.checkpoint / "checkpoint.json"
     state = json.loads(marker.read_text())
@@ -571,7 +571,7 @@ def test_val_without_trained_tokens_has_no_loss(tmp_path):
     }
 
 
-def test_a_run_that_failed_can_be_gone_on_with_in_the_same_process(sums_data, tmp_path):
+def test_a_failed_run_can_be_resumed_in_the_same_process(sums_data, tmp_path):
     def fail(step):
         if step.step == 5:
             raise RuntimeError("enough")
@@ -586,7 +586,7 @@ def test_a_run_that_failed_can_be_gone_on_with_in_the_same_process(sums_data, tm
 
 
 @pytest.mark.parametrize("where", ["state-00000-of-00001.safetensors", "checkpoint.json", "training.json"])
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(sums_data, tmp_path, monkeypatch, where):
+def test_a_full_disk_is_a_one_line_error_and_the_last_checkpoint_is_kept(sums_data, tmp_path, monkeypatch, where):
     trained(sums_data, tmp_path, max_iters=4)
 
     names = {}
@@ -611,7 +611,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(sums_data, tmp_pa
     assert not list((tmp_path / "run").glob(".*"))
 
 
-def test_the_seconds_of_every_step_hold_its_wait_for_data_and_its_computation(sums_data, tmp_path, monkeypatch):
+def test_the_duration_of_every_step_includes_data_wait_and_computation(sums_data, tmp_path, monkeypatch):
     computed = []
     step = Stepper.step
 

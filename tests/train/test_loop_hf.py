@@ -1,4 +1,4 @@
-"""The loop with Hugging Face models and adapters: trained, stopped, gone on with, and opened by transformers."""
+"""The loop with Hugging Face models and adapters: trained, stopped, resumed, and loaded by transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAYS = pytest.mark.parametrize("way", [{}, ADAPTERS], ids=["all weights", "adapt
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model as transformers writes it, with dropout."""
+    """A model folder written by transformers, with dropout."""
     folder = tmp_path_factory.mktemp("base") / "model"
     return save_qwen(folder, vocab_size=300, max_position_embeddings=64, attention_dropout=0.1)
 
@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @WAYS
-def test_a_run_that_goes_on_ends_with_the_same_bits_dropout_included(base, sums_data, tmp_path, way):
+def test_a_resumed_run_is_bitwise_equal_including_dropout(base, sums_data, tmp_path, way):
     settings = {"init_from_model": str(base), "save_interval": 3, "keep_checkpoints": 9, **way}
     whole = trained(sums_data, tmp_path, name="whole", **settings)
     shutil.copytree(whole.folder, tmp_path / "parts")
@@ -128,7 +128,7 @@ def test_a_weight_outside_the_float16_range_is_a_one_line_error(tmp_path):
     assert list_checkpoints(tmp_path) == []
 
 
-def test_transformers_opens_what_was_trained_for_twenty_steps(base, sums_data, tmp_path):
+def test_transformers_loads_a_trained_model(base, sums_data, tmp_path):
     result = trained(sums_data, tmp_path, init_from_model=str(base), max_iters=20, save_interval=20)
     theirs = AutoModelForCausalLM.from_pretrained(result.checkpoint / "model", dtype=torch.float32).eval()
     mine = open_model(result.checkpoint / "model").eval()
@@ -143,8 +143,8 @@ def test_transformers_opens_what_was_trained_for_twenty_steps(base, sums_data, t
 
 @WAYS
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_ranks_train_them_as_one_does(base, sums_data, tmp_path, way, parallel):
-    # Without dropout, which is drawn by each rank for itself.
+def test_several_ranks_train_like_one(base, sums_data, tmp_path, way, parallel):
+    # Without dropout, because each rank draws its own.
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
     config = plain / "config.json"
@@ -162,13 +162,13 @@ def test_ranks_train_them_as_one_does(base, sums_data, tmp_path, way, parallel):
     assert opened.vocab_size == 300
 
 
-def test_adapters_need_a_hugging_face_model(sums_data, tmp_path):
+def test_adapters_require_a_hugging_face_model(sums_data, tmp_path):
     own = trained(sums_data, tmp_path, name="own", max_iters=1)
     with pytest.raises(UsageError, match="is not a Hugging Face model, but lora is given"):
         trained(sums_data, tmp_path, init_from_model=str(own.folder), **ADAPTERS)
 
 
-def test_adapters_go_on_only_with_the_model_they_began_on(base, sums_data, tmp_path):
+def test_adapters_resume_only_on_their_base_model(base, sums_data, tmp_path):
     under = tmp_path / "under"
     shutil.copytree(base, under)
     first = trained(sums_data, tmp_path, init_from_model=str(under), max_iters=2, **ADAPTERS)
@@ -180,7 +180,7 @@ def test_adapters_go_on_only_with_the_model_they_began_on(base, sums_data, tmp_p
     )
     with pytest.raises(UsageError, match=said):
         trained(sums_data, tmp_path, resume="auto", init_from_model=str(under), max_iters=4, **ADAPTERS)
-    # Where it lies does not matter.
+    # Its location does not matter.
     assert trained(sums_data, tmp_path, resume="auto", init_from_model=str(base), max_iters=4, **ADAPTERS).step == 4
     assert first.step == 2
 
@@ -207,7 +207,7 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     opened = open_chat_model("copy", device="cpu")
     assert isinstance(opened.model, LoraModel)
     assert json.loads((adapters / "adapter_config.json").read_text())["base_model_name_or_path"] == str(here / "model")
-    # Adapters that are trained further still name their base model.
+    # Adapters that are trained further still record their base model.
     further = trained(sums_data, tmp_path, name="further", init_from_model="copy", max_iters=1).checkpoint / "model"
     assert base_of(further) == base_of(adapters) == {"folder": str(here / "model"), "sha256": ANY}
 
@@ -227,7 +227,7 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
         open_ready("copy", "cpu", base_model="moved")
 
 
-def test_adapters_on_a_damaged_model_of_a_checkpoint_are_not_opened(base, sums_data, tmp_path):
+def test_adapters_on_a_damaged_base_model_are_refused(base, sums_data, tmp_path):
     own = trained(sums_data, tmp_path, name="own", init_from_model=str(base), max_iters=1)
     assert trained(sums_data, tmp_path, name="further", init_from_model=str(own.folder), max_iters=1).step == 1
     adapted = trained(sums_data, tmp_path, init_from_model=str(own.folder), max_iters=1, **ADAPTERS)
@@ -238,7 +238,7 @@ def test_adapters_on_a_damaged_model_of_a_checkpoint_are_not_opened(base, sums_d
         open_model(adapted.checkpoint / "model")
 
 
-def test_data_made_with_another_tokenizer_file_is_refused(base, tmp_path):
+def test_data_prepared_with_a_different_tokenizer_file_is_refused(base, tmp_path):
     (tmp_path / "words.jsonl").write_text(sums(200))
     paths = [str(tmp_path / name) for name in ("one.json", "other.json")]
     for path, size in zip(paths, ("270", "275"), strict=True):

@@ -1,4 +1,4 @@
-"""Adapters: they begin as nothing, are all that is trained, and can be saved, read, and merged."""
+"""LoRA adapters: new ones change nothing, only they are trained, and they can be saved, loaded and merged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = packed([CHATS[:2], CHATS[2:]], 16)
 
 @pytest.fixture
 def base(tmp_path):
-    """A folder as transformers writes it."""
+    """A model folder written by transformers."""
     return save_qwen(tmp_path / "base")
 
 
@@ -34,7 +34,7 @@ def adapted(folder, **changes) -> LoraModel:
 
 
 class Run:
-    """Training that can be stopped and gone on with."""
+    """A small training loop that can be stopped and resumed."""
 
     def __init__(self, model: HFModel) -> None:
         self.model = model
@@ -56,7 +56,7 @@ def logits_of(model) -> torch.Tensor:
         return model.logits(BATCH.x, BATCH.positions, BATCH.segments)
 
 
-def test_fresh_adapters_change_nothing_and_are_all_that_is_trained(base):
+def test_new_adapters_do_not_change_logits_and_are_the_only_trained_weights(base):
     plain = open_model(base)
     model = adapted(base)
     assert torch.equal(logits_of(model), logits_of(plain))
@@ -88,7 +88,7 @@ def test_adapted_layers_compute_what_peft_does(base):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
-def test_saved_adapters_are_read_back_bit_by_bit_with_the_model_under_them(base, tmp_path):
+def test_saved_adapters_load_bitwise_equal_with_their_base_model(base, tmp_path):
     model = adapted(base)
     Run(model).steps(3)
     (tmp_path / "adapters").mkdir()
@@ -104,14 +104,14 @@ def test_saved_adapters_are_read_back_bit_by_bit_with_the_model_under_them(base,
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_adapters_that_are_trained_further_keep_the_precision_of_their_base_model(base, tmp_path, weights):
-    """bfloat16 is what adamw8bit trains all weights in; the base model is not trained."""
+    """adamw8bit trains weights in bfloat16, but the base model is not trained."""
     adapted(base).save(tmp_path / "adapters")
     model = open_model(tmp_path / "adapters", weights=weights)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(logits_of(model), logits_of(open_model(tmp_path / "adapters")))
 
 
-def test_training_resumed_from_saved_weights_is_bitwise_training_that_never_stopped(base):
+def test_training_resumed_from_saved_weights_is_bitwise_exact(base):
     undisturbed = Run(adapted(base, dropout=0.2))
     torch.manual_seed(7)
     undisturbed.steps(6)
@@ -130,7 +130,7 @@ def test_training_resumed_from_saved_weights_is_bitwise_training_that_never_stop
         assert torch.equal(second.model.trained_state()[name], tensor), name
 
 
-def test_adapters_may_stand_on_some_layers_only(base):
+def test_adapters_may_be_on_some_layers_only(base):
     names = adapted(base, targets=["q_proj", "v_proj"]).trained_state()
     assert {name.split(".")[5] for name in names} == {"q_proj", "v_proj"}
 
@@ -138,13 +138,13 @@ def test_adapters_may_stand_on_some_layers_only(base):
 @pytest.mark.parametrize(
     ("targets", "says"), [(["nonesuch"], "nonesuch"), (["q_proj", "lm_head"], "lm_head is the output head")]
 )
-def test_targets_that_cannot_be_are_one_line(base, targets, says):
+def test_invalid_targets_are_a_one_line_error(base, targets, says):
     with pytest.raises(UsageError, match=says) as caught:
         adapted(base, targets=targets)
     assert "\n" not in str(caught.value)
 
 
-def test_adapters_whose_model_is_gone_are_one_line(base, tmp_path):
+def test_adapters_with_a_missing_base_model_are_a_one_line_error(base, tmp_path):
     (tmp_path / "adapters").mkdir()
     adapted(base).save(tmp_path / "adapters")
     base.rename(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""A lost rank ends the others within seconds, and one line names it; a slow rank does not."""
+"""A lost rank ends the others within seconds and is named in one line; a slow rank does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chatmill.train.command import errors_of_first_rank
 from chatmill.train.lost_ranks import RankWatch
 
 PATIENCE = 120
-"""The time limit of a process, much longer than it needs."""
+"""Time limit of a process, much longer than needed."""
 
 
 def wait_for(path: Path) -> None:
@@ -33,7 +33,7 @@ def wait_for(path: Path) -> None:
 
 
 def meet(count: int) -> list[dict[str, str]]:
-    """The variables of each rank."""
+    """The environment variables of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -68,7 +68,7 @@ def fail(world):
 
 
 def one_rank(folder: Path, rank: int, work) -> None:
-    """A rank that joins the others and then does its work, as a command."""
+    """Run one rank as a command: it joins the others, then does its work."""
     from chatmill.train import rank_sockets
     from chatmill.train.process_group import init_world
 
@@ -84,7 +84,7 @@ def one_rank(folder: Path, rank: int, work) -> None:
 
 
 class Ranks:
-    """Processes of one run, without a launcher."""
+    """The processes of one run, without a launcher."""
 
     def __init__(self, folder: Path, *works) -> None:
         self.folder, self.children = folder, []
@@ -99,7 +99,7 @@ class Ranks:
         os.kill(self.children[rank].pid, number)
 
     def ended(self) -> list[int | None]:
-        """The exit code of each, None if it does not end."""
+        """The exit code of each process, None if it does not end."""
         for child in self.children:
             child.join(PATIENCE)
         codes = [child.exitcode for child in self.children]
@@ -109,7 +109,7 @@ class Ranks:
         return codes
 
     def lines(self) -> list[tuple[int, str]]:
-        """Everything on standard error, each line with the rank that printed it."""
+        """All lines on stderr, each with the rank that printed it."""
         files = [(rank, self.folder / str(rank) / "err") for rank in range(len(self.children))]
         return [(rank, line) for rank, file in files for line in file.read_text().splitlines()]
 
@@ -118,7 +118,7 @@ HOST = re.escape(socket.gethostname())
 LOST = r"chatmill: rank {} on " + HOST + r" is lost \(the process ended\); continue with --resume auto"
 
 
-def test_a_rank_that_is_stopped_is_waited_for_and_one_that_is_killed_ends_all_wherever_they_are(tmp_path):
+def test_a_suspended_rank_is_waited_for_and_a_killed_rank_ends_all_ranks(tmp_path):
     def after_all(work):
         def gather_then_work(world):
             world.sums([1.0])
@@ -142,7 +142,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_one_that_is_killed_ends_all_wh
     wait_for(tmp_path / "went on")
     ranks.send(3, signal.SIGKILL)
     for rank in range(3):
-        # As torchrun does, which waits for its ranks.
+        # torchrun does this and waits for its ranks.
         ranks.send(rank, signal.SIGTERM)
     assert ranks.ended() == [1, 1, 1, -signal.SIGKILL]
     [(speaker, line)] = ranks.lines()
@@ -150,7 +150,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_one_that_is_killed_ends_all_wh
     assert re.fullmatch(LOST.format(3), line)
 
 
-def test_without_rank_0_another_one_speaks_and_a_process_that_no_signal_reaches_ends(tmp_path):
+def test_another_rank_reports_the_loss_of_rank_0_and_blocked_processes_end(tmp_path):
     ranks = Ranks(tmp_path, sleep, wait_where_no_signal_reaches, wait_in_a_collective, sleep)
     ranks.send(0, signal.SIGKILL)
     assert ranks.ended() == [-signal.SIGKILL, 1, 1, 1]
@@ -159,7 +159,7 @@ def test_without_rank_0_another_one_speaks_and_a_process_that_no_signal_reaches_
     assert re.fullmatch(LOST.format(0), line)
 
 
-def test_an_error_that_one_rank_leaves_to_rank_0_is_printed_there_and_ends_all(tmp_path):
+def test_an_error_that_one_rank_leaves_to_rank_0_is_printed_and_ends_all_ranks(tmp_path):
     ranks = Ranks(tmp_path, sleep, fail, wait_in_a_collective)
     assert ranks.ended() == [1, 2, 1]
     [(speaker, line)] = ranks.lines()
@@ -168,7 +168,7 @@ def test_an_error_that_one_rank_leaves_to_rank_0_is_printed_there_and_ends_all(t
 
 
 class Keys(dict):
-    """A store of one process."""
+    """A store within one process."""
 
     set = dict.__setitem__
     get = dict.__getitem__
@@ -189,7 +189,7 @@ STRANGERS = [
 ]
 
 
-def test_only_ranks_of_the_run_are_heard_and_the_port_is_closed_when_all_are_there(monkeypatch):
+def test_only_ranks_of_the_run_can_connect_and_the_port_closes_after_the_last(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     store, handlers = Keys(), [signal.getsignal(number) for number in (signal.SIGURG, signal.SIGTERM)]
     first = RankWatch(store, 0, 2)
@@ -215,7 +215,7 @@ def test_only_ranks_of_the_run_are_heard_and_the_port_is_closed_when_all_are_the
     assert [signal.getsignal(number) for number in (signal.SIGURG, signal.SIGTERM)] == handlers
 
 
-def test_a_rank_that_cannot_connect_says_so_and_goes_on(monkeypatch):
+def test_a_rank_that_cannot_connect_prints_a_warning_and_continues(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Merging adapters: a plain model folder with the logits of base model and adapters."""
+"""Merging adapters: the result is a plain model folder with the logits of the adapted model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation of a mix: the loss of each source and of all together, whichever of them have a val split."""
+"""Evaluation of a mix: the loss of each source and of all sources together, whichever have a val split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIX = {"large": 0.5, "none": 0.2, "small": 0.3}
 
 @pytest.fixture(scope="module")
 def mix(tmp_path_factory) -> Path:
-    """Three sources, of which `none` has nothing but training rows."""
+    """Three sources, of which `none` has only training rows."""
     root = tmp_path_factory.mktemp("mix")
     prepare(root, "large", "--val-split", "0.4", seed=1)
     prepare(root, "none", seed=2, count=20)
@@ -36,7 +36,7 @@ def mix(tmp_path_factory) -> Path:
 
 
 def losses(checkpoint: Path, dataset: Path) -> tuple[float, int]:
-    """The sum of the losses of all val rows of one dataset, a row at a time, and how many tokens they are of."""
+    """The sum of the losses of all val rows of one dataset, computed row by row, and the number of tokens."""
     model = open_model(model_folder(checkpoint))
     loader = EpisodeLoader(dataset, config(batch_size=1, epoch_shuffle=False, epoch_drop_last=False), split="val")
     with torch.no_grad():
@@ -45,7 +45,7 @@ def losses(checkpoint: Path, dataset: Path) -> tuple[float, int]:
     return sum(float(total) for total, _ in parts), int(sum(weight for _, weight in parts))
 
 
-def test_sources_with_val_rows_are_evaluated_each_and_together(mix, tmp_path, capsys):
+def test_sources_with_val_rows_are_evaluated_separately_and_together(mix, tmp_path, capsys):
     settings = config(mix_sft=MIX, eval_interval=8, eval_samples=0)
     result = train_model(settings, model_name="run", dataset_dir=mix, out_dir=tmp_path)
     printed = capsys.readouterr().err
@@ -80,14 +80,14 @@ def test_losses_do_not_depend_on_ranks_and_micro_batches(mix, sums_data, tmp_pat
         return [one.val_loss, mixed.val_loss, *(each["loss"] for each in mixed.val_sources.values() if each)]
 
     def on_rank(rank: int) -> list[float]:
-        # Nothing is learned, so that no evaluation but the first is an improvement.
+        # The learning rate is 0, so only the first evaluation is an improvement.
         early = {"max_iters": None, "epochs": 1, "eval_interval": 2, "early_stop_patience": 2, "learning_rate": 0.0}
         place = {"name": "early", "checkpoint": "sharded", "save_interval": 5, "parallel": "fsdp"}
         result = trained(mix, tmp_path / "two", mix_sft=MIX, **early, **place)
         assert (result.step, result.best_step, result.best_val_loss) == (6, 2, result.val_loss)
         assert (result.folder / "best" / "model" / "model.safetensors").is_file()
         assert not (result.folder / "step_00000005" / "model").exists()
-        # A checkpoint after an evaluation holds the moments of all weights, in shards.
+        # A checkpoint after an evaluation contains the moments of all weights, in shards.
         stored = ShardedTensors(result.checkpoint.glob("state-*.safetensors"))
         kinds = [{name.removeprefix(kind) for name in stored.names if name.startswith(kind)} for kind in KINDS]
         assert kinds[0] == kinds[1] == kinds[2] and len(kinds[0]) > 3
@@ -99,12 +99,12 @@ def test_losses_do_not_depend_on_ranks_and_micro_batches(mix, sums_data, tmp_pat
     assert np.ptp([evaluated(tmp_path), in_parts, *on_ranks], axis=0).max() < 1e-5
 
 
-def test_sample_answers_are_of_the_sources_that_have_val_rows(mix, tmp_path):
+def test_sample_answers_come_from_sources_with_val_rows(mix, tmp_path):
     result = trained(mix, tmp_path, mix_sft=MIX, max_iters=1, eval_interval=1, eval_samples=2)
     assert "val_exact_rate" in read_metrics(result.folder)[-1]
 
 
-def test_eval_iters_are_batches_of_each_source(mix, tmp_path):
+def test_eval_iters_counts_batches_per_source(mix, tmp_path):
     result = trained(mix, tmp_path, mix_sft=MIX, max_iters=1, eval_interval=1, eval_iters=1, batch_size=2)
     counts = [each["trained"] for each in result.val_sources.values() if each]
     assert len(counts) == 2 and all(0 < count < 16 for count in counts)
@@ -117,7 +117,7 @@ def test_a_mix_without_any_val_rows_is_reported(mix, tmp_path, capsys):
     assert f"{mix} has no episodes in val: nothing is evaluated" in capsys.readouterr().err
 
 
-def test_one_dataset_is_evaluated_without_names(sums_data, tmp_path):
+def test_a_single_dataset_is_evaluated_without_source_names(sums_data, tmp_path):
     result = trained(sums_data, tmp_path, max_iters=1, eval_interval=1)
     assert result.val_sources == {} and "by source" not in summary(result)
     line = read_metrics(result.folder)[-1]

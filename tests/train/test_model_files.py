@@ -1,4 +1,4 @@
-"""Model folders of others are refused by their file types and headers, in one line, before anything is loaded."""
+"""Bad model folders are refused in one line by their file types and headers, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def refused(folder, says):
-    """Opening a folder fails with one line; its headers alone are enough for that."""
+    """Check that opening a folder fails with a one-line error, from its headers alone."""
     for use in (open_model, check_is_model, check_headers):
         with pytest.raises(ChatmillError, match=says) as caught:
             use(folder)
@@ -53,7 +53,7 @@ def write_header(path: Path, header: object, data: bytes) -> None:
         (lambda path: path.symlink_to("../outside"), "is a link out of the model folder"),
     ],
 )
-def test_what_is_no_file_of_the_folder_is_refused(folder, name, make, says):
+def test_links_and_special_files_are_refused(folder, name, make, says):
     (folder.parent / "outside").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
@@ -91,7 +91,7 @@ def test_pickles_are_not_read(folder, name):
         ({"data_offsets": [1.5, 3]}, "cannot be read"),
     ],
 )
-def test_a_header_that_lies_is_refused(folder, change, says):
+def test_an_inconsistent_header_is_refused(folder, change, says):
     path = folder / "model.safetensors"
     header, data = header_of(path)
     header["embedding.weight"].update(change)
@@ -100,13 +100,13 @@ def test_a_header_that_lies_is_refused(folder, change, says):
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 0, 10**9])
-def test_a_header_of_another_length_is_refused(folder, length):
+def test_a_header_with_a_wrong_length_is_refused(folder, length):
     path = folder / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
     refused(folder, r"is not a safetensors file")
 
 
-def test_tensors_that_overlap_or_leave_bytes_are_refused(folder):
+def test_tensors_with_overlaps_or_gaps_are_refused(folder):
     path = folder / "model.safetensors"
     header, data = header_of(path)
     write_header(path, {**header, "again": header["embedding.weight"]}, data)
@@ -118,7 +118,7 @@ def test_tensors_that_overlap_or_leave_bytes_are_refused(folder):
 @pytest.mark.parametrize(
     "file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin", 7, None, "x\0.safetensors"]
 )
-def test_an_index_names_files_of_its_folder_alone(folder, file):
+def test_an_index_may_only_list_files_of_its_folder(folder, file):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
     refused(folder, r"w is in .*; expected a safetensors file of this folder")
@@ -126,7 +126,7 @@ def test_an_index_names_files_of_its_folder_alone(folder, file):
 
 @pytest.mark.parametrize("name", ["n_layer", "n_embd", "vocab_size"])
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30, -1, "2", None, True, [], 1e400])
-def test_sizes_that_no_model_has_are_refused_before_memory_is_taken(folder, name, value, monkeypatch):
+def test_impossible_sizes_are_refused_before_memory_is_allocated(folder, name, value, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: pytest.fail("sizes are compared first"))
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
@@ -137,7 +137,7 @@ def test_sizes_that_no_model_has_are_refused_before_memory_is_taken(folder, name
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "text_config.num_hidden_layers"])
 @pytest.mark.parametrize("value", [2**31, -1, "2", 1.5, True, []])
-def test_sizes_of_a_hugging_face_config_are_held_against_the_weights(key, value):
+def test_sizes_in_a_hugging_face_config_are_compared_with_the_weights(key, value):
     tensors = {f"layers.{number}": TensorInfo("F32", (8, 16)) for number in range(4)}
     *outer, name = key.split(".")
     config = {name: value}
@@ -153,7 +153,7 @@ def test_a_kernel_from_a_repository_is_refused():
         check_sizes(ModelFiles(Path("x"), {"_attn_implementation": "somebody/kernels"}, {}))
 
 
-def test_a_weight_that_transformers_would_draw_at_random_is_an_error(tmp_path):
+def test_a_weight_that_transformers_would_initialize_randomly_is_an_error(tmp_path):
     folder = save_qwen(tmp_path / "qwen")
     path = folder / "model.safetensors"
     header, _ = header_of(path)
@@ -170,7 +170,7 @@ def test_a_weight_that_transformers_would_draw_at_random_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("base", ["empty", "somebody/model", None, 7, "x\0"])
-def test_adapters_go_onto_a_folder_that_is_a_model(tmp_path, base, monkeypatch):
+def test_the_base_model_of_adapters_must_be_a_model_folder(tmp_path, base, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "adapter_config.json").write_text(
@@ -184,7 +184,7 @@ def test_adapters_go_onto_a_folder_that_is_a_model(tmp_path, base, monkeypatch):
 @pytest.mark.parametrize(
     "change", [{"r": 2**31}, {"r": "4"}, {"r": 0}, {"rank_pattern": {"a": -1}}, {"peft_type": "X"}]
 )
-def test_adapters_of_another_kind_or_rank_are_refused(tmp_path, change, monkeypatch):
+def test_adapters_of_an_unsupported_kind_or_rank_are_refused(tmp_path, change, monkeypatch):
     base = save_qwen(tmp_path / "base")
     folder = tmp_path / "adapters"
     folder.mkdir()
@@ -213,7 +213,7 @@ def group(path, limit, used, *, names=("memory.max", "memory.current"), stat="ac
         (path / name).write_text(text)
 
 
-def test_memory_is_that_of_the_host_without_a_control_group(tmp_path, monkeypatch):
+def test_without_a_control_group_the_memory_of_the_host_counts(tmp_path, monkeypatch):
     fake_system(tmp_path, monkeypatch, "0::/\n")
     assert memory.available_memory() == 9000 << 10
 
@@ -242,13 +242,13 @@ def test_a_limit_of_the_address_space_counts(tmp_path, monkeypatch):
     assert memory.available_memory() == 3 * resource.getpagesize()
 
 
-def test_a_model_of_others_that_the_host_cannot_hold_is_refused(folder, monkeypatch):
+def test_a_model_folder_that_does_not_fit_in_host_memory_is_refused(folder, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 1000.0)
     with pytest.raises(DataError, match=r"model: the model takes 0.0 GiB of memory, but 0.0 GiB are available"):
         open_model(folder)
 
 
-def test_a_header_is_read_up_to_its_limit(folder, monkeypatch):
+def test_a_header_above_the_size_limit_is_refused(folder, monkeypatch):
     assert len(read_header(folder / "model.safetensors")) == len(small_gpt().state_dict())
     monkeypatch.setattr(model_files, "HEADER_LIMIT", 100)
     with pytest.raises(DataError, match="its header cannot have"):

@@ -1,4 +1,4 @@
-"""Scores of a model: losses as plain torch gives them, and answers as reading everything again gives them."""
+"""Scores of a model, compared with losses of plain torch and with answers generated without a cache."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
 
 
 def oracle(model: GPT, files: list[Path], dataset: Path, count: int) -> dict[str, EvalScore]:
-    """The scores by source, a conversation and a token at a time."""
+    """The scores by source, computed one conversation and one token at a time."""
     episodes = open_dataset(dataset)["train"]
     found: dict[str, EvalScore] = {}
     number = 0
@@ -109,7 +109,7 @@ def same(found: dict[str, EvalScore], wanted: dict[str, EvalScore]) -> None:
 
 
 def teach(model: GPT, dataset: Path, episodes: range) -> None:
-    """Learn some conversations of one length by heart."""
+    """Overfit the model on some conversations of one length."""
     ids = torch.tensor([open_dataset(dataset)["train"].tokens(number).tolist() for number in episodes])
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -120,14 +120,14 @@ def teach(model: GPT, dataset: Path, episodes: range) -> None:
         optimizer.step()
 
 
-def test_losses_and_answers_are_those_of_one_conversation_and_token_at_a_time(dataset, files):
+def test_scores_equal_those_computed_one_conversation_and_token_at_a_time(dataset, files):
     torch.manual_seed(0)
     model = GPT(SIZES)
     teach(model, dataset, range(5, 14))
     wanted = oracle(model, files, dataset, 12)
     found = score_model(model, dataset, split="train", max_tokens=12)
     same(found.sources, wanted)
-    # Something was learned and something not, or nothing would be shown here.
+    # Some answers were learned and some not; otherwise this test would show nothing.
     assert 0 < found.all.exact < found.all.questions == 19
     assert found.all.loss_sum == pytest.approx(sum(each.loss_sum for each in wanted.values()), rel=1e-5)
     assert (found.cut, found.left_out) == (0, Counter())
@@ -135,7 +135,7 @@ def test_losses_and_answers_are_those_of_one_conversation_and_token_at_a_time(da
 
 
 @pytest.mark.parametrize("size", [90, 96, 400])
-def test_conversations_that_were_packed_are_scored_as_those_that_were_not(dataset, files, model, size):
+def test_packed_conversations_have_the_same_scores(dataset, files, model, size):
     packed = prepared(files, f"packed{size}", "--pack", str(size))
     assert len(open_dataset(packed)["train"]) < 14
     found = score_model(model, packed, split="train", max_tokens=6)
@@ -143,7 +143,7 @@ def test_conversations_that_were_packed_are_scored_as_those_that_were_not(datase
     assert (found.cut, found.left_out) == (0, Counter())
 
 
-def test_a_limit_chooses_questions_evenly_and_says_how_many_are_left(dataset, model):
+def test_a_limit_selects_prompts_evenly_and_reports_how_many_are_left_out(dataset, model):
     found = score_model(model, dataset, split="train", max_tokens=2, limit=4)
     assert found.left_out == {"over_the_limit": 15}
     everything = score_model(model, dataset, split="train", max_tokens=2)
@@ -151,7 +151,7 @@ def test_a_limit_chooses_questions_evenly_and_says_how_many_are_left(dataset, mo
     assert found.all.loss_sum == everything.all.loss_sum
 
 
-def test_what_is_longer_than_the_model_is_cut_and_not_asked(dataset):
+def test_conversations_longer_than_the_model_are_truncated_and_not_prompted(dataset):
     short = small_gpt(GPTSizes(vocab_size=BYTES.vocab_size, n_layer=1, n_embd=32, n_head=2, max_positions=40))
     found = score_model(short, dataset, split="train", max_tokens=100)
     assert (found.cut, found.left_out) == (5, {"too_long": 5})
@@ -159,7 +159,7 @@ def test_what_is_longer_than_the_model_is_cut_and_not_asked(dataset):
 
 
 @pytest.mark.parametrize("flags", [(), ("--pack", "400"), ("--pack", "100")])
-def test_of_a_conversation_that_is_cut_the_last_tokens_count_for_its_own_source(dataset, files, flags):
+def test_the_last_tokens_of_a_truncated_conversation_count_for_its_source(dataset, files, flags):
     short = small_gpt(GPTSizes(vocab_size=BYTES.vocab_size, n_layer=1, n_embd=32, n_head=2, max_positions=40))
     episodes = open_dataset(dataset)["train"]
     found = score_model(short, prepared(files, f"cut{''.join(flags)}", *flags), split="train", limit=0)
@@ -171,7 +171,7 @@ def test_of_a_conversation_that_is_cut_the_last_tokens_count_for_its_own_source(
     assert found.cut == 5
 
 
-def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path, model):
+def test_a_dataset_without_an_end_token_has_only_losses(tmp_path, model):
     folder = write_files(tmp_path / "x", [[5, 6, 9, 7, 8, 9], [1, 9]], [[0, 1, 1, 0, 1, 1], [1, 1]])
     found = score_model(model, folder, split="train")
     wanted = [plain_losses(model, [5, 6, 9, 7, 8, 9], [0, 1, 1, 0, 1, 1]), plain_losses(model, [1, 9], [0, 1])]
@@ -179,13 +179,13 @@ def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path,
     assert found.left_out == {"unfinished": 3}
 
 
-def test_episodes_without_a_token_are_no_conversations(tmp_path, model):
+def test_episodes_without_tokens_are_not_conversations(tmp_path, model):
     folder = write_files(tmp_path / "x", [[], [5, 6, 9], [], [1], []], [[], [0, 1, 1], [], [1], []])
     found = score_model(model, folder, split="train")
     same(found.sources, {"x": EvalScore(2, *plain_losses(model, [5, 6, 9], [0, 1, 1]))})
 
 
-def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
+def test_data_with_a_different_tokenizer_is_refused(dataset, tmp_path):
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": "ab" * 32}))
     with pytest.raises(
         DataError, match=f"{dataset}: was prepared with tokenizer {BYTES.sha256[:12]}…, the model .* abab"
@@ -196,7 +196,7 @@ def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("said", [{"tokenizer_sha256": 5}, []])
-def test_a_model_that_does_not_say_its_tokenizer_rightly_is_one_line(dataset, tmp_path, said):
+def test_an_invalid_tokenizer_hash_in_a_model_folder_is_a_one_line_error(dataset, tmp_path, said):
     path = tmp_path / "training.json"
     path.write_text(json.dumps(said))
     with pytest.raises(
@@ -205,7 +205,7 @@ def test_a_model_that_does_not_say_its_tokenizer_rightly_is_one_line(dataset, tm
         check_tokenizer(tmp_path, open_all(dataset)[0])
 
 
-def test_ids_that_the_model_does_not_know_are_one_line(dataset, tmp_path):
+def test_ids_outside_the_vocabulary_are_a_one_line_error(dataset, tmp_path):
     small = small_gpt(GPTSizes(vocab_size=100, n_layer=1, n_embd=32, n_head=2, max_positions=96))
     strange = write_files(tmp_path / "strange", [[5, 6, 9], [1, 100]], [[0, 1, 1], [1, 1]])
     for folder, largest in ((dataset, BYTES.vocab_size - 1), (strange, 100)):

@@ -24,13 +24,13 @@ COUNTS = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64}
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """Offloads on the CPU too, whose streams do nothing."""
+    """Offload on the CPU too, whose streams do nothing."""
     monkeypatch.setattr(ActivationOffload.__init__, "__kwdefaults__", {"device_types": ("cpu",)})
 
 
 @pytest.fixture
 def copies(monkeypatch) -> list[str]:
-    """Records all copies in order."""
+    """Record all copies in order."""
     done: list[str] = []
     copy = SavedInput._copy
 
@@ -173,5 +173,5 @@ def test_at_most_one_prefetched_input_is_on_the_device(monkeypatch):
     assert waiting() == [3]
     seen.clear()
     x.sum().backward()
-    # While a layer is recomputed, the input of the one before it is copied back.
+    # While a layer is recomputed, the input of the previous layer is copied back.
     assert seen == [[2], [1], [0], []]

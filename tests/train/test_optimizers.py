@@ -39,14 +39,14 @@ LOW = ["adamw8bit", "adamw_bf16"]
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
 WIDE = {"n_embd": 64, "n_ffn": 64}
-"""Model sizes with which some parameters have 8-bit moments."""
+"""Model sizes for which some parameters have 8-bit moments."""
 
 
 # Rounding and codes.
 
 
 @given(st.floats(-(2.0**126), 2.0**126, width=32), st.integers(0, 2**30 - 1))
-def test_a_number_is_rounded_to_one_of_its_bfloat16_neighbours(value, bits):
+def test_a_float_is_rounded_to_one_of_its_bfloat16_neighbours(value, bits):
     exact = torch.tensor([value])
     rounded = _rounded(exact, torch.tensor([bits], dtype=torch.int32))
     below = (exact.view(torch.int32) & -0x10000).view(torch.float32)
@@ -108,7 +108,7 @@ def test_weights_of_any_shape_and_stride_get_the_steps_of_adamw(shape, eight_bit
         for _ in range(3):
             a_step(optimizers[0], ours)
             a_step(optimizers[1], theirs)
-        # Of three steps of 0.1; the moments are rounded.
+        # Three steps of 0.1; the moments are rounded.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0.06 if eight_bit else 0.006)
 
 
@@ -122,7 +122,7 @@ def test_with_float32_weights_the_first_step_equals_adamw(eight_bit):
 
 
 def test_small_moments_do_not_cause_large_updates_of_a_row_without_gradients():
-    # Small compared with the largest value of the block, and no gradient: m / (√v + ε) must not explode.
+    # The values are small compared with the largest of the block and have no gradient: m / (√v + ε) must not explode.
     weight = torch.nn.Parameter(torch.zeros(16, 256))
     optimizer = LowPrecisionAdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=1e-8, eight_bit=True)
     weight.grad = 10.0 ** torch.linspace(-12, 0, 256).expand(16, -1).clone()
@@ -270,7 +270,7 @@ def test_replicas_stay_identical_and_one_rank_resumes_checkpoints_of_two(sums_da
     alone = trained(sums_data, tmp_path / "two", resume="auto", **often)
     after = weights_of_run(alone.checkpoint)
     for key, tensor in ended.items():
-        # Gradients are summed in another order, and rounding uses other random numbers.
+        # Gradients are summed in a different order, and rounding uses different random numbers.
         torch.testing.assert_close(after[key].float(), tensor.float(), atol=0.02, rtol=0.05)
 
 
@@ -294,7 +294,9 @@ def test_optimizers_that_need_unsharded_matrices_are_refused_with_fsdp(name):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A function that saves a checkpoint after one step, and returns its tensors and a function to restore others."""
+    """Return a function that saves a checkpoint after one step; it returns the tensors and a function to restore
+    others.
+    """
 
     def made(name: str):
         model = small_gpt(replace(SIZES, n_ffn=128)).to(torch.bfloat16 if name in LOW else torch.float32)
@@ -347,7 +349,7 @@ def test_impossible_optimizer_state_is_refused(saved, name):
 
 @cache
 def chain_batch(changed: int, *seed: int):
-    """Sequences of a Markov chain in which every token is trained; so many rows of its table are changed."""
+    """Sequences of a Markov chain in which every token is trained; `changed` rows of its table are changed."""
     table = np.random.default_rng(0).integers(1, VOCAB, (VOCAB, 2))
     table[:changed] = np.random.default_rng(1).integers(1, VOCAB, (changed, 2))
     rng = np.random.default_rng(seed)

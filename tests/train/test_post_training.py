@@ -22,7 +22,7 @@ SIZE = {"block_size": len(TALK) - 1, "pad_token_id": 0}
 POST = {"post_training": True, "epoch_drop_last": False, **SIZE}
 
 
-def test_the_loader_gives_a_loss_mask_that_marks_assistant_spans_with_their_markers(tmp_path):
+def test_the_loss_mask_marks_assistant_spans_with_their_markers(tmp_path):
     data = write_blocks(tmp_path / "data", [TALK], [MASK])
     settings = config(batch_size=1, **POST)
     batch = EpisodeLoader(data, settings).get_batch()
@@ -36,17 +36,17 @@ def test_the_loss_mask_is_packed_and_aligned_with_the_ids():
     assert masks == [[*(bool(bit) for bit in MASK), False, False, False]]
 
 
-def test_masked_tokens_give_targets_of_minus_100(tmp_path):
+def test_untrained_tokens_have_targets_of_minus_100(tmp_path):
     data = write_blocks(tmp_path / "data", [TALK], [MASK])
     batch = EpisodeLoader(data, config(batch_size=1, **POST)).get_batch()
     expected = [token if bit else -100 for token, bit in zip(TALK[1:], MASK[1:], strict=True)]
     assert batch.y.tolist() == [expected]
 
 
-def test_training_ends_when_the_loader_does(tmp_path):
+def test_training_ends_after_one_pass_of_the_loader(tmp_path):
     data = prepare(tmp_path, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
     rows = EpisodeLoader(data, config(block_size=31)).plan("train").num_eligible
-    # Far more steps are asked for than a pass has, and the last batch is not full.
+    # max_iters is far more than one pass, and the last batch is not full.
     assert rows % 5
     values = {**SMALL, "block_size": 31, "batch_size": 5, "max_iters": 10_000, "post_training": True}
     values.pop("use_loss_mask")
@@ -60,19 +60,19 @@ def test_training_ends_when_the_loader_does(tmp_path):
 
 
 @pytest.mark.parametrize("packing", ["none", "bins"])
-def test_what_fills_no_batch_at_the_end_of_the_pass_is_said(tmp_path, capsys, packing):
-    # A block fills its row, so that packing changes nothing.
+def test_episodes_that_do_not_fill_a_batch_at_the_end_of_the_pass_are_reported(tmp_path, capsys, packing):
+    # A block fills its row, so packing changes nothing.
     data = write_blocks(tmp_path / "data", [TALK] * 10, [MASK] * 10)
     settings = {**POST, "epoch_drop_last": True, "max_iters": None, "packing": packing, "batch_size": 3}
     chosen = config(**settings)
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path)
     assert "1 of 10 episodes do not fill a batch at the end of the epoch and are dropped" in capsys.readouterr().err
-    # It is too late to change that when the run goes on.
+    # A resumed run cannot change this.
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path, resume="auto")
     assert "fill a batch" not in capsys.readouterr().err
 
 
-def test_fewer_steps_than_a_pass_may_be_asked_for(tmp_path):
+def test_max_iters_may_be_less_than_one_pass(tmp_path):
     data = write_blocks(tmp_path / "data", [TALK] * 9, [MASK] * 9)
     assert trained(data, tmp_path, batch_size=2, max_iters=3, **POST).step == 3
 
@@ -86,25 +86,25 @@ def test_blocks_without_trained_tokens_are_skipped_and_counted(tmp_path):
     assert (mixed.step, mixed.skipped_steps, mixed.untrained_rows) == (6, 3, 3)
     assert (only.step, only.skipped_steps, only.untrained_rows) == (3, 0, 0)
     assert [line.get("skipped", 0) for line in read_metrics(mixed.folder)] == [0, 1, 1, 0, 1, 0]
-    # What is skipped leaves no trace: neither decay nor momentum.
+    # Skipped steps have no effect: neither weight decay nor momentum.
     assert [loss for _, loss in curve(mixed.folder)] == [loss for _, loss in curve(only.folder)]
     state = "state-00000-of-00001.safetensors"
     assert (mixed.checkpoint / state).read_bytes() == (only.checkpoint / state).read_bytes()
 
 
-def test_rows_without_trained_tokens_beside_others_are_counted(tmp_path):
+def test_rows_without_trained_tokens_are_counted(tmp_path):
     data = write_blocks(tmp_path / "data", [TALK] * 4, [MASK, [0] * len(TALK), MASK, MASK])
     result = trained(data, tmp_path, batch_size=2, max_iters=None, **POST)
     assert (result.step, result.skipped_steps, result.untrained_rows) == (2, 0, 1)
 
 
-def test_an_order_without_a_pass_is_refused(tmp_path):
+def test_an_order_without_epochs_is_refused(tmp_path):
     data = write_blocks(tmp_path / "data", [TALK] * 4, [MASK] * 4)
     with pytest.raises(UsageError, match=r"post_training is one pass, .* set batch_sampling_mode to epoch"):
         trained(data, tmp_path, batch_sampling_mode="random", **POST)
 
 
-def test_a_mix_is_refused_and_one_of_its_sources_offered(tmp_path):
+def test_a_mix_is_refused_and_one_of_its_sources_is_suggested(tmp_path):
     for name in ("one", "two"):
         write_blocks(tmp_path / "root" / name, [TALK] * 4, [MASK] * 4)
     mix = {"mix_sft": {"one": 1, "two": 1}}
@@ -126,7 +126,7 @@ def test_a_mix_is_refused_and_one_of_its_sources_offered(tmp_path):
         ({"max_iters": None, "epochs": 2.5}, "5 steps; its 2.5 epochs are done; raise epochs to continue"),
     ],
 )
-def test_a_finished_run_says_what_would_make_it_go_on(tmp_path, capsys, changes, said):
+def test_a_finished_run_says_how_to_continue(tmp_path, capsys, changes, said):
     data = write_blocks(tmp_path / "data", [TALK] * 8, [MASK] * 8)
     settings = config(**SIZE, **changes)
     for resume in (None, "auto"):
@@ -135,12 +135,12 @@ def test_a_finished_run_says_what_would_make_it_go_on(tmp_path, capsys, changes,
     assert f"the run is already finished: it has {said}\n" in capsys.readouterr().err
 
 
-def test_from_plain_training_to_post_training_the_warm_up_begins_again(tmp_path):
+def test_post_training_after_plain_training_starts_a_new_warmup(tmp_path):
     data = write_blocks(tmp_path / "data", [TALK] * 12, [MASK] * 12)
     common = {"batch_size": 2, **SIZE, "warmup_iters": None, "warmup_pct": 0.5, "epoch_drop_last": False}
     trained(data, tmp_path, max_iters=4, **common)
     result = trained(data, tmp_path, max_iters=None, resume="auto", post_training=True, **common)
-    # The whole pass again, and half of it in warm-up.
+    # A whole new pass, half of it in warmup.
     assert result.step == 4 + 6
     rates = [line["lr"] / SMALL["learning_rate"] for line in read_metrics(result.folder)]
     np.testing.assert_allclose(rates[:2], [1 / 2, 1])

@@ -79,7 +79,7 @@ def adapted(model, **sizes) -> HFModel:
     torch.manual_seed(1)
     model = model.with_lora(LoraSizes(r=4, **sizes), model.source).train()
     for name, parameter in model.named_parameters():
-        # Not zero, so that every gradient is nonzero.
+        # Nonzero, so that every gradient is nonzero.
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     return model

@@ -1,4 +1,4 @@
-"""Runs on one dataset of several sources: as long as their epochs, evaluated by source, logged, resumed."""
+"""Runs on one dataset with several sources: length from their epochs, evaluation by source, audit log, resuming."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def dataset(tmp_path_factory) -> Path:
     return folder / "v1"
 
 
-def test_a_run_takes_the_epochs_of_its_recipe_and_is_evaluated_by_source_and_resumed(dataset, tmp_path, capsys):
+def test_a_run_uses_the_epochs_of_its_recipe_and_is_evaluated_by_source(dataset, tmp_path, capsys):
     settings = config(**SETTINGS, audit_dir=str(tmp_path / "audit"))
     result = train_model(settings, model_name="run", dataset_dir=dataset, out_dir=tmp_path)
     large = open_dataset(dataset).of_source("large")
@@ -61,7 +61,7 @@ def test_a_run_takes_the_epochs_of_its_recipe_and_is_evaluated_by_source_and_res
     assert result.val_sources.keys() == {"a_small", "held", "large"}
     [log] = (tmp_path / "audit").glob("*.log")
     assert verify_log(log).fault is None
-    # Steps in the log name episodes as they are numbered in the whole dataset.
+    # The log numbers episodes within the whole dataset.
     loader = EpisodeLoader(dataset, config(**SETTINGS), tensors=False)
     whole = open_dataset(dataset)["train"]
     for step in range(3):

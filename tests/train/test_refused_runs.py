@@ -1,4 +1,4 @@
-"""A run that is refused before its first step is finished leaves no audit log and no folder."""
+"""A run that is refused or fails before its first step finishes leaves no audit log and no folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chatmill.train.step import Pending, Stepper
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory, sums_data):
-    """Data of several kinds, in one folder, and runs that stand there already."""
+    """Data of several kinds and existing runs, in one folder."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(sums_data, folder / "sums")
     shutil.copytree(sums_data, folder / "damaged")
@@ -108,7 +108,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_a_refused_run_leaves_everything_as_it_was(inputs, monkeypatch, capsys, refusal):
+def test_a_refused_run_changes_nothing(inputs, monkeypatch, capsys, refusal):
     monkeypatch.chdir(inputs / "settings" if refusal.startswith("a settings file") else inputs)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -126,7 +126,7 @@ def test_a_refused_run_leaves_everything_as_it_was(inputs, monkeypatch, capsys, 
     assert everything(inputs) == before
 
 
-# Faults that come later, up to the end of the first step.
+# Errors that occur later, up to the end of the first step.
 
 
 def full(*_, **__):
@@ -148,7 +148,7 @@ LATE = {
 
 @pytest.mark.parametrize("fault", LATE)
 @pytest.mark.parametrize("kept", [[], ["out"], ["out", "out/mine", "logs"]])
-def test_a_run_that_finishes_no_step_leaves_nothing(sums_data, tmp_path, monkeypatch, fault, kept):
+def test_a_run_that_finishes_no_step_leaves_no_files(sums_data, tmp_path, monkeypatch, fault, kept):
     for name in kept:
         (tmp_path / name).mkdir()
     if kept:
@@ -162,7 +162,7 @@ def test_a_run_that_finishes_no_step_leaves_nothing(sums_data, tmp_path, monkeyp
     assert everything(tmp_path) == before
 
 
-def test_a_run_that_fails_after_its_first_step_keeps_its_log_and_its_folder(sums_data, tmp_path):
+def test_a_run_that_fails_after_its_first_step_keeps_its_audit_log_and_folder(sums_data, tmp_path):
     def fail_after_two(record):
         if record.step == 2:
             raise ChatmillError("enough")
@@ -176,7 +176,7 @@ def test_a_run_that_fails_after_its_first_step_keeps_its_log_and_its_folder(sums
     assert len(list((tmp_path / "logs").glob("audit_*.log"))) == 1
 
 
-def test_a_resumed_run_that_is_refused_keeps_what_it_had(sums_data, tmp_path, monkeypatch):
+def test_a_refused_resume_keeps_the_run(sums_data, tmp_path, monkeypatch):
     config = TrainConfig.from_mapping({**SMALL, "max_iters": 4, "audit_dir": str(tmp_path / "logs")})
     train_model(config, model_name="mine", dataset_dir=sums_data, out_dir=tmp_path, quiet=True)
     longer = TrainConfig.from_mapping({**SMALL, "max_iters": 8, "audit_dir": str(tmp_path / "logs")})

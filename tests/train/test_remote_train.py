@@ -1,4 +1,4 @@
-"""Training from a bucket is training from the local dataset: same losses, resumed in either place, one clear line."""
+"""Training from a bucket: the losses of the local dataset, resuming from either place, and one-line errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 6
 
 
 def copied(folder: Path, url: Url) -> Url:
-    """The dataset of a folder at a URL."""
+    """Copy the dataset of a folder to a URL."""
     for name, info in listed_files(read_metadata(folder)):
         objects.write(url / f"objects/{info.sha256}", (folder / name).read_bytes())
     objects.write(url / "dataset_metadata.json", (folder / "dataset_metadata.json").read_bytes())
@@ -45,7 +45,7 @@ def local(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    # What the keys of a run set is undone after the test.
+    # Undo after the test what the keys of a run set.
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CHATMILL_CACHE_SIZE", "1GB")
     monkeypatch.setattr(objects, "FIRST_DELAY", 0.001)
@@ -57,7 +57,7 @@ def in_cache(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("wrong", ["CHATMILL_CACHE_DIR", "CHATMILL_CACHE_SIZE"])
-def test_a_cache_that_cannot_be_used_is_told_before_the_dataset_is_opened(wrong, tmp_path, monkeypatch):
+def test_an_unusable_cache_is_reported_before_the_dataset_is_opened(wrong, tmp_path, monkeypatch):
     Path("file").write_text("")
     monkeypatch.setenv(wrong, str(tmp_path / "file"))
     with pytest.raises(UsageError, match=wrong):
@@ -65,7 +65,7 @@ def test_a_cache_that_cannot_be_used_is_told_before_the_dataset_is_opened(wrong,
     assert not Path("run").exists()
 
 
-def test_a_run_from_a_url_is_the_run_from_the_local_dataset(local, tmp_path):
+def test_a_run_from_a_url_equals_the_run_from_the_local_dataset(local, tmp_path):
     url = copied(local, ROOT / "same")
     changes = {"max_iters": STEPS, "save_interval": 3, "eval_interval": 3, "audit_dir": "logs", "log_rows": True}
     one = trained(local, tmp_path / "local", **changes)
@@ -89,7 +89,7 @@ def test_a_run_from_a_url_is_the_run_from_the_local_dataset(local, tmp_path):
 
 
 @pytest.mark.parametrize("first_is_local", [True, False])
-def test_a_stopped_run_continues_where_the_dataset_was_moved_to(local, tmp_path, first_is_local):
+def test_a_stopped_run_continues_after_the_dataset_has_moved(local, tmp_path, first_is_local):
     url = copied(local, ROOT / "moved")
     first, second = (local, url) if first_is_local else (url, local)
     whole = trained(local, tmp_path / "whole", max_iters=STEPS)
@@ -131,7 +131,7 @@ def test_ranks_share_the_cache_and_each_object_is_downloaded_once(local, tmp_pat
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_object_that_vanished_ends_the_run_in_one_line_and_it_can_be_resumed(local, tmp_path, s3, count):
+def test_a_missing_object_ends_the_run_with_one_line_and_the_run_can_be_resumed(local, tmp_path, s3, count):
     url = copied(local, s3.bucket() / "v1")
     whole = trained(url, tmp_path / "whole", max_iters=STEPS, eval_interval=2)
     (tokens,) = [
@@ -157,7 +157,7 @@ def test_an_object_that_vanished_ends_the_run_in_one_line_and_it_can_be_resumed(
         assert curve(resumed.folder) == curve(whole.folder)
 
 
-def test_a_cache_that_is_too_small_is_said_once_and_the_run_is_the_same(local, tmp_path, capsys):
+def test_a_cache_that_is_too_small_is_reported_once_and_does_not_change_the_run(local, tmp_path, capsys):
     url = copied(local, ROOT / "small")
     whole = trained(local, tmp_path / "whole", max_iters=2)
     settings = config(max_iters=2, cache_size=100)
@@ -179,7 +179,7 @@ def test_the_progress_of_downloads_is_shown_while_the_first_batch_waits(local, t
             shown.set()
 
     def slow(url, *range_of_bytes):
-        # The index is needed before the run begins; the tokens by the first batch.
+        # The index is needed before the run starts, the tokens for the first batch.
         assert range_of_bytes[1] == index.size or shown.wait(60)
         return read(url, *range_of_bytes)
 
@@ -241,7 +241,7 @@ def test_a_model_at_a_url_is_scored_on_a_dataset_at_a_url(local, tmp_path, monke
     assert scores[0] == scores[1]
 
 
-def test_verify_finds_a_bit_that_was_flipped_in_the_cache(local, tmp_path):
+def test_verify_finds_a_flipped_bit_in_the_cache(local, tmp_path):
     url = copied(local, ROOT / "verified")
     whole = trained(url, tmp_path / "whole", max_iters=2, verify=True)
     assert curve(whole.folder) == curve(trained(local, tmp_path / "local", max_iters=2).folder)
@@ -253,7 +253,7 @@ def test_verify_finds_a_bit_that_was_flipped_in_the_cache(local, tmp_path):
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    # As a disk does it, which leaves the time as it was.
+    # Like a disk error, which does not change the modification time.
     os.utime(path, ns=times)
     with pytest.raises(
         ChatmillError, match=rf"{tokens.sha256}: sha256 .*; the file has changed, remove it from the cache"

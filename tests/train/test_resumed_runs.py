@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on is the run that was never stopped."""
+"""A resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_resuming_from_any_step_is_bitwise_exact(undisturbed, sums_data, tmp_pat
     assert curve(again.folder) == curve(undisturbed.folder)
 
 
-def test_a_run_stopped_early_and_given_more_steps_goes_on(sums_data, tmp_path):
+def test_a_finished_run_continues_with_more_steps(sums_data, tmp_path):
     one = trained(sums_data, tmp_path, max_iters=4, lr_schedule="constant")
     two = trained(sums_data, tmp_path, resume="auto", lr_schedule="constant")
     whole = trained(sums_data, tmp_path, name="whole", lr_schedule="constant")
@@ -49,7 +49,7 @@ def test_a_run_stopped_early_and_given_more_steps_goes_on(sums_data, tmp_path):
     assert files(two.checkpoint / "model") == files(whole.checkpoint / "model")
 
 
-def test_a_run_that_is_done_does_nothing_more(undisturbed, sums_data, tmp_path):
+def test_a_finished_run_does_nothing(undisturbed, sums_data, tmp_path):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
     before = files(tmp_path / "run" / "step_00000008")
     result = trained(sums_data, tmp_path, resume="auto")
@@ -57,7 +57,7 @@ def test_a_run_that_is_done_does_nothing_more(undisturbed, sums_data, tmp_path):
     assert files(tmp_path / "run" / "step_00000008") == before
 
 
-def test_resume_auto_begins_where_there_is_nothing(sums_data, tmp_path):
+def test_resume_auto_starts_a_new_run_without_a_checkpoint(sums_data, tmp_path):
     assert trained(sums_data, tmp_path, resume="auto", max_iters=1).step == 1
 
 
@@ -72,7 +72,7 @@ def test_only_the_last_checkpoints_are_kept(sums_data, tmp_path):
     assert sorted(path.name for path in result.folder.iterdir() if path.name.startswith(".")) == []
 
 
-def test_what_a_killed_run_left_unfinished_is_removed(sums_data, tmp_path):
+def test_unfinished_checkpoints_of_a_killed_run_are_removed(sums_data, tmp_path):
     left = tmp_path / "run" / ".step_00000004.saving"
     left.mkdir(parents=True)
     (left / "state-00000-of-00001.safetensors").write_bytes(b"half")
@@ -82,7 +82,7 @@ def test_what_a_killed_run_left_unfinished_is_removed(sums_data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "state-00000-of-00001.safetensors", "model/model.safetensors"])
-def test_one_flipped_bit_refuses_a_checkpoint_and_the_one_before_is_offered(undisturbed, sums_data, tmp_path, name):
+def test_a_damaged_checkpoint_is_refused_and_the_previous_one_is_suggested(undisturbed, sums_data, tmp_path, name):
     run = tmp_path / "run"
     shutil.copytree(undisturbed.folder, run)
     data = bytearray((run / "step_00000008" / name).read_bytes())
@@ -96,7 +96,7 @@ def test_one_flipped_bit_refuses_a_checkpoint_and_the_one_before_is_offered(undi
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_one_flipped_bit_in_the_model_of_a_checkpoint_keeps_it_from_being_used(undisturbed, sums_data, tmp_path, name):
+def test_the_model_of_a_checkpoint_with_a_flipped_bit_is_refused(undisturbed, sums_data, tmp_path, name):
     run = tmp_path / "run"
     shutil.copytree(undisturbed.folder, run)
     model = run / "step_00000008" / "model"
@@ -119,7 +119,7 @@ def test_one_flipped_bit_in_the_model_of_a_checkpoint_keeps_it_from_being_used(u
             )
 
 
-def test_a_missing_and_a_short_file_are_noticed(undisturbed, sums_data, tmp_path):
+def test_missing_and_truncated_files_are_detected(undisturbed, sums_data, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed.folder, run)
     state = run / "step_00000008" / "state-00000-of-00001.safetensors"
@@ -131,7 +131,7 @@ def test_a_missing_and_a_short_file_are_noticed(undisturbed, sums_data, tmp_path
         trained(sums_data, tmp_path, resume="auto")
 
 
-def test_another_model_or_another_order_is_refused_by_name(undisturbed, sums_data, tmp_path):
+def test_a_different_model_or_order_is_refused_with_the_changed_keys(undisturbed, sums_data, tmp_path):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
     with pytest.raises(UsageError, match=r"n_embd was 16, now it is 32; n_head was 2, now it is 4"):
         trained(sums_data, tmp_path, resume="auto", n_embd=32, n_head=4)
@@ -139,10 +139,10 @@ def test_another_model_or_another_order_is_refused_by_name(undisturbed, sums_dat
         trained(sums_data, tmp_path, resume="auto", batch_size=2)
 
 
-def test_a_checkpoint_of_stage_2_is_refused_and_its_model_offered(sums_data, tmp_path):
+def test_a_rollout_checkpoint_is_refused_and_its_model_is_suggested(sums_data, tmp_path):
     model = small_gpt()
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.01, beta1=0.9, beta2=0.9, weight_decay=0.0))
-    # As `chatmill rollout train` saves.
+    # State as `chatmill rollout train` saves it.
     world, said = World(0, 1, torch.device("cpu")), {"step": 2, "config": {"rollout_every": 2}}
     path = save(tmp_path / "stage2", said, model, optimizer, world, sharded=False, keep=2, about={})
     with pytest.raises(UsageError) as error:
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_stage_2_is_refused_and_its_model_offered(sums_data, tmp
     )
 
 
-def test_the_metrics_of_steps_that_are_made_again_are_taken_back(undisturbed, sums_data, tmp_path):
+def test_metrics_of_repeated_steps_are_removed(undisturbed, sums_data, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed.folder, run)
     with (run / "metrics.jsonl").open("a") as file:
@@ -162,7 +162,7 @@ def test_the_metrics_of_steps_that_are_made_again_are_taken_back(undisturbed, su
     assert curve(again.folder) == curve(undisturbed.folder)
 
 
-def test_on_other_data_the_run_goes_on_and_the_warm_up_begins_again(sums_data, tmp_path):
+def test_a_run_continues_on_other_data_with_a_new_warmup(sums_data, tmp_path):
     other = prepare(tmp_path, "other", seed=5)
     first = trained(sums_data, tmp_path, max_iters=6, warmup_iters=None, warmup_pct=0.5)
     second = trained(other, tmp_path, resume="auto", max_iters=4, warmup_iters=None, warmup_pct=0.5)
@@ -173,7 +173,7 @@ def test_on_other_data_the_run_goes_on_and_the_warm_up_begins_again(sums_data, t
     assert rates[:3] == [0.333, 0.667, 1.0]
     assert rates[6:8] == [0.5, 1.0]
     assert rates[5] < rates[4] < 1
-    # Going on within the second stage keeps its warm-up where it was.
+    # Resuming within the second stage does not restart its warmup.
     last = files(second.checkpoint)
     shutil.rmtree(second.checkpoint)
     third = trained(other, tmp_path, resume="auto", max_iters=4, warmup_iters=None, warmup_pct=0.5)
@@ -190,17 +190,17 @@ def test_on_other_data_the_run_goes_on_and_the_warm_up_begins_again(sums_data, t
     ],
     ids=str,
 )
-def test_two_ranks_go_on_after_one_and_one_after_two(undisturbed, sums_data, tmp_path, way):
+def test_runs_resume_from_one_rank_to_two_and_from_two_to_one(undisturbed, sums_data, tmp_path, way):
     def go_on(_: int) -> float:
         return trained(sums_data, tmp_path, resume="auto", **way, **OFTEN).loss
 
-    # One rank makes three steps, two make three more, and one the rest.
+    # One rank takes three steps, two ranks three more, and one rank the rest.
     shutil.copytree(undisturbed.folder, tmp_path / "run")
     for path in list_checkpoints(tmp_path / "run")[3:]:
         shutil.rmtree(path)
     losses = ranks(2, go_on)
     assert losses[0] == losses[1]
-    # However it was saved, a run that is done has a model.
+    # A finished run has a model folder, however it was saved.
     assert weights(list_checkpoints(tmp_path / "run")[-1]).keys() == weights(undisturbed.checkpoint).keys()
     states = sorted(path.name for path in list_checkpoints(tmp_path / "run")[-1].glob("state-*"))
     assert len(states) == (2 if "checkpoint" in way else 1)
@@ -213,9 +213,9 @@ def test_two_ranks_go_on_after_one_and_one_after_two(undisturbed, sums_data, tmp
     np.testing.assert_allclose(curve(result.folder), curve(undisturbed.folder), rtol=0, atol=1e-5)
 
 
-def test_damage_that_one_rank_finds_stops_all(undisturbed, sums_data, tmp_path):
+def test_damage_found_by_one_rank_stops_all_ranks(undisturbed, sums_data, tmp_path):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
-    # Ranks share the work of checking; this file is the second of them.
+    # Ranks share the checks; this file is the second one.
     damaged = tmp_path / "run" / "step_00000008" / "model" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[::-1])
 

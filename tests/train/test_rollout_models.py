@@ -1,4 +1,4 @@
-"""Stage 2 on a Hugging Face model: its own template, adapters, replay, resume, and several ranks."""
+"""Rollout training of a Hugging Face model: its own template, adapters, replay, resuming, and several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.load_model import open_model
 
 
-def test_a_hugging_face_model_is_trained_on_its_own_answers_and_replayed_to_the_bit(tmp_path):
+def test_rollout_training_of_a_hugging_face_model_replays_bitwise(tmp_path):
     folder = write_model(tmp_path / "model")
     write_truth(tmp_path / "truth.jsonl")
     settings = run_settings(tmp_path, folder)
@@ -44,7 +44,7 @@ def test_a_hugging_face_model_is_trained_on_its_own_answers_and_replayed_to_the_
 def test_two_ranks_give_the_same_rollouts_and_losses_as_one(tmp_path):
     folder = write_model(tmp_path / "model")
     write_truth(tmp_path / "truth.jsonl")
-    # Three rows a step and batches of two: ranks have unequal work, and a rank may have no row of a step.
+    # Three rows per step and batches of two: ranks have unequal work, and a rank may have no rows in a step.
     settings = {**run_settings(tmp_path, folder), "generate_batch_size": 2, "gradient_accumulation_steps": 2}
 
     def work(folder: str, size: int) -> dict:

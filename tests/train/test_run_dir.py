@@ -1,4 +1,4 @@
-"""What people look at: the bar, the picture, and lines that are taken back."""
+"""The progress bar, the loss plot, and the rewinding of logs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_bar_moves_in_a_terminal_and_ends_with_a_line():
     assert bars[4] == "step 4: val loss 1.0000\n\n"
 
 
-def test_the_time_left_follows_the_speed():
+def test_the_remaining_time_follows_the_speed():
     told = io.StringIO()
     progress = TrainProgress(10, 7210, every=1, stream=told)
     progress.step(11, loss=None, seconds=2.0, tokens=3.5e6, trained=20)
@@ -49,7 +49,7 @@ def points(picture: str) -> list[list[tuple[float, float]]]:
     return [[tuple(map(float, pair.split(","))) for pair in line.split()] for line in lines]
 
 
-def test_the_picture_goes_from_the_first_step_to_the_last_and_down_with_the_loss():
+def test_the_plot_covers_all_steps_and_falls_with_the_loss():
     metrics = [{"step": step, "loss": 8.0 - step} for step in range(1, 8)] + [{"step": 7, "val_loss": 4.0}]
     train, val = points(loss_plot(metrics, title="a < b"))
     assert [x for x, _ in train] == sorted(x for x, _ in train)
@@ -62,7 +62,7 @@ losses = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True, wid
 
 
 @given(st.lists(losses, max_size=40), st.lists(losses, max_size=5))
-def test_any_losses_make_a_picture_within_its_frame(train, val):
+def test_any_losses_are_plotted_within_the_frame(train, val):
     metrics = [{"step": step, "loss": loss} for step, loss in enumerate(train)]
     metrics += [{"step": step, "val_loss": loss} for step, loss in enumerate(val) if loss is not None]
     for curve in points(loss_plot(metrics, title="x")):
@@ -76,7 +76,7 @@ def test_a_long_curve_is_averaged():
     assert len({y for _, y in curve}) == 1
 
 
-def test_lines_after_a_step_and_torn_ones_are_taken_back(tmp_path):
+def test_rewind_removes_later_and_incomplete_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     journal = MetricsLog(path)
     for step in (1, 2, 2, 3):

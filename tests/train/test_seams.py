@@ -1,4 +1,4 @@
-"""A loss and a model family that are added from outside: a step is trained with each, without a change to chatmill."""
+"""A custom loss and a custom model family are trained without a change to chatmill."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(dataset: Path, out: Path, name: str, loss: ZLoss | None) -> float:
     return result.loss
 
 
-def test_a_loss_from_outside_is_trained(dataset, tmp_path):
+def test_a_custom_loss_is_trained(dataset, tmp_path):
     same, penalized = ZLoss(0.0), ZLoss(1.0)
     usual = run(dataset, tmp_path, "usual", None)
     assert run(dataset, tmp_path, "same", same) == pytest.approx(usual, rel=1e-5)
@@ -51,7 +51,7 @@ def test_a_loss_from_outside_is_trained(dataset, tmp_path):
 
 
 class Bigram(CausalModel):
-    """The next token from the last one alone: the smallest family there is."""
+    """A minimal model family: the next token depends only on the last one."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Bigram(CausalModel):
         return model
 
 
-def test_a_model_family_from_outside_is_opened_trained_and_saved(dataset, tmp_path, monkeypatch):
+def test_a_custom_model_family_is_loaded_trained_and_saved(dataset, tmp_path, monkeypatch):
     monkeypatch.setitem(MODEL_FAMILIES, "bigram", Bigram.load)
     (tmp_path / "fresh").mkdir()
     torch.manual_seed(0)
@@ -95,6 +95,6 @@ def test_a_model_family_from_outside_is_opened_trained_and_saved(dataset, tmp_pa
     assert not torch.equal(opened.embedding.weight, before)
 
 
-def test_a_family_that_takes_no_adapters_says_so(tmp_path):
+def test_a_model_family_without_adapters_refuses_lora(tmp_path):
     with pytest.raises(UsageError, match="is not a Hugging Face model, but lora is given"):
         small_gpt().with_lora(None, tmp_path)

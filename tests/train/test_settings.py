@@ -1,4 +1,4 @@
-"""chatmill.toml: stated once, read by the commands that build caches and by training; flags and config files win."""
+"""chatmill.toml: read by the commands that build caches and by training; flags and config files override it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(place, monkeypatch, capsys):
-    """Run `chatmill` with these arguments: exit code, standard output, standard error."""
+    """Run `chatmill` with these arguments; return exit code, stdout and stderr."""
 
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["chatmill", *args])
@@ -80,10 +80,10 @@ def config_of(runs: list[SimpleNamespace], *args: str) -> TrainConfig:
     return runs.pop().config
 
 
-# Built and trained from one file.
+# Build and train from one file.
 
 
-def test_what_is_stated_once_builds_the_caches_and_trains_on_them(run):
+def test_one_settings_file_configures_building_and_training(run):
     Path("chatmill.toml").write_text(EVERYTHING)
     assert run("build-sft-primer")[0] == run("build-sft-dolly15k", "--input", "dolly.jsonl")[0] == 0
     for source in ("primer", "dolly15k"):
@@ -99,21 +99,21 @@ def test_what_is_stated_once_builds_the_caches_and_trains_on_them(run):
         'chatmill.toml: seed 7, epoch_seed 7, block_size 100, dataset_dir "caches", '
         'mix_sft {"primer": 1, "dolly15k": 3}'
     )
-    # A run goes on with what it began with, whatever the file says by then.
+    # A resumed run keeps its settings, whatever the file contains by then.
     Path("chatmill.toml").write_text(EVERYTHING.replace("= 7", "= 8").replace("100", "60"))
     code, _, err = run("train", "--model_name", "mine", "--resume", "auto", "--max_iters", "5")
     assert (code, "chatmill.toml" in err) == (0, False), err
     assert json.loads(Path("checkpoints/mine/config.json").read_text())["block_size"] == 100
 
 
-def test_without_the_file_both_have_their_documented_defaults(run, runs):
+def test_building_and_training_have_their_documented_defaults_without_the_file(run, runs):
     assert run("build-sft-primer")[0] == 0
     config = config_of(runs)
     assert (config.dataset_dir, config.mix_sft, config.seed, config.block_size) == ("data/cache/sft", None, 1337, 512)
     assert MIX_SFT == {"primer": 0.10, "oasst1": 0.70, "dolly15k": 0.20}
 
 
-def test_a_run_without_data_names_where_to_set_it(runs):
+def test_a_run_without_data_says_where_to_set_it(runs):
     with pytest.raises(UsageError) as error:
         config_of(runs)
     assert str(error.value) == (
@@ -122,7 +122,7 @@ def test_a_run_without_data_names_where_to_set_it(runs):
     )
 
 
-def test_a_long_context_is_one_that_a_fresh_model_has(runs):
+def test_a_long_context_raises_max_positions_of_a_new_model(runs):
     Path("chatmill.toml").write_text("model.T = 9000\n")
     config = config_of(runs, "--dataset_dir", "x")
     assert (config.block_size, config.max_positions) == (9000, 9000)
@@ -130,14 +130,14 @@ def test_a_long_context_is_one_that_a_fresh_model_has(runs):
     assert config_of(runs, "--dataset_dir", "x").max_positions == TrainConfig().max_positions
 
 
-def test_a_mix_is_for_folders_of_caches_and_one_dataset_is_trained_without_it(run, runs):
+def test_mix_sft_applies_only_to_folders_of_caches(run, runs):
     Path("chatmill.toml").write_text(EVERYTHING)
     assert run("build-sft-primer")[0] == 0
     assert config_of(runs, "--dataset_dir", "caches/primer").mix_sft is None
     assert config_of(runs, "--dataset_dir", "caches").mix_sft == {"primer": 1, "dolly15k": 3}
 
 
-def test_building_what_the_mix_leaves_out_is_noted(run):
+def test_building_a_cache_that_the_mix_leaves_out_prints_a_note(run):
     Path("chatmill.toml").write_text("data.mix_sft = {oasst1 = 1}\n")
     code, _, err = run("build-sft-primer")
     assert (code, err) == (0, "chatmill.toml: data.mix_sft names oasst1; training leaves out primer\n")
@@ -175,7 +175,7 @@ def toml(values: dict[str, object]) -> str:
 
 @in_this_folder
 @given(st.tuples(VALUES, VALUES, VALUES))
-def test_the_highest_layer_that_states_a_key_decides_it(runs, layers):
+def test_the_highest_layer_that_sets_a_key_wins(runs, layers):
     (stated, in_file, in_flags) = layers
     Path("chatmill.toml").write_text(toml(stated))
     of_file = {key: value for name, value in in_file.items() for key in AS_KEYS[name]}
@@ -196,7 +196,7 @@ def test_the_highest_layer_that_states_a_key_decides_it(runs, layers):
 @given(
     st.tuples(VALUES, VALUES), st.sampled_from(["bytes", "t.json", None]), st.sampled_from(["bytes", "u.json", None])
 )
-def test_the_same_layers_decide_for_building(place, layers, tokenizer, flag):
+def test_building_uses_the_same_layers(place, layers, tokenizer, flag):
     stated, in_flags = layers
     named = {} if tokenizer is None else {"tokenizer.path": tokenizer}
     Path("chatmill.toml").write_text(toml({**stated, **named}))
@@ -208,12 +208,12 @@ def test_the_same_layers_decide_for_building(place, layers, tokenizer, flag):
     assert config.tokenizer == next(each for each in (flag, tokenizer, "bytes") if each is not None)
 
 
-# What is wrong with it.
+# Invalid files.
 
 
 @in_this_folder
 @given(st.data())
-def test_an_unknown_key_at_any_place_is_refused_by_building_and_training_alike(runs, data):
+def test_an_unknown_key_is_refused_by_building_and_training(runs, data):
     tables = sorted({name.rpartition(".")[0] for name in KEYS} | {"", "data", "data.caches.sub", "other.table"})
     where = data.draw(st.sampled_from(tables))
     name = data.draw(st.sampled_from(["sed", "T_max", "x y", "a.b", "seed.", "ä", "Seed"]))
@@ -250,7 +250,7 @@ def test_an_unknown_key_at_any_place_is_refused_by_building_and_training_alike(r
         ("training = [{seed = 1}]", 'unknown key "training" (known: '),
     ],
 )
-def test_a_wrong_value_is_one_line_in_both(run, line, fault):
+def test_an_invalid_value_is_the_same_one_line_error_in_both(run, line, fault):
     Path("chatmill.toml").write_text(line)
     for args in (["build-sft-primer"], ["train", "--model_name", "x", "--dataset_dir", "y"]):
         code, out, err = run(*args)
@@ -262,7 +262,7 @@ def test_a_wrong_value_is_one_line_in_both(run, line, fault):
 @pytest.mark.parametrize(
     "content", ["model.T = " + "9" * 5000, "model.T = 0x" + "f" * 5000, "a." * 5000 + "b = 1", "x = " + "[" * 3000]
 )
-def test_what_python_cannot_read_or_write_is_one_line(run, content):
+def test_invalid_toml_is_a_one_line_error(run, content):
     Path("chatmill.toml").write_text(content)
     for args in (["build-sft-primer"], ["train", "--model_name", "x", "--dataset_dir", "y"]):
         code, out, err = run(*args)
@@ -272,7 +272,7 @@ def test_what_python_cannot_read_or_write_is_one_line(run, content):
         assert len(err) < 1000
 
 
-# Caches of other settings.
+# Caches built with other settings.
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_block_size_equal_to_t_max_prints_no_note(run):
     assert "T_max" not in err
 
 
-def test_a_cache_of_another_tokenizer_is_refused_in_one_line(run):
+def test_a_cache_with_a_different_tokenizer_is_refused_in_one_line(run):
     Path("chatmill.toml").write_text(EVERYTHING.replace(", dolly15k = 3", ""))
     assert run("build-sft-primer")[0] == 0
     vocabulary = ["--vocab-size", "400", "-o", "tokenizer.json", "--format", "primer"]
@@ -319,7 +319,7 @@ def test_a_cache_of_another_tokenizer_is_refused_in_one_line(run):
     assert not Path("checkpoints").exists()
     assert not Path("logs").exists()
     assert run(*args, "--check_tokenizer", "false")[0] == 0
-    # Built again with it, they agree.
+    # After building again, they agree.
     assert run("build-sft-primer", "--overwrite")[0] == 0
     assert run(*args[:2], "other", *args[3:])[0] == 0
 
@@ -331,7 +331,7 @@ def test_a_tokenizer_that_cannot_be_compared_is_noted(run):
     left = "it is not compared with the tokenizer of the caches"
     notes = list(compare_tokenizer({"tokenizer.path": "away.json"}, config, tokenizer_sha256))
     assert notes == [f"chatmill.toml: tokenizer.path is away.json, which does not exist: {left}"]
-    # As in an image without the packages that open tokenizers.
+    # Simulate an image without the packages that open tokenizers.
     notes = list(compare_tokenizer({"tokenizer.path": "bytes"}, config, lambda path: None))
     assert notes == [f"chatmill.toml: tokenizer.path is bytes, which cannot be opened here: {left}"]
     with pytest.raises(DataError, match="was built with tokenizer"):

@@ -35,7 +35,7 @@ class NoSources:
 
 
 def spikes(losses, *, after=0, lines=None):
-    """The steps of a series that are spikes, with how far they are above the median."""
+    """The spikes of a series: the step, and how far its loss is above the median."""
     watch = LossSpikes(NoSources(), ALONE, (lines if lines is not None else []).append, after, deque(maxlen=WINDOW), 0)
     marks = {step: watch.follow(step, StepResult(loss, 1.0, None)) for step, loss in enumerate(losses, 1)}
     marks = {step: mark["spike"] for step, mark in marks.items() if mark}
@@ -44,18 +44,18 @@ def spikes(losses, *, after=0, lines=None):
 
 
 @given(st.lists(st.floats(1.8, 2.2), min_size=LEAST, max_size=2 * WINDOW), st.floats(5, 50))
-def test_a_jump_is_a_spike_and_noise_is_none(calm, loss):
+def test_a_jump_is_a_spike_and_noise_is_not(calm, loss):
     window = sorted(calm[-WINDOW:])
     median = window[len(window) // 2]
     assert spikes([*calm, loss, *calm]) == {len(calm) + 1: loss - median}
 
 
 @given(st.lists(st.floats(0, 100), max_size=LEAST - 1), st.floats(0, 1e6))
-def test_the_first_steps_are_not_judged(before, loss):
+def test_the_first_steps_are_never_spikes(before, loss):
     assert spikes([*before, loss]) == {}
 
 
-def test_the_warm_up_is_not_judged_and_a_falling_loss_has_no_spike():
+def test_warmup_steps_and_falling_losses_are_never_spikes():
     assert spikes([*[2.0] * 99, 9.0], after=100) == {}
     assert spikes([*[2.0] * 100, 9.0], after=100) == {101: 7.0}
     assert spikes((10 * 0.99 ** np.arange(600)).tolist()) == {}
@@ -69,14 +69,14 @@ def test_noisy_runs_have_few_false_alarms(noise, most):
     rng = np.random.default_rng(0)
     values = {
         "normal": 2 + 0.3 * rng.normal(size=20_000),
-        # Batches of a few short answers.
+        # Losses of batches with a few short answers.
         "lognormal": 2 * np.exp(0.5 * rng.normal(size=20_000)),
         "exponential": 0.3 + rng.exponential(size=20_000),
     }
     assert len(spikes(values[noise].tolist())) <= most
 
 
-def test_the_lines_are_bounded_and_the_last_says_where_the_others_are():
+def test_printed_spikes_are_limited_and_the_last_line_names_the_metrics():
     lines: list[str] = []
     series = [2.0, *[1.9] * 40]
     marks = spikes(series + [loss for _ in range(PRINTED + 5) for loss in (9.0, *[2.0] * 40)], lines=lines)
@@ -98,7 +98,7 @@ def rows(*losses: float, weight: float = 10.0) -> list[RowLoss]:
     return [RowLoss(number, -1, loss, weight) for number, loss in enumerate(losses)]
 
 
-def test_conversations_are_ordered_by_what_they_add_to_the_loss():
+def test_conversations_are_ordered_by_their_contribution_to_the_loss():
     mixed = [
         RowLoss(0, -1, 12.0, 1.0),
         RowLoss(1, -1, 6.0, 100.0),
@@ -132,14 +132,14 @@ def test_conversations_are_ordered_by_what_they_add_to_the_loss():
         ((), "it has no trained tokens, or lower learning_rate"),
     ],
 )
-def test_a_loss_that_is_not_finite_is_blamed_on_the_conversations_without_one(losses, advice):
+def test_conversations_with_a_loss_that_is_not_finite_are_named(losses, advice):
     assert not_finite(rows(*losses), State()) == advice
 
 
 # Runs.
 
 SAVED, STEPS, FAULTY = 96, 100, 4 * 97 + 1
-"""The step of a checkpoint, steps of 4 rows in the order of the file, and the line of a conversation unlike others."""
+"""The step of a checkpoint, steps of 4 rows in the order of the file, and the line of an unusual conversation."""
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def data(tmp_path_factory):
 
 
 def shown(data: Path, out: Path, *, resume: str | None = None) -> tuple[TrainResult, list[str]]:
-    """A run, and what it prints besides its progress."""
+    """Run training; return the result and what it prints apart from progress."""
     settings = config(max_iters=STEPS, epoch_shuffle=False, save_interval=SAVED)
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         result = train_model(settings, model_name="run", dataset_dir=data, out_dir=out, resume=resume)
@@ -186,7 +186,7 @@ def test_a_spike_names_the_conversation(run):
     assert f'loss spikes: 1 steps, see "spike" in {result.folder / "metrics.jsonl"}' in summary(result).splitlines()
 
 
-def test_a_run_that_resumes_finds_the_same_with_one_rank_and_with_two(run, data, tmp_path):
+def test_a_resumed_run_finds_the_same_spikes_on_one_and_two_ranks(run, data, tmp_path):
     result, lines = run
     left_out = shutil.ignore_patterns(f"step_{STEPS:08d}")
     copies = [shutil.copytree(result.folder.parent, tmp_path / name, ignore=left_out) for name in ("one", "two")]
@@ -199,7 +199,7 @@ def test_a_run_that_resumes_finds_the_same_with_one_rank_and_with_two(run, data,
 
     (count, first), second = ranks(2, work)
     assert (count, second) == (1, [1, []])
-    # The counts of the first batch, over all ranks' rows; its answers were shown when the run began.
+    # The counts of the first batch over all ranks; its answers were shown when the run started.
     assert first[1:-1] == same[1:-1]
     assert same[1].startswith("first batch: 4 rows, ")
     assert len(same) == 3

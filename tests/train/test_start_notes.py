@@ -1,4 +1,4 @@
-"""A run without use_loss_mask says first how many tokens it trains that are not answers; help shows the flag first."""
+"""A run without use_loss_mask first reports how many non-answer tokens it trains; help lists the flag first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def counted(loader: EpisodeLoader) -> tuple[int, int]:
-    """What one epoch trains, from its batches: tokens besides answers, and all."""
+    """Count what one epoch trains, from its batches: non-answer tokens, and all tokens."""
 
     def trained(**changes: object) -> int:
         wide = config(batch_size=1, block_size=4096, mix_sft=None, **changes)
@@ -57,7 +57,7 @@ def folders(tmp_path_factory, sums_data):
 
 
 @pytest.mark.parametrize("kind", ["dataset", "packed", "cache", "mix", "foreign"])
-def test_the_count_is_that_of_the_batches_of_an_epoch(folders, kind):
+def test_the_count_equals_that_of_an_epochs_batches(folders, kind):
     mix = {"primer": 1, "sums": 2} if kind == "mix" else None
     pad = 9 if kind == "foreign" else None
     loader = EpisodeLoader(folders[kind], config(use_loss_mask=False, mix_sft=mix, pad_token_id=pad))
@@ -66,14 +66,14 @@ def test_the_count_is_that_of_the_batches_of_an_epoch(folders, kind):
     assert count.non_answers > 0
 
 
-def test_metadata_is_counted_and_masks_are_left_alone(folders, monkeypatch):
+def test_counts_come_from_metadata_without_reading_masks(folders, monkeypatch):
     loaders = [EpisodeLoader(folders[kind], config(use_loss_mask=False)) for kind in ("dataset", "cache")]
-    # Nothing is read without it.
+    # No mask can be read without this function.
     monkeypatch.setattr("chatmill.load.source.reading", None)
     assert all(count_non_answers(loader) is not None for loader in loaders)
 
 
-def test_there_is_no_note_with_the_mask_without_one_or_if_all_tokens_are_answers(folders, tmp_path):
+def test_no_note_is_printed_if_all_trained_tokens_are_answers(folders, tmp_path):
     assert count_non_answers(EpisodeLoader(folders["dataset"], config(use_loss_mask=True))) is None
     answers = write_files(tmp_path / "answers", [[1, 2, 3]], [[1, 1, 1]])
     assert count_non_answers(EpisodeLoader(answers, config(use_loss_mask=False, pad_token_id=0))) is None
@@ -82,9 +82,9 @@ def test_there_is_no_note_with_the_mask_without_one_or_if_all_tokens_are_answers
 
 
 @pytest.mark.parametrize("command", ["train.py", "chatmill train"])
-def test_the_note_is_the_first_line_and_in_the_json_and_in_the_metrics(folders, tmp_path, monkeypatch, capsys, command):
+def test_the_note_is_printed_first_and_logged_in_json_and_metrics(folders, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
-    # chatmill.toml and other notes come after it.
+    # Notes about chatmill.toml and others come after it.
     Path("chatmill.toml").write_text("training.seed = 3\n")
     Path("config.json").write_text(json.dumps({**SMALL, "max_iters": 2, "use_loss_mask": False}))
     loader = EpisodeLoader(folders["dataset"], config(use_loss_mask=False))
@@ -126,12 +126,12 @@ def test_help_shows_the_flag_first(monkeypatch, capsys):
     assert first_option.search(options).group(1) == "--use_loss_mask,"
 
 
-def test_every_shipped_config_sets_it():
+def test_every_shipped_config_sets_use_loss_mask():
     configs = list((ROOT / "configs").rglob("*.json"))
     assert len(configs) >= 6
     assert {path.name for path in configs if read_values(path).get("use_loss_mask") is not True} == set()
 
 
-def test_the_loader_has_the_default_of_the_specification():
+def test_the_default_of_use_loss_mask_is_that_of_the_specification():
     assert config().use_loss_mask is True  # the tests' own
     assert type(config())().use_loss_mask is False

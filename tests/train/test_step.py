@@ -1,4 +1,4 @@
-"""One step is that of the global batch, however it is cut into parts and over ranks."""
+"""A step depends only on the global batch, not on how it is split into micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def a_stepper(model: GPT, world: World | None = None, *, sharded: bool = False, 
 
 
 def reference(batch: Batch) -> tuple[float, list[torch.Tensor]]:
-    """The mean loss and its gradients from full logits and torch's own cross entropy."""
+    """The mean loss and its gradients, from full logits and torch's cross entropy."""
     model = small_gpt()
     total, weight = plain_loss(model, batch)
     return float(total.detach()) / weight, gradients(model, total / weight)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_gradients_do_not_depend_on_the_parts_of_a_batch(count):
+def test_gradients_do_not_depend_on_micro_batches(count):
     batch = a_batch()
     loss, expected = reference(batch)
     stepper = a_stepper(small_gpt())
@@ -84,7 +84,7 @@ def test_gradients_do_not_depend_on_the_ranks_even_if_one_trains_nothing(sharded
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-def test_three_ranks_step_as_one_does(sharded):
+def test_three_ranks_step_like_one(sharded):
     batch = uneven()
 
     def after(world: World, rows: Batch) -> list[list]:
@@ -115,7 +115,7 @@ def test_a_batch_without_trained_tokens_has_a_gradient_of_zero():
     assert all(torch.isfinite(p).all() for p in stepper.model.parameters())
 
 
-def test_what_a_batch_holds_is_counted():
+def test_the_contents_of_a_batch_are_counted():
     rows = [[([1, 2, 3], [0.0, 1.0, 0.5])], [([4, 5], [0.0, 0.0]), ([6, 7, 8], [1.0, 0.0, 0.0])], []]
     batch = packed(rows, 9)
     counts = count_batch(batch, micro_batches(batch, 3, CPU))
@@ -146,7 +146,7 @@ def test_every_conversation_has_its_own_loss():
         assert abs(mine.loss - loss) < 1e-5
 
 
-def test_matrices_decay_and_vectors_do_not():
+def test_only_matrices_have_weight_decay():
     model = small_gpt()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     stepper = a_stepper(model)
@@ -157,7 +157,7 @@ def test_matrices_decay_and_vectors_do_not():
         torch.testing.assert_close(parameter.detach(), expected)
 
 
-def test_gradients_longer_than_asked_for_are_shortened():
+def test_gradients_are_clipped_to_the_norm():
     batch = a_batch()
     stepper = a_stepper(small_gpt(), grad_clip=1e-3)
     free = a_stepper(small_gpt())
@@ -168,13 +168,13 @@ def test_gradients_longer_than_asked_for_are_shortened():
     length = torch.stack([gradient.square().sum() for gradient in expected]).sum().sqrt()
     assert abs(norm - float(length)) < 1e-4
     assert norm == free.step(parts, weight=weight, lr=0.0).read().grad_norm
-    # AdamW's memory is of what it was given.
+    # AdamW's moments are computed from the clipped gradients.
     moments = [stepper.optimizer.state[p]["exp_avg"] for p in stepper.model.parameters()]
     given = torch.stack([moment.square().sum() for moment in moments]).sum().sqrt() / 0.1
     assert abs(float(given) - 1e-3) < 1e-6
 
 
-def test_what_is_drawn_depends_on_seed_step_and_rank_alone():
+def test_random_numbers_depend_only_on_seed_step_and_rank():
     def draw(*place: int) -> float:
         seed_step(*place)
         return float(torch.rand(()))

@@ -1,4 +1,4 @@
-"""Signals that end a run: the first lets it save, the second ends it at once; a step that hangs has a time limit."""
+"""Signals that end a run: the first lets it save, the second ends it at once; a hanging step has a time limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_run_that_finishes_no_step_after_a_signal_ends_with_one_line(tmp_path)
     )
 
 
-def test_a_run_without_a_signal_has_any_time_and_one_that_finished_its_step_any_time_to_save(monkeypatch):
+def test_steps_without_a_signal_and_saves_have_no_time_limit(monkeypatch):
     def watchers() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "stop request"]
 
@@ -50,7 +50,7 @@ def test_a_run_without_a_signal_has_any_time_and_one_that_finished_its_step_any_
         assert not watcher.is_alive()
 
 
-def test_torchrun_passes_on_a_signal_that_the_ranks_had_already(monkeypatch):
+def test_a_signal_that_torchrun_forwards_again_is_ignored(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
 
     def interrupted_later() -> None:
@@ -67,7 +67,7 @@ def test_torchrun_passes_on_a_signal_that_the_ranks_had_already(monkeypatch):
         interrupted_later()
 
 
-def test_a_compiler_that_the_same_signal_ended_is_one_line():
+def test_a_compiler_ended_by_the_same_signal_is_a_one_line_error():
     class InductorError(RuntimeError):
         __module__ = "torch._inductor.exc"
 

@@ -1,4 +1,4 @@
-"""The loss of trained tokens: torch's own on full logits is the reference, however the batch is cut."""
+"""The loss of trained tokens, compared with torch's cross entropy on full logits, however the batch is split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model():
     return small_gpt()
 
 
-def test_loss_and_gradients_are_those_of_cross_entropy_on_full_logits(model):
+def test_loss_and_gradients_equal_cross_entropy_on_full_logits(model):
     batch = packed(ROWS, 26)
     ours = model(*inputs(batch))
     theirs, weight = plain_loss(model, batch)
@@ -36,13 +36,13 @@ def test_loss_and_gradients_are_those_of_cross_entropy_on_full_logits(model):
     assert close(gradients(model, ours.total / weight), gradients(model, theirs / weight))
 
 
-def test_weights_count_so_leaving_them_out_is_noticed(model):
+def test_loss_depends_on_the_weights(model):
     batch = packed(ROWS, 26)
     flat = batch._replace(weights=batch.loss_mask.float())
     assert abs(model(*inputs(batch)).total.item() - model(*inputs(flat)).total.item()) > 1
 
 
-def test_loss_is_the_same_packed_apart_and_in_another_order(model):
+def test_loss_does_not_depend_on_packing_and_order(model):
     apart = packed([[chat] for chat in CHATS], 15)
     turned = packed([[*CHATS[::-1][:4]], [*CHATS[::-1][4:]]], 60)
     losses = [model(*inputs(batch)).total for batch in (packed(ROWS, 26), packed([CHATS], 64), apart, turned)]
@@ -51,14 +51,14 @@ def test_loss_is_the_same_packed_apart_and_in_another_order(model):
     assert all(close(gradients(model, loss), wanted, to=1e-4) for loss in losses[1:])
 
 
-def test_loss_depends_on_the_borders_so_forgetting_them_is_noticed(model):
+def test_loss_depends_on_segment_borders(model):
     batch = packed(ROWS, 26)
     borderless = batch._replace(segments=torch.zeros_like(batch.segments))
     assert abs(model(*inputs(batch)).total.item() - model(*inputs(borderless)).total.item()) > 0.1
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_accumulated_gradients_are_those_of_the_whole_batch(model, parts):
+def test_accumulated_gradients_equal_those_of_the_whole_batch(model, parts):
     batch = packed(ROWS, 26)
     whole = gradients(model, model(*inputs(batch)).total / inputs(batch).targets.weight)
     weight = sum(inputs(part).targets.weight for part in batch.split(parts))
@@ -66,7 +66,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(model, parts):
     assert close([sum(gradient) for gradient in zip(*pieces, strict=True)], whole)
 
 
-def test_nothing_trained_is_a_loss_of_zero_and_gradients_of_zero(model):
+def test_a_batch_without_trained_tokens_has_zero_loss_and_gradients(model):
     ids, weights = CHATS[1]
     batch = packed([[(ids, [0.0] * len(weights))]], 12)
     losses = model(*inputs(batch))
@@ -83,7 +83,7 @@ def test_evaluation_gives_the_same_loss_and_keeps_no_graph(model):
     assert not evaluated.total.requires_grad
 
 
-def test_targets_are_the_trained_positions_filled_up_with_no_weight():
+def test_targets_are_the_trained_positions_padded_with_weight_zero():
     y = torch.tensor([[-100, 7, -100], [5, -100, 9]])
     weights = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 0.5]])
     targets = TrainedPositions.of(y, weights, multiple=4)
@@ -92,7 +92,7 @@ def test_targets_are_the_trained_positions_filled_up_with_no_weight():
     assert (targets.count, targets.weight) == (3, 3.5)
 
 
-def test_losses_by_conversation_are_what_each_has_alone(model):
+def test_losses_by_conversation_equal_those_of_single_conversations(model):
     batch = packed(ROWS, 26)
     given_ = inputs(batch)
     with torch.no_grad():
@@ -110,7 +110,7 @@ HEADS = st.tuples(st.booleans(), st.sampled_from([1.0, 0.25, 3.0]), st.sampled_f
 
 @given(st.integers(1, 300), HEADS, st.sampled_from([1, 4 * 37 * 128, 1 << 31]))
 @settings(max_examples=25)
-def test_every_kind_of_head_has_the_loss_and_gradients_of_the_plain_way(count, head, logit_bytes):
+def test_every_kind_of_head_has_the_loss_and_gradients_of_full_logits(count, head, logit_bytes):
     biased, scale, cap = head
     generator = torch.Generator().manual_seed(count)
     hidden, weight, bias = (
@@ -131,7 +131,7 @@ def test_every_kind_of_head_has_the_loss_and_gradients_of_the_plain_way(count, h
     assert close(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), to=1e-3)
 
 
-def test_a_frozen_head_costs_no_gradient():
+def test_a_frozen_head_has_no_gradient():
     hidden = torch.randn(1, 5, 8, requires_grad=True)
     weight = torch.randn(11, 8)
     targets = TrainedPositions.of(torch.arange(5)[None], torch.ones(1, 5))
@@ -139,7 +139,7 @@ def test_a_frozen_head_costs_no_gradient():
     assert hidden.grad is not None and weight.grad is None
 
 
-def test_only_a_chunk_of_logits_is_ever_made(monkeypatch):
+def test_only_one_chunk_of_logits_is_materialized_at_a_time(monkeypatch):
     monkeypatch.setattr(loss_module, "LOGIT_BYTES", 4 * 37 * 128)
     seen = []
     monkeypatch.setattr(
@@ -150,7 +150,7 @@ def test_only_a_chunk_of_logits_is_ever_made(monkeypatch):
     assert isinstance(result, Losses) and seen == [128] * 8
 
 
-def test_certain_and_hopeless_predictions_have_finite_losses():
+def test_extreme_logits_have_finite_losses():
     logits = torch.tensor([[1000.0, 0.0, -1000.0]] * 2)
     losses = entropy(logits, torch.tensor([0, 2]), torch.ones(2), 1.0, None)
     assert losses.tolist() == [0.0, 2000.0]

@@ -36,7 +36,7 @@ ALL = ["tensorboard", "wandb", "mlflow"]
 SECRET = "value-of-an-environment-variable"
 SETTINGS = {"eval_interval": 2, "save_interval": 2, "eval_samples": 1, "keep_checkpoints": 9, "report_to": ALL}
 
-# Of the clients themselves.
+# Warnings of the clients themselves.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -81,7 +81,7 @@ def clients(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tracked(clients, sums_data):
-    """A run of 4 steps that resumes from its second step up to the fifth, and its metrics before that."""
+    """A run of 4 steps that resumes from its second step and ends at the fifth; also returns its earlier metrics."""
     result = run(sums_data, clients / "out", max_iters=4, **SETTINGS)
     first = read_metrics(result.folder)
     before = {"numbers": first, "plot": (result.folder / "loss.svg").read_bytes()}
@@ -91,7 +91,7 @@ def tracked(clients, sums_data):
 
 
 def resumed_lines(tracked):
-    """All lines that were logged since the run resumed."""
+    """All lines that were logged after the run resumed."""
     return [line for line in tracked.lines if line["step"] > 2]
 
 
@@ -178,7 +178,7 @@ def test_wandb_logs_what_it_was_given_and_nothing_of_the_machine(tracked):
         assert {path.parent.name for path in (folder / "files").rglob("*") if path.is_file()} == {"table"}
 
 
-def test_hooks_of_the_process_stay_as_they_are(tracked):
+def test_trackers_do_not_change_process_hooks(tracked):
     assert "wandb" not in f"{sys.exit} {sys.excepthook} {signal.getsignal(signal.SIGINT)}"
 
 
@@ -216,11 +216,11 @@ def test_only_numbers_are_metrics():
     assert numbers(line) == {"lr": 0.5, "rollouts/valid": 3, "rollouts/terms/a": 1.5}
 
 
-def test_a_tracker_of_ones_own_gets_everything_in_order(sums_data, tmp_path):
+def test_a_custom_tracker_gets_all_calls_in_order(sums_data, tmp_path):
     changes = {**SETTINGS, "report_to": [], "max_iters": 3}
     folder = run(sums_data, tmp_path, trackers=[own := Recorder()], **changes).folder
     lines = [("metrics", line["step"]) for line in read_metrics(folder)]
-    # The samples of an evaluation come before its numbers.
+    # The samples of an evaluation are logged before its numbers.
     expected = [*lines[:2], ("samples", 2), *lines[2:4], ("samples", 3), *lines[4:]]
     files = [("artifact", name) for name in ("report.html", "config.json", "metrics.jsonl", "loss.svg")]
     assert [call[:2] for call in own.calls] == [("start", 0), *expected, *files, ("finish", "finished")]
@@ -233,7 +233,7 @@ def broken(*_):
     raise OSError(28, "No space left on http://me:password@host/device\n")
 
 
-def test_trackers_that_fail_are_reported_once_and_the_run_goes_on(sums_data, tmp_path, capsys):
+def test_failing_trackers_are_reported_once_and_the_run_continues(sums_data, tmp_path, capsys):
     failures = {"metrics": 6, "samples": 3, "artifact": 4, "finish": 1}
     own = [Recorder(name, **{name: broken}) for name in failures]
     assert run(sums_data, tmp_path, trackers=own, quiet=False, max_iters=3, eval_interval=1, eval_samples=1).step == 3
@@ -246,7 +246,7 @@ def test_trackers_that_fail_are_reported_once_and_the_run_goes_on(sums_data, tmp
         assert made == {"start", *failures} - {tracker.name}
 
 
-def test_a_tracker_that_cannot_start_is_reported_and_the_run_goes_on(sums_data, tmp_path, capsys):
+def test_a_tracker_that_cannot_start_is_reported_and_the_run_continues(sums_data, tmp_path, capsys):
     assert run(sums_data, tmp_path, trackers=[Recorder(start=broken)], quiet=False, max_iters=2).step == 2
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("own: ")]
     assert len(shown) == 2 and shown[0].endswith("the run continues without it")
@@ -279,7 +279,7 @@ def test_a_start_that_hangs_is_not_waited_for(sums_data, tmp_path, capsys, monke
     assert json.loads((tmp_path / "mine" / "trackers.json").read_text()) == {"own": "the id"}
 
 
-def test_a_signal_and_an_error_end_the_tracked_run_as_what_they_are(sums_data, tmp_path):
+def test_trackers_distinguish_a_signal_from_an_error(sums_data, tmp_path):
     stopped, failed = Recorder(), Recorder()
     watch = lambda record: record.step == 2 and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
     assert run(sums_data, tmp_path, trackers=[stopped], watch=watch).stopped_by == "SIGTERM"
@@ -293,7 +293,7 @@ def refuse():
     raise UsageError("own: is refused")
 
 
-def test_a_refused_start_ends_the_others_and_leaves_nothing(sums_data, tmp_path):
+def test_a_refused_start_ends_the_other_trackers_and_leaves_no_files(sums_data, tmp_path):
     own, other = Recorder(), Recorder("other", start=refuse)
     with pytest.raises(UsageError, match="own: is refused"):
         run(sums_data, tmp_path / "out", trackers=[own, other])
@@ -303,14 +303,14 @@ def test_a_refused_start_ends_the_others_and_leaves_nothing(sums_data, tmp_path)
         run(sums_data, tmp_path / "out", trackers=[Recorder(), Recorder()])
 
 
-def test_damaged_ids_are_one_line(sums_data, tmp_path):
+def test_damaged_ids_are_a_one_line_error(sums_data, tmp_path):
     folder = run(sums_data, tmp_path, trackers=[Recorder()], max_iters=2).folder
     (folder / "trackers.json").write_text('{"own": 3}')
     with pytest.raises(UsageError, match=r"trackers\.json: is damaged; expected an id for each tracker"):
         run(sums_data, tmp_path, trackers=[Recorder()], resume="auto", max_iters=4)
 
 
-def test_pages_that_cannot_be_made_are_named_and_no_error(sums_data, monkeypatch):
+def test_pages_that_cannot_be_written_are_reported_without_an_error(sums_data, monkeypatch):
     source = SimpleNamespace(path=sums_data, dataset=open_dataset(sums_data))
     written, notes = {}, []
 
@@ -341,7 +341,7 @@ def test_only_the_first_rank_reports(tmp_path):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_client_that_is_not_installed_is_one_line_and_leaves_nothing(sums_data, tmp_path, monkeypatch, name):
+def test_a_client_that_is_not_installed_is_a_one_line_error(sums_data, tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     expected = rf"report_to names {name}, which is not installed; pip install 'chatmill\[{name}\]'"
     with pytest.raises(UsageError, match=expected):
@@ -349,7 +349,7 @@ def test_a_client_that_is_not_installed_is_one_line_and_leaves_nothing(sums_data
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_wandb_in_the_working_directory_is_not_its_client(tmp_path, monkeypatch):
+def test_a_folder_named_wandb_is_not_treated_as_the_package(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     code = "import sys; from chatmill.train.trackers.reporter import named_trackers; named_trackers(['elsewhere'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -357,18 +357,18 @@ def test_a_folder_of_wandb_in_the_working_directory_is_not_its_client(tmp_path, 
 
 
 @pytest.mark.parametrize("value", ["wandbb", ["wandb", "wandb"], [["wandb"]], 3, None, {"wandb": 1}])
-def test_report_to_takes_trackers_and_nothing_else(value):
+def test_report_to_accepts_only_known_trackers(value):
     with pytest.raises(UsageError, match="expected a list of tensorboard, wandb, mlflow, each at most once"):
         config(report_to=value)
 
 
-def test_one_tracker_may_stand_without_a_list():
+def test_report_to_accepts_a_single_tracker_without_a_list():
     assert from_flags(TrainConfig, {"report_to": "wandb"}) == {"report_to": "wandb"}
     assert from_flags(TrainConfig, {"report_to": '["wandb", "mlflow"]'}) == {"report_to": ["wandb", "mlflow"]}
     assert [each.name for each in reporter.named_trackers("wandb")] == ["wandb"]
 
 
-def test_the_key_tensorboard_says_what_replaced_it(tmp_path, sums_data):
+def test_the_old_key_tensorboard_names_its_replacement(tmp_path, sums_data):
     with pytest.raises(
         UsageError, match=r'the key tensorboard was replaced by report_to; use "report_to": \["tensorboard"\]'
     ):
@@ -393,7 +393,7 @@ def test_a_run_of_an_earlier_version_resumes(sums_data, tmp_path, capsys, before
 NAMES = ["val_loss/chat", "val_loss/a+b", "val_loss/a=b", "/x", "x/", "a//b", "../x", ".", "a" * 300, "é", "a\nb", ""]
 
 
-def test_mlflow_accepts_every_name_and_they_stay_distinct(clients):
+def test_names_converted_for_mlflow_are_valid_and_distinct(clients):
     from mlflow.utils.validation import _validate_metric_name
 
     valid = [valid_name(name) for name in NAMES]
@@ -403,7 +403,7 @@ def test_mlflow_accepts_every_name_and_they_stay_distinct(clients):
 
 
 def test_errors_that_mlflow_logs_itself_are_not_shown(tracked, capfd):
-    """Its database logs a traceback for every call that fails, and raises the error too."""
+    """mlflow logs a traceback for every database call that fails, and also raises the error."""
     logging.getLogger("mlflow.store.db.utils").error("a traceback for every failed call")
     assert capfd.readouterr().err == ""
 
@@ -414,7 +414,7 @@ def test_wandb_without_credentials_and_mlflow_with_a_wrong_address_refuse_the_ru
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(UsageError, match=r"mlflow: .*nowhere.*; see MLFLOW_TRACKING_URI"):
         trained(sums_data, clients / "refused", report_to=["mlflow"])
-    # The client reads its settings once.
+    # The client reads its settings only once.
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "on")
     with pytest.raises(UsageError, match=r"^wandb: .* mode Input should be 'online'"):
@@ -430,7 +430,7 @@ def test_wandb_without_credentials_and_mlflow_with_a_wrong_address_refuse_the_ru
     wandb.teardown()
 
 
-def test_a_tracked_run_computes_the_same(tracked, sums_data, tmp_path):
+def test_tracking_does_not_change_the_run(tracked, sums_data, tmp_path):
     changes = {**SETTINGS, "report_to": (), "max_iters": 4}
     plain = read_metrics(run(sums_data, tmp_path, **changes).folder)
     for name in ("loss", "grad_norm", "val_loss", "val_exact_rate"):

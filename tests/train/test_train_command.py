@@ -1,4 +1,4 @@
-"""`python train.py` and `chatmill train` as users run them, in an image that has little more than torch."""
+"""`python train.py` and `chatmill train` as users run them, with few packages besides torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def place(sums_data, tmp_path, monkeypatch):
-    """A folder with the configs, and a dataset where the documented commands look for it."""
+    """A folder with the configs, and a dataset at the path that the documented commands use."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "data").mkdir()
@@ -48,7 +48,7 @@ def place(sums_data, tmp_path, monkeypatch):
 
 
 class Started:
-    """The command in a process of its own, which has already imported all that it needs."""
+    """The command in a separate process, which has already imported everything it needs."""
 
     def __init__(self, *args: str, **variables: str) -> None:
         self._output = tempfile.TemporaryDirectory()
@@ -94,7 +94,7 @@ def test_train_py_needs_only_numpy_torch_and_safetensors(place):
 
 @pytest.mark.parametrize("size", ["150M", "30M"])
 def test_the_documented_command_trains(place, monkeypatch, capsys, size):
-    # As documented, with the sizes of the models brought down to what a test can wait for.
+    # As documented, with model sizes reduced to keep the test short.
     (place / "configs").unlink()
     (place / "configs/sft1").mkdir(parents=True)
     shipped = json.loads((ROOT / f"configs/sft1/{size}.json").read_text())
@@ -116,7 +116,7 @@ def test_the_documented_command_trains(place, monkeypatch, capsys, size):
     assert (stored["epoch_seed"], stored["use_loss_mask"]) == (42, True)
 
 
-def test_every_documented_flag_is_one(place, capsys):
+def test_every_documented_flag_exists(place, capsys):
     given = {
         "learning_rate": "0.002",
         "eval_interval": "1",
@@ -136,7 +136,7 @@ def test_every_documented_flag_is_one(place, capsys):
     assert json.loads(Path("checkpoints/next/config.json").read_text())["init_from_model"] == "checkpoints/mine"
 
 
-def test_a_run_goes_on_with_nothing_but_its_name(place, capsys):
+def test_a_run_resumes_with_only_its_name(place, capsys):
     main(flags("--max_iters", "4", "--log-rows"))
     main(["--model_name", "mine", "--resume", "auto", "--max_iters", "6", "--json"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -178,7 +178,7 @@ def test_both_commands_read_the_same_flags(monkeypatch, flags):
     assert (*ours, more["as_json"]) == (*theirs, others["as_json"])
 
 
-def test_chatmill_train_says_what_is_wrong_in_one_line(place, monkeypatch, capsys):
+def test_chatmill_train_reports_errors_in_one_line(place, monkeypatch, capsys):
     for args, code, said in (
         (["--model_name", "x"], 2, "chatmill: dataset_dir is missing; expected the folder of a dataset\n"),
         (["--bogus", "1"], 2, "chatmill: unrecognized arguments: --bogus 1; see chatmill train --help\n"),
@@ -201,7 +201,7 @@ def test_chatmill_train_says_what_is_wrong_in_one_line(place, monkeypatch, capsy
     assert not Path("checkpoints").exists()
 
 
-def test_flags_win_over_variables_and_these_over_the_file(place, monkeypatch, capsys):
+def test_flags_override_variables_which_override_the_file(place, monkeypatch, capsys):
     data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "49")
     monkeypatch.setenv("POST_TRAINING", "1")
     monkeypatch.setenv("WARMUP_PCT", "0.5")
@@ -213,16 +213,16 @@ def test_flags_win_over_variables_and_these_over_the_file(place, monkeypatch, ca
     assert (stored["post_training"], stored["warmup_pct"], stored["warmup_iters"]) == (False, None, 1)
 
 
-def test_a_text_that_looks_like_a_number_is_a_folder_where_one_is_meant(place):
+def test_a_folder_name_may_look_like_a_number(place):
     (place / "123").symlink_to(place / "data/chat_sft")
     main(flags("--max_iters", "1", data="123"))
     with pytest.raises(UsageError, match=r"^7: no such folder"):
         main(flags("--init_from_model", "7", name="other"))
 
 
-def test_flags_that_shape_a_fresh_model_are_refused_beside_a_model_to_begin_with(place):
+def test_shape_flags_are_refused_together_with_init_from_model(place):
     main(flags("--max_iters", "1"))
-    # The sizes of a config file are those of its fresh models, and may stand there.
+    # Sizes in a config file apply to new models and are allowed there.
     main(flags("--max_iters", "1", "--init_from_model", "checkpoints/mine", name="next"))
     for more in (
         flags("--init_from_model", "checkpoints/mine", name="other"),
@@ -236,7 +236,7 @@ def test_flags_that_shape_a_fresh_model_are_refused_beside_a_model_to_begin_with
         )
 
 
-def test_sigterm_saves_and_the_command_ends_well(place):
+def test_sigterm_saves_a_checkpoint_and_exits_with_code_0(place):
     started = Started(*flags("--max_iters", "100000", "--log_interval", "1"))
     started.wait_for_error_line("step 2/")
     started.signal(signal.SIGTERM)
@@ -248,7 +248,7 @@ def test_sigterm_saves_and_the_command_ends_well(place):
     assert (place / f"checkpoints/mine/step_{step:08d}/checkpoint.json").is_file()
 
 
-def test_a_run_that_saves_nothing_says_so_when_it_is_stopped_and_when_it_begins_again(place):
+def test_a_run_without_checkpoints_says_so_when_stopped_and_when_restarted(place):
     unsaved = flags("--max_iters", "100000", "--log_interval", "1", "--save_interval", "0")
     started = Started(*unsaved)
     started.wait_for_error_line("step 2/")
@@ -267,7 +267,7 @@ def test_a_run_that_saves_nothing_says_so_when_it_is_stopped_and_when_it_begins_
 
 
 def world(count: int) -> list[dict[str, str]]:
-    """What torchrun tells its processes."""
+    """The environment variables that torchrun sets for its processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -275,7 +275,7 @@ def world(count: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def test_ranks_train_one_model_and_only_the_first_speaks(place):
+def test_ranks_train_one_model_and_only_rank_0_prints(place):
     both = [Started(*flags("--max_iters", "3", "--parallel", "fsdp"), **variables) for variables in world(2)]
     (code, out, err), other = [each.ended() for each in both]
     assert (code, other) == (0, (0, "", ""))
@@ -284,14 +284,14 @@ def test_ranks_train_one_model_and_only_the_first_speaks(place):
     assert len(read_metrics(place / "checkpoints/mine")) == 3
 
 
-def test_what_is_wrong_on_all_ranks_is_said_once(place):
+def test_an_error_on_all_ranks_is_printed_once(place):
     both = [Started(*flags("--block_size", "1000"), **variables) for variables in world(2)]
     (code, out, err), other = [each.ended() for each in both]
     assert (code, out, other) == (1, "", (1, "", ""))
     assert err == "chatmill: block_size is 1000, but the model has 64 positions; lower block_size\n"
 
 
-def test_blocks_are_post_trained_with_the_documented_variable(place, monkeypatch, capsys):
+def test_blocks_are_post_trained_with_the_documented_environment_variable(place, monkeypatch, capsys):
     data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
     monkeypatch.setenv("POST_TRAINING", "1")
     main(flags("--max_iters", "1000", "--block_size", "31", data=str(data)))
@@ -301,7 +301,7 @@ def test_blocks_are_post_trained_with_the_documented_variable(place, monkeypatch
     assert len(read_metrics(Path("checkpoints/mine"))) == -(-22 // SMALL["batch_size"])
 
 
-def test_post_training_after_plain_training_is_on_the_mask_and_on_all_blocks(place, monkeypatch, capsys):
+def test_post_training_after_plain_training_uses_the_mask_and_all_blocks(place, monkeypatch, capsys):
     data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
     main(flags("--max_iters", "null", "--use_loss_mask", "false", "--block_size", "31", data=str(data)))
     said = "2 of 22 episodes do not fill a batch at the end of the epoch and are dropped; set epoch_drop_last to false"
@@ -336,7 +336,7 @@ def test_post_training_refuses_datasets_without_blocks_of_its_size(place, monkey
 @pytest.mark.parametrize(
     ("size", "rank", "line"), [(2, 1, "rank 1: damaged"), (2, 0, "rank 0: damaged"), (1, 0, "damaged")]
 )
-def test_a_fault_that_one_rank_meets_alone_is_reported_by_that_rank(monkeypatch, size, rank, line):
+def test_an_error_on_one_rank_is_reported_by_that_rank(monkeypatch, size, rank, line):
     monkeypatch.setenv("RANK", str(rank))
 
     def read_rows() -> None:

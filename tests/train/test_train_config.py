@@ -1,4 +1,4 @@
-"""The configuration of a run: keys, their layers, and what is refused."""
+"""The configuration of a run: keys, their layers, and invalid values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglo
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_shipped_config_is_one_and_trains_what_the_mask_marks(name):
+def test_every_shipped_config_is_valid_and_uses_the_loss_mask(name):
     found = TrainConfig.from_file(ROOT / name)
     assert found.use_loss_mask
     assert found.block_size <= found.max_positions
@@ -34,7 +34,7 @@ def test_the_documented_config_inherits_and_changes_a_seed(tmp_path, monkeypatch
     assert {name: found[name] for name in base} == {**base, "epoch_seed": 42}
 
 
-def test_all_faults_are_named_at_once():
+def test_all_problems_are_reported_together():
     wrong = {"learning_rat": 1, "grad_clip": -1, "parallel": "tp", "beta2": 1, "lora": {"rank": 3}, "n_layer": 1.5}
     with pytest.raises(UsageError) as error:
         TrainConfig.from_mapping(wrong, place="c.json")
@@ -99,7 +99,7 @@ def test_values_of_adapters_are_checked(lora):
     assert config(lora=right, init_from_model="model").lora == right
 
 
-def test_post_training_is_on_the_mask_and_on_all_of_one_pass():
+def test_post_training_uses_the_mask_and_all_of_one_pass():
     plain = {name: value for name, value in SMALL.items() if name != "use_loss_mask"}
     found = TrainConfig.from_mapping({**plain, "post_training": True})
     assert (found.use_loss_mask, found.epoch_drop_last) == (True, False)
@@ -108,13 +108,13 @@ def test_post_training_is_on_the_mask_and_on_all_of_one_pass():
     assert TrainConfig.from_mapping(plain).use_loss_mask is False
 
 
-def test_the_layer_that_turns_post_training_on_brings_what_that_means():
+def test_the_layer_that_turns_post_training_on_also_sets_its_keys():
     file = {"use_loss_mask": False, "epoch_drop_last": True}
     on = {"use_loss_mask": True, "epoch_drop_last": False, "post_training": True}
     assert layered(file, {"post_training": True}) == on
     assert layered(file, {"post_training": True}, {"epoch_drop_last": True}) == {**on, "epoch_drop_last": True}
     assert layered(file, {"post_training": True, "epoch_drop_last": True}) == {**on, "epoch_drop_last": True}
-    # Where it is on already, nothing is brought once more.
+    # If post_training is already on, its keys are not set again.
     assert layered({**on, "epoch_drop_last": True}, {"post_training": True}) == {**on, "epoch_drop_last": True}
     assert layered(file, {"post_training": True}, {"post_training": False}) == {**on, "post_training": False}
 
@@ -136,16 +136,16 @@ def test_a_config_that_inherits_a_shipped_one_may_turn_post_training_on(tmp_path
         ({"POST_TRAINING": "0", "HOME": "/"}, {"post_training": False}),
     ],
 )
-def test_the_documented_variables_are_keys(environment, values):
+def test_the_documented_environment_variables_set_keys(environment, values):
     assert from_environment(TrainConfig, environment) == values
 
 
-def test_variables_that_say_nothing_sensible_are_refused_together():
+def test_invalid_environment_variables_are_reported_together():
     with pytest.raises(UsageError, match=r"POST_TRAINING is yes; expected 0 or 1; WARMUP_PCT is 5%; expected a share"):
         from_environment(TrainConfig, {"POST_TRAINING": "yes", "WARMUP_PCT": "5%"})
 
 
-def test_later_layers_win_and_the_two_warm_ups_are_one_key():
+def test_later_layers_win_and_the_two_warmup_keys_replace_each_other():
     file, variables, flags = {"warmup_iters": 10, "seed": 1}, {"warmup_pct": 0.1}, {"seed": 2}
     assert layered(file, variables, flags) == {"warmup_pct": 0.1, "seed": 2}
     assert layered(variables, file) == file
@@ -163,7 +163,7 @@ def test_later_layers_win_and_the_two_warm_ups_are_one_key():
         ({"warmup_iters": None}, 31),
     ],
 )
-def test_the_warm_up_is_a_number_of_steps_or_a_share_of_the_run(changes, steps):
+def test_warmup_is_a_number_of_steps_or_a_share_of_the_run(changes, steps):
     assert config(**changes).warmup_steps(1001) == steps
 
 
@@ -172,14 +172,14 @@ def rates(shape: str, warmup: int, total: int) -> list[float]:
     return [round(schedule(step), 4) for step in range(total + 2)]
 
 
-def test_the_learning_rate_rises_and_falls():
+def test_the_learning_rate_warms_up_and_decays():
     assert rates("linear", 2, 6) == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
     assert rates("cosine", 0, 4) == [1.0, 0.8828, 0.6, 0.3172, 0.2, 0.2]
     assert rates("constant", 4, 4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert rates("cosine", 3, 2) == [0.3333, 0.6667, 1.0, 1.0]
 
 
-def test_every_key_of_a_run_is_on_its_page():
+def test_every_key_is_documented():
     names = ("reference/training.md", "explanation/loading.md", "explanation/models.md")
     pages = "".join((ROOT / "docs" / name).read_text("utf-8") for name in names)
     keys = [each.name for each in fields(TrainConfig)]

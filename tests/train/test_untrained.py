@@ -1,4 +1,4 @@
-"""Runs without a trained token are refused before the model is loaded, or stop with the reason."""
+"""Runs without trained tokens are refused before the model is loaded, or stop with the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAGS = {"batch_size": 2, "block_size": 4, "pad_token_id": 0, "epoch_shuffle": F
 
 
 def noted(dataset: Path, reason: str) -> None:
-    """Write a dataset's metadata again, with a note in its ledger."""
+    """Rewrite a dataset's metadata with a note in its ledger."""
     metadata = open_dataset(dataset).metadata
     assert metadata is not None
     ledger = Ledger(dict(metadata.ledger.entries))
@@ -81,7 +81,7 @@ def mix_of_zeros(folder: Path) -> Path:
         ),
     ],
 )
-def test_data_without_a_trained_token_is_refused_before_the_model_is_loaded(
+def test_data_without_trained_tokens_is_refused_before_the_model_is_loaded(
     tmp_path, monkeypatch, make, changes, reason
 ):
     data = make(tmp_path)
@@ -123,14 +123,14 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_run_stops_after_steps_without_a_trained_token_and_says_why(tmp_path, capsys, cause):
+def test_a_run_stops_after_steps_without_trained_tokens_and_says_why(tmp_path, capsys, cause):
     episodes, masks, changes, reason = CAUSES[cause]
     data = write_files(tmp_path / "data", episodes, masks)
     reason = reason.format(data=data)
     with pytest.raises(DataError) as error:
         trained(data, tmp_path, max_iters=40, **FLAGS, **changes)
     assert str(error.value) == f"steps 1 to {LIMIT} have no trained tokens: {reason}"
-    # Its checkpoints are kept.
+    # The run's checkpoints are kept.
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_00000008", "step_00000016"]
     assert [line["loss"] for line in read_metrics(tmp_path / "run")][:16] == [None] * 16
     with pytest.raises(DataError) as error:
@@ -138,7 +138,7 @@ def test_a_run_stops_after_steps_without_a_trained_token_and_says_why(tmp_path, 
     assert str(error.value) == f"none of 3 steps had trained tokens: {reason}"
 
 
-def test_the_sources_of_a_mix_without_a_trained_token_are_named(tmp_path):
+def test_sources_of_a_mix_without_trained_tokens_are_named(tmp_path):
     write_blocks(tmp_path / "data/good", [TOKENS] * 4, [ALL] * 4)
     write_blocks(tmp_path / "data/empty", [TOKENS] * 80, [NONE] * 80)
     changes = {"mix_sft": {"empty": 1000, "good": 1}, "max_iters": 20}
@@ -152,7 +152,7 @@ def test_the_sources_of_a_mix_without_a_trained_token_are_named(tmp_path):
     )
 
 
-def test_some_steps_without_a_trained_token_stop_nothing(tmp_path):
+def test_a_few_steps_without_trained_tokens_do_not_stop_the_run(tmp_path):
     masks = [ALL, ALL, *[NONE] * 2 * (LIMIT - 1)] * 2
     data = write_files(tmp_path / "data", [TOKENS] * len(masks), masks)
     result = trained(data, tmp_path, **{**FLAGS, "save_interval": 0}, max_iters=2 * LIMIT)

@@ -38,7 +38,7 @@ COMMON = {
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
-    # Tied embeddings that are scaled in the dtype of their weight.
+    # Tied embeddings, scaled in the dtype of their weight.
     "gemma3_text": COMMON | {"head_dim": 8},
     # Weights outside nn.Linear: Conv1D, experts, and weights that other layers read.
     "gpt2": GPT2 | {"bos_token_id": 1, "eos_token_id": 2},
@@ -179,7 +179,7 @@ def test_bfloat16_weights_can_be_trained_and_their_gradients_are_bfloat16(tmp_pa
         assert torch.allclose(a.float(), b, rtol=1e-2, atol=1e-2 * float(b.abs().max()))
 
 
-def test_the_own_model_loads_in_the_dtype_of_its_file(tmp_path):
+def test_a_chatmill_gpt_loads_in_the_dtype_of_its_file(tmp_path):
     model = small_gpt()
     model.save(tmp_path, {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
     exact, stored = open_model(tmp_path), open_model(tmp_path, weights="stored")

@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = {
 
 
 def run_chatmill(*args: str) -> None:
-    """Run a command that must succeed, and keep quiet about it."""
+    """Run a command that must succeed, without showing its output."""
     output, argv = io.StringIO(), sys.argv
     sys.argv = ["chatmill", *args]
     try:
@@ -68,7 +68,7 @@ def sums(count: int, *, seed: int = 0) -> str:
 
 
 def prepare(folder: Path, name: str, *flags: str, seed: int = 0, count: int = 60) -> Path:
-    """A dataset of sums, as `chatmill prepare` makes it."""
+    """Prepare a dataset of sums with `chatmill prepare`."""
     source = folder / f"{name}.jsonl"
     source.write_text(sums(count, seed=seed))
     run_chatmill("prepare", str(source), "-o", str(folder / name), "--workers", "1", *flags)
@@ -77,7 +77,7 @@ def prepare(folder: Path, name: str, *flags: str, seed: int = 0, count: int = 60
 
 
 def write_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Path:
-    """A dataset as another program writes it: the documented files and nothing else."""
+    """Write a dataset like another program: only the documented files."""
     shard = target / "train" / shard_name(0)
     shard.mkdir(parents=True)
     np.array([id for ids in episodes for id in ids], dtype="<u2").tofile(shard / TOKENS)
@@ -88,7 +88,7 @@ def write_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence
 
 
 def write_blocks(target: Path, blocks: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Path:
-    """A dataset of blocks, all equally long, as `chatmill prepare --fit blocks` writes it."""
+    """Write a dataset of equally long blocks, like `chatmill prepare --fit blocks`."""
     ids = np.array(blocks, dtype=np.uint32)
     rows = rows_from_mask(ids.ravel(), np.array(masks).ravel(), np.full(len(ids), ids.shape[1]))
     with SplitWriter(target / "train", vocab_size=1000, shard_tokens=1 << 20) as writer:
@@ -115,14 +115,14 @@ def config(**changes: Any) -> TrainConfig:
 def trained(
     dataset: Path, out_dir: Path, *, name: str = "run", resume: str | None = None, **changes: Any
 ) -> TrainResult:
-    """Train the small model and tell nothing."""
+    """Train the small model without output."""
     return train_model(
         config(**changes), model_name=name, dataset_dir=dataset, out_dir=out_dir, resume=resume, quiet=True
     )
 
 
 def weights(checkpoint: Path) -> dict[str, np.ndarray]:
-    """The weights that a checkpoint's model has."""
+    """The weights of a checkpoint's model."""
     return {name: tensor.numpy() for name, tensor in load_file(checkpoint / "model" / "model.safetensors").items()}
 
 
@@ -133,7 +133,7 @@ def curve(run: Path) -> list[tuple[int, float]]:
 
 
 def ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` returns on each of `count` processes of one process group, as JSON holds it."""
+    """Run `work` on `count` processes of one process group; return the results as JSON values."""
     with tempfile.TemporaryDirectory() as folder:
 
         def run_rank(rank: int) -> None:
