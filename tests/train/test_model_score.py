@@ -188,7 +188,7 @@ def test_episodes_without_tokens_are_not_conversations(tmp_path, model):
 def test_data_with_a_different_tokenizer_is_refused(dataset, tmp_path):
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": "ab" * 32}))
     with pytest.raises(
-        DataError, match=f"{dataset}: was prepared with tokenizer {BYTES.sha256[:12]}…, the model .* abab"
+        DataError, match=f"{dataset}: was prepared with tokenizer {BYTES.sha256[:12]}…, but the model .* abab"
     ):
         check_tokenizer(tmp_path, open_all(dataset)[0])
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": BYTES.sha256}))
