@@ -142,8 +142,11 @@ def try_batch(batch: ModuleType, rng: random.Random) -> None:
         episode[rng.randrange(10)] = rng.choice([*EXTREME, 3, 59])
     table = array("q", [value for episode in episodes for value in episode])
     options = size, 6, width, 5, rng.random() < 0.5, 7
-    result = refused(batch.rows, *outputs, [tokens], [unaligned(spans)], table, rows, borders, *options)
+    digests = bytearray(16)
+    hashed = rng.choice([(), (digests, array("q", [3]), 2)])
+    result = refused(batch.rows, *outputs, [tokens], [unaligned(spans)], table, rows, borders, *options, *hashed)
     if not wrong:
+        assert any(digests) == bool(hashed)
         assert result == -1, result
         assert outputs[0].tolist() == (words + [5] * size)[:size]
         assert outputs[7][1] == filled
@@ -152,7 +155,7 @@ def try_batch(batch: ModuleType, rng: random.Random) -> None:
 def try_bad_batch(batch: ModuleType, rng: random.Random) -> None:
     arguments: list[Any] = [bytearray(8) for _ in range(8)]
     arguments += [[bytes(8)], [bytes(15)], numbers([0] * 10), numbers([0, 1]), numbers([0])]
-    arguments += [1, 1, rng.choice([2, 4, 8, 0, -1]), 0, True, 7]
+    arguments += [1, 1, rng.choice([2, 4, 8, 0, -1]), 0, True, 7, bytearray(16), numbers([5]), 0]
     for _ in range(rng.randrange(4)):
         at = rng.randrange(len(arguments))
         arguments[at] = rng.choice([any_buffer(rng, bytes(8)), rng.choice(EXTREME), [any_buffer(rng, bytes(15))], []])

@@ -17,10 +17,12 @@ from audit_fixtures import SMALL, make_dataset, rechained, run
 
 from chatmill.audit import Audit, AuditError, LogLine, read_log, replay_step, saved_states, verify_log
 from chatmill.errors import DataError, UsageError
+from chatmill.load import stored_rows
 from chatmill.load.digests import blake2b_rows
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.read import EpisodeReader
 from chatmill.store import files
+from chatmill.store.layout import STORED_SPAN
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +271,29 @@ def test_a_change_of_data_files_under_the_same_metadata_is_detected(dataset, tmp
     fault = verify_log(audit.path, changed).fault
     # A change in a row that was used changes a digest; any other change is found by the file hash.
     assert re.search(r":\d+: steps has digest " if split == "train" else r"val/shard_00000/tokens\.bin: ", fault)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("change", ["a token", "a label", "a weight"])
+def test_training_on_changed_files_is_detected_after_they_are_restored(
+    dataset, tmp_path, monkeypatch, change, compiled
+):
+    changed = tmp_path / "changed"
+    shutil.copytree(dataset, changed)
+    shard = changed / "train" / "shard_00000"
+    path = shard / ("tokens.bin" if change == "a token" else "spans.bin")
+    right = path.read_bytes()
+    if change == "a token":
+        path.write_bytes(right[:-20] + bytes([right[-20] ^ 1]) + right[-19:])
+    else:
+        spans = np.frombuffer(right, dtype=STORED_SPAN).copy()
+        spans["weight"][np.flatnonzero(spans["weight"])[-1]] = 0 if change == "a label" else 0.5
+        path.write_bytes(spans.tobytes())
+    if not compiled:
+        monkeypatch.setattr(stored_rows, "_batch", None)
+    audit, _ = run(changed, tmp_path / "logs", 25)
+    path.write_bytes(right)
+    assert re.search(r":\d+: steps has digest ", verify_log(audit.path, changed).fault)
 
 
 def test_300_manipulations_are_all_detected(dataset, tmp_path):

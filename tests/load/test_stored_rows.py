@@ -13,6 +13,8 @@ from load_fixtures import talks, write_plain_files, write_rows, write_source
 from plain_rows import build, rows_
 
 from chatmill.errors import DataError
+from chatmill.load.batch import HashedRows
+from chatmill.load.digests import sha256_rows
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.plan import Window
 from chatmill.load.stored_rows import _batch, look_up, row_table
@@ -25,7 +27,12 @@ def both(loader, episodes, first):
     """Build the same rows with the C extension and with numpy."""
     plan, rows = loader.plan("train"), Window(np.array(episodes, dtype=np.int64), np.array(first, dtype=np.int64))
     assert type(look_up(plan, rows)).__name__ == "StoredRows"
-    return [table.build(0, rows.num_rows) for table in (look_up(plan, rows), row_table(plan, rows))]
+    return [table.build(0, rows.num_rows, hashed_rows(rows)) for table in (look_up(plan, rows), row_table(plan, rows))]
+
+
+def hashed_rows(rows):
+    """Two steps, where the rows can be divided by two."""
+    return HashedRows([2**40, 7] if rows.num_rows % 2 == 0 else [2**40], 3)
 
 
 def assert_equal(mine, other):
@@ -37,6 +44,10 @@ def assert_equal(mine, other):
     assert (mine.batch.episode_ids[:, other.batch.episode_ids.shape[1] :] == -1).all()
     np.testing.assert_array_equal(mine.counts, other.counts)
     np.testing.assert_array_equal(mine.num_segments, other.num_segments)
+    # The oracle of these digests is in test_digests.py.
+    steps, first_row = hashed_rows(Window(np.empty(0), np.empty(len(mine.counts) + 1)))
+    assert other.digests is None
+    np.testing.assert_array_equal(mine.digests, sha256_rows(other.batch, steps, first_row))
 
 
 @settings(max_examples=150)
@@ -86,6 +97,26 @@ def test_rows_of_uint16_ids_caches_and_other_programs_equal_those_of_numpy(tmp_p
         # test_batches.py compares both with an oracle; here, check that they are not empty.
         assert mine.counts[:, 1].tolist() == [len(episodes[7]), len(episodes[31] + episodes[2]),
                                               len(episodes[39] + episodes[0])]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab_size", [300, 2**32])
+def test_digests_of_long_rows_are_those_of_numpy(tmp_path, vocab_size):
+    rng = np.random.default_rng(0)
+    rows = talks(3, 200)
+    rows.ids[:] = rng.integers(0, vocab_size, len(rows.ids))
+    # Zero of either sign is no label, and only one of them is the usual weight where there is none.
+    rows.spans["weight"] = rng.choice([0, -0.0, 0.25, 1, 1, 1], len(rows.spans))
+    target = write_rows(tmp_path / "d", {"train": rows}, vocab_size=vocab_size)
+    loader = EpisodeLoader(target, {"block_size": 500}, tensors=False)
+    first, filled = [0], 0
+    for episode, length in enumerate(rows.lengths.tolist()):
+        if filled + length > 501:
+            first.append(episode)
+            filled = 0
+        filled += length
+    assert len(first) > 4
+    mine, other = both(loader, range(200), [*first, 200])
+    assert_equal(mine, other)
 
 
 def test_spans_that_do_not_tile_their_tokens_are_refused(tmp_path):

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_sha256.h"
+
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "stored numbers are little-endian; Python does the same on other machines"
 #endif
@@ -15,6 +17,14 @@ enum { NUMBER, TOKENS, START, STOP, CUT, SPANS, FIRST_SPAN, LAST_SPAN, FIRST_BOR
 enum { ROWS, FILLED, TRAINED, CUT_EPISODES, CUT_TOKENS, ANSWER_CUT, SEGMENTS, COUNTS };
 enum { FITS = -1, OUTSIDE = -2 };
 static const int64_t IGNORED = -100;
+static const uint32_t ONE = 0x3F800000; /* the bits of 1.0 */
+
+/* The bytes of a row that are hashed, as docs/reference/files.md defines them: numbers, a bit for each label, ids. The
+   numbers are written when the row is complete; until then `weights` collects position and value of unusual weights. */
+typedef struct {
+    uint8_t *weights, *bits, *ids; /* NULL: the row is not hashed */
+    int64_t num_weights;
+} Message;
 
 /* One row while it is written. The weight of token i + 1 belongs to y[i]. */
 typedef struct {
@@ -27,6 +37,7 @@ typedef struct {
     uint32_t weight;
     int64_t segment;  /* the first token of the segment */
     int64_t *counts;
+    Message message;
 } Row;
 
 typedef struct {
@@ -35,7 +46,7 @@ typedef struct {
     const int64_t *borders;
     Py_ssize_t num_borders;
     int64_t pad, most_segments;
-    int width, use_loss_mask, pad_part;
+    int width, use_loss_mask, pad_part, has_sha256;
 } Source;
 
 static inline float as_float(uint32_t bits) {
@@ -62,6 +73,51 @@ static inline void widen(int64_t *restrict to, const uint8_t *from, int64_t at, 
         for (int64_t n = 0; n < count; n++) to[n] = number_at(from + 4 * (at + n));
 }
 
+static inline void put_number(uint8_t *to, int64_t at, int64_t number) { memcpy(to + 8 * at, &number, 8); }
+
+static void put_ids(uint8_t *restrict to, const uint8_t *from, int64_t count, int width) {
+    if (width == 4)
+        memcpy(to, from, 4 * count);
+    else
+        for (int64_t n = 0; n < count; n++) {
+            uint16_t id;
+            memcpy(&id, from + 2 * n, 2);
+            uint32_t wide = id;
+            memcpy(to + 4 * n, &wide, 4);
+        }
+}
+
+/* Positions begin to stop have this weight, and a label if it is positive. */
+static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weight, int has_label) {
+    for (int64_t n = begin; has_label && n < stop;)
+        if (n % 8 || stop - n < 8)
+            message->bits[n / 8] |= (uint8_t)(0x80 >> n % 8), n++;
+        else
+            memset(message->bits + n / 8, 0xFF, (stop - n) / 8), n += (stop - n) / 8 * 8;
+    if (weight != (has_label ? ONE : 0))
+        for (int64_t n = begin; n < stop; n++) {
+            put_number(message->weights, message->num_weights++, n);
+            put_number(message->weights, message->num_weights++, weight);
+        }
+}
+
+/* Complete the message of a complete row. Returns where it begins, and the number of its blocks. */
+static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t *blocks) {
+    const Message *message = &row->message;
+    int64_t last = row->size - 1, labels = row->y[last] != IGNORED ? 2 : 0, episodes = 0, at = 6;
+    for (int64_t n = 0; n < row->counts[SEGMENTS]; n++) episodes += row->episodes[n] >= 0;
+    memmove(message->bits - 8 * message->num_weights, message->weights, 8 * message->num_weights);
+    const int64_t counts[] = {row->size, episodes, labels, message->num_weights, step, place};
+    uint8_t *begin = message->bits - 8 * (6 + episodes + labels + message->num_weights);
+    memcpy(begin, counts, sizeof counts);
+    for (int64_t n = 0; n < row->counts[SEGMENTS]; n++)
+        if (row->episodes[n] >= 0) put_number(begin, at++, row->episodes[n]);
+    /* The label of the last position is the only one that is not the next token of x. */
+    if (labels) put_number(begin, at++, last), put_number(begin, at++, row->y[last]);
+    *blocks = sha256_padded(begin, message->ids + 4 * row->size - begin);
+    return begin;
+}
+
 /* End the run of equal weight before token `stop`, whose tokens are from[at:] as seen from token 0 of the row. */
 static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int width) {
     int64_t begin = row->run ? row->run - 1 : 0, count = stop - 1 - begin;
@@ -75,6 +131,7 @@ static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int
             for (int64_t n = 0; n < count; n++) y[n] = IGNORED;
         for (int64_t n = 0; n < count; n++) weights[n] = weight;
         memset(row->mask + begin, weight > 0, count);
+        if (row->message.ids) put_run(&row->message, begin, begin + count, row->weight, weight > 0);
     }
     row->run = stop;
 }
@@ -97,7 +154,10 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
     const uint8_t *span = (const uint8_t *)source->spans[episode[SPANS]].buf + SPAN_BYTES * episode[FIRST_SPAN];
     int64_t from = episode[START] - filled, border = episode[FIRST_BORDER], in_x = row->size - filled;
     int begins = 1, at_border = 0, was_trained = 0;
-    widen(row->x + filled, tokens, episode[START], count < in_x ? count : in_x, source->width);
+    if (in_x > count) in_x = count;
+    widen(row->x + filled, tokens, episode[START], in_x, source->width);
+    if (row->message.ids && in_x > 0)
+        put_ids(row->message.ids + 4 * filled, tokens + source->width * episode[START], in_x, source->width);
     for (int64_t n = episode[FIRST_SPAN]; n < episode[LAST_SPAN]; n++, span += SPAN_BYTES) {
         for (; border < episode[LAST_BORDER] && source->borders[border] <= n; border++) begins = at_border = 1;
         int64_t length = number_at(span);
@@ -114,7 +174,7 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
             length -= cut, cut = 0, begins = 1;
         }
         if (length > stop - at) return 0;
-        if (!source->use_loss_mask) weight = span[PART_AT] == source->pad_part ? 0 : 0x3F800000;
+        if (!source->use_loss_mask) weight = span[PART_AT] == source->pad_part ? 0 : ONE;
         if (begins) {
             if (row->counts[SEGMENTS] >= source->most_segments) return 0;
             if (at) end_segment(row, at, (int32_t)row->counts[SEGMENTS] - 1);
@@ -142,6 +202,8 @@ static void end_row(Row *row, int64_t filled, int64_t pad) {
     end_segment(row, row->size, (int32_t)last);
     end_run(row, row->size + 1, NULL, 0, 4);
     for (int64_t n = filled; n < row->size; n++) row->x[n] = pad;
+    uint32_t id = (uint32_t)pad;
+    for (int64_t n = filled; row->message.ids && n < row->size; n++) memcpy(row->message.ids + 4 * n, &id, 4);
     row->counts[ROWS] = filled > 0, row->counts[FILLED] = filled;
 }
 
@@ -177,33 +239,53 @@ static void release(Py_buffer *buffers, Py_ssize_t count) {
 
 PyDoc_STRVAR(rows_doc,
              "rows(x, y, loss_mask, weights, positions, segments, episode_ids, counts, tokens, spans, episodes, first,\n"
-             "     borders, size, most_segments, width, pad, use_loss_mask, pad_part)\n\n"
+             "     borders, size, most_segments, width, pad, use_loss_mask, pad_part[, digests, steps, first_row])\n\n"
              "Write the rows of a batch. Row r holds episodes[first[r]:first[r + 1]]. Returns -1, or the number of the\n"
-             "first episode whose spans do not tile its tokens.");
+             "first episode whose spans do not tile its tokens.\n\n"
+             "With `digests`, also write 16 bytes of the hash of each row. Each of `steps` has equally many rows, and\n"
+             "first_row is the place of its first one in the global batch.");
 
 static PyObject *rows(PyObject *module, PyObject *args) {
     (void)module;
-    Py_buffer out[8], in[3];
+    Py_buffer out[9], in[4];
     PyObject *token_list, *span_list;
-    Py_ssize_t size, most, pad;
+    Py_ssize_t size, most, pad, first_row = 0;
     Source source;
-    if (!PyArg_ParseTuple(args, "w*w*w*w*w*w*w*w*O!O!y*y*y*nninpi", &out[0], &out[1], &out[2], &out[3], &out[4], &out[5],
-                          &out[6], &out[7], &PyList_Type, &token_list, &PyList_Type, &span_list, &in[0], &in[1], &in[2],
-                          &size, &most, &source.width, &pad, &source.use_loss_mask, &source.pad_part))
+    memset(&out[8], 0, sizeof out[8]), memset(&in[3], 0, sizeof in[3]);
+    if (!PyArg_ParseTuple(args, "w*w*w*w*w*w*w*w*O!O!y*y*y*nninpi|w*y*n", &out[0], &out[1], &out[2], &out[3], &out[4],
+                          &out[5], &out[6], &out[7], &PyList_Type, &token_list, &PyList_Type, &span_list, &in[0], &in[1],
+                          &in[2], &size, &most, &source.width, &pad, &source.use_loss_mask, &source.pad_part, &out[8],
+                          &in[3], &first_row))
         return NULL;
     const int64_t *episodes = in[0].buf, *first = in[1].buf;
     Py_ssize_t num_episodes = in[0].len / (8 * COLUMNS), num_rows = in[1].len / 8 - 1, result = OUTSIDE;
     source.borders = in[2].buf, source.num_borders = in[2].len / 8;
-    source.pad = pad, source.most_segments = most;
+    source.pad = pad, source.most_segments = most, source.has_sha256 = has_sha256();
     source.tokens = all_buffers(token_list, &source.num_tokens);
     source.spans = source.tokens == NULL ? NULL : all_buffers(span_list, &source.num_spans);
     if (source.spans == NULL) goto end;
     const Py_ssize_t widths[] = {8, 8, 1, 4, 4, 4, 8, 8}, columns[] = {size, size, size, size, size, size, most, COUNTS};
     int fits = num_rows >= 0 && 0 < size && size < INT32_MAX && 0 <= most && most < INT32_MAX &&
-               (source.width == 2 || source.width == 4) && (!num_rows || num_rows < PY_SSIZE_T_MAX / 8 / (size + most));
+               (source.width == 2 || source.width == 4) && (!num_rows || num_rows < PY_SSIZE_T_MAX / 32 / (size + most + 8));
     for (int n = 0; fits && n < 8; n++)
         fits = out[n].len == num_rows * columns[n] * widths[n] && (uintptr_t)out[n].buf % widths[n] == 0;
-    for (int n = 0; fits && n < 3; n++) fits = (uintptr_t)in[n].buf % 8 == 0;
+    for (int n = 0; fits && n < 4; n++) fits = (uintptr_t)in[n].buf % 8 == 0;
+    const int64_t *steps = in[3].buf;
+    Py_ssize_t num_steps = in[3].len / 8, rows_a_step = num_steps ? num_rows / num_steps : 0;
+    fits = fits && out[8].len == (num_steps ? 16 * num_rows : 0) && (!num_steps || num_rows == rows_a_step * num_steps);
+    Py_ssize_t bits_at = 0, ids_at = 0;
+    uint8_t *messages[2] = {NULL, NULL};
+    const uint8_t *begins[2];
+    int64_t blocks[2];
+    if (fits && rows_a_step) {
+        /* Room for two messages, each with as many numbers, bits and ids as a row may have, and 72 bytes to pad it. */
+        bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8;
+        messages[0] = PyMem_Malloc(2 * (ids_at + 4 * size + 72));
+        if (messages[0] == NULL)
+            PyErr_NoMemory(), fits = 0;
+        else
+            messages[1] = messages[0] + ids_at + 4 * size + 72;
+    }
     Py_BEGIN_ALLOW_THREADS
     if (fits) result = FITS;
     for (Py_ssize_t r = 0; result == FITS && r < num_rows; r++) {
@@ -218,7 +300,13 @@ static PyObject *rows(PyObject *module, PyObject *args) {
                    0,
                    0,
                    0,
-                   (int64_t *)out[7].buf + r * COUNTS};
+                   (int64_t *)out[7].buf + r * COUNTS,
+                   {NULL, NULL, NULL, 0}};
+        uint8_t *message = messages[r % 2];
+        if (message) {
+            row.message = (Message){message, message + bits_at, message + ids_at, 0};
+            memset(row.message.bits, 0, ids_at - bits_at);
+        }
         int64_t filled = 0;
         memset(row.counts, 0, 8 * COUNTS);
         for (Py_ssize_t n = 0; n < most; n++) row.episodes[n] = -1;
@@ -232,13 +320,23 @@ static PyObject *rows(PyObject *module, PyObject *args) {
             else
                 filled += episode[STOP] - episode[START];
         }
-        if (result == FITS) end_row(&row, filled, source.pad);
+        if (result != FITS) break;
+        end_row(&row, filled, source.pad);
+        if (message == NULL) continue;
+        int64_t place = (int64_t)((uint64_t)first_row + r % rows_a_step);
+        begins[r % 2] = end_message(&row, steps[r / rows_a_step], place, &blocks[r % 2]);
+        if (r % 2 || r == num_rows - 1) {
+            uint8_t hashes[2][32];
+            sha256(begins, blocks, 1 + (int)(r % 2), source.has_sha256, hashes);
+            for (int n = 0; n <= r % 2; n++) memcpy((uint8_t *)out[8].buf + 16 * (r - r % 2 + n), hashes[n], 16);
+        }
     }
     Py_END_ALLOW_THREADS
+    PyMem_Free(messages[0]);
     release(source.spans, source.num_spans), PyMem_Free(source.spans);
 end:
     if (source.tokens != NULL) release(source.tokens, source.num_tokens), PyMem_Free(source.tokens);
-    release(out, 8), release(in, 3);
+    release(out, 9), release(in, 4);
     if (PyErr_Occurred()) return NULL;
     if (result != OUTSIDE) return PyLong_FromSsize_t(result);
     PyErr_SetString(PyExc_ValueError, "expected episodes within their tokens and spans, and rows that hold them");

@@ -20,5 +20,8 @@ def rows(
     pad: int,
     use_loss_mask: bool,
     pad_part: int,
+    digests: Buffer = ...,
+    steps: Buffer = ...,
+    first_row: int = ...,
     /,
 ) -> int: ...

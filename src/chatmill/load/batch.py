@@ -102,6 +102,13 @@ class BatchCounts(NamedTuple):
         return BatchCounts(*map(add, self, other))
 
 
+class HashedRows(NamedTuple):
+    """The steps of the rows to hash, equally many each, and the index of a step's first row in the global batch."""
+
+    steps: Sequence[int]
+    first_row: int
+
+
 class BuiltRows(NamedTuple):
     """The arrays of some rows, with counts for each row."""
 
@@ -109,6 +116,8 @@ class BuiltRows(NamedTuple):
     counts: Index
     """(rows, 6): the fields of `BatchCounts` for each row."""
     num_segments: Index
+    digests: NDArray[np.uint64] | None = None
+    """The digests of `sha256_rows`, if they were computed together with the arrays."""
 
 
 def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -199,8 +208,8 @@ class RowTable:
         weights = np.add.reduceat(of_runs, self._y_edges[:-1])
         return trained.reshape(-1, size).sum(axis=1), weights.reshape(-1, size).sum(axis=1)
 
-    def build(self, start: int, stop: int) -> BuiltRows:
-        """Return the arrays of rows start to stop, with counts for each row."""
+    def build(self, start: int, stop: int, hashed: HashedRows | None = None) -> BuiltRows:
+        """Return the arrays of rows start to stop, with counts for each row. Digests are left to the caller."""
         with reading():
             try:
                 batch = self.arrays(start, stop)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, UsageError
-from chatmill.load.batch import Batch, BatchCounts, BuiltRows, split_batches
-from chatmill.load.digests import RowDigests
+from chatmill.load.batch import Batch, BatchCounts, BuiltRows, HashedRows, split_batches
+from chatmill.load.digests import RowDigests, sha256_rows
 from chatmill.load.plan import LoadPlan, PlannedStep, Window, join, pad_rows
 from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
@@ -81,17 +81,21 @@ class BatchBuilder:
             rows = look_up(self.plan, join([pad_rows(part, size) for part in parts]))
             for at in range(0, len(group), per_chunk):
                 chunk = slice(at, at + per_chunk)
-                built = rows.build(at * size, min(at + per_chunk, len(group)) * size)
-                yield self._ready(group[chunk], parts[chunk], built)
+                hashed = HashedRows([step.at.step for step in group[chunk]], self.rank * size)
+                with_digests = hashed if self.row_digests is sha256_rows else None
+                built = rows.build(at * size, min(at + per_chunk, len(group)) * size, with_digests)
+                yield self._ready(group[chunk], parts[chunk], built, hashed)
 
-    def _ready(self, steps: list[PlannedStep], parts: list[Window], built: BuiltRows) -> list[ReadyBatch]:
+    def _ready(
+        self, steps: list[PlannedStep], parts: list[Window], built: BuiltRows, hashed: HashedRows
+    ) -> list[ReadyBatch]:
         batch, by_batch = built.batch, (len(steps), self.num_rows)
         widths = built.num_segments.reshape(by_batch).max(axis=1, initial=1).tolist()
         counts = [BatchCounts(*columns) for columns in built.counts.reshape(*by_batch, -1).sum(axis=1).tolist()]
         digests: Sequence[NDArray[np.uint64] | None] = [None] * len(steps)
         source_counts: list[Index | None] = [None] * len(steps)
         if self.row_digests is not None:
-            rows = self.row_digests(batch, [step.at.step for step in steps], self.rank * self.num_rows)
+            rows = self.row_digests(batch, *hashed) if built.digests is None else built.digests
             digests = list(rows.reshape(*by_batch, 2).sum(axis=1, dtype=np.uint64))
             if self.plan.config.mix is not None:
                 singles = zip(parts, split_batches(batch, widths), strict=True)

@@ -1,7 +1,8 @@
 """Digests of the rows of a batch for the audit log, computed from the arrays and the position of the row.
 
 `sha256_rows` hashes only what determines a row, a third of its bytes; `blake2b_rows` hashes all bytes, as in logs of
-earlier versions. Digests of several rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
+earlier versions. `_batch.c` computes the digests of `sha256_rows` while it writes the rows. Digests of several rows,
+ranks or steps are combined by adding them, modulo 2^64 in each column.
 """
 
 from __future__ import annotations

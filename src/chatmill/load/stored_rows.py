@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from chatmill.load.batch import Batch, BuiltRows, RowTable
+from chatmill.load.batch import Batch, BuiltRows, HashedRows, RowTable
 from chatmill.load.plan import LoadPlan, Window
 from chatmill.load.read import EpisodeReader, StoredEpisodes
 from chatmill.rows import Index, Part, as_bytes, offsets
@@ -44,8 +44,8 @@ class StoredRows:
         self._size, self._width = config.block_size, tokens.dtype.itemsize
         self._options = plan.pad_token_id, config.use_loss_mask, int(Part.PAD)
 
-    def build(self, start: int, stop: int) -> BuiltRows:
-        """Return the arrays of rows start to stop, with counts for each row."""
+    def build(self, start: int, stop: int, hashed: HashedRows | None = None) -> BuiltRows:
+        """Return the arrays of rows start to stop, with counts for each row, and digests if `hashed` is given."""
         rows, most = stop - start, int(self._most_segments[start:stop].max(initial=1))
         shape, first = (rows, self._size), self._first[start : stop + 1]
         batch = Batch(
@@ -58,16 +58,18 @@ class StoredRows:
             np.empty((rows, most), dtype=np.int64),
         )
         counts = np.empty((rows, NUM_COUNTS), dtype=np.int64)
+        digests = None if hashed is None else np.empty((rows, 2), dtype="<u8")
+        hashes = () if hashed is None else (digests, np.array(hashed.steps, dtype=np.int64), hashed.first_row)
         inputs = self._tokens, self._spans, self._episodes, first, self._borders
         with reading():
             try:
-                wrong = _batch.rows(*batch, counts, *inputs, self._size, most, self._width, *self._options)
+                wrong = _batch.rows(*batch, counts, *inputs, self._size, most, self._width, *self._options, *hashes)
                 if wrong >= 0:
                     raise self._reader.untiled(self._stored, wrong)
             finally:
                 for file in self._files:
                     file.check()
-        return BuiltRows(batch, counts[:, :-1], counts[:, -1])
+        return BuiltRows(batch, counts[:, :-1], counts[:, -1], digests)
 
 
 def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
