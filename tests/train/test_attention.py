@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
 from chatmill.train import attention
-from chatmill.train.attention import attend, block_mask, dense_mask, segment_start
+from chatmill.train.attention import HOPPER_TILES, attend, block_mask, dense_mask, kernel_options, segment_start
 
 
 def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
@@ -99,3 +102,20 @@ def test_block_tables_have_the_strides_that_the_kernel_expects(rows, length):
     tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
     tables += (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
     assert [table.stride() for table in tables] == [torch.empty(table.shape).stride() for table in tables]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_size", "dtype", "tuned"),
+    [
+        ((9, 0), 128, torch.bfloat16, True),
+        ((9, 0), 64, torch.float32, True),
+        ((9, 0), 128, torch.float32, False),
+        ((9, 0), 256, torch.bfloat16, False),
+        ((8, 9), 128, torch.bfloat16, False),
+        ((10, 0), 128, torch.bfloat16, False),
+    ],
+)
+def test_tuned_tiles_are_used_only_on_hopper_and_for_heads_that_fit(gpu, head_size, dtype, tuned, monkeypatch):
+    properties = SimpleNamespace(major=gpu[0], minor=gpu[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert kernel_options(torch.empty(1, 2, 4, head_size, dtype=dtype)) == (HOPPER_TILES if tuned else None)

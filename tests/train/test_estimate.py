@@ -236,7 +236,7 @@ def test_estimates_are_within_15_percent_of_measured_memory(tmp_path):
     lines = {name: (estimated, gib) for name, _, estimated, gib in table.compared(tmp_path)}
     assert set(lines) >= table.FITTED | {"1.7b-own-adamw", "4b-own-adamw", "8b-hf-qlora"}
     for name, (estimated, gib) in lines.items():
-        assert abs(estimated / gib - 1) < (0.02 if name in table.FITTED else 0.15), name
+        assert abs(estimated / gib - 1) < (0.03 if name in table.FITTED else 0.15), name
     page = (ROOT / "docs/explanation/models.md").read_text("utf-8")
     for name, (estimated, gib) in lines.items():
         assert re.search(rf"\| `{name}` \|[^|]+\| {estimated:.1f} \| {gib:.1f} \|", page), name

@@ -24,6 +24,13 @@ MIN_HEAD_SIZE = 16
 MAX_SHAPES = 64
 """Maximum number of input shapes for which FlexAttention is compiled outside of compiled layers."""
 
+HOPPER_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
+"""FlexAttention's tiles on Hopper GPUs: with conversations of mean length 590, the forward pass takes 0.86 of the time
+that it takes with the default tiles (H200, heads of 128)."""
+
+MAX_HEAD_BYTES = 256
+"""Larger heads do not fit into shared memory with these tiles."""
+
 Mask: TypeAlias = Tensor | BlockMask
 
 
@@ -101,10 +108,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
     shared = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-        out = flex(q, k, v, block_mask=mask, enable_gqa=shared)
+        out = flex(q, k, v, block_mask=mask, enable_gqa=shared, kernel_options=kernel_options(q))
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared)
     return out.transpose(1, 2)
+
+
+def kernel_options(q: Tensor) -> dict[str, int] | None:
+    """Tiles for FlexAttention of these queries; None for its default."""
+    gpu = torch.cuda.get_device_properties(q.device)
+    tuned = (gpu.major, gpu.minor) == (9, 0) and q.shape[-1] * q.dtype.itemsize <= MAX_HEAD_BYTES
+    return HOPPER_TILES if tuned else None
 
 
 @cache

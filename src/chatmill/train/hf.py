@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from chatmill.errors import DataError, UsageError
 from chatmill.store.layout import TOKENIZER_STATE
-from chatmill.train.attention import MIN_HEAD_SIZE, segment_begins
+from chatmill.train.attention import MIN_HEAD_SIZE, kernel_options, segment_begins
 from chatmill.train.config import LoraSizes
 from chatmill.train.half_weights import HalfLinear, is_half, use_half_weights, widened
 from chatmill.train.hf_load import faults_of, load_lm, quiet
@@ -378,7 +378,8 @@ def _registered_flex() -> str:
     from transformers.masking_utils import flex_attention_mask
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return flex_attention_forward(module, q.to(v.dtype), k.to(v.dtype), v, *args, **kwargs)
+        q = q.to(v.dtype)
+        return flex_attention_forward(module, q, k.to(v.dtype), v, *args, kernel_options=kernel_options(q), **kwargs)
 
     AttentionInterface.register("chatmill_flex", attention)
     AttentionMaskInterface.register("chatmill_flex", flex_attention_mask)
