@@ -24,6 +24,7 @@ from chatmill.cli.options import (
     echo_json,
     echo_line,
 )
+from chatmill.cli.viewed import PreviewOptions, Viewed, open_data
 from chatmill.errors import UsageError, one_line
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Rows
@@ -39,13 +40,15 @@ Split = Annotated[str | None, typer.Option(help="train or val; the first that ho
 ItsTokenizer = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", help="The tokenizer it was built with, if that lies neither in it, nor beside it, nor here."
+        "--tokenizer",
+        help="The tokenizer it was built with, if it is neither in it, nor next to it, nor here; of records: `bytes`, "
+        "or another tokenizer to render them with.",
     ),
 ]
 
 
 def show(
-    dataset: DatasetOrCache,
+    dataset: Viewed,
     episode: Annotated[
         int | None, typer.Argument(metavar="[EPISODE]", min=0, help="Its number. Left out, episodes are listed.")
     ] = None,
@@ -58,6 +61,8 @@ def show(
     ] = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Episodes that are listed at most.")] = LISTED,
     tokenizer: ItsTokenizer = None,
+    *,
+    preview: PreviewOptions,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,15 +79,29 @@ def show(
       chatmill show data/chat_sft 3 --decode
       chatmill show data/chat_sft --search "chemical symbol" --split val -n 5
       chatmill show data/chat_sft 3 --json
+      chatmill show chat.jsonl 3 --tokenizer Qwen3-4B
     """
     if episode is not None and search is not None:
         raise UsageError("an episode is named and a text to search for too; give one of them")
     if episode is None and decode:
         raise UsageError("--decode shows the tokens of one episode; name it")
-    view = open_view(dataset, tokenizer, token_dtype=token_dtype)
+    with open_data(dataset, tokenizer, preview, token_dtype=token_dtype) as opened:
+        _show(opened.view, split, episode, search, limit, decode=decode, as_json=as_json)
+
+
+def _show(
+    view: DatasetView,
+    split: str | None,
+    episode: int | None,
+    search: str | None,
+    limit: int,
+    *,
+    decode: bool,
+    as_json: bool,
+) -> None:
     name, episodes = view.split_named(split)
     console = console_on_stdout(soft_wrap=True)
-    warn_without_text(view)
+    warn_about(view)
     of = f"{len(episodes):,} episodes of {name}"
     if episode is not None:
         _show_one(view, name, episode, console, decode=decode, as_json=as_json)
@@ -124,11 +143,15 @@ def explain(
         echo_json(asdict(explanation))
         return
     typer.echo(explanation.sentence)
-    warn_without_text(view)
+    warn_about(view)
 
 
-def warn_without_text(view: DatasetView) -> None:
-    """Say on standard error why tokens are shown as ids, if they are."""
+def warn_about(view: DatasetView) -> None:
+    """Print on standard error that records are not prepared, and why tokens are shown as ids, if they are."""
+    if view.preview is not None:
+        print_error(view.preview.note)
+        for fault in view.preview.faults:
+            print_error(fault)
     if view.without_text is not None:
         print_error(f"tokens are shown as ids: {view.without_text}")
 

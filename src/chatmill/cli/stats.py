@@ -21,7 +21,8 @@ from chatmill.cli.options import (
     print_table,
     share,
 )
-from chatmill.cli.show import ItsTokenizer, warn_without_text
+from chatmill.cli.show import ItsTokenizer, warn_about
+from chatmill.cli.viewed import PreviewOptions, Viewed, open_data
 from chatmill.config import LONGEST
 from chatmill.errors import one_line
 from chatmill.prepare.job import existing
@@ -76,10 +77,12 @@ def stats(
 
 
 def report(
-    dataset: DatasetOrCache,
+    dataset: Viewed,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("report.html"),
     overwrite: OverwriteFile = False,
     tokenizer: ItsTokenizer = None,
+    *,
+    preview: PreviewOptions,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
@@ -92,11 +95,13 @@ def report(
     Examples:
       chatmill report data/chat_sft -o report.html
       chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
+      chatmill report recipe.yaml -o report.html
     """
-    view = open_view(dataset, tokenizer, token_dtype=token_dtype)
     refuse_existing(output, overwrite=overwrite, reads=[dataset, *existing(tokenizer)])
-    splits = stats_of(view, None, REPORT_BLOCK_SIZES)
-    page = report_html(view, splits, version=__version__).encode()
+    with open_data(dataset, tokenizer, preview, token_dtype=token_dtype) as opened:
+        view = opened.view
+        splits = stats_of(view, None, REPORT_BLOCK_SIZES)
+        page = report_html(view, splits, version=__version__).encode()
     write_file(output, page, overwrite=overwrite)
     if as_json:
         episodes = {each.split: each.rows for each in splits}
@@ -104,7 +109,7 @@ def report(
         return
     counts = ", ".join(f"{each.rows:,} episodes of {each.split}" for each in splits)
     echo_line(f"{output}: {len(page):,} bytes, {counts}")
-    warn_without_text(view)
+    warn_about(view)
 
 
 def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:

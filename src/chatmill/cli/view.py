@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetOrCache, TokenDtype, echo_json, echo_line
+from chatmill.cli.options import AsJson, TokenDtype, echo_json, echo_line
 from chatmill.cli.show import ItsTokenizer
+from chatmill.cli.viewed import PreviewOptions, Viewed, open_data
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.plain_file import local_path
-from chatmill.show.dataset import open_view
 from chatmill.show.losses import run_losses
 from chatmill.show.order_view import audit_logs
 from chatmill.show.viewer import Viewer
 
 
 def view(
-    dataset: DatasetOrCache,
+    dataset: Viewed,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The port; 0 is any that is free.", show_default="any that is free")
     ] = 0,
@@ -48,6 +49,8 @@ def view(
         ),
     ] = None,
     tokenizer: ItsTokenizer = None,
+    *,
+    preview: PreviewOptions,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,6 +63,8 @@ def view(
     \b
     Examples:
       chatmill view data/chat_sft
+      chatmill view chat.jsonl --tokenizer Qwen3-4B
+      chatmill view recipe.yaml
       chatmill view data/chat_sft --run checkpoints/my_sft_model
       chatmill view data/chat_sft --audit logs/audit --config configs/sft1/150M.json --port 8000
     """
@@ -69,23 +74,32 @@ def view(
         raise UsageError(f"the viewer needs {error.name}: pip install 'chatmill[view]'") from None
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = local_path(index) if index else user_cache / "chatmill" / "view"
-    shown = open_view(dataset, tokenizer, token_dtype=token_dtype)
-    viewer = Viewer(
-        shown,
-        cache=cache,
-        config=None if config is None else LoadConfig.of_run(config),
-        logs=audit_logs(audit or []),
-        record_folders=[local_path(folder) for folder in records or [Path()]],
-        losses=None if run is None else run_losses(local_path(run), shown),
-    )
+    load = None if config is None else LoadConfig.of_run(config)
+    sources = None if load is None or load.mix is None else sorted(load.mix)
 
     def ready(url: str) -> None:
         if as_json:
             echo_json({"url": url, "dataset": str(dataset), "index": str(cache)})
         else:
             echo_line(f"{dataset}: {url}  (Ctrl-C ends it)")
-            echo_line(f"the index for search and filters is kept in {cache}")
+            echo_line(
+                opened.view.preview.note
+                if opened.view.preview
+                else f"the index for search and filters is kept in {cache}"
+            )
         # The reader of a pipe waits for it.
         sys.stdout.flush()
 
-    serve(viewer, port=port, ready=ready)
+    # Without a handler, SIGTERM would end the process before temporary files are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with open_data(dataset, tokenizer, preview, token_dtype=token_dtype, sources=sources) as opened:
+        viewer = Viewer(
+            opened.view,
+            # The index of a preview is of no use afterwards.
+            cache=opened.folder or cache,
+            config=load,
+            logs=audit_logs(audit or []),
+            record_folders=[*opened.record_folders, *(local_path(folder) for folder in records or [Path()])],
+            losses=None if run is None else run_losses(local_path(run), opened.view),
+        )
+        serve(viewer, port=port, ready=ready)

@@ -99,7 +99,7 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
             if left <= 0:
                 sample.read_whole = False
                 continue
-            reader = _FirstRecords(left)
+            reader = FirstRecords(left, hold=True)
             done = run_unit(unit, job, renderer, folder, read=reader)
             sample.read_whole = sample.read_whole and reader.reached_end
             sample.ledger.merge(done.ledger)
@@ -118,12 +118,13 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
     return samples
 
 
-class _FirstRecords:
-    """Reads the first records of a part, in place of `read_blocks`, and holds them; a faulty one counts, too."""
+class FirstRecords:
+    """Reads the first records of a part, in place of `read_blocks`; a faulty one counts, too."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._faults = most, 0
+    def __init__(self, most: int, *, hold: bool = False) -> None:
+        self._most, self._read, self._faults, self._hold = most, 0, 0, hold
         self.records: list[Record] = []
+        """Those that were read, if they are held."""
         self.reached_end = False
 
     def __call__(
@@ -146,7 +147,8 @@ class _FirstRecords:
                 if not self._left:
                     return
                 records = list(block)[: self._left]
-                self.records += records
+                self._read += len(records)
+                self.records += records if self._hold else ()
                 yield records
                 if len(records) < len(block):
                     return
@@ -156,7 +158,7 @@ class _FirstRecords:
 
     @property
     def _left(self) -> int:
-        return self._most - len(self.records) - self._faults
+        return self._most - self._read - self._faults
 
 
 class _EnoughError(Exception):

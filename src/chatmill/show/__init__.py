@@ -1,6 +1,6 @@
 """Show datasets: in the terminal, as a report, and in a browser. Everything is read from the stored spans.
 
-text, dataset           the text of tokens, escaped and searched; a dataset with its tokenizer
+text, dataset, mixed    the text of tokens, escaped and searched; a dataset, or a folder of them, with its tokenizer
 row_view, explain       the turns, spans and origins of a row; why a token is trained or context
 terminal                rows in the terminal: by span, by turn, by token
 stats, charts, report   statistics of a split, and an HTML page about a dataset

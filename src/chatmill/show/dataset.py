@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.format import load_format
 from chatmill.ledger import Ledger
 from chatmill.records import ShapeOptions
 from chatmill.remote.urls import Place, Url, place
 from chatmill.rows import Rows, TrainOn
+from chatmill.show.mixed import MixedDataset, open_mixed, source_folders, tokenizer_metadata
 from chatmill.show.text import TokenText
 from chatmill.store.episodes import Episodes
 from chatmill.store.primer_cache import PrimerCache, is_cache, open_cache
 from chatmill.store.read import Dataset, open_dataset
 from chatmill.tokenizer import Tokenizer, open_tokenizer
+
+
+@dataclass(frozen=True)
+class RecordPreview:
+    """Records that were rendered to be looked at, without a dataset on disk."""
+
+    path: Place
+    """The file or folder of records, or the recipe."""
+    note: str
+    """What was read, and how it was rendered."""
+    faults: tuple[str, ...]
+    """The first records that cannot be read, each with what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +40,30 @@ class DatasetView:
     dataset: Dataset
     text: TokenText
     without_text: str | None
+    preview: RecordPreview | None = None
+    """What was rendered to be looked at, if nothing was prepared."""
 
     @property
     def path(self) -> Place:
         return self.dataset.path
 
     @property
+    def title(self) -> Place:
+        """The path to display: of a preview, that of the records or of the recipe."""
+        return self.path if self.preview is None else self.preview.path
+
+    @property
+    def sources(self) -> tuple[str, ...] | None:
+        """The names of the sources, if this is a folder of datasets and caches."""
+        return tuple(each.name for each in self.dataset.mixed) if isinstance(self.dataset, MixedDataset) else None
+
+    @property
     def ledger(self) -> Ledger | None:
         """None if another program wrote the dataset."""
         if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.ledger
+        if isinstance(self.dataset, MixedDataset):
+            return self.dataset.ledger
         return None if self.dataset.metadata is None else self.dataset.metadata.ledger
 
     @property
@@ -67,7 +93,7 @@ class DatasetView:
         episodes = self.dataset[split]
         if not 0 <= episode < len(episodes):
             right = f"it has 0 to {len(episodes) - 1:,}" if len(episodes) else "it has none"
-            raise UsageError(f"{self.path}: no episode {episode} in {split}; {right}")
+            raise UsageError(f"{self.title}: no episode {episode} in {split}; {right}")
         return episodes.rows([episode])
 
     def shape_of(self, file: str) -> tuple[str | None, ShapeOptions]:
@@ -100,13 +126,23 @@ class DatasetView:
         return split, self.dataset[split]
 
 
-def open_view(path: str | Place, tokenizer: str | None = None, *, token_dtype: str | None = None) -> DatasetView:
-    """Open a dataset or cache with the tokenizer it was built with: the one named, or one that is found beside it.
+def open_view(
+    path: str | Place,
+    tokenizer: str | None = None,
+    *,
+    token_dtype: str | None = None,
+    sources: Sequence[str] | None = None,
+) -> DatasetView:
+    """Open a dataset, a cache, or a folder of them, with the tokenizer that it was built with.
 
-    A tokenizer that is named must have the hash that the dataset records; `token_dtype` is as in `open_dataset`.
+    That is the one that is named, which must have the hash that the dataset records, or one that is found next to the
+    dataset. `token_dtype` is as in `open_dataset`. Of a folder, the `sources` with these names are opened, or all.
     """
     folder = place(path)
-    dataset = open_cache(folder) if is_cache(folder) else open_dataset(folder, token_dtype=token_dtype)
+    if isinstance(folder, Path) and source_folders(folder):
+        dataset: Dataset = open_mixed(folder, sources, token_dtype=token_dtype)
+    else:
+        dataset = open_cache(folder) if is_cache(folder) else open_dataset(folder, token_dtype=token_dtype)
     built_with, control, besides, name = tokenizer_metadata(dataset)
 
     def opened(spec: str | Path) -> Tokenizer:
@@ -147,18 +183,3 @@ def _candidates(folder: Place, name: str | None) -> Iterator[str | Path]:
         beside = () if isinstance(folder, Url) else (folder / name, folder.resolve().parent / name)
         places = (*beside, Path(name))
         yield from dict.fromkeys(place for place in places if place.exists())
-
-
-def tokenizer_metadata(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
-    """What a dataset records of its tokenizer: hash, control tokens by key, further added tokens, name."""
-    if isinstance(dataset, PrimerCache):
-        control: dict[str, str] = {}
-        with suppress(ChatmillError):
-            control = dict(load_format(dataset.meta.format).tokens)
-        return dataset.meta.tokenizer_sha256, control, (), None
-    if dataset.metadata is None:
-        return None, {}, (), None
-    stored = dataset.tokenizer_state()
-    state: dict[str, Any] = stored if isinstance(stored, dict) else {}
-    tokenizer = dataset.metadata.tokenizer
-    return tokenizer["sha256"], state.get("control", {}), tuple(state.get("besides", ())), tokenizer["name"]

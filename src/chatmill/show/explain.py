@@ -89,7 +89,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
     row = view.row(split, episode)
     if not 0 <= token < len(row.ids):
         right = f"it has 0 to {len(row.ids) - 1:,}" if len(row.ids) else "it has none"
-        raise UsageError(f"{view.path}: no token {token} in episode {episode} of {split}; {right}")
+        raise UsageError(f"{view.title}: no token {token} in episode {episode} of {split}; {right}")
     at = int(np.searchsorted(row.span_start, token, side="right")) - 1
     segment = int(np.searchsorted(row.first_span, at, side="right")) - 1
     (span,) = span_views(row, at, at + 1)

@@ -64,7 +64,8 @@ def _sources(view: DatasetView, data: dict[str, Any]) -> tuple[DataSource, ...] 
         sources, _ = open_sources(view.path, config, stored_mix=False)
     except ChatmillError:
         return None
-    return sources if datasets_hash(sources) == data.get("dataset_sha256") else None
+    is_same = datasets_hash(sources) == data.get("dataset_sha256")
+    return sources if is_same and view.sources in (None, tuple(source.name for source in sources)) else None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any], tuple[NDArray[Any], ...]]]:

@@ -20,7 +20,8 @@ from chatmill.load.source import DataSource, conversation, open_sources
 from chatmill.plain_file import local_path
 from chatmill.remote.urls import Place
 from chatmill.rows import Index, offsets
-from chatmill.show.dataset import dataset_text, tokenizer_metadata
+from chatmill.show.dataset import dataset_text
+from chatmill.show.mixed import tokenizer_metadata
 from chatmill.show.row_view import preview
 from chatmill.store.layout import Shard
 from chatmill.tokenizer import Tokenizer, open_tokenizer
@@ -32,12 +33,15 @@ PREVIEW = 60
 class OrderView:
     """The order of a dataset under a load config, for any seed and epoch."""
 
-    def __init__(self, path: Place, config: LoadConfig) -> None:
+    def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
+        """`sources` are those of a folder of datasets: mixed as the config says, or all with the same weight."""
         # Without what the order does not depend on, so that datasets that lack it have an order too. The last rows of
         # an epoch are kept, because the row of an episode does not depend on whether the loader drops it.
-        self.config = replace(
-            config, pad_token_id=0, use_loss_mask=False, mix_sft=None, mix_epochs=None, epoch_drop_last=False
-        )
+        self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
+        if sources is None:
+            self.config = replace(self.config, mix_sft=None, mix_epochs=None)
+        elif config.mix is None:
+            self.config = replace(self.config, mix_sft=dict.fromkeys(sources, 1.0))
         self._path = path
         self.plan = lru_cache(maxsize=4)(self._plan)
 
@@ -120,12 +124,16 @@ def timeline(log: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def rows_at(log: Path, step: int, dataset: Place) -> dict[str, Any]:
+def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None = None) -> dict[str, Any]:
     """The episodes of each row of a step, read from the dataset; `line` of the log has their digest.
 
-    Episodes have their numbers in the dataset, also where the run mixed its sources.
+    Episodes have their numbers in the dataset, also where the run mixed its sources. `sources` are those of a folder of
+    datasets, over which its episodes are numbered.
     """
     replayed = replay_step(log, step, dataset)
+    mixed = tuple(source.name for source in replayed.plan.sources)
+    if sources is not None and mixed != tuple(sources):
+        raise DataError(f"{log}: the run mixed {', '.join(map(one_line, mixed))}; view these with --config")
     episodes = in_whole(replayed.plan.sources, replayed.plan.split, replayed.step.episodes)
     rows = [episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
     epoch, split = replayed.step.at.epoch, replayed.plan.split

@@ -59,7 +59,9 @@ def origin_of(row: Rows, segment: int) -> Origin:
     file, line = row.origins[segment]["file"], int(row.origins[segment]["line"])
     if file == NO_FILE or int(file) >= len(row.files):
         return Origin(None, None, None)
-    return Origin(row.files[file].path, line, row.files[file].source)
+    path, source = row.files[file].path, row.files[file].source
+    # A source without known files, such as a cache in a mix, has a file without a path.
+    return Origin(path, line, source) if path else Origin(None, None, source)
 
 
 def segment_json(row: Rows, segment: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.config import LoadConfig
 from chatmill.rows import Index, Role, Rows, Rule
-from chatmill.show.dataset import DatasetView
+from chatmill.show.dataset import DatasetView, RecordPreview
 from chatmill.show.explain import explain_token
 from chatmill.show.index import MAX_SOURCES, SORTS, Filter, SearchHits, SplitIndex, source_bit, sources_of
 from chatmill.show.index_build import IndexBuilder
@@ -62,7 +62,9 @@ class Viewer:
     ) -> None:
         """`losses` are those of the training episodes in a run: see `run_losses`."""
         self._view = view
-        self._order = OrderView(view.path, replace(config or LoadConfig(), token_dtype=view.dataset.token_dtype))
+        self._order = OrderView(
+            view.path, replace(config or LoadConfig(), token_dtype=view.dataset.token_dtype), view.sources
+        )
         self._logs = list(logs)
         self._folders = list(record_folders)
         self.builder = IndexBuilder(view, cache)
@@ -84,8 +86,9 @@ class Viewer:
             for name in dataset.splits
         }
         return {
-            "name": one_line((view.path.resolve() if isinstance(view.path, Path) else view.path).name, 100),
-            "path": one_line(str(view.path), 300),
+            "name": one_line((view.title.resolve() if isinstance(view.title, Path) else view.title).name, 100),
+            "path": one_line(str(view.title), 300),
+            "preview": None if view.preview is None else _preview(view.preview),
             "sha256": dataset.sha256,
             "tokenizer": None if view.tokenizer is None else one_line(view.tokenizer.name, 100),
             "without_text": view.without_text,
@@ -305,7 +308,7 @@ class Viewer:
 
     def step(self, log: int, step: int) -> dict[str, Any]:
         """The rows that a run loaded at a step."""
-        logged = rows_at(self._log(log), step, self._view.path)
+        logged = rows_at(self._log(log), step, self._view.path, self._view.sources)
         rows = [[self._summary(logged["split"], number) for number in row] for row in logged["rows"][:MAX_PAGE]]
         return {**logged, "rows": rows, "of": len(logged["rows"])}
 
@@ -313,6 +316,10 @@ class Viewer:
         if not 0 <= number < len(self._logs):
             raise UsageError(f"there is no audit log {number}; {len(self._logs)} were named")
         return self._logs[number]
+
+
+def _preview(preview: RecordPreview) -> dict[str, Any]:
+    return {"note": one_line(preview.note, 500), "faults": [one_line(fault, 300) for fault in preview.faults]}
 
 
 def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:

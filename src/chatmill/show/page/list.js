@@ -60,9 +60,20 @@ function welcome(at, about) {
     { class: "welcome" },
     el("h1", {}, "Choose an episode"),
     el("p", {}, `${at.split} holds ${plural(split.episodes, "episode")} with ${plural(split.tokens, "token")}.`),
+    about.preview ? preview(about.preview) : null,
     about.without_text ? el("p", { class: "note" }, `Tokens are shown as ids: ${about.without_text}.`) : null,
     el("dl", { class: "keys" }, keys.map(([name, does]) => [el("dt", {}, el("kbd", {}, name)), el("dd", {}, does)])),
     legend(),
+  );
+}
+
+function preview({ note, faults }) {
+  return el(
+    "div",
+    { class: "preview" },
+    el("p", {}, note),
+    faults.length ? el("p", {}, "Records that cannot be read:") : null,
+    faults.length ? el("ul", {}, faults.map((fault) => el("li", {}, fault))) : null,
   );
 }
 

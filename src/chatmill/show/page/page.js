@@ -18,8 +18,8 @@ async function start() {
     return;
   }
   document.title = `${about.name} – chatmill`;
-  byId("dataset").textContent = about.name;
-  byId("dataset").title = `${about.path}, ${about.sha256 ? `sha256 ${about.sha256}` : "written by another program"}`;
+  byId("dataset").textContent = about.preview ? `${about.name} (not prepared)` : about.name;
+  byId("dataset").title = about.preview ? about.preview.note : `${about.path}, ${about.sha256 ? `sha256 ${about.sha256}` : "written by another program"}`;
   const query = byId("query");
   if (about.without_text) {
     query.disabled = true;

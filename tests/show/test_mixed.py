@@ -1,0 +1,79 @@
+"""A folder of datasets and caches is shown as one: numbered, ordered and named as training mixes it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from show_fixtures import line, make
+
+from chatmill.errors import DataError
+from chatmill.load.config import LoadConfig
+from chatmill.load.loader import EpisodeLoader
+from chatmill.show.dataset import open_view
+from chatmill.show.viewer import Viewer
+
+MIX = {"chat": 1.0, "tools": 3.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mix")
+    for name, count in (("tools", 7), ("chat", 5)):
+        scratch = tmp_path_factory.mktemp(name)
+        made = make(scratch, [line(f"{name} {n}", "a" * n) for n in range(count)], val_split=0.3)
+        made.path.rename(root / name)
+    (root / "notes.txt").write_text("not a dataset")
+    return root
+
+
+def test_rows_and_places_are_those_of_the_sources(folder):
+    view = open_view(folder)
+    assert view.sources == ("chat", "tools")
+    for split in ("train", "val"):
+        parts = [open_view(folder / name).dataset[split] for name in ("chat", "tools")]
+        whole = view.dataset[split]
+        assert len(whole) == sum(map(len, parts))
+        right = [part.rows([n]) for part in parts for n in range(len(part))]
+        for numbers in ([*range(len(whole))], [len(whole) - 1, 0, 0, len(whole) - 1]):
+            rows = whole.rows(numbers)
+            assert rows.ids.tolist() == [id for n in numbers for id in right[n].ids.tolist()]
+            assert rows.files == whole.files
+        assert whole.lengths_of(range(len(whole))).tolist() == [len(row.ids) for row in right]
+        swept = list(whole.sweep(tokens=20))
+        assert np.concatenate([rows.ids for rows in swept]).tolist() == whole.rows(range(len(whole))).ids.tolist()
+        sources = [whole.files[origin["file"]].source for rows in swept for origin in rows.origins]
+        assert sources == ["chat"] * len(parts[0]) + ["tools"] * len(parts[1])
+    assert view.ledger.total("read").rows == 12
+
+
+def test_the_order_is_that_of_training_on_the_mix(folder, tmp_path):
+    view = open_view(folder)
+    config = LoadConfig(mix_sft=MIX, epoch_seed=3, batch_size=2, block_size=64)
+    viewer = Viewer(view, cache=tmp_path, config=config)
+    loader = EpisodeLoader(folder, {"mix_sft": MIX, "epoch_seed": 3, "batch_size": 2, "block_size": 64})
+    batches = [loader.get_batch().episode_ids for _ in range(3)]
+    loader.close()
+    trained = [int(number) for ids in batches for number in np.asarray(ids).ravel() if number >= 0]
+    page = viewer.order("train", 3, 0, 0)
+    assert [each["episode"] for each in page["episodes"]][:6] == trained
+    assert Viewer(view, cache=tmp_path).order("train", 3, 0, 0)["episodes"]
+
+
+def test_episodes_are_filtered_by_source(folder, tmp_path):
+    viewer = Viewer(open_view(folder), cache=tmp_path)
+    viewer.builder.start()
+    viewer.builder.wait()
+    assert viewer.about()["splits"]["train"]["sources"] == ["chat", "tools"]
+    count = len(open_view(folder / "tools").dataset["train"])
+    assert viewer.episodes("train", source="tools")["matching"] == count
+    assert viewer.episodes("train", q="tools 1")["episodes"][0]["place"] == "chat.jsonl:2"
+
+
+def test_sources_are_chosen_by_name_and_must_share_their_tokenizer(folder, tmp_path):
+    assert open_view(folder, sources=["tools"]).sources == ("tools",)
+    with pytest.raises(DataError, match="has no source other; it has chat, tools"):
+        open_view(folder, sources=["tools", "other"])
+    make(tmp_path, [line("q", "a")], format="primer").path.rename(tmp_path / "one")
+    make(tmp_path, [line("q", "a")], format="chatml").path.rename(tmp_path / "two")
+    with pytest.raises(DataError, match="two was built with other tokens than one; view one of them at a time"):
+        open_view(tmp_path)
