@@ -372,7 +372,7 @@ def test_the_commands_print_an_estimate_and_write_nothing(sums_data, tmp_path, m
     with pytest.raises(SystemExit) as ended:
         chatmill()
     assert ended.value.code in (0, None)
-    assert "give --gpu_memory GIB to check whether the run fits\n" in capsys.readouterr().out
+    assert "pass --gpu_memory GIB to check whether the run fits\n" in capsys.readouterr().out
     main([*args, "--gpu_memory", "0.01", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert (result["fits"], result["ranks"], result["rows"], result["device"]) == (False, 2, 4, "cuda")

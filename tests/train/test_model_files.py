@@ -48,7 +48,7 @@ def write_header(path: Path, header: object, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (os.mkfifo, "is a FIFO; a model folder holds plain files"),
+        (os.mkfifo, "is a FIFO; expected a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "is a link out of the model folder"),
         (lambda path: path.symlink_to("../outside"), "is a link out of the model folder"),
     ],

@@ -111,13 +111,13 @@ class Fit:
         if run.approximate is not None:
             yield f"activations are approximate: {run.approximate}"
         if self.available is None:
-            yield "give --gpu_memory GIB to check whether the run fits"
+            yield "pass --gpu_memory GIB to check whether the run fits"
             return
         there = f"{_gib(self.available)} GiB"
         if self.fits:
             yield f"fits: {there} available"
             if not run.on_gpu:
-                yield "this is an estimate for the CPU; give --gpu_memory GIB to estimate the run on a GPU"
+                yield "this is an estimate for the CPU; pass --gpu_memory GIB to estimate the run on a GPU"
             return
         yield f"does not fit: {there} available" if self.is_refused else f"may not fit: {there} available"
         fitting = [each for each in self.changes if each.estimate.total <= self.available]

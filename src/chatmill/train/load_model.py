@@ -73,7 +73,7 @@ def open_ready(
     if base != "trained" and not is_adapter(folder):
         raise UsageError(f"{folder}: is not an adapter folder, but --base is {base}; remove it")
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    # For adapters, "float32" stands for the precision that the base model had in training.
+    # For adapters, "float32" means the precision that the base model had in training.
     weights: WeightPrecision = "float32" if is_adapter(folder) and base == "trained" else "stored"
     under = None if base_model is None else model_folder(base_model)
     model = open_model(folder, compute=compute_dtype("auto", chosen), weights=weights, base_model=under)

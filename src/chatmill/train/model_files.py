@@ -96,7 +96,7 @@ def check_folder(folder: Path) -> None:
                 raise DataError(f"{path}: is a link out of the model folder; copy the file into the folder")
             mode = stat.S_IFMT(path.stat().st_mode) if path.exists() else 0
             if mode not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise DataError(f"{path}: is {KINDS.get(mode, 'no file')}; a model folder holds plain files")
+                raise DataError(f"{path}: is {KINDS.get(mode, 'not a file')}; expected a regular file")
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
     except RuntimeError as error:

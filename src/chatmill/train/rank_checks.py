@@ -163,14 +163,14 @@ def _compare(folder: Path, about: Mapping[str, str], mine: Path) -> str:
     try:
         if about["fault"]:
             same = not about["listing"] or _listing(folder) == about["listing"]
-            return "" if same else "has other files than on rank 0"
+            return "" if same else "sees different files than rank 0"
         end = time.monotonic() + VISIBLE_SECONDS
         while not (path := folder / about["name"]).exists():
             if time.monotonic() > end or not folder.is_dir():
                 return "does not see the file that rank 0 wrote"
             time.sleep(0.2)
         if path.read_text() != about["content"]:
-            return "reads other content than rank 0 wrote"
+            return "reads different content than rank 0 wrote"
         files.write_file(mine, about["content"].encode())
     except (OSError, ChatmillError) as error:
         return _what_failed(error)

@@ -74,7 +74,7 @@ def write_tensors(
 
 def _bytes(value: Tensor, entry: TensorEntry) -> memoryview:
     if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
-        raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the header says {entry}")
+        raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the header has {entry}")
     return memoryview(value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
