@@ -326,7 +326,7 @@ def test_an_input_inside_the_cache_it_would_replace_is_refused(run):
     Path("data/primer.jsonl").rename("data/cache/sft/primer/primer.jsonl")
     code, _, err = run("build-sft-primer", "--primer-jsonl", "data/cache/sft/primer/primer.jsonl", "--overwrite")
     assert code == 1
-    assert "primer: also holds primer.jsonl, which meta.json does not list" in err
+    assert "primer: is not replaced, because meta.json does not list primer.jsonl" in err
     assert Path("data/cache/sft/primer/primer.jsonl").is_file()
 
 

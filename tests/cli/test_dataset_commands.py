@@ -118,11 +118,11 @@ def test_export_parquet_says_what_it_wrote(run):
     [
         (["reweigh", "none", "--train-on", "last", "-o", "v2"], 1, "none: no such folder"),
         (["reweigh", "v1", "--train-on", "last", "-o", "v1"], 1, "v1: exists already"),
-        (["reweigh", "v1", "--train-on", "last", "-o", "v1/new"], 1, "lies in the other"),
+        (["reweigh", "v1", "--train-on", "last", "-o", "v1/new"], 1, "overlap; use another folder"),
         (["diff", "v1", "none"], 1, "none: no such folder"),
         (["export", "parquet", "none", "-o", "out"], 1, "none: no such folder"),
         (["export", "parquet", "v1", "-o", "v1"], 1, "v1: exists already"),
-        (["export", "parquet", "v1", "-o", "v1", "--overwrite"], 1, "v1: holds no chatmill_export.json"),
+        (["export", "parquet", "v1", "-o", "v1", "--overwrite"], 1, "v1: has no chatmill_export.json"),
         (["export", "parquet", "v1", "-o", "out", "--split", "val"], 1, "v1: has no split val; it has train"),
     ],
 )
@@ -143,8 +143,8 @@ def test_who_is_trained_must_be_one_of_three(run):
     ("args", "line"),
     [
         ("prepare chat.jsonl -o loop/d", "loop/d: cannot be made there (File exists); give another folder"),
-        ("export parquet v1 -o loop", "loop: a symbolic link; give the folder itself"),
-        ("reweigh v1 -o loop --train-on all", "loop: a symbolic link; give the folder itself"),
+        ("export parquet v1 -o loop", "loop: is a symbolic link; use the folder itself"),
+        ("reweigh v1 -o loop --train-on all", "loop: is a symbolic link; use the folder itself"),
         ("report v1 -o loop", "loop: exists already; give another name, or --overwrite"),
         ("build-sft-primer --primer-jsonl loop", "loop: no such file; expected a file, a folder or a glob"),
     ],

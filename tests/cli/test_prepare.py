@@ -152,8 +152,8 @@ def test_an_old_dataset_that_cannot_be_removed_is_a_warning_and_exit_0(place, mo
             main()
     assert (ended.value.code or 0, capsys.readouterr().err) == (
         0,
-        "chatmill: warning: x: was replaced, but the old dataset is not all removed: x.kept holds "
-        "train/shard_00000/mask.bin, which cannot be removed (Operation not permitted); look, and remove it\n",
+        "chatmill: warning: x: was replaced, but the old dataset was not removed: x.kept contains "
+        "train/shard_00000/mask.bin, which cannot be removed (Operation not permitted); inspect and remove it\n",
     )
     assert verify_dataset("x", full=True).faults == ()
 

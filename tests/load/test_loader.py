@@ -156,7 +156,7 @@ def test_the_error_for_a_missing_source_has_its_build_command(root, tmp_path):
 @pytest.mark.parametrize(
     ("mix", "what"),
     [
-        ({"primer": 1, "../secret": 1}, "is no name of a source"),
+        ({"primer": 1, "../secret": 1}, "is not a source name"),
         ({"primer": 1, "mine": 1}, r"mix_sft has mine, which is not built; build it with chatmill prepare … -o"),
     ],
 )

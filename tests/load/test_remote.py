@@ -218,9 +218,9 @@ def test_a_missing_or_changed_object_is_one_error_line_and_the_run_can_resume(lo
 
 
 def test_a_url_without_a_dataset_is_one_error_line(local):
-    with pytest.raises(DataError, match=r"^memory://load-tests/nothing/dataset_metadata.json: no dataset here"):
+    with pytest.raises(DataError, match=r"^memory://load-tests/nothing/dataset_metadata.json: no dataset found"):
         EpisodeLoader(ROOT / "nothing", BASE)
-    with pytest.raises(DataError, match=r"^memory://load-tests/three/dataset_metadata.json: no dataset here"):
+    with pytest.raises(DataError, match=r"^memory://load-tests/three/dataset_metadata.json: no dataset found"):
         EpisodeLoader(ROOT, {**BASE, "mix_sft": {"one": 1, "three": 1}})
     with pytest.raises(UsageError, match=r"memory://load-tests/one: is a dataset of one source, but mix_sft has two"):
         EpisodeLoader(ROOT / "one", {**BASE, "mix_sft": {"two": 1}})

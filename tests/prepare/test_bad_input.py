@@ -79,10 +79,10 @@ FLAGS = {
     "chat.jsonl -o new/x --engine ray --address 127.0.0.1:1": (2, "no Ray cluster at 127.0.0.1:1 ("),
     "chat.jsonl -o x --fit error --max-tokens 20": (1, "chat.jsonl:1: "),
     "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; no record is left"),
-    "chat.jsonl -o .": (2, ".: has no name of its own; give the folder of the dataset as NAME or DIR/NAME"),
-    "chat.jsonl -o ..": (2, "..: has no name of its own"),
+    "chat.jsonl -o .": (2, ".: has no name; give the folder of the dataset as NAME or DIR/NAME"),
+    "chat.jsonl -o ..": (2, "..: has no name"),
     "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: exists already; give another name, or --overwrite"),
-    "chat.jsonl -o chat.jsonl --overwrite": (1, "chat.jsonl: not a folder, so that it is not replaced"),
+    "chat.jsonl -o chat.jsonl --overwrite": (1, "chat.jsonl: is not a folder and is not replaced"),
     "chat.jsonl -o chat.jsonl/x": (1, "chat.jsonl/x: cannot be made there (File exists); give another folder"),
     "chat.jsonl -o /proc/x": (1, "/proc/x: cannot be made there ("),
     "chat.jsonl -o /proc/no/where/x": (1, "/proc/no/where/x: cannot be made there ("),
@@ -150,12 +150,12 @@ def test_a_dataset_is_never_written_over_its_own_input(place, monkeypatch, capsy
     build(job_of(("chat.jsonl",)), Path("x"))
     (place / "chat.jsonl").rename(place / "x/chat.jsonl")
     Path("y").symlink_to("x")
-    said = "x: also holds chat.jsonl, which dataset_metadata.json does not list, so that it is not replaced; "
+    said = "x: is not replaced, because dataset_metadata.json does not list chat.jsonl; "
     assert refused(monkeypatch, capsys, "x/chat.jsonl -o x --overwrite")[1].startswith(said)
-    said = "x: holds y/tokenizer_state.json, which is read; write somewhere else"
+    said = "x: contains y/tokenizer_state.json, which the command reads; use another folder"
     (place / "x/chat.jsonl").unlink()
     assert refused(monkeypatch, capsys, "y/tokenizer_state.json -o x --overwrite --shape messages") == (1, said)
-    assert refused(monkeypatch, capsys, "x/chat.jsonl -o y --overwrite")[1].startswith("y: a symbolic link")
+    assert refused(monkeypatch, capsys, "x/chat.jsonl -o y --overwrite")[1].startswith("y: is a symbolic link")
 
 
 def test_files_have_names_of_their_own_however_they_are_given(tmp_path, monkeypatch):

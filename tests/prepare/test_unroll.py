@@ -221,7 +221,7 @@ def test_show_and_explain_name_the_answer_and_why_others_are_context(tmp_path):
     earlier = int(row.span_start[np.flatnonzero(row.spans["rule"] == Rule.EARLIER_ROW)[-1]])
     sentence = explain_token(view, "train", 2, earlier).sentence
     assert ", the close of assistant message 2, from chat.jsonl:1, is context: the answer that it belongs" in sentence
-    with pytest.raises(UsageError, match="prepared with --unroll, so that each of its rows trains one answer; prepare"):
+    with pytest.raises(UsageError, match="was prepared with --unroll, so each of its rows trains one answer; prepare"):
         reweigh_dataset(tmp_path / "x", tmp_path / "y", train_on="assistant")
 
 

@@ -35,9 +35,9 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a negative count": (
         lambda d: shard_of(d).update(num_tokens=-1),
-        "splits.train.shards[0].num_tokens is -1; expected a whole number from 0 to",
+        "splits.train.shards[0].num_tokens is -1; expected an integer from 0 to",
     ),
-    "a count that is true": (lambda d: shard_of(d).update(num_spans=True), "num_spans is true; expected a whole"),
+    "a count that is true": (lambda d: shard_of(d).update(num_spans=True), "num_spans is true; expected an integer"),
     "a count of more than there is": (
         lambda d: shard_of(d).update(num_episodes=2**61),
         "splits.train.shards[0].files.episodes.idx.size is",
@@ -48,11 +48,11 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "another split": (lambda d: d["splits"].update({"../up": {}}), 'the name of a split is "../up"; expected train or'),
     "another width": (lambda d: d.update(dtype="uint32"), 'dtype is "uint32"; expected "uint16"'),
-    "no vocabulary": (lambda d: d.update(vocab_size=0), "vocab_size is 0; expected a whole number from 1"),
+    "no vocabulary": (lambda d: d.update(vocab_size=0), "vocab_size is 0; expected an integer from 1"),
     "a pad beyond the vocabulary": (lambda d: d.update(pad_token_id=1000), "pad_token_id is 1000; expected"),
     "a hash that is none": (lambda d: d["tokenizer"].update(sha256="x"), "tokenizer.sha256 is"),
-    "a ledger of nothing": (lambda d: d.update(ledger={"stored": 3}), "the ledger cannot be read"),
+    "a ledger of nothing": (lambda d: d.update(ledger={"stored": 3}), "cannot read the ledger"),
     "files that are none": (lambda d: d["splits"]["train"].update(files=["a"]), "splits.train.files[0] is"),
     "shards that are none": (lambda d: d["splits"]["train"].update(shards={}), "splits.train.shards is {}; expected"),
-    "a later schema": (lambda d: d.update(schema_version=2), "schema version 2; this chatmill reads 1"),
+    "a later schema": (lambda d: d.update(schema_version=2), "schema version 2; expected 1"),
 }

@@ -123,5 +123,5 @@ def test_a_state_of_chatmill_without_metadata_is_an_incomplete_copy(tmp_path):
     for number, damaged in enumerate(({}, *({name: None} for name in ours))):
         state = {name: value for name, value in ours.items() if name not in damaged}
         folder = store(tmp_path / str(number), state, metadata=False)
-        with pytest.raises(DataError, match="an unfinished build or a copy that broke off"):
+        with pytest.raises(DataError, match="the build or the copy is incomplete"):
             padded(folder)

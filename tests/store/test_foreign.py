@@ -100,9 +100,9 @@ def cut(path: Path, size: int) -> None:
 FAULTS = {
     "tokens cut": (
         lambda t: cut(t / "tokens.bin", 13),
-        "tokens.bin: 13 bytes; episodes.idx ends at token 7 and mask.bin at 7, so expected 14 or 28",
+        "tokens.bin: 13 bytes; episodes.idx ends at token 7 and mask.bin at 7; expected 14 or 28",
     ),
-    "mask cut": (lambda t: cut(t / "mask.bin", 6), "mask.bin: 6 bytes; expected 7, one a token"),
+    "mask cut": (lambda t: cut(t / "mask.bin", 6), "mask.bin: 6 bytes; expected 7, one per token"),
     "index cut": (lambda t: cut(t / "episodes.idx", 60), "episodes.idx: 60 bytes; expected pairs of 8-byte numbers"),
     "no tokens": (
         lambda t: (t / "tokens.bin").unlink(),
@@ -112,7 +112,10 @@ FAULTS = {
         lambda t: np.array([[2**63, 2**63 + 1]], "<u8").tofile(t / "episodes.idx"),
         "tokens.bin: 14 bytes; episodes.idx ends at token 18446744073709551617",
     ),
-    "flat and sharded": (lambda t: write(t / "shard_00000", EPISODES), "has episodes.idx and shards too; expected one"),
+    "flat and sharded": (
+        lambda t: write(t / "shard_00000", EPISODES),
+        "has both episodes.idx and shards; expected one",
+    ),
 }
 
 
@@ -129,7 +132,7 @@ def test_files_that_do_not_fit_each_other_are_refused_at_opening(tmp_path, fault
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["shard_00000", "shard_00002"], "train: shard_00001 is missing; shards are numbered from 0 without a gap"),
+        (["shard_00000", "shard_00002"], "train: shard_00001 is missing; expected shards numbered from 0 without gaps"),
         (["shard_00000", "shard_x"], "shard_x: expected a name like shard_00000"),
     ],
 )
@@ -144,7 +147,7 @@ def test_a_missing_shard_is_not_passed_over(tmp_path, names, said):
 def test_shards_of_two_widths_are_refused(tmp_path):
     write(tmp_path / "train/shard_00000", EPISODES)
     write(tmp_path / "train/shard_00001", EPISODES, dtype="<u4")
-    with pytest.raises(DataError, match="some shards hold tokens of 2 bytes and some of 4; expected one width"):
+    with pytest.raises(DataError, match="some shards have tokens of 2 bytes and some of 4; expected one width"):
         open_dataset(tmp_path)
 
 

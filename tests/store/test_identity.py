@@ -129,20 +129,20 @@ def test_a_part_of_a_copy_is_no_dataset_of_another_program(tmp_path):
             for path in list(part.rglob("*")):
                 if path.name in traces and path.name not in kept:
                     path.unlink()
-            with pytest.raises(DataError, match=r"no such file, and .* is there; an unfinished build or a copy that"):
+            with pytest.raises(DataError, match=r"no such file, but .* exists; the build or the copy is incomplete"):
                 open_dataset(part)
             assert len(verify_dataset(part, full=False).faults) == 1
             shutil.rmtree(part)
 
 
 PARTS = {
-    "no index in the last shard": (lambda t: (t / "shard_00001/episodes.idx").unlink(), "every shard has one"),
-    "an empty shard": (lambda t: (t / "shard_00002").mkdir(), "every shard has one"),
-    "a mask in one shard": (lambda t: (t / "shard_00001/mask.bin").unlink(), "mask.bin: missing, and"),
-    "a file on its way": (lambda t: (t / "shard_00001/.tokens.bin.Xy3").touch(), "was not copied to its end"),
+    "no index in the last shard": (lambda t: (t / "shard_00001/episodes.idx").unlink(), "every shard must have one"),
+    "an empty shard": (lambda t: (t / "shard_00002").mkdir(), "every shard must have one"),
+    "a mask in one shard": (lambda t: (t / "shard_00001/mask.bin").unlink(), "mask.bin: missing, but"),
+    "a file on its way": (lambda t: (t / "shard_00001/.tokens.bin.Xy3").touch(), "is an incomplete copy"),
     "fewer episodes than were counted": (
         lambda t: (t.parent / "dataset_metadata.json").write_text('{"num_train_episodes": 9}'),
-        "train: 8 episodes; .* says 9; copy the dataset again",
+        "train: 8 episodes; expected 9, as in .*; copy the dataset again",
     ),
 }
 
@@ -178,7 +178,7 @@ def test_rows_of_a_file_that_is_cut_are_right_or_an_error(tmp_path):
             for numbers in (range(3), range(len(rows)), range(3)):
                 line = refusal(lambda: episodes.rows(numbers))  # noqa: B023
                 if line:
-                    assert line.startswith(f"{path}: was cut from {len(data)} to {size} bytes while it was read")
+                    assert line.startswith(f"{path}: was truncated from {len(data)} to {size} bytes while it was read")
                 else:
                     # The mask is not read, because spans say the same; and what is cut off reads as zeros.
                     assert name == "mask.bin" or not any(data[size:])
@@ -210,7 +210,7 @@ print(tokens.sum())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1 and "tokens.bin: was cut from" in done.stderr
+    assert done.stderr.count("\n") == 1 and "tokens.bin: was truncated from" in done.stderr
 
 
 def test_other_errors_of_a_block_that_read_zeros_are_not_shown(tmp_path):
@@ -219,7 +219,7 @@ def test_other_errors_of_a_block_that_read_zeros_are_not_shown(tmp_path):
     with path.open("rb") as file:
         array = np.asarray(MappedFile(file.fileno(), path, path))
     os.truncate(path, 0)
-    with pytest.raises(DataError, match="f: was cut from 10000 to 0 bytes"), reading():
+    with pytest.raises(DataError, match="f: was truncated from 10000 to 0 bytes"), reading():
         assert array.min() == 1
-    with pytest.raises(DataError, match="f: was cut"):
+    with pytest.raises(DataError, match="f: was truncated"):
         mapped_file(array).check()

@@ -164,11 +164,13 @@ def test_the_same_dataset_gives_the_same_bytes_and_an_export_is_replaced_only_wh
     export_parquet(tmp_path / "v1", tmp_path / "out", overwrite=True)
     assert contents(tmp_path / "out") == before
     (tmp_path / "out/README.md").write_text("a card that somebody wrote")
-    with pytest.raises(DataError, match=r"out: also holds README\.md, which chatmill_export\.json does not list"):
+    with pytest.raises(
+        DataError, match=r"out: is not replaced, because chatmill_export\.json does not list README\.md"
+    ):
         export_parquet(tmp_path / "v1", tmp_path / "out", overwrite=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/README.md").write_text("not an export")
-    with pytest.raises(DataError, match=r"holds no chatmill_export\.json"):
+    with pytest.raises(DataError, match=r"has no chatmill_export\.json"):
         export_parquet(tmp_path / "v1", tmp_path / "mine", overwrite=True)
 
 

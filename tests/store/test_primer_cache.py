@@ -217,13 +217,13 @@ def test_every_truncation_is_refused_at_open(built):
 @pytest.mark.parametrize(
     ("at", "bytes_there", "fault"),
     [
-        (40, struct.pack("<Q", 1), "do not follow one another"),
-        (48, struct.pack("<Q", 2**63), "do not follow one another"),
-        (64, struct.pack("<Q", 1), "hold 4 of 5 tokens"),
-        (72, struct.pack("<H", 1000), "token id 1000; the vocabulary has 1000"),
-        (82, b"\x02", "the mask is not 1 on 3 tokens"),
-        (82, b"\x01", "the mask is not 1 on 3 tokens"),
-        (0, b"CM-CACHE", "its header is not the one"),
+        (40, struct.pack("<Q", 1), "are not contiguous"),
+        (48, struct.pack("<Q", 2**63), "are not contiguous"),
+        (64, struct.pack("<Q", 1), "cover 4 of 5 tokens"),
+        (72, struct.pack("<H", 1000), "token id 1000; expected an id below 1000"),
+        (82, b"\x02", "expected a mask with 3 ones"),
+        (82, b"\x01", "expected a mask with 3 ones"),
+        (0, b"CM-CACHE", "its header does not match meta.json"),
     ],
 )
 def test_without_full_what_would_mislead_a_reader_is_found(tmp_path, at, bytes_there, fault):
@@ -240,7 +240,7 @@ def test_missing_and_unlisted_shards_are_named(built):
     (built / "val/shard_00000.bin").unlink()
     assert verify_cache(built, full=True).faults == (
         f"{built}/val/shard_00000.bin: missing; rebuild the cache or copy it again",
-        f"{built}/train/shard_00099.bin: meta.json does not list it; remove it or rebuild the cache",
+        f"{built}/train/shard_00099.bin: is not listed in meta.json; remove it or rebuild the cache",
     )
 
 
@@ -288,21 +288,21 @@ def test_rows_that_do_not_fit_are_refused_and_leave_nothing(tmp_path):
     spans["length"], spans["target"] = 2, 7
     one = rows_of(([1, 2], [1, 1]))
     other = Rows(one.ids, spans, one.first_span, one.origins, one.first_segment)
-    for rows, vocab_size, word in ((ROWS, 500, "the vocabulary has 500"), (other, 500, "trained as another id")):
+    for rows, vocab_size, word in ((ROWS, 500, "expected an id below 500"), (other, 500, "another id as its target")):
         with pytest.raises(DataError, match=word):
             write(tmp_path, {"train": [rows]}, vocab_size=vocab_size)
     unbalanced = ledger_of(ROWS)
     unbalanced.add("read", rows=1)
     with pytest.raises(ChatmillError, match="does not balance"):
         write(tmp_path, {"train": [ROWS]}, ledger=unbalanced)
-    with pytest.raises(ChatmillError, match="the ledger says"):
+    with pytest.raises(ChatmillError, match="the ledger has"):
         write(tmp_path, {"train": [ROWS]}, ledger=ledger_of(ROWS[:5]))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/etc", "a\\b", "../x", "a\0b"])
 def test_a_source_is_a_name_and_no_path(tmp_path, name):
-    with pytest.raises(UsageError, match="name of a source"):
+    with pytest.raises(UsageError, match="is not a source name"):
         cache_folder(tmp_path, name)
 
 
@@ -365,7 +365,7 @@ def test_while_one_process_builds_a_cache_another_is_refused_and_harms_nothing(t
 def test_a_folder_that_is_no_cache_is_never_replaced(tmp_path):
     (tmp_path / "primer").mkdir()
     (tmp_path / "primer/thesis.tex").write_text("years of work")
-    with pytest.raises(DataError, match=r"holds no meta\.json"):
+    with pytest.raises(DataError, match=r"has no meta\.json"):
         write(tmp_path, {"train": [ROWS]}, overwrite=True)
     assert contents(tmp_path) == {"primer/thesis.tex": b"years of work"}
 

@@ -119,7 +119,7 @@ def test_a_dataset_on_a_web_server_and_on_the_hub_opens(web, hf):
         shutil.copytree("local", folder)
         assert equal(open_dataset(url), open_dataset("local"))
         assert verify_dataset(url, full=True) == verify_dataset("local", full=True)
-        with pytest.raises(DataError, match=r"dataset_metadata\.json: no dataset here; an unfinished build has no m"):
+        with pytest.raises(DataError, match=r"dataset_metadata\.json: no dataset found; an unfinished build has no m"):
             open_dataset(f"{url.rstrip('/')}-2")
 
 
@@ -155,7 +155,7 @@ def test_of_two_builds_that_race_one_is_published_and_the_other_is_told_so(s3, o
 
     monkeypatch.setattr(remote_publish, "publish_metadata", late)
     what = "was replaced" if overwrite else "appeared"
-    with pytest.raises(DataError, match=f"^{url}: {what} while the dataset was built; nothing was published, [^\n]*$"):
+    with pytest.raises(DataError, match=f"^{url}: {what} while the dataset was built; nothing was published; [^\n]*$"):
         built(url, of=job(7), overwrite=overwrite)
     built("other", of=job(5, name="other.jsonl"))
     assert equal(open_dataset(url), open_dataset("other"))
@@ -167,7 +167,7 @@ def test_what_chatmill_did_not_write_is_not_replaced(memory):
     for text in (b"{}", b"not json", b'{"schema": "another"}'):
         objects.write(url / METADATA, text)
         with pytest.raises(
-            DataError, match=r"is not replaced, because its dataset_metadata\.json is not one that chat"
+            DataError, match=r"is not replaced, because chatmill did not write its dataset_metadata\.json"
         ):
             built(url, overwrite=True)
         with pytest.raises(DataError, match=r"^memory://bucket/v1/dataset_metadata\.json: "):
@@ -191,16 +191,14 @@ def test_a_target_with_objects_of_others_is_refused_before_any_work(store, reque
         objects.write(bucket / name, b"mine")
     for overwrite in (False, True):
         for root in (bucket, Url(f"{bucket}//")):
-            with pytest.raises(
-                UsageError, match=rf"{bucket}/*: has no name of its own; give {bucket.scheme}://BUCKET/"
-            ):
+            with pytest.raises(UsageError, match=rf"{bucket}/*: has no name; use {bucket.scheme}://BUCKET/"):
                 prepare_dataset(nothing, root, overwrite=overwrite)
         with pytest.raises(
-            DataError, match=rf"^{bucket}/in: holds b\.jsonl, sub, which chatmill did not write; give an"
+            DataError, match=rf"^{bucket}/in: contains b\.jsonl, sub, which chatmill did not write; give an"
         ):
             prepare_dataset(nothing, bucket / "in", overwrite=overwrite)
         with pytest.raises(
-            DataError, match=rf"^{bucket}/file: is an object, and a dataset needs a folder; give another"
+            DataError, match=rf"^{bucket}/file: is an object, but a dataset needs a folder; give another"
         ):
             prepare_dataset(nothing, bucket / "file", overwrite=overwrite)
     # What a killed build left, and other folders whose names begin alike, are no reason.
@@ -253,7 +251,7 @@ def test_a_build_that_stops_at_any_write_leaves_the_old_dataset_and_goes_on_with
             break
         except Stop:
             stops += 1
-        with pytest.raises(DataError, match="no dataset here; an unfinished build has no metadata"):
+        with pytest.raises(DataError, match="no dataset found; an unfinished build has no metadata"):
             open_dataset(url)
         # The units are used again; of the objects those that are there.
         done, limit, rendered = 0, 10**6, []
@@ -320,12 +318,12 @@ def test_a_missing_a_cut_and_a_changed_object_are_reported_and_never_read(s3):
     with pytest.raises(DataError, match=rf"^{place}: has the sha256 [0-9a-f]{{12}}…, and .* is expected"):
         dataset["train"].rows([0])
     [fault] = verify_dataset(url, full=True).faults
-    assert_matches(named + "sha256 .*; the metadata says .*; it was changed$", fault)
+    assert_matches(named + "sha256 .*; the metadata has .*; it was changed$", fault)
     assert verify_dataset(url, full=False).faults == ()
     objects.write(place, bytes(data[:-1]))
     for full in (False, True):
         [fault] = verify_dataset(url, full=full).faults
-        assert_matches(named + rf"{len(data) - 1} bytes; the metadata says {len(data)}; build", fault)
+        assert_matches(named + rf"{len(data) - 1} bytes; the metadata has {len(data)}; build", fault)
     objects.remove([place])
     for full in (False, True):
         [fault] = verify_dataset(url, full=full).faults
@@ -399,7 +397,7 @@ def read_metadata_at(url: Url):
 
 def test_clean_keeps_what_has_no_age_and_refuses_what_is_no_dataset(memory, monkeypatch):
     url = memory / "v1"
-    with pytest.raises(DataError, match="nothing found here; expected a dataset"):
+    with pytest.raises(DataError, match="is empty; expected a dataset"):
         clean_dataset(url)
     objects.write(url / "objects" / ("0" * 64), b"left")
     assert clean_dataset(url, older_than=-60, dry_run=True).removed.objects == 1
@@ -407,7 +405,7 @@ def test_clean_keeps_what_has_no_age_and_refuses_what_is_no_dataset(memory, monk
     with pytest.raises(DataError, match=r"has no dataset_metadata\.json, but mine\.txt"):
         clean_dataset(url, older_than=-60)
     objects.write(url / METADATA, b'{"schema": "another"}')
-    with pytest.raises(DataError, match="damaged, or not written by chatmill"):
+    with pytest.raises(DataError, match="it is damaged, or chatmill did not write it"):
         clean_dataset(url, older_than=-60)
     objects.remove([url / METADATA])
     objects.remove([url / "mine.txt"])
@@ -447,7 +445,7 @@ def test_errors_of_a_dataset_at_a_url_are_one_line(memory):
         with pytest.raises(ChatmillError) as error:
             call()
         assert "\n" not in str(error.value)
-        assert "memory://bucket/none/dataset_metadata.json: no dataset here" in str(error.value)
+        assert "memory://bucket/none/dataset_metadata.json: no dataset found" in str(error.value)
 
 
 def verify_or_raise(url: Url) -> None:

@@ -143,7 +143,7 @@ def test_pieces_of_conversations_do_not_say_which_answer_is_the_last(tmp_path, m
     format = {"format": "post-training"} if fit == "blocks" else {}
     prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=90, fit=fit, **format), Path("v1"))
     for train_on in ("last", "last-exchange"):
-        with pytest.raises(UsageError, match=rf"^v1: its rows are pieces of .*prepare it with --train-on {train_on} "):
+        with pytest.raises(UsageError, match=rf"^v1: its rows are parts of .*prepare it with --train-on {train_on} "):
             reweigh_dataset("v1", "v2", train_on=train_on)
     reweigh_dataset("v1", "v2", train_on="all")
     prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=900, fit="windows"), Path("whole"))
@@ -191,7 +191,7 @@ def test_damaged_spans_are_refused_rather_than_hashed_anew(dataset):
     data = bytearray(spans.read_bytes())
     data[14] ^= 1
     spans.write_bytes(data)
-    with pytest.raises(DataError, match=r"spans\.bin: is not what the metadata says"):
+    with pytest.raises(DataError, match=r"spans\.bin: does not match the metadata"):
         reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     assert names(dataset.parent) == ["v1"]
 
@@ -204,7 +204,7 @@ def test_damaged_tokens_are_not_copied(dataset, monkeypatch):
         raise OSError(errno.EXDEV, "another device")
 
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(DataError, match=r"tokens\.bin: is not what the metadata says"):
+    with pytest.raises(DataError, match=r"tokens\.bin: does not match the metadata"):
         reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
 
 
@@ -214,7 +214,7 @@ def test_a_dataset_without_spans_is_refused(dataset):
         path = stranger / "train/shard_00000" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(dataset / "train/shard_00000" / name, path)
-    with pytest.raises(DataError, match=r"stranger: has no spans\.bin, which say who spoke"):
+    with pytest.raises(DataError, match=r"stranger: has no spans\.bin with the roles"):
         reweigh_dataset(stranger, dataset.with_name("v2"), train_on="last")
 
 
@@ -223,7 +223,7 @@ def test_an_existing_target_is_refused_and_one_inside_the_dataset_too(dataset):
     with pytest.raises(DataError, match="exists already"):
         reweigh_dataset(dataset, dataset.with_name("v2"), train_on="all")
     for target in (dataset / "train" / "new", dataset.parent):
-        with pytest.raises(DataError, match="lies in the other"):
+        with pytest.raises(DataError, match="overlap; use another folder"):
             reweigh_dataset(dataset, target, train_on="all", overwrite=True)
     assert verify_dataset(dataset, full=True).faults == ()
 
@@ -234,7 +234,7 @@ def test_what_a_killed_process_left_is_removed(dataset):
     (left / "train/shard_00000/tokens.bin").write_text("half")
     (left / "dataset_metadata.json").write_text("{")
     (left / "notes.txt").write_text("not of a build")
-    with pytest.raises(DataError, match=r"\.v2\.reweighing: holds notes\.txt, which no dataset lists"):
+    with pytest.raises(DataError, match=r"\.v2\.reweighing: contains notes\.txt, which is not part of a dataset"):
         reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     assert len([path for path in left.rglob("*") if path.is_file()]) == 3
     (left / "notes.txt").unlink()

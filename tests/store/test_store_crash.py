@@ -64,7 +64,7 @@ def test_what_is_not_a_dataset_is_never_replaced(tmp_path, kind):
     else:
         write_dataset(tmp_path / "real", OLD)
         target.symlink_to(tmp_path / "real")
-    with pytest.raises(DataError, match="give"):
+    with pytest.raises(DataError, match=r"give another name|use the folder itself"):
         write_dataset(target, NEW, overwrite=True)
     assert os.path.lexists(target)
 
@@ -80,13 +80,13 @@ def test_a_dataset_that_holds_anything_else_is_never_replaced(tmp_path, monkeypa
     (target / thing).parent.mkdir(parents=True, exist_ok=True)
     (target / thing).write_text("years of work")
     before = contents(target)
-    with pytest.raises(DataError, match=r"x: also holds .*, which dataset_metadata\.json does not list"):
+    with pytest.raises(DataError, match=r"x: is not replaced, because dataset_metadata\.json does not list .*"):
         check_target(target, overwrite=True)
     # Found only once it is taken away: it is put back.
     monkeypatch.setattr("chatmill.store.publish.check_target", lambda *args, **options: None)
     if not exchange:
         monkeypatch.setattr(files.Disk, "exchange", lambda self, one, other: False)
-    with pytest.raises(DataError, match="x: also holds"):
+    with pytest.raises(DataError, match="x: is not replaced, because"):
         write_dataset(target, NEW, overwrite=True)
     assert contents(target) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [".x.building", "x"]
@@ -97,7 +97,7 @@ def test_an_error_names_the_first_of_many_things_without_control_characters(tmp_
     for name in ("a\nb", "c", "d", "e", "f"):
         (tmp_path / "x" / name).write_text("")
     (tmp_path / "x" / "b").symlink_to("/nowhere")
-    with pytest.raises(DataError, match=re.escape("x: also holds a\\nb, b, c and 3 more, which dataset_metadata.json")):
+    with pytest.raises(DataError, match=re.escape("dataset_metadata.json does not list a\\nb, b, c and 3 more;")):
         check_target(tmp_path / "x", overwrite=True)
 
 
@@ -105,7 +105,9 @@ def test_an_error_names_the_first_of_many_things_without_control_characters(tmp_
 def test_a_file_with_the_name_of_metadata_makes_no_dataset(tmp_path, text):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/dataset_metadata.json").write_text(text)
-    with pytest.raises(DataError, match=r"^\S+/x: is not replaced, because its dataset_metadata\.json is not one that"):
+    with pytest.raises(
+        DataError, match=r"^\S+/x: is not replaced, because chatmill did not write its dataset_metadata\.json"
+    ):
         check_target(tmp_path / "x", overwrite=True)
 
 
@@ -134,7 +136,9 @@ def test_an_old_dataset_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(files, "disk", Held())
         for number in ("", 1):
-            with pytest.warns(UserWarning, match=rf"x: was replaced, but the old dataset is .*/x\.kept{number} holds"):
+            with pytest.warns(
+                UserWarning, match=rf"x: was replaced, but the old dataset was not rem.*/x\.kept{number} contains"
+            ):
                 write_dataset(tmp_path / "x", NEW, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x.kept", "x.kept1"]
     assert open_dataset(tmp_path / "x").splits == ("train", "val")
@@ -147,7 +151,7 @@ def test_what_a_killed_replacement_left_is_removed_unless_it_holds_something_els
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     write_dataset(tmp_path / ".x.replaced", NEW)
     (tmp_path / ".x.replaced/notes.txt").write_text("years of work")
-    with pytest.warns(UserWarning, match=r"x\.kept holds notes\.txt, which no dataset lists"):
+    with pytest.warns(UserWarning, match=r"x\.kept contains notes\.txt, which is not part of a dataset"):
         recover(tmp_path / "x")
     assert (tmp_path / "x.kept/notes.txt").read_text() == "years of work"
     # What somebody else put into its place is not the new dataset.
@@ -160,7 +164,7 @@ def test_what_a_killed_replacement_left_is_removed_unless_it_holds_something_els
 
 def test_a_file_that_appears_while_it_is_written_is_kept(tmp_path):
     path = tmp_path / "out"
-    with pytest.raises(DataError, match="out: appeared while it was written"), files.writing(path):
+    with pytest.raises(DataError, match="out: was created by someone else meanwhile"), files.writing(path):
         path.write_text("mine")
     assert contents(tmp_path) == {"out": b"mine"}
 
@@ -173,7 +177,7 @@ def test_an_output_never_replaces_what_is_read_nor_a_link_or_device(tmp_path, na
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/inside").write_text("mine")
     (tmp_path / "device").symlink_to("/dev/null")
-    with pytest.raises(DataError, match=r"which is read|a link or a device"):
+    with pytest.raises(DataError, match=r"which the command reads|is a link or a device"):
         files.refuse_existing(tmp_path / name, overwrite=True, reads=[tmp_path / "input", tmp_path / "folder"])
 
 

@@ -65,7 +65,7 @@ def test_a_folder_in_the_place_of_a_file_is_named_as_one(dataset):
     for name in ("train/shard_00000/mask.bin", "dataset_metadata.json"):
         (dataset / name).rename(dataset / "aside")
         (dataset / name).mkdir()
-        with pytest.raises(DataError, match=f"{name}: (not a file|cannot be read .Is a directory.); rebuild"):
+        with pytest.raises(DataError, match=f"{name}: (is not a file|cannot be read .Is a directory.); rebuild"):
             open_dataset(dataset)
         (dataset / name).rmdir()
         (dataset / "aside").rename(dataset / name)
@@ -76,8 +76,8 @@ def test_shards_and_files_that_nobody_answers_for_are_named(dataset):
     (dataset / "train/shard_00099").mkdir()
     (dataset / "train/shard_00000/notes.txt").write_text("mine")
     assert faults(dataset, full=False) == (
-        f"{dataset}/train/shard_00000/notes.txt: the metadata does not list it; remove it or rebuild the dataset",
-        f"{dataset}/train/shard_00099: the metadata does not list it; remove it or rebuild the dataset",
+        f"{dataset}/train/shard_00000/notes.txt: is not listed in the metadata; remove it or rebuild the dataset",
+        f"{dataset}/train/shard_00099: is not listed in the metadata; remove it or rebuild the dataset",
     )
 
 
@@ -132,10 +132,15 @@ BROKEN = [
     ("origins.bin", SEGMENT, put("row", 3, 0), "origins.bin: segments 0 to"),
     ("origins.bin", SEGMENT, put("first_span", 1, 2**40), "origins.bin: the spans of segments 0 to"),
     ("origins.bin", SEGMENT, put("file", 1, 77), "origins.bin: one of segments 0 to"),
-    ("tokens.bin", [("id", "<u2")], put("id", 3, 1000), "tokens.bin: id 1000 at token 3; the vocabulary has 1000"),
-    ("mask.bin", [("is", "u1")], put("is", 3, 2), "mask.bin: 2 at token 3; its span says"),
-    ("targets.bin", TARGET, put("target", 0, 1000), "targets.bin: target 1000; the vocabulary has 1000"),
-    ("targets.bin", TARGET, put("span", 0, 2**40), "targets.bin: its spans do not rise, or go beyond those there are"),
+    ("tokens.bin", [("id", "<u2")], put("id", 3, 1000), "tokens.bin: id 1000 at token 3; expected an id below 1000"),
+    ("mask.bin", [("is", "u1")], put("is", 3, 2), "mask.bin: 2 at token 3; its span has"),
+    ("targets.bin", TARGET, put("target", 0, 1000), "targets.bin: target 1000; expected an id below 1000"),
+    (
+        "targets.bin",
+        TARGET,
+        put("span", 0, 2**40),
+        "targets.bin: span numbers are not ascending or beyond the last span",
+    ),
 ]
 
 
@@ -156,13 +161,13 @@ def test_reading_rows_of_a_broken_table_is_an_error_and_no_nonsense(dataset):
     ("name", "dtype", "change", "said"),
     [
         ("spans.bin", STORED_SPAN, put("length", 0, 400), "spans do not tile the tokens of their rows"),
-        ("spans.bin", STORED_SPAN, put("role", 0, 254), "a span has a role that does not exist"),
-        ("spans.bin", STORED_SPAN, put("part", 0, 255), "a span has a part that does not exist"),
-        ("spans.bin", STORED_SPAN, put("rule", 0, 255), "a span has a rule that does not exist"),
-        ("origins.bin", SEGMENT, put("row", 1, 2**63), "a segment is not in the order of its episode"),
+        ("spans.bin", STORED_SPAN, put("role", 0, 254), "a span has a role that is not defined"),
+        ("spans.bin", STORED_SPAN, put("part", 0, 255), "a span has a part that is not defined"),
+        ("spans.bin", STORED_SPAN, put("rule", 0, 255), "a span has a rule that is not defined"),
+        ("origins.bin", SEGMENT, put("row", 1, 2**63), "a segment is out of order"),
         ("origins.bin", SEGMENT, put("first_span", 0, 2**63), "points beyond the spans"),
-        ("origins.bin", SEGMENT, put("first_span", 1, 2**55), "the spans of a segment do not follow those before"),
-        ("origins.bin", SEGMENT, put("file", 1, 2**24), "a segment names a file beyond the 3 known"),
+        ("origins.bin", SEGMENT, put("first_span", 1, 2**55), "the spans of a segment are out of order"),
+        ("origins.bin", SEGMENT, put("file", 1, 2**24), "a segment has a file number beyond the 3 known files"),
     ],
 )
 def test_a_damaged_byte_of_a_table_is_named_by_whoever_reads_it(dataset, name, dtype, change, said):
@@ -178,7 +183,7 @@ def test_a_damaged_byte_of_a_table_is_named_by_whoever_reads_it(dataset, name, d
 def test_a_ledger_that_does_not_fit_the_shards_is_named(dataset):
     rewrite(dataset, lambda data: data["ledger"]["stored"][""].update(tokens=9, trained=9))
     stored = sum(split.num_tokens for split in open_dataset(dataset).metadata.splits.values())
-    assert f"{dataset}: the ledger says 9 tokens were stored; the shards hold {stored}" in faults(dataset, full=False)
+    assert f"{dataset}: the ledger has 9 stored tokens, but the shards have {stored}" in faults(dataset, full=False)
 
 
 def test_nothing_is_changed_by_verifying(dataset):

@@ -111,8 +111,8 @@ def test_tokens_are_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, width)
 @pytest.mark.parametrize(
     ("spans", "said"),
     [
-        ([([1], 0, 0, 1.0, 0, -1), ([1, 10], 0, 0, 1.0, 0, -1)], "a:812: token id 10; the vocabulary has 10"),
-        ([([1], 0, 0, 1.0, 0, -1), ([1], 0, 0, 1.0, 0, 11)], "a:812: target 11; the vocabulary has 10"),
+        ([([1], 0, 0, 1.0, 0, -1), ([1, 10], 0, 0, 1.0, 0, -1)], "a:812: token id 10; expected an id below 10"),
+        ([([1], 0, 0, 1.0, 0, -1), ([1], 0, 0, 1.0, 0, 11)], "a:812: target 11; expected an id below 10"),
     ],
 )
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(tmp_path, spans, said):

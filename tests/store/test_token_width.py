@@ -154,10 +154,10 @@ def test_half_covered_uint16_without_a_mask_is_never_read_as_uint32(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "token_dtype", "said"),
     [
-        ({"dtype": "uint32"}, "uint16", "token_dtype is uint16, and dataset_metadata.json says uint32"),
-        ({"dtype": "int64"}, None, "dtype: int64 is a type that is not read; expected uint16 or uint32"),
-        ({"dtype": ">u2"}, None, "dtype: >u2 is a type that is not read; expected uint16 or uint32, little-endian"),
-        ({"dtype": "uint16", "token_dtype": "uint32"}, None, "name two types of tokens; expected one"),
+        ({"dtype": "uint32"}, "uint16", "token_dtype is uint16, but dataset_metadata.json has uint32"),
+        ({"dtype": "int64"}, None, "dtype: int64 is an unsupported type; expected uint16 or uint32"),
+        ({"dtype": ">u2"}, None, "dtype: >u2 is an unsupported type; expected uint16 or uint32, little-endian"),
+        ({"dtype": "uint16", "token_dtype": "uint32"}, None, "are two types of tokens; expected one"),
         ({}, "uint8", "token_dtype is uint8; expected uint16 or uint32"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_type_that_the_files_cannot_have_is_refused(tmp_path, said):
             (folder / "dataset_metadata.json").write_text('{"dtype": "uint32"}')
         with pytest.raises(DataError) as error:
             open_dataset(folder, token_dtype="uint32" if said == "token_dtype" else None)
-        assert f"says uint32; it has 16 bytes, and {why}, so that its tokens are uint16" in str(error.value)
+        assert f"but it has 16 bytes and {why}, so they are uint16" in str(error.value)
 
 
 @pytest.mark.parametrize(

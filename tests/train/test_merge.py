@@ -125,10 +125,10 @@ def test_overwrite_replaces_only_folders_that_merge_wrote(tmp_path):
     merge_adapters(adapters, target, save_dtype="float16", overwrite=True)
     assert json.loads((target / "config.json").read_text())["dtype"] == "float16"
     (target / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match=r"also holds notes\.txt, which chatmill_merge\.json does not list"):
+    with pytest.raises(DataError, match=r"chatmill_merge\.json does not list notes\.txt"):
         merge_adapters(adapters, target, overwrite=True)
     for other in (adapters, tmp_path / "base"):
-        with pytest.raises(DataError, match="which is read; write somewhere else"):
+        with pytest.raises(DataError, match="which the command reads; use another folder"):
             merge_adapters(adapters, other, overwrite=True)
     assert not list(tmp_path.glob(".*"))
 

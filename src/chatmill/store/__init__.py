@@ -1,12 +1,12 @@
-"""Datasets and primer caches on disk: written whole or not at all, read memory-mapped, verified to the last byte.
+"""Datasets and primer caches on disk: published atomically, read through memory maps, verified byte by byte.
 
     datasets   open_dataset, is_dataset -> Dataset of Episodes per split, with its Metadata
-    writing    SplitWriter, write_metadata, in the folder staging_for(target) until it is published
+    writing    SplitWriter, write_metadata, into the folder staging_for(target), until `publish`
     checking   verify_dataset; diff_datasets compares two
     deriving   reweigh_dataset (another mask from the same tokens), export_parquet
     caches     write_cache, open_cache, is_cache, verify_cache -> PrimerCache
 
-Reading needs only numpy. Names are imported when they are first used.
+Reading needs only numpy. Names are imported lazily.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Find and remove what builds left at the URL of a dataset: objects that its metadata does not name.
+"""Find and remove leftovers of builds at the URL of a dataset: objects that are not in its metadata.
 
-A build that was killed leaves the objects that it had uploaded; a dataset that was replaced leaves those that the new
-one does not have. Objects younger than an age stay: a build may be about to name them, or somebody may still read the
-dataset that was replaced. Only objects with names that chatmill generates are removed.
+A killed build leaves the objects that it uploaded; a replaced dataset leaves those that the new one does not use.
+Objects younger than a given age stay, because a running build may need them, or someone may still read the replaced
+dataset. Only objects with names that chatmill generates are removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chatmill.store.remote_publish import THREADS
 DAY = 24 * 3600.0
 OWN = re.compile(rf"{OBJECTS}/([0-9a-f]{{64}})|({STAGING}/[0-9a-f]{{64}})/.+")
 AT_ONCE = 500
-"""Objects that are removed before the metadata is read again."""
+"""Number of objects to remove before the metadata is read again."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,26 @@ class ObjectCount:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What was at a URL. Nothing is removed in a dry run."""
+    """Counts of the objects at a URL. Nothing is removed in a dry run."""
 
     used: ObjectCount
-    """Objects that the metadata names."""
+    """Objects listed in the metadata."""
     removed: ObjectCount
-    """Leftovers that were removed; in a dry run, that would be."""
+    """Leftovers that were removed; in a dry run, those that would be removed."""
     young: ObjectCount
-    """Leftovers that are too young."""
+    """Leftovers that are too young to be removed."""
     undated: ObjectCount
-    """Leftovers whose age the store does not tell; they stay."""
+    """Leftovers whose age the store does not report; they stay."""
     others: ObjectCount
-    """What chatmill did not write; it stays."""
+    """Objects that chatmill did not write; they stay."""
 
 
 def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -> Cleaned:
-    """Remove the leftovers of builds at a URL that are older than so many seconds."""
+    """Remove the leftovers of builds at a URL that are older than `older_than` seconds."""
     if url.scheme in READ_ONLY:
-        raise UsageError(f"{url}: nothing can be removed at {url.scheme}://; give s3://, gs://, az:// or a local path")
+        raise UsageError(
+            f"{url}: objects at {url.scheme}:// cannot be removed; use s3://, gs://, az:// or a local path"
+        )
     prefix = url.address.rstrip("/") + "/"
     there = {each.address.removeprefix(prefix): info for each, info in objects.infos_below(url).items()}
     own = {name: match for name in there if (match := OWN.fullmatch(name))}
@@ -67,7 +69,7 @@ def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -
     left = [name for name, match in own.items() if match[1] not in named]
     for name in left:
         if there[name].modified is None:
-            # Some listings tell less.
+            # Some listings omit this information.
             there[name] = objects.find(url / name) or there[name]
     ages = _ages(left, own, there)
     undated = [name for name in left if ages[name] is None]
@@ -83,19 +85,19 @@ def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -
 
 
 def _named(url: Url, there: dict[str, ObjectInfo], others: Sequence[str]) -> set[str]:
-    """The hashes that the metadata names; `DataError` if this is no dataset, nor what a killed build leaves."""
+    """Return the hashes in the metadata; raise `DataError` if there is neither a dataset nor leftovers of a build."""
     named = _named_now(url)
     if named:
         return named
     if others:
-        raise DataError(f"{url}: has no {METADATA}, but {names_of(others)}; expected a dataset, or what a build left")
+        raise DataError(f"{url}: has no {METADATA}, but {names_of(others)}; expected a dataset or leftovers of a build")
     if not there:
-        raise DataError(f"{url}: nothing found here; expected a dataset, or what a build left")
+        raise DataError(f"{url}: is empty; expected a dataset or leftovers of a build")
     return named
 
 
 def _ages(left: Sequence[str], own: dict[str, re.Match[str]], there: dict[str, ObjectInfo]) -> dict[str, float | None]:
-    """The age of each leftover in seconds; what a build staged is as young as the youngest part of it."""
+    """Return the age of each leftover in seconds; all staged parts of a build are as old as the youngest of them."""
     now = time.time()
     ages = {name: None if (at := there[name].modified) is None else now - at for name in left}
     builds: dict[str, list[str]] = {}
@@ -110,7 +112,7 @@ def _ages(left: Sequence[str], own: dict[str, re.Match[str]], there: dict[str, O
 
 
 def _remove(url: Url, names: Sequence[str]) -> None:
-    """Remove leftovers, unless a dataset that was published meanwhile names them."""
+    """Remove leftovers, unless a dataset that was published in the meantime lists them."""
     removed: list[str] = []
     with ThreadPoolExecutor(THREADS, thread_name_prefix="clean") as pool:
         for at in range(0, len(names), AT_ONCE):
@@ -121,19 +123,19 @@ def _remove(url: Url, names: Sequence[str]) -> None:
     named = _named_now(url) if removed else set()
     if lost := [name for name in removed if _hash(name) in named]:
         raise DataError(
-            f"{url}: a dataset was published while it was cleaned, and names {names_of(lost)}, which was removed; "
+            f"{url}: a dataset was published during cleaning that contains {names_of(lost)}, which was removed; "
             "build it again"
         )
 
 
 def _named_now(url: Url) -> set[str]:
-    """The hashes that the metadata names; none if there is no metadata."""
-    # Not by the listing, which may lag behind.
+    """Return the hashes in the metadata; empty if there is no metadata."""
+    # Read the object itself, because listings may lag behind.
     if objects.find(url / METADATA) is None:
         return set()
     return {info.sha256 for _, info in listed_files(remote_metadata(url))}
 
 
 def _hash(name: str) -> str:
-    """The hash of an object by its name."""
+    """Return the hash in the name of an object."""
     return name.rpartition("/")[2]

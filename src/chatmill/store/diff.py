@@ -1,8 +1,8 @@
-"""Compare two datasets: conversations are matched by content, whatever their order, shards and packing.
+"""Compare two datasets: conversations are matched by content, regardless of order, shards and packing.
 
-Each conversation gets two hashes, of its ids and of how they are trained. At most 34 bytes are kept per conversation,
-and they are compared a sixteenth of all keys at a time. Repeated keys are matched as often as both datasets have them,
-the most similar first:
+Each conversation has two hashes: one of its ids, and one of its weights and targets. At most 34 bytes are kept per
+conversation, and a sixteenth of all keys is compared at a time. Repeated keys are matched as often as they occur in
+both datasets, the most similar first:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*
@@ -27,12 +27,12 @@ from chatmill.store.read import Dataset, open_dataset
 Words = NDArray[np.uint64]
 
 EXAMPLES = 3
-"""Example conversations of each kind."""
+"""Number of example conversations of each kind."""
 TOKENS = 1 << 20
-"""Tokens that are hashed at a time."""
+"""Number of tokens that are hashed together."""
 SHARES = 16
 EQUAL_COLUMNS = {"equal": "kims", "moved": "kim", "mask": "ki", "changed": "k"}
-"""The columns in which a pair of each kind is equal, the most similar first: key, ids, mask, split."""
+"""The columns in which a pair of each kind is equal (key, ids, mask, split), the most similar first."""
 CAUSES = ("tokenizer", "format", "fit", "input")
 CONFIG = {
     "add_tokens": "tokenizer",
@@ -42,16 +42,16 @@ CONFIG = {
     "precedence": "input",
     "filters": "input",
 }
-"""The part of config keys that do not belong to `fit`."""
+"""The part that a config key belongs to, if not `fit`."""
 PARENT = "reweighed_from"
-"""A config key that is history and causes no difference."""
+"""A config key that records history and does not cause differences."""
 WITHOUT_EFFECT = (PARENT, "mix_sft", "mix_epochs")
-"""Config keys that cause no difference: history, and how training mixes the sources."""
+"""Config keys that do not cause differences: history, and how training mixes the sources."""
 
 
 @dataclass(frozen=True)
 class ConversationOrigin:
-    """The file and line of a conversation, and the split it is in."""
+    """The file and line of a conversation, and its split."""
 
     split: str
     file: str | None
@@ -60,7 +60,7 @@ class ConversationOrigin:
 
 @dataclass(frozen=True)
 class Difference:
-    """How many conversations differ in one respect, and the first of them."""
+    """The number of conversations with one kind of difference, and the first examples."""
 
     count: int
     examples: tuple[ConversationOrigin, ...]
@@ -68,7 +68,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Cause:
-    """A setting or input in which the two builds differ."""
+    """A setting or input that differs between the two builds."""
 
     part: str
     """tokenizer, format, fit or input."""
@@ -79,21 +79,21 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diff:
-    """How two datasets differ; `kinds` are all differences by name."""
+    """The differences between two datasets; `kinds` are all differences by name."""
 
     identical: bool
-    """They have the same hash, and so the same bytes."""
+    """Whether both have the same hash, and therefore the same bytes."""
     by_key: bool
-    """Matched by the text of conversations; otherwise by ids, because one dataset has no keys: none is `changed`."""
+    """Whether conversations are matched by text. If a dataset has no keys, ids are compared, and none is `changed`."""
     equal: int
     added: Difference
     removed: Difference
     changed: Difference
-    """The same text with other ids."""
+    """Conversations with the same text but different ids."""
     mask: Difference
-    """The same ids with another mask."""
+    """Conversations with the same ids but a different mask."""
     moved: Difference
-    """Equal, but in another split."""
+    """Equal conversations in different splits."""
     causes: tuple[Cause, ...]
 
     @property
@@ -107,7 +107,7 @@ class Diff:
 
 
 def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | None = None) -> Diff:
-    """Compare two datasets by conversation: what changed from `one` to `other`; `token_dtype` is that of both."""
+    """Compare two datasets by conversation: what changed from `one` to `other`; `token_dtype` applies to both."""
     a, b = (_Conversations(open_dataset(path, token_dtype=token_dtype)) for path in (one, other))
     by_key = a.has_keys and b.has_keys
     if not by_key:
@@ -135,7 +135,7 @@ def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | No
 
 
 class _Examples:
-    """Counts conversations, and keeps the lowest of their numbers."""
+    """Counts conversations, and keeps the lowest of their numbers as examples."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -147,13 +147,13 @@ class _Examples:
 
 
 def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
-    """Pair rows of a and b that are equal in all columns, each used once, in order.
+    """Pair rows of a and b that are equal in all columns; each row is used once, in order.
 
     a  7 7 8
     b  7 9 7 7    ->  0 1 and 0 2
     """
     columns = [np.concatenate(pair) for pair in zip(a, b, strict=True)]
-    # Stable: of equal rows, those of a come before those of b, each in their order.
+    # Stable sort: of equal rows, those of a come before those of b, each in order.
     order = np.lexsort(columns[::-1])
     begins = np.ones(len(order), dtype=np.bool_)
     begins[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
@@ -166,7 +166,7 @@ def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
 
 
 class _Conversations:
-    """All conversations of a dataset, numbered across its splits, as columns of hashes."""
+    """All conversations of a dataset as columns of hashes, numbered over its splits."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -192,7 +192,7 @@ class _Conversations:
         self._key[:, 0], self._key[:, 1] = self._ids, 0
 
     def shares(self) -> NDArray[np.uint8]:
-        """The sixteenth of all keys in which each conversation is compared; none for padding."""
+        """Return the sixteenth of the key space in which each conversation is compared, without padding."""
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:
@@ -215,22 +215,22 @@ class _Conversations:
                 origin = episodes.array(shard, ORIGINS)[number]
                 file = episodes.files[origin["file"]].path if origin["file"] != NO_FILE else None
                 return ConversationOrigin(name, file, int(origin["line"]))
-        raise AssertionError("a conversation beyond those there are")
+        raise AssertionError("conversation number out of range")
 
 
 def _segments(episodes: Episodes) -> list[int]:
-    """The number of conversations and padding of each shard; without origins every row is one."""
+    """Return the number of segments of each shard, including padding; without origins, every row is one segment."""
     return [shard.records.get(ORIGINS, shard.num_episodes) for shard in episodes.shards]
 
 
-# Hashes that do not depend on how a conversation is cut into spans, computed for all at once.
+# Hashes that do not depend on how a conversation is divided into spans, computed for all conversations at once.
 
 
 def _hashes(rows: Rows) -> tuple[Words, Words]:
-    """For each conversation a hash of its ids, and one of the weights and targets of its tokens.
+    """Return a hash of the ids of each conversation, and a hash of the weights and targets of its tokens.
 
-    Each is a sum over tokens of the value of a token times a random number for its position. Within a span the weight
-    and target are constant, so that only the sum of the random numbers, which is looked up, is needed.
+    Each hash is a sum over tokens of the token's value times a random number for its position. Weight and target are
+    constant within a span, so only the sum of the random numbers is needed, which is looked up.
     """
     longest = int(np.diff(rows.segment_start).max(initial=0))
     random = np.random.PCG64(0).random_raw(longest)
@@ -247,13 +247,13 @@ def _hashes(rows: Rows) -> tuple[Words, Words]:
 
 
 def _mixed(words: Words) -> Words:
-    """Spread a difference in a few bits over all bits."""
+    """Spread differences in a few bits over all bits."""
     words = words * np.uint64(0x9E3779B97F4A7C15)
     return words ^ (words >> np.uint64(32))
 
 
 def _until(words: Words) -> Words:
-    """The sums, modulo 2**64, of all words before each one, and of all words."""
+    """Return the sum, modulo 2**64, of all words before each word, followed by the total."""
     until = np.zeros(len(words) + 1, dtype=np.uint64)
     np.cumsum(words, out=until[1:])
     return until
@@ -265,7 +265,7 @@ def _sums(words: Words, start: Index) -> Words:
 
 
 def is_padding(rows: Rows) -> NDArray[np.bool_]:
-    """Which segments are only padding."""
+    """Return which segments consist only of padding."""
     spans = np.diff(rows.first_span)
     padding: Index = np.diff(offsets(rows.spans["part"] == Part.PAD)[rows.first_span])
     only: NDArray[np.bool_] = (spans > 0) & (padding == spans)
@@ -273,7 +273,7 @@ def is_padding(rows: Rows) -> NDArray[np.bool_]:
 
 
 def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: int) -> Iterator[Cause]:
-    """The settings and inputs in which the metadata of the two differ."""
+    """Yield the settings and inputs that differ between the metadata of two datasets."""
     if one is None or other is None:
         return
     a, b = _settings(one), _settings(other)
@@ -281,19 +281,19 @@ def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: i
     causes = [Cause(*key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
     yield from causes
     if not causes and (removed or added):
-        # The same settings, files and number of records: the text of the files changed.
+        # Settings, files and number of records are equal, so the text of the files changed.
         yield Cause("input", "conversations", removed, added)
 
 
 def _settings(metadata: Metadata) -> dict[tuple[str, str], Any]:
-    """Everything that may cause a difference, by its part and name."""
+    """Return everything that may cause a difference, by part and name."""
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
     config = {name: value for name, value in metadata.config.items() if name not in WITHOUT_EFFECT}
     listed = config.get("sources")
     tables = [source for source in listed if isinstance(source, dict)] if isinstance(listed, list) else []
     sources = [source for source in tables if "train_on" in source]
     if sources:
-        # How a source is trained is not part of the input, and no longer true after reweighing.
+        # `train_on` of a source is not part of the input, and is outdated after reweighing.
         config["sources"] = [{key: source[key] for key in source if key != "train_on"} for source in sources]
         if PARENT not in metadata.config:
             trained = {str(source.get("file")): source["train_on"] for source in sources}

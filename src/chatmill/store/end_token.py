@@ -1,11 +1,11 @@
-"""Find the end token in the tokenizer files of another program.
+"""Find the end-of-text token in the tokenizer files of another program.
 
-There is no common format, so these forms are read, in this order:
+There is no common format, so these forms are recognized, in this order:
 
     {"eot_token_id": 50256}                               a name with an id; also eos, end_of_text, im_end, …
-    {"eos_token": "<|endoftext|>", "vocab": {…}}          a name with a text, and a vocabulary that has the text
-    {"eos_token": {"content": "</s>"}}, added_tokens …    the same as Hugging Face writes it
-    {"special_tokens": {"<|endoftext|>": 50256}}          a special token whose text is a known one
+    {"eos_token": "<|endoftext|>", "vocab": {…}}          a name with a text that is in a vocabulary
+    {"eos_token": {"content": "</s>"}}, added_tokens …    the same in the form of Hugging Face
+    {"special_tokens": {"<|endoftext|>": 50256}}          a special token with a known text
     {"encoding": "cl100k_base"}                           a tiktoken encoding
 """
 
@@ -32,10 +32,10 @@ END_NAMES = (
 )
 """Names of end tokens in order of precedence, without punctuation and case."""
 COMMON = {"end", "stop"}
-"""Ambiguous names, accepted only in brackets or with "token": `<|end|>`, `stop_token_id`."""
+"""Ambiguous names, accepted only in brackets or together with "token": `<|end|>`, `stop_token_id`."""
 SUFFIXES = {"id", "ids", "idx", "index", "token", "tokens", "str", "string"}
 SWITCHES = {"add", "append", "has", "is", "n", "no", "num", "prepend", "skip", "strip", "use", "with"}
-"""First words of names of flags and counts, which do not name a token."""
+"""First words of the names of flags and counts, which do not name a token."""
 VOCABULARIES = {
     "chars",
     "decoder",
@@ -52,7 +52,7 @@ VOCABULARIES = {
     "vocabulary",
     "wordtoid",
 }
-"""Tables of all tokens, in which "eos" may be a word of a text; without punctuation and case."""
+"""Keys of vocabularies, in which "eos" may be an ordinary entry; without punctuation and case."""
 ENCODINGS = {
     "gpt2": {"<|endoftext|>": 50256},
     "r50k_base": {"<|endoftext|>": 50256},
@@ -62,7 +62,7 @@ ENCODINGS = {
     "o200k_base": {"<|endoftext|>": 199999},
     "o200k_harmony": {"<|endoftext|>": 199999, "<|return|>": 200002, "<|end|>": 200007},
 }
-"""The end tokens of tiktoken's encodings."""
+"""The end tokens of tiktoken encodings."""
 ENCODING_NAMES = {
     "base",
     "encoding",
@@ -79,25 +79,25 @@ ENCODING_NAMES = {
     "type",
 }
 DEEPEST = 4
-"""Maximum depth of nested tables that are searched."""
+"""Maximum depth of nested objects that are searched."""
 IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """An entry whose name is that of an end token; the smallest of several is the one that is meant."""
+    """An entry whose name is that of an end token; the smallest entry takes precedence."""
 
     depth: int
     is_part: bool
-    """Whether the name has more words before it, such as `myPT_eot`."""
+    """Whether the name has other words before it, as in `myPT_eot`."""
     rank: int
     name: str
     value: Any
 
 
 def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | None:
-    """The id of the end token that one of these JSON values names; None if there is none.
+    """Return the id of the end token in these JSON values; None if none of them has one.
 
-    `vocabularies` are further JSON values, in which the ids of texts are looked up.
+    `vocabularies` are further JSON values, used to look up the ids of texts.
 
     >>> from chatmill.store.end_token import end_token
     >>> end_token([{"eos_token": "</s>", "special_tokens": {"<s>": 1, "</s>": 2}}])
@@ -123,7 +123,7 @@ def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | 
 
 
 def names_tokens(state: Any) -> bool:
-    """Whether this is the tokenizer state of another program: it names an end token, or has a vocabulary."""
+    """Return whether this is the tokenizer state of another program: it names an end token or has a vocabulary."""
     if not isinstance(state, dict):
         return False
     return end_token([state]) is not None or any(_compact(name) in VOCABULARIES | {"tokenkind"} for name in state)
@@ -138,7 +138,7 @@ def _compact(name: str) -> str:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Whether words come before the name of an end token, and which name it is; None if it is no such name."""
+    """Return whether words precede the name of an end token, and the rank of that name; None if it is not one."""
     if name.strip() == "</s>":
         return False, END_NAMES.index("eos")
     every = _words(name)
@@ -157,12 +157,12 @@ def _place(name: str) -> tuple[bool, int] | None:
 
 
 def _rank(text: str) -> tuple[bool, int] | None:
-    """Where the text of a special token stands among those of end tokens."""
+    """Return the precedence of the text of a special token among the known end tokens; None if it is not one."""
     return _place(text) if IN_BRACKETS.fullmatch(text) else None
 
 
 def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
-    """The entries of a state that name an end token: by a name, or by its text in brackets."""
+    """Yield the entries of a state that name an end token, by name or by its text in brackets."""
     if not isinstance(node, dict) or depth > DEEPEST:
         return
     for name, value in node.items():
@@ -176,7 +176,7 @@ def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
 
 
 def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
-    """The id that the value of a name stands for: an id, a text, a Hugging Face token, or the first of several."""
+    """Return the id that a value denotes: an id, a text, a Hugging Face token object, or the first of a list."""
     if isinstance(value, list):
         value = value[0]
     if isinstance(value, dict):
@@ -191,7 +191,7 @@ def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
 
 
 def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | None:
-    """The id of a text in a table of texts or of ids, or in a list of tokens, wherever it lies."""
+    """Return the id of a text in nested tables of texts or ids, or in a list of tokens."""
     if depth > DEEPEST:
         return None
     if isinstance(node, dict):
@@ -213,7 +213,7 @@ def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | 
 
 
 def _texts(node: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """The texts in brackets that a vocabulary has, with their ids."""
+    """Yield the bracketed texts in a vocabulary, with their ids."""
     if depth > DEEPEST:
         return
     if isinstance(node, list):
@@ -238,7 +238,7 @@ def _content(value: Any) -> str | None:
 
 
 def _encodings(node: Any, depth: int = 0) -> Iterator[str]:
-    """The encodings of tiktoken that a state names."""
+    """Yield the tiktoken encodings that a state names."""
     if isinstance(node, dict) and depth <= DEEPEST:
         for name, value in node.items():
             if isinstance(value, str) and _compact(name) in ENCODING_NAMES:

@@ -1,6 +1,6 @@
-"""The rows of a dataset's split: read from memory-mapped files, some at a time.
+"""The episodes of a dataset split, read from memory-mapped files.
 
-Only numpy is needed, so that a training image can read what another machine prepared.
+Requires only numpy, so that a training image can read datasets prepared elsewhere.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from chatmill.store.mapped import MappedFile, check_mapped, reading
 from chatmill.store.remote_files import RemoteFiles
 
 LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
-"""The largest role, part and rule, the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""
+"""The largest role, part and rule: the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""
 NONE_TO_ZERO = np.array([1, 0, 0], dtype=np.uint8)
-"""Added to these bytes it makes `Role.NONE`, which is 255, the smallest role."""
+"""Added to these bytes, so that `Role.NONE` (255) becomes the smallest role."""
 MAPPED = 1 << 15
-"""Files that a process maps before it gives up maps that it may not need; Linux allows 65,530 of all kinds."""
+"""Maximum number of mapped files before unused maps are released; Linux allows 65,530 maps of all kinds."""
 
 
 class Episodes:
-    """The rows of one split, numbered from 0 over all its shards."""
+    """The episodes of one split, numbered from 0 over all its shards."""
 
     def __init__(self, stored: StoredFiles | RemoteFiles, shards: list[Shard], files: tuple[File, ...]) -> None:
         self.stored = stored
         self.shards = tuple(shards)
         self._eviction = 0
         self.files = files
-        """The input files that the file numbers of origins refer to."""
+        """The input files that the file numbers in origins refer to."""
         self._first = offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
         self._firsts = self._first.tolist()
         self.unmap()
@@ -52,17 +52,17 @@ class Episodes:
 
     @cached_property
     def lengths(self) -> Index:
-        """Tokens in each episode. Reads the whole index; use `lengths_of` for a few episodes."""
+        """Number of tokens in each episode. Reads the whole index; use `lengths_of` for a few episodes."""
         parts: list[Index] = [self.array(number, INDEX)["length"].view(np.int64) for number in range(len(self.shards))]
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def lengths_of(self, numbers: ArrayLike) -> Index:
-        """Tokens in each of these episodes."""
+        """Return the number of tokens in each of these episodes."""
         chosen = np.asarray(numbers, dtype=np.int64)
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
-            raise IndexError(f"episodes {chosen.min()} to {chosen.max()} of {len(self)}")
+            raise IndexError(f"episodes {chosen.min()} to {chosen.max()}; expected 0 to {len(self) - 1}")
         lengths = np.empty(len(chosen), dtype=np.int64)
         shard_of = np.searchsorted(self._first, chosen, side="right") - 1
         with reading():
@@ -73,16 +73,16 @@ class Episodes:
         return lengths
 
     def tokens(self, number: int) -> NDArray[np.unsignedinteger]:
-        """The ids of one episode: a view of the mapped file, in its stored type."""
+        """Return the token ids of one episode as a view of the mapped file, in the stored type."""
         run = self._run(*self._find(number))
         return self.array(run.shard, TOKENS)[run.start : run.stop]
 
     def mask(self, number: int) -> NDArray[np.uint8]:
-        """1 where a token of this episode is trained: a view of the mapped file."""
+        """Return 1 for each trained token of an episode, else 0, as a view of the mapped file."""
         return self._mask(self._run(*self._find(number)))
 
     def rows(self, numbers: ArrayLike) -> Rows:
-        """These episodes in this order, with spans, segments and origins. A number may be repeated."""
+        """Return these episodes in this order, with spans, segments and origins. Numbers may be repeated."""
         chosen = np.asarray(numbers, dtype=np.int64)
         with reading():
             runs = list(self._runs(chosen.tolist()))
@@ -96,7 +96,7 @@ class Episodes:
                 self.check(run.shard for run in runs)
 
     def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
-        """All episodes in order, about `tokens` tokens at a time (at least one episode)."""
+        """Yield all episodes in order, about `tokens` tokens at a time (at least one episode)."""
         first = 0
         while first < len(self):
             lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))
@@ -113,7 +113,7 @@ class Episodes:
         origins: list[Any] = []
         stored: list[Any] = []
         targets: list[tuple[Table, int]] = []
-        # Segments of each run, and what to add to row and span numbers of its shard for those of the result.
+        # The segments of each run, and the offsets to add to its row and span numbers.
         shifts: list[tuple[int, int, int]] = []
         shards = [run.shard for run in runs]
         num_rows = num_spans = 0
@@ -126,7 +126,7 @@ class Episodes:
                 targets.append((_between(self.array(run.shard, TARGETS), first, stop), num_spans - first))
             num_rows += run.episodes
             num_spans += stop - first
-        # Records are joined as bytes, because numpy would cast them field by field.
+        # Concatenate records as bytes, because numpy would cast them field by field.
         table = np.frombuffer(b"".join(origins), dtype=SEGMENT)
         raw = np.frombuffer(b"".join(stored), dtype=np.uint8).reshape(-1, STORED_SPAN.itemsize)
         spans = _copied(raw.reshape(-1).view(STORED_SPAN), SPAN)
@@ -137,7 +137,7 @@ class Episodes:
                 (name, wrong) for name in layout.UNKNOWN if (wrong := layout.UNKNOWN[name][spans[name]]).any()
             )
             at = _run_of([len(part) for part in stored], wrong)
-            raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
+            raise self.damaged(shards[at], SPANS, f"a span has a {name} that is not defined")
         spans["target"] = OWN_ID
         for changed, shift in targets:
             spans["target"][changed["span"].astype(np.int64) + shift] = changed["target"]
@@ -148,14 +148,14 @@ class Episodes:
         first_span[-1] = num_spans
         if len(row) and (row[0] < 0 or row[-1] >= num_rows or (row[1:] < row[:-1]).any()):
             wrong = (np.diff(row, prepend=0) < 0) | (row >= num_rows)
-            what = "a segment is not in the order of its episode"
+            what = "a segment is out of order"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         if (wrong := first_span[1:] < first_span[:-1]).any():
-            what = "the spans of a segment do not follow those before"
+            what = "the spans of a segment are out of order"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
-        # Adding 1 makes NO_FILE, the largest number, 0.
+        # NO_FILE is the largest number, so adding 1 makes it 0.
         if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
-            what = f"a segment names a file beyond the {len(self.files)} known"
+            what = f"a segment has a file number beyond the {len(self.files)} known files"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         first_segment = np.searchsorted(row, np.arange(num_rows + 1))
         return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
@@ -164,12 +164,12 @@ class Episodes:
 
     def _find(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self._firsts[-1]:
-            raise IndexError(f"episode {number} of {self._firsts[-1]}")
+            raise IndexError(f"episode {number}; expected 0 to {self._firsts[-1] - 1}")
         shard = bisect_right(self._firsts, number) - 1
         return shard, number - self._firsts[shard]
 
     def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
-        """The chosen episodes as runs of consecutive ones, whose tokens, spans and segments are one slice each."""
+        """Yield the chosen episodes as runs of consecutive ones, whose tokens, spans and segments are contiguous."""
         at = 0
         while at < len(chosen):
             number = stop = chosen[at]
@@ -182,7 +182,7 @@ class Episodes:
                 number += run.episodes
 
     def _run(self, shard: int, episode: int, count: int = 1) -> _EpisodeRun:
-        """Up to `count` episodes from this one on, as long as their tokens are contiguous."""
+        """Return up to `count` episodes, starting with this one, as long as their tokens are contiguous."""
         index, most = self.array(shard, INDEX), self.shards[shard].num_tokens
         start, length = index[episode].item()
         stop = start + length
@@ -197,7 +197,7 @@ class Episodes:
         return _EpisodeRun(shard, episode, count, start, stop)
 
     def _segments(self, run: _EpisodeRun) -> tuple[Table, int, int]:
-        """The segments of a run, and the range of their spans."""
+        """Return the segments of a run, and the range of their spans."""
         origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
         row, first_span = origins["row"], origins["first_span"]
         begin = layout.lower_bound(row, run.first)
@@ -211,19 +211,19 @@ class Episodes:
         return origins[begin:end], first, stop
 
     def damaged(self, shard: int, file: str, what: str) -> DataError:
-        """The error for a file that cannot have been written as it is."""
+        """Return the error for a file with invalid content."""
         self.check([shard])
         place = self.shards[shard].folder / file
         return DataError(f"{place}: {what}; it was changed, see chatmill verify {self.stored.path} --full")
 
     def check(self, shards: Iterable[int]) -> None:
-        """Raise `DataError` if a file of these shards was changed since it was mapped; call it after reading."""
+        """Raise `DataError` if a file of these shards has changed since it was mapped; call it after reading."""
         for number in set(shards):
             for file in self._mapped.get(number, ()):
                 file.check()
 
     def drop_evicted(self) -> None:
-        """Unmap the files of a remote dataset if the cache removed one of them: mapped, it still takes disk space."""
+        """Unmap the files of a remote dataset if the cache removed one: a mapped file still takes disk space."""
         if (eviction := self.stored.last_eviction()) != self._eviction:
             self._eviction = eviction
             if any(file.is_removed() for files in self._mapped.values() for file in files):
@@ -232,11 +232,11 @@ class Episodes:
     # Mapped files.
 
     def unmap(self) -> None:
-        """Give up all maps; files are mapped again when they are read."""
+        """Drop all maps; files are mapped again when they are read."""
         self.array: Callable[[int, str], NDArray[Any]] = lru_cache(maxsize=None)(self._map)
-        """One file of a shard, memory-mapped: `array(shard, name)`."""
+        """Return a file of a shard, memory-mapped: `array(shard, name)`."""
         self._mapped: dict[int, list[MappedFile]] = {}
-        """The files of each shard that are mapped."""
+        """The mapped files of each shard."""
 
     def _map(self, number: int, name: str) -> NDArray[Any]:
         path, dtype, start = self._place(number, name)
@@ -245,22 +245,24 @@ class Episodes:
         try:
             file = self.stored.map(path)
         except MemoryError:
-            # The address space, or the number of maps, is used up.
+            # Out of address space, or of memory maps.
             self.unmap()
             try:
                 file = self.stored.map(path)
             except MemoryError:
-                raise DataError(f"{path}: no memory to map it; raise ulimit -v, or vm.max_map_count") from None
+                raise DataError(
+                    f"{path}: cannot be mapped (out of memory); raise ulimit -v or vm.max_map_count"
+                ) from None
         self._mapped.setdefault(number, []).append(file)
         return layout.as_records(file, dtype, self.shards[number].records[name], start)
 
     def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
-        """The file that holds these records of a shard, their type, and the byte at which they begin."""
+        """Return the file that contains these records of a shard, their type, and the byte offset."""
         shard = self.shards[number]
         return shard.folder / name, layout.record_dtypes(shard.dtype)[name], 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for another process: all but the maps, which are opened again there."""
+        """Return the state to pickle: everything except the maps, which are opened again."""
         return {name: value for name, value in vars(self).items() if name not in ("array", "lengths", "_mapped")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -269,7 +271,7 @@ class Episodes:
 
 
 class _EpisodeRun(NamedTuple):
-    """Consecutive episodes of a shard, and the range of their tokens."""
+    """Consecutive episodes of a shard, and their token range."""
 
     shard: int
     first: int
@@ -283,12 +285,12 @@ def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _run_of(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
-    """The index of the run that holds the first wrong record; `counts` are the records of each run."""
+    """Return the index of the run with the first wrong record; `counts` are the records per run."""
     return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
 
 
 def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
-    """A table of another type with the columns that both have; the others are left unset."""
+    """Copy a table to another type with the columns that both have; other columns are left unset."""
     out = np.empty(len(table), dtype=dtype)
     for name in dtype.names or ():
         if name in (table.dtype.names or ()):
@@ -297,6 +299,6 @@ def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
 
 
 def _between(targets: Table, first: int, stop: int) -> Table:
-    """The targets of the spans from `first` to `stop`."""
+    """Return the targets of the spans from `first` to `stop`."""
     begin = layout.lower_bound(targets["span"], first)
     return targets[begin : layout.lower_bound(targets["span"], stop, begin)]

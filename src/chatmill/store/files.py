@@ -1,6 +1,6 @@
 """All operations that change files go through `disk`: create, write, sync, rename.
 
-Tests replace `disk` by one that records every operation, fails, or stops at one.
+Tests replace `disk` to record every operation, or to make one fail or stop.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from chatmill.remote.urls import Place
 
 BUFFER = 1 << 20
 HURRY = 1 << 22
-"""Bytes of a file after which the system is told to begin writing them."""
+"""Bytes written to a file before the system is told to start writing them to disk."""
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """An error of the system about a descriptor, such as a full disk, is reported with the name of its file."""
+    """Add the file name to system errors about a file descriptor, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -37,17 +37,17 @@ def _named(path: Path) -> Iterator[None]:
 
 
 class Disk:
-    """The operations. Nothing in the store changes a file or folder in any other way."""
+    """File operations. The store changes files and folders only through this class."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """A new, empty file, open for writing."""
+        """Create an empty file and open it for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
 
     def append(self, path: Path) -> int:
-        """An existing file, open for writing at its end."""
+        """Open an existing file for appending."""
         return os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0))
 
     def write(self, fd: int, data: Any) -> int:
@@ -55,17 +55,17 @@ class Disk:
 
     def close(self, fd: int) -> None:
         with suppress(InterruptedError):
-            # It is closed all the same.
+            # The descriptor is closed even if this fails.
             os.close(fd)
 
     def hurry(self, fd: int, start: int, size: int) -> None:
-        """Have the system begin to write these bytes without waiting, so that a later sync has less to do."""
+        """Tell the system to start writing these bytes to disk, so that a later sync has less to do."""
         if hasattr(os, "posix_fadvise"):
-            # The advice is that they are not needed soon; the system starts writing those that are not on disk yet.
+            # DONTNEED starts writing dirty pages to disk.
             os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
 
     def sync(self, path: Path) -> None:
-        """Make the bytes of a file, or the names in a folder, survive a power loss."""
+        """Make the bytes of a file, or the entries of a folder, survive a power loss."""
         with _named(path):
             fd = os.open(path, os.O_RDONLY)
             try:
@@ -78,22 +78,22 @@ class Disk:
         source.replace(target)
 
     def rename_new(self, source: Path, target: Path) -> None:
-        """Rename a file or folder to a new name; `FileExistsError` if it exists."""
+        """Rename a file or folder to a new name; raise `FileExistsError` if the name exists."""
         if not _renameat2(source, target, RENAME_NOREPLACE):
             if os.path.lexists(target):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
             source.rename(target)
 
     def link(self, source: Path, target: Path) -> None:
-        """Make a hard link. Neither name may be written to afterwards, since both share their bytes."""
+        """Create a hard link. Neither name may be written to afterwards, because both share their bytes."""
         os.link(source, target)
 
     def symlink(self, text: str, path: Path) -> None:
-        """Make a symbolic link to this target."""
+        """Create a symbolic link to this target."""
         path.symlink_to(text)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Exchange the names of two folders atomically; False where the system cannot."""
+        """Exchange the names of two folders atomically; return False if the system does not support it."""
         return _renameat2(one, other, RENAME_EXCHANGE)
 
     def remove(self, path: Path) -> None:
@@ -108,7 +108,7 @@ disk = Disk()
 
 
 def _renameat2(source: Path, target: Path, flag: int) -> bool:
-    """`renameat2` of Linux; False where the system or the file system does not have it."""
+    """Call `renameat2` of Linux; return False if the system or the file system does not support it."""
     try:
         call: Callable[..., int] = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
@@ -122,7 +122,7 @@ def _renameat2(source: Path, target: Path, flag: int) -> bool:
 
 
 class _Raw(io.RawIOBase):
-    """A raw file for `io.BufferedWriter` that writes through `disk`."""
+    """Raw file for `io.BufferedWriter` that writes through `disk`."""
 
     def __init__(self, path: Path, hurry: bool) -> None:
         self._fd = -1
@@ -151,17 +151,17 @@ class _Raw(io.RawIOBase):
 
 
 def create(path: Path, *, hurry: bool = False) -> BinaryIO:
-    """A new buffered file, not synced; with `hurry` the system begins to write its bytes early."""
+    """Create a buffered file, not synced; `hurry` makes the system write its bytes to disk early."""
     return io.BufferedWriter(_Raw(path, hurry), BUFFER)
 
 
 def real(path: Path) -> Path:
-    """The path with links resolved; a cycle of links is no error here, but when it is opened."""
+    """Resolve links in a path; a cycle of links raises an error only when the path is opened."""
     return Path(os.path.realpath(path))
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents and sync them; nothing is done if it exists."""
+    """Create a folder and its parents and sync them; do nothing if it exists."""
     if not local_path(path).is_dir():
         if path.parent != path:
             make_folder(path.parent)
@@ -170,19 +170,19 @@ def make_folder(path: Path) -> None:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """The folders that `make_folder` would make, innermost first."""
+    """Return the folders that `make_folder` would create, innermost first."""
     return [each for each in (path, *path.parents) if not os.path.lexists(each)]
 
 
 def remove_all(paths: Iterable[Path]) -> None:
-    """Remove what this process has just made: files, and folders that are empty. What cannot be removed stays."""
+    """Remove files and empty folders that this process created. Errors are ignored."""
     for path in paths:
         with suppress(OSError):
             _remove_if_there(path)
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync every file of a folder and the folders themselves, innermost first."""
+    """Sync every file of a folder, and the folders themselves, innermost first."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             sync_tree(path)
@@ -192,28 +192,28 @@ def sync_tree(folder: Path) -> None:
 
 
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
-    """Raise, before any work is done, if a file must not be replaced or has no parent folder.
+    """Raise `DataError` if a file must not be replaced or its parent folder is missing; called before any work.
 
-    Whatever `overwrite` says, it must not be one of the files that the command `reads`, nor lie in a folder that it
-    reads, and what is replaced is a file: no link, no device.
+    Regardless of `overwrite`, the path must not be one of the files that the command `reads`, nor be in a folder that
+    it reads, and only a regular file is replaced, never a link or a device.
     """
     if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")
     for each in (read for read in reads if isinstance(read, Path)):
         if (path.exists() and each.exists() and path.samefile(each)) or real(each) in (real(path), *real(path).parents):
-            raise DataError(f"{path}: would replace {each}, which is read, or lie in it; give another name")
-    # A broken link would be replaced as well.
+            raise DataError(f"{path}: is, or is inside, {each}, which the command reads; give another name")
+    # This also finds broken links.
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path}: exists already; give another name, or --overwrite")
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise DataError(f"{path}: a link or a device, so that it is not replaced; give the name of a file")
+        raise DataError(f"{path}: is a link or a device and is not replaced; use the name of a file")
     if not path.parent.is_dir():
         raise DataError(f"{path.parent}: no such folder; make it, or name another")
 
 
 @contextmanager
 def writing(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
-    """A file that appears complete when the block ends, and not at all if it fails or is killed."""
+    """Open a file that appears when the block ends, and not at all if the block fails or is killed."""
     refuse_existing(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     _remove_if_there(aside)
@@ -236,7 +236,7 @@ def _rename_new(source: Path, path: Path) -> None:
     try:
         disk.rename_new(source, path)
     except FileExistsError:
-        raise DataError(f"{path}: appeared while it was written; give another name, or --overwrite") from None
+        raise DataError(f"{path}: was created by someone else meanwhile; give another name, or --overwrite") from None
 
 
 def _remove_if_there(path: Path) -> None:
@@ -245,6 +245,6 @@ def _remove_if_there(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:
-    """Write a file atomically: a kill at any moment leaves the old file, none, or the new one."""
+    """Write a file atomically: if it is killed at any time, there is the old file, no file, or the new one."""
     with writing(path, overwrite=overwrite) as file:
         file.write(data)

@@ -1,10 +1,9 @@
-"""Folders whose files are read as those of one dataset, whatever takes the folder's name meanwhile.
+"""Folders that are read as one version of a dataset, even if they are replaced in the meantime.
 
-A dataset is replaced by exchanging its folder for another. `OpenFolder` holds the folder by a descriptor while a
-dataset is opened, and all of it is read through that. Afterwards `StoredFiles` maps files as they are needed: each time
-it opens the folder again and compares it with the one that was opened first. It holds no descriptor. What makes sure
-that a later dataset is never taken for the first one is a map of the metadata: while a file is mapped, its inode number
-is not given to another file.
+A dataset is replaced by exchanging its folder for another. `OpenFolder` holds the folder by a file descriptor while a
+dataset is opened, and reads everything through it. Later, `StoredFiles` maps files when they are needed: each time it
+opens the folder again, and compares it with the folder that was opened first. It holds no file descriptor. It keeps the
+metadata mapped, because the inode number of a mapped file is not reused: this tells the first dataset from later ones.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from chatmill.store.mapped import MappedFile
 
 T = TypeVar("T")
 ATTEMPTS = 100
-"""How often a folder that is replaced all the time is opened again."""
+"""Maximum number of attempts to open a folder that is being replaced."""
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class Stamp(NamedTuple):
-    """What changes when a file is replaced or written to."""
+    """File status that changes when a file is replaced or written to."""
 
     device: int
     inode: int
@@ -43,16 +42,16 @@ class Stamp(NamedTuple):
 
 
 class OpenFolder:
-    """A folder that is held by a descriptor; its files are named by their paths, as they are in messages."""
+    """A folder that is held by a file descriptor; its files are addressed by their paths, as in error messages."""
 
     def __init__(self, path: Path, absolute: Path | None = None) -> None:
-        """`absolute` is where it is if the working directory may be another one now."""
+        """`absolute` is its absolute path, in case the working directory has changed."""
         self.path = path
         self.absolute = path.absolute() if absolute is None else absolute
         self.stamps: dict[Place, Stamp] = {}
-        """The files that were looked at or read."""
+        """The files whose status was read."""
         self.digests: dict[Place, str] = {}
-        """The sha256 of the files that were read whole."""
+        """The sha256 of the files that were read completely."""
         self._prefix = len(str(path / "x")) - 1
         self._fd = os.open(self.absolute, READ_FLAGS | os.O_DIRECTORY)
 
@@ -63,7 +62,7 @@ class OpenFolder:
         os.close(self._fd)
 
     def status(self, path: Place) -> os.stat_result | None:
-        """The status of a file or folder; None if there is none."""
+        """Return the status of a file or folder; None if it does not exist."""
         try:
             status = os.stat(self._name(path), dir_fd=self._fd)
         except OSError as error:
@@ -78,7 +77,7 @@ class OpenFolder:
         return status is not None and stat.S_ISREG(status.st_mode)
 
     def names(self, path: Place) -> list[str]:
-        """The names in a folder, sorted; none if it is no folder."""
+        """Return the sorted names in a folder; empty if it is not a folder."""
         try:
             fd = os.open(self._name(path), READ_FLAGS | os.O_DIRECTORY, dir_fd=self._fd)
         except OSError as error:
@@ -91,8 +90,8 @@ class OpenFolder:
             os.close(fd)
 
     def open(self, path: Place) -> int:
-        """A descriptor of a file, for reading; `OSError` if it is missing or no file."""
-        # A pipe without a writer would block.
+        """Open a file for reading and return its descriptor; raise `OSError` if it is missing or not a regular file."""
+        # Opening a pipe without a writer would block.
         fd = os.open(self._name(path), READ_FLAGS | os.O_NONBLOCK, dir_fd=self._fd)
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -103,14 +102,14 @@ class OpenFolder:
         return fd
 
     def read(self, path: Place) -> bytes:
-        """All bytes of a file."""
+        """Return all bytes of a file."""
         with os.fdopen(self.open(path), "rb") as file:
             data = file.read()
         self.digests[path] = hashlib.sha256(data).hexdigest()
         return data
 
     def map(self, path: Place) -> MappedFile:
-        """A file, mapped."""
+        """Map a file into memory."""
         fd = self.open(path)
         try:
             return MappedFile(fd, path, self.absolute / self._name(path))
@@ -118,7 +117,7 @@ class OpenFolder:
             os.close(fd)
 
     def was_replaced(self) -> bool:
-        """Whether its name is now that of another folder, or of none."""
+        """Return whether the path now refers to another folder, or to none."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.absolute.stat())
         except OSError:
@@ -129,15 +128,15 @@ class OpenFolder:
 
 
 def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
-    """What `work` returns for a folder; `DataError` if there is none, with what was `expected`.
+    """Return the result of `work` on a folder; raise `DataError` with `expected` if there is no folder.
 
-    If it fails, and the folder was replaced meanwhile, it is done again for the new one.
+    If `work` fails because the folder was replaced, it is repeated on the new folder.
     """
     for _ in range(ATTEMPTS):
         try:
             folder = OpenFolder(local_path(path))
         except (OSError, ValueError) as error:
-            # A ValueError is a name with a character that no name has.
+            # ValueError: the name contains a null character.
             if isinstance(error, OSError) and error.errno not in GONE:
                 raise _unreadable(path, error) from None
             raise DataError(f"{path}: no such folder; expected {expected}") from None
@@ -150,7 +149,7 @@ def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
             except OSError as error:
                 if not folder.was_replaced():
                     raise _unreadable(path, error) from None
-    raise DataError(f"{path}: was replaced {ATTEMPTS} times while it was opened; open it when it stays")
+    raise DataError(f"{path}: was replaced {ATTEMPTS} times while it was opened; try again later")
 
 
 def _unreadable(path: Place, error: OSError) -> DataError:
@@ -158,10 +157,10 @@ def _unreadable(path: Place, error: OSError) -> DataError:
 
 
 class StoredFiles:
-    """The files of an open dataset or cache, as they were when it was opened; they are mapped when they are needed."""
+    """The files of an open dataset or cache, as they were when it was opened; files are mapped on demand."""
 
     def __init__(self, folder: OpenFolder, marker: Place) -> None:
-        """`marker` is the file that tells one dataset from another: its metadata or, without, its first index."""
+        """`marker` is the file that identifies the dataset: its metadata or, without metadata, its first index."""
         self.path = folder.path
         self._absolute = folder.absolute
         self._marker = marker
@@ -172,31 +171,31 @@ class StoredFiles:
             raise self._replaced()
 
     def __contains__(self, path: Place) -> bool:
-        """Whether there was such a file when the dataset was opened."""
+        """Whether the file existed when the dataset was opened."""
         return path in self._stamps
 
     def is_same(self, path: Place, link: Path) -> bool:
-        """Whether a hard link is to the file that was there when the dataset was opened."""
+        """Return whether a hard link refers to the file that existed when the dataset was opened."""
         return Stamp.of(link.stat()) == self._stamps[path]
 
     def map(self, path: Place) -> MappedFile:
-        """A file, mapped; `DataError` if it is not the one that was there when the dataset was opened.
+        """Map a file; raise `DataError` if it is not the file that existed when the dataset was opened.
 
-        `MemoryError` if the system has no room for another map.
+        Raises `MemoryError` if the system cannot create another map.
         """
         return self._opened_again(path, lambda folder: folder.map(path))
 
     def read(self, path: Place) -> bytes:
-        """All bytes of a file; `DataError` likewise."""
+        """Return all bytes of a file; raise `DataError` like `map`."""
         return self._opened_again(path, lambda folder: folder.read(path))
 
     def last_eviction(self) -> int:
-        """0: nothing removes the files of a local dataset to make room."""
+        """Return 0: files of a local dataset are never evicted."""
         return 0
 
     def _opened_again(self, path: Place, work: Callable[[OpenFolder], T]) -> T:
         if path not in self._stamps:
-            raise DataError(f"{path}: no such file when the dataset was opened")
+            raise DataError(f"{path}: did not exist when the dataset was opened")
         try:
             with OpenFolder(self.path, self._absolute) as folder:
                 self._check(folder)
@@ -216,7 +215,7 @@ class StoredFiles:
         there = folder.status(self._marker) is not None
         same = there and folder.stamps[self._marker] == self._stamps[self._marker]
         if there and self._held is None:
-            # In another process, perhaps on another machine, the content of the metadata tells.
+            # In another process or on another machine, compare the content of the metadata.
             if self._digest is not None:
                 folder.read(self._marker)
                 same = folder.digests[self._marker] == self._digest
@@ -230,5 +229,5 @@ class StoredFiles:
         return DataError(f"{self.path}: was replaced while it was read; open it again")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for another process, in which the folder is compared and held anew."""
+        """Return the state to pickle; the folder is compared and mapped again in the other process."""
         return {**vars(self), "_held": None}

@@ -1,14 +1,15 @@
-"""Datasets of other programs: tokens.bin, episodes.idx, maybe mask.bin, in shards or directly in train/ and val/.
+"""Datasets of other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
 
-tokens.bin does not state the width of a token, and a wrong width gives wrong ids without an error. It is taken from
+tokens.bin does not record the width of a token, and a wrong width gives wrong ids without an error. The width is
+taken from
 
-1. `token_dtype`, if the caller names it,
-2. mask.bin, which has one byte for each token,
-3. a type that dataset_metadata.json names, or else the number of tokens of its splits,
-4. the index: tokens are uint16, as the specification says, if an episode ends in the second half of the file.
+1. `token_dtype`, if the caller passes it,
+2. mask.bin, which has one byte per token,
+3. a type in dataset_metadata.json, or else the number of tokens of its splits,
+4. the index: tokens are uint16, as in the specification, if an episode ends in the second half of the file.
 
-Otherwise the tokens may also be uint32, and the dataset is refused until `token_dtype` is named. All sources of the
-width must agree.
+Otherwise the tokens could also be uint32, and the dataset is refused until `token_dtype` is set. All of these must
+agree.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from chatmill.store.layout import (
 from chatmill.store.mapped import reading
 
 OURS = (SPANS, ORIGINS, TARGETS)
-"""Files of a shard that no other program writes."""
+"""Files of a shard that only chatmill writes."""
 STATE_KEYS = {"name", "sha256", "vocab_size", "control", "special_token_ids", "added_tokens"}
-"""The keys of chatmill's own `tokenizer_state.json`."""
+"""Keys of chatmill's `tokenizer_state.json`."""
 DTYPE_KEYS = {"dtype", "datatype", "tokendtype", "tokensdtype", "npdtype", "numpydtype", "iddtype", "idsdtype"}
 DTYPE_KEYS |= {"tokeniddtype", "tokenidsdtype", "tokentype", "tokens", "tokensbin", "storagedtype"}
 WIDTH_KEYS = {"bytespertoken", "tokenbytes", "tokensize", "tokenitemsize"}
@@ -60,7 +61,7 @@ CHUNK = 1 << 22
 
 
 def split_folders(folder: OpenFolder) -> Iterator[Path]:
-    """The folder of every split and of every shard that is there."""
+    """Yield the folders of all existing splits and shards."""
     for split in (folder.path / name for name in SPLITS):
         yield split
         for name in folder.names(split):
@@ -69,7 +70,7 @@ def split_folders(folder: OpenFolder) -> Iterator[Path]:
 
 
 def trace_of_chatmill(folder: OpenFolder) -> Path | None:
-    """A file that only chatmill writes, or that no dataset has without its metadata; None if there is none."""
+    """Return a file that only chatmill writes, or that no dataset has without metadata; None if there is none."""
     state = folder.path / TOKENIZER_STATE
     is_alone = folder.status(folder.path / METADATA) is None and folder.status(state) is not None
     if is_alone and not _is_foreign_state(folder, state):
@@ -79,17 +80,17 @@ def trace_of_chatmill(folder: OpenFolder) -> Path | None:
 
 
 def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
-    """Whether another program wrote this tokenizer state; an unrecognized one counts as chatmill's."""
+    """Return whether another program wrote this tokenizer state; an unrecognized one counts as chatmill's."""
     try:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # One flipped bit damages one key at most.
+    # A flipped bit damages at most one key.
     return isinstance(state, dict) and len(state.keys() & STATE_KEYS) < len(STATE_KEYS) - 1 and names_tokens(state)
 
 
 def token_width(token_dtype: str | None) -> int | None:
-    """The bytes of a token of this type; `UsageError` if it is not one that is read."""
+    """Return the bytes per token of this type; raise `UsageError` if the type is not supported."""
     if token_dtype is None:
         return None
     if token_dtype not in TOKEN_DTYPES:
@@ -99,7 +100,7 @@ def token_width(token_dtype: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class _ShardFiles:
-    """The sizes of a shard's files in bytes, and where its episodes end."""
+    """The sizes of a shard's files in bytes, and the end of its last episode."""
 
     folder: Path
     num_episodes: int
@@ -109,22 +110,22 @@ class _ShardFiles:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The bytes of a token that these files allow."""
+        """The possible numbers of bytes per token."""
         if self.mask is not None:
             return tuple(width for width in NAMES if self.tokens == width * self.mask)
         return tuple(width for width in NAMES if self.tokens % width == 0 and width * self.end <= self.tokens)
 
     def fault(self) -> str | None:
-        """Why no width fits, if none does."""
+        """Why no width is possible; None if one is."""
         if self.widths and (self.mask is None or self.end <= self.mask):
             return None
         if self.mask is not None and self.tokens in (2 * self.end, 4 * self.end):
-            return f"{self.folder / MASK}: {self.mask} bytes; expected {self.end}, one a token"
+            return f"{self.folder / MASK}: {self.mask} bytes; expected {self.end}, one per token"
         place = f"{self.folder / TOKENS}: {self.tokens} bytes; {INDEX} ends at token {self.end}"
         if self.mask is None:
-            return f"{place}, so expected at least {2 * self.end}, and whole tokens of 2 or 4"
+            return f"{place}; expected at least {2 * self.end}, a multiple of 2 or 4"
         if self.end <= self.mask:
-            return f"{place} and {MASK} at {self.mask}, so expected {2 * self.mask} or {4 * self.mask}"
+            return f"{place} and {MASK} at {self.mask}; expected {2 * self.mask} or {4 * self.mask}"
         return f"{place}, and {MASK} at {self.mask}; copy the dataset again"
 
     def shard(self, width: int) -> Shard:
@@ -134,7 +135,7 @@ class _ShardFiles:
 
 
 def foreign_splits(folder: OpenFolder, token_dtype: str | None = None) -> dict[str, list[Shard]]:
-    """The shards of every split of a dataset that another program wrote."""
+    """Return the shards of every split of a dataset that another program wrote."""
     folders = {split: shards for split in SPLITS if (shards := _folders(folder, folder.path / split))}
     if "train" not in folders:
         raise DataError(f"{folder.path}: not a dataset; expected train/{INDEX} or train/{shard_name(0)}/{INDEX}")
@@ -143,7 +144,7 @@ def foreign_splits(folder: OpenFolder, token_dtype: str | None = None) -> dict[s
     masked = [files for files in every if files.mask is not None]
     for files in every:
         if masked and files.mask is None:
-            raise DataError(f"{files.folder / MASK}: missing, and {masked[0].folder / MASK} is there; copy it again")
+            raise DataError(f"{files.folder / MASK}: missing, but {masked[0].folder / MASK} exists; copy it again")
         if fault := files.fault():
             raise DataError(fault)
     path = folder.path / METADATA
@@ -153,17 +154,17 @@ def foreign_splits(folder: OpenFolder, token_dtype: str | None = None) -> dict[s
         there = sum(files.num_episodes for files in splits.get(split, ()))
         expected = metadata.get(f"num_{split}_episodes")
         if type(expected) is int and expected != there:
-            raise DataError(f"{folder.path / split}: {there} episodes; {path} says {expected}; copy the dataset again")
+            raise DataError(
+                f"{folder.path / split}: {there} episodes; expected {expected}, as in {path}; copy the dataset again"
+            )
     return {split: [files.shard(width) for files in shards] for split, shards in splits.items()}
 
 
 def _width(path: Path, splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[str, Any], given: int | None) -> int:
-    """The bytes of a token, by the rule of this module."""
+    """Return the bytes per token, by the rules in the module docstring."""
     named = metadata_width(metadata, place=str(path / METADATA))
     if given is not None and named is not None and given != named:
-        raise DataError(
-            f"{path}: token_dtype is {NAMES[given]}, and {METADATA} says {NAMES[named]}; leave token_dtype out"
-        )
+        raise DataError(f"{path}: token_dtype is {NAMES[given]}, but {METADATA} has {NAMES[named]}; remove token_dtype")
     stated, by = (given, "token_dtype") if given is not None else (named, METADATA)
     filled = [files for shards in splits.values() for files in shards if files.tokens]
     if stated is not None:
@@ -173,25 +174,25 @@ def _width(path: Path, splits: Mapping[str, list[_ShardFiles]], metadata: Mappin
                     f"{MASK} has {files.mask} bytes" if files.mask is not None else f"{INDEX} ends at token {files.end}"
                 )
                 raise DataError(
-                    f"{files.folder / TOKENS}: {by} says {NAMES[stated]}; it has {files.tokens} bytes, and {why}, "
-                    f"so that its tokens are {NAMES[files.widths[0]]}"
+                    f"{files.folder / TOKENS}: its tokens are {NAMES[stated]} by {by}, but it has {files.tokens} bytes "
+                    f"and {why}, so they are {NAMES[files.widths[0]]}"
                 )
         return stated
     widths = [width for width in NAMES if all(width in files.widths for files in filled)]
     if not widths:
-        raise DataError(f"{path}: some shards hold tokens of 2 bytes and some of 4; expected one width")
+        raise DataError(f"{path}: some shards have tokens of 2 bytes and some of 4; expected one width")
     if len(widths) == 1 or not filled:
         return widths[0]
     if (counted := _counted_width(splits, metadata)) is not None:
         return counted
     raise DataError(
-        f"{path}: its tokens may be uint16 or uint32: there is no {MASK}, {METADATA} names no type, and {INDEX} fits "
+        f"{path}: its tokens may be uint16 or uint32: there is no {MASK}, {METADATA} has no type, and {INDEX} fits "
         "both; set token_dtype to the right one (a key of the config, --token-dtype of a command)"
     )
 
 
 def metadata_width(metadata: Any, *, place: str) -> int | None:
-    """The bytes of a token by the metadata of another program, which names the type in one of many ways; or None.
+    """Return the bytes per token in the metadata of another program, which has no fixed form; None if not recorded.
 
     >>> from chatmill.store.foreign import metadata_width
     >>> metadata_width({"tokens": {"dtype": "np.uint32"}, "mask": {"dtype": "uint8"}}, place="metadata")
@@ -200,14 +201,14 @@ def metadata_width(metadata: Any, *, place: str) -> int | None:
     types = dict(_types(metadata))
     for name, width in types.items():
         if width not in NAMES:
-            raise DataError(f"{place}: {name} is a type that is not read; expected uint16 or uint32, little-endian")
+            raise DataError(f"{place}: {name} is an unsupported type; expected uint16 or uint32, little-endian")
     if len(set(types.values())) > 1:
-        raise DataError(f"{place}: {' and '.join(types)} name two types of tokens; expected one")
+        raise DataError(f"{place}: {' and '.join(types)} are two types of tokens; expected one")
     return next(iter(types.values()), None)
 
 
 def _types(node: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int | None]]:
-    """The types of tokens that metadata names, each with its bytes; None for those of another byte order."""
+    """Yield the token types in metadata, each with its bytes; None for another byte order."""
     if not isinstance(node, dict) or depth > 3:
         return
     for name, value in node.items():
@@ -225,7 +226,7 @@ def _types(node: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, i
 
 
 def _counted_width(splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[str, Any]) -> int | None:
-    """The bytes of a token by the numbers of tokens that the metadata gives under the specification's names."""
+    """Return the bytes per token from the token counts in the metadata, under the names of the specification."""
     widths = set()
     for split, shards in splits.items():
         count, size = metadata.get(f"num_{split}_tokens"), sum(files.tokens for files in shards)
@@ -235,19 +236,19 @@ def _counted_width(splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[st
 
 
 def _folders(folder: OpenFolder, split: Path) -> list[Path]:
-    """The folder itself if it is flat, otherwise its shards in order."""
+    """Return the folder itself if it has no shards, otherwise its shards in order."""
     names = folder.names(split)
     shards = [split / name for name in names if name.startswith("shard_")]
     flat = INDEX in names
     if flat and shards:
-        raise DataError(f"{split}: has {INDEX} and shards too; expected one of the two")
+        raise DataError(f"{split}: has both {INDEX} and shards; expected one of them")
     for path in shards:
         if not SHARD_NAME.fullmatch(path.name):
             raise DataError(f"{path}: expected a name like {shard_name(0)}")
     shards.sort(key=lambda path: int(path.name.partition("_")[2]))
     for number, path in enumerate(shards):
         if path.name != shard_name(number):
-            raise DataError(f"{split}: {shard_name(number)} is missing; shards are numbered from 0 without a gap")
+            raise DataError(f"{split}: {shard_name(number)} is missing; expected shards numbered from 0 without gaps")
     return [split] if flat else shards
 
 
@@ -255,12 +256,12 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
     index, tokens, mask = (place / name for name in (INDEX, TOKENS, MASK))
     for name in folder.names(place):
         if name not in (INDEX, TOKENS, MASK) and any(own in name for own in (INDEX, TOKENS, MASK)):
-            raise DataError(f"{place / name}: a file that was not copied to its end; copy the dataset again")
+            raise DataError(f"{place / name}: is an incomplete copy; copy the dataset again")
     for path in (index, tokens, mask):
         if folder.status(path) is not None and not folder.is_file(path):
-            raise DataError(f"{path}: not a file; copy the dataset again")
+            raise DataError(f"{path}: is not a file; copy the dataset again")
     if not folder.is_file(index):
-        raise DataError(f"{index}: no such file; every shard has one, copy the dataset again")
+        raise DataError(f"{index}: no such file; every shard must have one; copy the dataset again")
     if (size := folder.stamps[index].size) % EPISODE.itemsize:
         raise DataError(f"{index}: {size} bytes; expected pairs of 8-byte numbers")
     if not folder.is_file(tokens):
@@ -269,7 +270,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
     mask_size = folder.stamps[mask].size if folder.is_file(mask) else None
     with reading():
         entries = as_records(folder.map(index), EPISODE, size // EPISODE.itemsize)
-        # If the shard was written in order, the last episode ends it and no other entry is read.
+        # If the shard was written in order, the last episode ends at its end, and no other entry is read.
         end = _end(entries[-1:])
         if (2 * end != tokens_size) if mask_size is None else (end != mask_size):
             end = _end(entries)
@@ -277,7 +278,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
 
 
 def unread_files(folder: OpenFolder) -> list[str]:
-    """Files beside those of a shard that are not read, such as weights or segments of another program."""
+    """Return files in shards that are not read, such as weights or segments of another program."""
     known = {INDEX, TOKENS, MASK}
     return [
         str((place / name).relative_to(folder.path))
@@ -288,11 +289,11 @@ def unread_files(folder: OpenFolder) -> list[str]:
 
 
 def _end(entries: Table) -> int:
-    """The end of the episode that ends last."""
+    """Return the largest end of any episode."""
     if not len(entries):
         return 0
     ends = entries["start"] + entries["length"]
-    # The largest end of all is one that 64 bits cannot hold.
+    # An end that overflows 64 bits is the largest.
     overflows = ends < entries["start"]
     furthest = int(overflows.argmax() if overflows.any() else ends.argmax())
     start, length = entries[furthest].item()
@@ -300,7 +301,7 @@ def _end(entries: Table) -> int:
 
 
 def coverage(start: Index, stop: Index, size: int) -> Iterator[tuple[slice, Index]]:
-    """How many of these ranges hold each position from 0 to `size`, many positions at a time.
+    """Yield how many of these ranges contain each position from 0 to `size`, many positions at a time.
 
     [0, 3) [2, 4), size 5  ->  1 1 2 1 0
     """

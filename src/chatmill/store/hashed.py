@@ -1,8 +1,8 @@
 """Files with a known size and hash, and JSON files that contain their own sha256.
 
 Binary files are written with `HashedFile` and checked with a `Manifest`. `dataset_metadata.json` and the `meta.json` of
-a cache hold their own hash: a file that was read must be, byte for byte, the one that was written, and a value that
-cannot be right is a `DataError` of one line that names its key.
+a cache contain their own hash: a file that is read must be, byte for byte, the one that was written. An invalid value
+raises `DataError` with one line that contains its key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chatmill.store.files import create
 from chatmill.store.folder import OpenFolder
 
 LARGEST = 2**62
-"""No count on disk is larger; sums of a few of them fit 64 bits."""
+"""Maximum value of a count on disk; sums of a few counts fit in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FileInfo:
 
 
 class HashedFile:
-    """A new file whose bytes are hashed and counted as they are written. `hurry` as in `files.create`."""
+    """A new file whose bytes are hashed and counted while they are written; `hurry` is as in `files.create`."""
 
     def __init__(self, path: Path, *, hurry: bool = False) -> None:
         self._file = create(path, hurry=hurry)
@@ -57,9 +57,9 @@ class HashedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a dataset or cache, with the size and hash that its metadata gives for each.
+    """The files of a dataset or cache, with the size and hash of each as recorded in its metadata.
 
-    Faults are one line each, in terms of `source` ("the metadata", "meta.json") and `kind` ("dataset", "cache").
+    Faults are one line each and mention `source` ("the metadata", "meta.json") and `kind` ("dataset", "cache").
     """
 
     files: Sequence[tuple[Path, FileInfo]]
@@ -67,32 +67,32 @@ class Manifest:
     kind: str
 
     def size_faults(self, folder: OpenFolder) -> Iterator[str]:
-        """Files that are missing or do not have their size."""
+        """Yield faults for files that are missing or have the wrong size."""
         for path, info in self.files:
             status = folder.status(path)
             if status is None:
                 yield f"{path}: missing; rebuild the {self.kind} or copy it again"
             elif not stat.S_ISREG(status.st_mode):
-                yield f"{path}: not a file; rebuild the {self.kind} or copy it again"
+                yield f"{path}: is not a file; rebuild the {self.kind} or copy it again"
             elif (size := status.st_size) != info.size:
-                yield f"{path}: {size} bytes; {self.source} says {info.size}; rebuild the {self.kind} or copy it again"
+                yield f"{path}: {size} bytes; {self.source} has {info.size}; rebuild the {self.kind} or copy it again"
 
     def hash_faults(self, folder: OpenFolder) -> Iterator[str]:
-        """Files that do not have their hash; reads every byte."""
+        """Yield faults for files with the wrong hash; reads every byte."""
         for path, info in self.files:
             if folder.is_file(path):
                 with os.fdopen(folder.open(path), "rb") as file:
                     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 if sha256 != info.sha256:
-                    yield f"{path}: sha256 {sha256[:12]}…; {self.source} says {info.sha256[:12]}…; it was changed"
+                    yield f"{path}: sha256 {sha256[:12]}…; {self.source} has {info.sha256[:12]}…; it was changed"
 
     def unlisted_faults(self, folder: OpenFolder, splits: Iterable[str]) -> Iterator[str]:
-        """What is in the folders of these splits, or in those of files below them, and is not one of the files."""
+        """Yield faults for files in the folders of these splits, or of listed files, that are not listed."""
         listed = {path for path, _ in self.files}
         places = {*(folder.path / name for name in splits), *(path.parent for path in listed)} - {folder.path}
         for path in sorted(place / name for place in places for name in folder.names(place)):
             if path not in listed and path not in places:
-                yield f"{path}: {self.source} does not list it; remove it or rebuild the {self.kind}"
+                yield f"{path}: is not listed in {self.source}; remove it or rebuild the {self.kind}"
 
 
 def _canonical(value: Any) -> str:
@@ -100,48 +100,46 @@ def _canonical(value: Any) -> str:
 
 
 def json_text(value: Mapping[str, Any]) -> bytes:
-    """One line per key, in canonical order: as fast to write and check as a single line, and readable."""
+    """Return JSON with one line per key, in canonical order: as fast to read and write as a single line."""
     lines = [f"{json.dumps(key)}: {_canonical(value[key])}" for key in sorted(value)]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def self_hash(data: Mapping[str, Any]) -> str:
-    """The hash of the object without the key that holds it."""
+    """Return the hash of the object without its `sha256` key."""
     return hashlib.sha256(_canonical(data).encode()).hexdigest()
 
 
 def hashed_text(data: Mapping[str, Any]) -> bytes:
-    """The file of an object, with its hash under `sha256`."""
+    """Return the file content of an object, with its hash under `sha256`."""
     return json_text({**data, "sha256": self_hash(data)})
 
 
 def read_hashed(path: Path, kind: str, read: Callable[[Path], bytes]) -> bytes:
-    """The bytes of the JSON file that is written last in a `kind` ("dataset", "cache")."""
+    """Read the JSON file that is written last in a `kind` ("dataset", "cache")."""
     try:
         return read(path)
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; a {kind} has one, and an unfinished build has none yet") from None
+        raise DataError(f"{path}: no such file; expected a complete {kind}, not an unfinished build") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); rebuild the {kind} or copy it again") from None
 
 
 def parse_hashed(raw: bytes, *, place: str, schema: str, version: int) -> dict[str, Any]:
-    """The object of a file with this schema and version. The caller compares it with its hash."""
+    """Parse a file with this schema and version. The caller verifies the hash."""
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not JSON ({one_line(str(error))}); the file is damaged") from None
+        raise DataError(f"{place}: is not JSON ({one_line(str(error))}); the file is damaged") from None
     if not isinstance(data, dict) or data.get("schema") != schema:
-        raise DataError(f'{place}: "schema" is not "{schema}"; damaged, or not written by chatmill')
+        raise DataError(f'{place}: "schema" is not "{schema}"; it is damaged, or chatmill did not write it')
     if data.get("schema_version") != version:
-        raise DataError(
-            f"{place}: schema version {one_line(str(data.get('schema_version')))}; this chatmill reads {version}"
-        )
+        raise DataError(f"{place}: schema version {one_line(str(data.get('schema_version')))}; expected {version}")
     return data
 
 
 class JsonObject:
-    """A JSON object of the file `place`, at the path `key`, whose values are checked as they are read."""
+    """A JSON object in the file `place`, at the path `key`, whose values are checked when they are read."""
 
     def __init__(self, value: Any, place: str, key: str = "") -> None:
         self._place, self._key = place, key
@@ -154,7 +152,7 @@ class JsonObject:
         return DataError(f"{self._place}: {key} is {one_line(json.dumps(value))}; expected {expected}")
 
     def check(self, name: str, right: bool, expected: str) -> Any:
-        """The value under `name`, or the fault that it is not as expected."""
+        """Return the value under `name`; raise the fault if it is not as expected."""
         value = self.value.get(name)
         if not right:
             raise self.fault(name, value, expected)
@@ -168,14 +166,14 @@ class JsonObject:
         return items
 
     def tables(self, name: str) -> list[JsonObject]:
-        """The objects of a list."""
+        """Return the objects in a list."""
         items = enumerate(self.items(name))
         return [JsonObject(item, self._place, f"{self._key}.{name}[{number}]") for number, item in items]
 
     def count(self, name: str, *, least: int = 0, most: int = LARGEST) -> int:
         value = self.value.get(name)
         right = type(value) is int and least <= value <= most
-        return int(self.check(name, right, f"a whole number from {least} to {most}"))
+        return int(self.check(name, right, f"an integer from {least} to {most}"))
 
     def sha256(self, name: str) -> str:
         value = self.value.get(name)

@@ -1,11 +1,11 @@
-"""The files of a dataset, and the records in them; all numbers are little-endian.
+"""The files of a dataset and their records; all numbers are little-endian.
 
 DIR/dataset_metadata.json         written last: counts, size and sha256 of every file and of itself
 DIR/tokenizer_state.json
 DIR/removed.jsonl                 only if records were removed: each with its reason
 DIR/train|val/shard_00000/
     tokens.bin     uint16, or uint32 if the vocabulary needs it
-    mask.bin       uint8       1 where the weight of the span is over 0: a copy for other readers
+    mask.bin       uint8       1 where the weight of the span is above 0: a copy for other readers
     episodes.idx   EPISODE     start and length of each row, within the shard
     spans.bin      STORED_SPAN the span table, without targets
     origins.bin    SEGMENT     one per conversation: its row, its first span, its file and line
@@ -46,10 +46,10 @@ STORED_SPAN = np.dtype(
 )
 SEGMENT = np.dtype([("first_span", "<u8"), ("row", "<u8"), ("file", "<u4"), ("line", "<u8"), ("key", "<u8", (2,))])
 TARGET = np.dtype([("span", "<u8"), ("target", "<u4")])
-"""Spans that are trained to predict another id, in order of their number within the shard."""
+"""Spans with a target other than their own tokens, by their number within the shard."""
 MASKS = np.dtype("u1")
 COUNTS = {TOKENS: "num_tokens", MASK: "num_tokens", INDEX: "num_episodes", SPANS: "num_spans", ORIGINS: "num_segments"}
-"""The count of a shard that says how many records each of its files has; targets are not counted."""
+"""The count of a shard that gives the number of records of each file; targets are not counted."""
 
 NARROW = 2**16
 WIDE = 2**32
@@ -58,15 +58,15 @@ UNKNOWN = {
     name: ~np.isin(np.arange(256), [int(code) for code in codes])
     for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
 }
-"""For the role, part and rule of a span, whether each byte from 0 to 255 is no known value."""
+"""For the role, part and rule of a span, whether each byte value from 0 to 255 is undefined."""
 TOKEN_DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-"""The types of tokens that are read, by name."""
+"""Supported token types by name."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest type that holds every id below `vocab_size`."""
+    """Return the narrowest type that can store every id below `vocab_size`."""
     if not 0 < vocab_size <= WIDE:
-        raise ValueError(f"a vocabulary of {vocab_size} ids cannot be stored; 1 to {WIDE} can")
+        raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {WIDE}")
     return np.dtype("<u2" if vocab_size <= NARROW else "<u4")
 
 
@@ -75,14 +75,14 @@ def shard_name(number: int) -> str:
 
 
 def record_dtypes(tokens: DTypeLike) -> dict[str, np.dtype[np.generic]]:
-    """The type of one record of every file of a shard."""
+    """Return the record type of every file of a shard."""
     dtypes = {MASK: MASKS, INDEX: EPISODE, SPANS: STORED_SPAN, ORIGINS: SEGMENT, TARGETS: TARGET}
     return {TOKENS: np.dtype(tokens), **dtypes}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a shard is, and how many records each of its files has."""
+    """Where a shard is stored, and the number of records in each of its files."""
 
     folder: Place
     num_episodes: int
@@ -92,23 +92,23 @@ class Shard:
 
 
 def as_records(file: MappedFile, dtype: np.dtype[Any], count: int, start: int = 0) -> NDArray[Any]:
-    """`count` records of a mapped file from the byte `start` on, read from disk when they are accessed."""
+    """Return `count` records of a mapped file, starting at byte `start`; they are read from disk on access."""
     array: NDArray[Any] = np.asarray(file)[start : start + count * dtype.itemsize].view(dtype)
     return array
 
 
 def release(array: NDArray[Any]) -> None:
-    """Free the memory of a mapped file; pages are read again when they are accessed."""
+    """Free the memory of a mapped file; pages are read again on access."""
     if (file := mapped_file(array)) is not None:
         file.advise(mmap.MADV_DONTNEED)
 
 
 def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
-    """The first index from `low` on of a sorted column that is not below the value, in O(log n).
+    """Return the first index, at least `low`, of a sorted column whose value is at least `value`, in O(log n).
 
-    `np.searchsorted` would first copy the whole column, because it is strided in the mapped file.
+    `np.searchsorted` would copy the whole column first, because it is strided in the mapped file.
     """
-    # Where each row is one conversation, the number of a row is that of its segment.
+    # If each row is one conversation, row numbers equal segment numbers.
     size = len(column)
     guess = low if value < low else size if value > size else value
     if (guess == size or column[guess] >= value) and (guess == low or column[guess - 1] < value):
@@ -117,7 +117,7 @@ def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
 
 
 def first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """The first span of each segment; `end` for the number after the last segment."""
+    """Return the first span of each segment; `end` for a segment number past the last."""
     if not len(origins):
         return np.full(len(segments), end, dtype=np.int64)
     first = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)

@@ -1,15 +1,15 @@
-"""Memory-mapped files that hold no descriptor, and whose bytes are not used once the file was cut.
+"""Memory-mapped files that need no file descriptor, and that are not used once the file was truncated.
 
-Python's `mmap` keeps a descriptor for every file, and a process may often have 1,024. And reading a page that the file
-has no more, because something cut it, is the signal SIGBUS, which ends a process without a word. So files are mapped
-through the C library here, and bytes are read like this:
+Python's `mmap` keeps a file descriptor for every file, and the limit is often 1,024 per process. Reading a page that no
+longer exists, because the file was truncated, raises the signal SIGBUS, which kills the process without a message. So
+this module maps files through the C library, and bytes are read like this:
 
     with reading():
         ids = array[start:stop].copy()
         check_mapped(array)
 
-A page that cannot be read is a `DataError` inside `reading()`; outside it ends the process with one line and exit code
-1. Where a file was cut within a page, the rest of the page reads as zeros: `check` notices that.
+A page that cannot be read raises `DataError` inside `reading()`; outside, it ends the process with one line and exit
+code 1. If a file was truncated within a page, the rest of the page reads as zeros, which `check` detects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from chatmill.errors import DataError, one_line
 from chatmill.remote.urls import Place
 
 STATS_PER_SECOND = 500
-"""How often files in use, all together, are looked at for a change that leaves their ends as they were."""
+"""How often per second files in use, all together, are checked for changes that do not move their ends."""
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,36 +51,36 @@ class _Region:
     path: Place
     absolute: Path
     fault: str = ""
-    """Why its bytes are not to be used any more."""
+    """Why its bytes must no longer be used."""
 
     def note_fault(self) -> None:
-        """Note why a page cannot be read."""
+        """Record why a page cannot be read."""
         try:
             size = self.absolute.stat().st_size
         except OSError:
             size = self.size
         shown = one_line(str(self.path), 1000)
         if size < self.size:
-            what = f"was cut from {self.size} to {size} bytes while it was read"
+            what = f"was truncated from {self.size} to {size} bytes while it was read"
         elif size > self.size:
-            what = f"was overwritten while it was read: it had {self.size} bytes, and has {size}"
+            what = f"was overwritten while it was read: it had {self.size} bytes and now has {size}"
         else:
             what = "was overwritten, or its disk failed, while it was read"
         self.fault = f"{shown}: {what}; copy or build it again, and never write into the files of a dataset"
 
 
 _regions: dict[int, _Region] = {}
-"""All mapped files by address, for the handler of SIGBUS."""
+"""All mapped files by address, for the SIGBUS handler."""
 
 
 class MappedFile:
-    """The bytes of the file that is open as `fd`, which is not needed afterwards; `np.asarray` of it is no copy.
+    """The mapped bytes of the file that is open as `fd`, which may be closed afterwards; `np.asarray` does not copy.
 
-    `absolute` is its path wherever the working directory is later.
+    `absolute` is its absolute path, in case the working directory changes.
     """
 
     live = 0
-    """How many files are mapped in this process."""
+    """Number of files that are mapped in this process."""
 
     def __init__(self, fd: int, path: Place, absolute: Path) -> None:
         status = os.fstat(fd)
@@ -99,7 +99,7 @@ class MappedFile:
         MappedFile.live += 1
         _install_handler()
         with reading():
-            # The last byte that is not 0: if the file is cut before it, it reads as 0.
+            # The last byte that is not 0: if the file is truncated before it, it reads as 0.
             begin = (self.size - 1) // mmap.PAGESIZE * mmap.PAGESIZE
             end = ctypes.string_at(address + begin, self.size - begin)
             last = max(len(end.rstrip(b"\0")), 1) - 1
@@ -107,14 +107,14 @@ class MappedFile:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        # An empty array needs an address, too.
+        # An empty array needs an address too.
         where = self._region.address or id(self)
         return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (where, True)}
 
     def check(self) -> None:
-        """Raise `DataError` if the file was changed since it was mapped; to be called after its bytes were read.
+        """Raise `DataError` if the file has changed since it was mapped; call this after reading its bytes.
 
-        A cut is always noticed; bytes that were overwritten are after 2 ms for each file that is mapped.
+        Truncation is always detected; overwritten bytes are detected after 2 ms for each mapped file.
         """
         if not self.size:
             return
@@ -127,12 +127,12 @@ class MappedFile:
             except OSError:
                 return
             stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            # Another file of this name does not matter: what is mapped stays.
+            # A new file with the same name does not matter, because the old one stays mapped.
             if stamp[:2] == self._stamp[:2] and stamp != self._stamp:
                 self._refuse()
 
     def is_removed(self) -> bool:
-        """Whether the file is not there any more, or another one is; its disk space is free once it is not mapped."""
+        """Return whether the file was removed or replaced; its disk space is freed when it is unmapped."""
         try:
             status = self._region.absolute.stat()
         except OSError:
@@ -145,7 +145,7 @@ class MappedFile:
         raise DataError(self._region.fault)
 
     def advise(self, advice: int) -> None:
-        """How the bytes are used from now on; `mmap.MADV_DONTNEED` frees their memory."""
+        """Advise the system how the bytes will be used; `mmap.MADV_DONTNEED` frees their memory."""
         if self.size:
             _libc.madvise(self._region.address, self.size, advice)
 
@@ -158,7 +158,7 @@ class MappedFile:
 
 
 def mapped_file(array: NDArray[Any]) -> MappedFile | None:
-    """The mapped file that an array is a view of, if any."""
+    """Return the mapped file that an array is a view of, if any."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -166,7 +166,7 @@ def mapped_file(array: NDArray[Any]) -> MappedFile | None:
 
 
 def check_mapped(array: NDArray[Any]) -> None:
-    """`MappedFile.check` of the file that an array is a view of, if any."""
+    """Call `MappedFile.check` on the file that an array is a view of, if any."""
     if (file := mapped_file(array)) is not None:
         file.check()
 
@@ -176,7 +176,7 @@ def check_mapped(array: NDArray[Any]) -> None:
 
 class _ThisThread(threading.local):
     depth = 0
-    """How many blocks of `reading` it is in."""
+    """Number of nested `reading` blocks in this thread."""
     fault = ""
 
 
@@ -185,7 +185,7 @@ _this_thread = _ThisThread()
 
 class _Reading:
     def __enter__(self) -> None:
-        # The handler of a forked process may be another one now: the workers of torch set their own.
+        # A forked process may have another handler: torch workers install their own.
         if _installed_by != os.getpid():
             _install_handler()
         _this_thread.depth += 1
@@ -195,12 +195,12 @@ class _Reading:
         if fault := _this_thread.fault:
             if not _this_thread.depth:
                 _this_thread.fault = ""
-            # Whatever else went wrong came of the zeros that were read instead.
+            # Any other error is a consequence of the zeros that were read instead.
             raise DataError(fault) from None
 
 
 def reading() -> _Reading:
-    """A block in which it is a `DataError` if a page of a mapped file cannot be read by this thread."""
+    """Return a context in which a page that cannot be read by this thread raises `DataError`."""
     return _READING
 
 
@@ -208,7 +208,7 @@ _READING = _Reading()
 
 
 class _SigAction(ctypes.Structure):
-    """`struct sigaction` of Linux (glibc, musl) and macOS, on 64 bits."""
+    """`struct sigaction` of Linux (glibc, musl) and macOS, 64-bit."""
 
     _fields_ = [
         ("handler", ctypes.c_void_p),
@@ -221,12 +221,12 @@ class _SigAction(ctypes.Structure):
 
 
 SA_SIGINFO, SI_CODE, SI_ADDR = (0x40, 8, 24) if sys.platform == "darwin" else (4, 8, 16)
-"""The flag for a handler that is told the address, and where `siginfo_t` has the cause and the address."""
+"""The flag for a handler that receives the address, and the offsets of the cause and the address in `siginfo_t`."""
 _previous = _SigAction()
 
 
 def _on_bus_error(number: int, info: int, context: int) -> None:
-    """Handle SIGBUS: it comes from the very instruction that reads the page, so that Python can run here."""
+    """Handle SIGBUS: it is raised by the very instruction that reads the page, so Python code can run here."""
     address = ctypes.c_void_p.from_address(info + SI_ADDR).value or 0
     was_sent = ctypes.c_int.from_address(info + SI_CODE).value <= 0
     regions = [] if was_sent else list(_regions.values())
@@ -238,17 +238,17 @@ def _on_bus_error(number: int, info: int, context: int) -> None:
                 os.write(2, f"{region.fault}\n".encode(errors="backslashreplace"))
                 os._exit(1)
             _this_thread.fault = region.fault
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: zeros, in place of the file
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: replace the file with zeros
             _libc.mmap(region.address, size, mmap.PROT_READ, flags, -1, 0)
             return
-    # Not a file of ours: it is for whoever handled the signal before.
+    # Not one of these files: call the previous handler.
     _libc.sigaction(signal.SIGBUS, ctypes.byref(_previous), None)
     if was_sent:
         os.kill(os.getpid(), signal.SIGBUS)
 
 
 def _make_handler() -> Any:
-    """The handler for the C library; None on a system where there can be none."""
+    """Create the handler for the C library; None if the system does not support it."""
     if sys.platform not in ("linux", "darwin") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -262,11 +262,11 @@ _handler_address = None if _handler is None else ctypes.cast(_handler, ctypes.c_
 
 
 _installed_by = 0
-"""The process that installed the handler."""
+"""The id of the process that installed the handler."""
 
 
 def _install_handler() -> None:
-    """Handle SIGBUS, and keep the handler of others, such as torch's or that of `faulthandler`, for their pages."""
+    """Handle SIGBUS, and keep the previous handler (of torch or `faulthandler`) for other addresses."""
     global _installed_by
     _installed_by = os.getpid()
     now = _SigAction()

@@ -1,6 +1,6 @@
 """`dataset_metadata.json`: how a dataset was made, its counts, and the size and hash of every file.
 
-A file that was changed, or that contradicts itself, is not read; see `hashed`.
+Changed or inconsistent files are refused; see `hashed`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NOT_WRITTEN = FileInfo(0, "")
 NOT_COUNTS = ("files", "source")
 """Fields of a shard that are not counts."""
 TOTALS = ("num_episodes", "num_tokens", "num_trained_tokens")
-"""Sums over the shards of a split that are in the file."""
+"""Sums over the shards of a split that are stored in the file."""
 
 
 def total(name: str) -> Any:
-    """A property: the sum of `name` over the `shards` of a split."""
+    """Return a property: the sum of `name` over the `shards` of a split."""
     return property(lambda split: sum(getattr(shard, name) for shard in split.shards))
 
 
@@ -48,14 +48,14 @@ class ShardInfo:
     longest: int
     files: Mapping[str, FileInfo]
     source: str | None = None
-    """The source of all its rows, in a dataset that remembers its sources."""
+    """The source of all its rows, in a dataset of several sources."""
 
 
 @dataclass(frozen=True)
 class SplitInfo:
     shards: tuple[ShardInfo, ...]
     files: tuple[File, ...]
-    """The input files that the file numbers of origins refer to, in order of first use."""
+    """The input files that the file numbers in origins refer to, in order of first use."""
 
     num_episodes = total("num_episodes")
     num_tokens = total("num_tokens")
@@ -75,10 +75,10 @@ class Metadata:
     splits: Mapping[str, SplitInfo]
     ledger: Ledger
     config: Mapping[str, Any]
-    """All other settings that have an influence on the bytes."""
+    """All other settings that influence the bytes."""
     tokenizer_state: FileInfo = NOT_WRITTEN
     removed: FileInfo | None = None
-    """The file that lists the records which were removed; None if there is none."""
+    """The file that lists removed records; None if there is none."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -86,40 +86,40 @@ class Metadata:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of the dataset: two datasets that share it hold the same bytes."""
+        """The hash of the dataset: datasets with equal hashes have equal bytes."""
         return self_hash(_to_json(self))
 
 
 def write_metadata(folder: Path, metadata: Metadata, *, tokenizer_state: Any) -> Metadata:
     """Complete a dataset: write `tokenizer_state.json` and, as the last file, `dataset_metadata.json`.
 
-    `tokenizer_state`, and the `format` and `config` of the metadata, are any JSON values. Returns the metadata as it
+    `tokenizer_state`, and the `format` and `config` of the metadata, can be any JSON values. Returns the metadata as it
     is read back, with the size and hash of the tokenizer state.
     """
     state = (json.dumps(tokenizer_state, sort_keys=True, indent=1) + "\n").encode()
     metadata = replace(metadata, tokenizer_state=FileInfo(len(state), hashlib.sha256(state).hexdigest()))
     text = hashed_text(_to_json(metadata))
-    # What cannot be read back is an error of the caller, better found now than by the reader.
+    # Raise errors now if the metadata cannot be read back, rather than in the reader.
     parsed = parse_metadata(text, place=str(folder / METADATA))
     with create(folder / TOKENIZER_STATE) as file:
         file.write(state)
-    # Written last: its presence means that every shard is complete.
+    # Written last, so its presence means that every shard is complete.
     with create(folder / METADATA) as file:
         file.write(text)
     return parsed
 
 
 def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> Metadata:
-    """The metadata of a dataset, or `DataError` if it is not exactly what was written."""
+    """Read the metadata of a dataset; raise `DataError` if it is not exactly what was written."""
     path = folder / METADATA
     return parse_metadata(read_hashed(path, "dataset", read), place=str(path))
 
 
 def is_chatmill_metadata(raw: bytes) -> bool:
-    """Whether this metadata is, or once was, written by `write_metadata` rather than by another program.
+    """Return whether this metadata, possibly damaged since, was written by `write_metadata`.
 
-    The schema and two other keys are looked at, so that one flipped bit cannot make a damaged dataset look like that of
-    another program, which may have a schema of its own.
+    Checks the schema and two other keys, so that one flipped bit cannot make a damaged dataset look like one of another
+    program, which may have its own schema.
     """
     try:
         value = json.loads(raw)
@@ -132,7 +132,7 @@ def parse_metadata(raw: bytes, *, place: str) -> Metadata:
     data = parse_hashed(raw, place=place, schema=SCHEMA, version=SCHEMA_VERSION)
     data.pop("sha256", None)
     if hashed_text(data) != raw:
-        raise DataError(f"{place}: does not have the hash it names; it was changed or damaged, rebuild the dataset")
+        raise DataError(f"{place}: its hash is not the one it records; it was changed or damaged, rebuild the dataset")
     return _from_json(JsonObject(data, place), place)
 
 
@@ -146,16 +146,16 @@ def _to_json(metadata: Metadata) -> dict[str, Any]:
         for number, shard in enumerate(split["shards"]):
             shard["name"] = shard_name(number)
             if shard["source"] is None:
-                # As in datasets of one source.
+                # Omitted, as in datasets of one source.
                 del shard["source"]
     if metadata.removed is None:
-        # As in datasets from before there was this file, so that their bytes stay the same.
+        # Omitted, so that the bytes of datasets without this file do not change.
         del data["removed"]
     schema = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dtype": metadata.dtype.name}
     return {**data, **schema, "ledger": metadata.ledger.to_json()}
 
 
-# From JSON: every value is checked, alone and against the others.
+# From JSON: every value is checked, individually and for consistency.
 
 
 def _from_json(data: JsonObject, place: str) -> Metadata:
@@ -174,7 +174,7 @@ def _from_json(data: JsonObject, place: str) -> Metadata:
     try:
         ledger = Ledger.from_json(data.value["ledger"])
     except (ChatmillError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place}: the ledger cannot be read ({one_line(str(error))})") from None
+        raise DataError(f"{place}: cannot read the ledger ({one_line(str(error))})") from None
     return Metadata(
         vocab_size=vocab_size,
         format=data.value.get("format"),
@@ -205,17 +205,17 @@ def _split(data: JsonObject, dtype: np.dtype[Any]) -> SplitInfo:
 
 
 def _shard(data: JsonObject, number: int, dtype: np.dtype[Any]) -> ShardInfo:
-    # The name is never joined to a path: the path of a shard follows from its number.
+    # The name is not used as a path: the path of a shard is derived from its number.
     data.equal("name", shard_name(number))
     counts = {field.name: data.count(field.name) for field in fields(ShardInfo) if field.name not in NOT_COUNTS}
     listed = data.table("files")
     if listed.value.keys() - {TARGETS} != layout.COUNTS.keys():
-        raise data.fault("files", sorted(listed.value), f"{', '.join(layout.COUNTS)} and perhaps {TARGETS}")
+        raise data.fault("files", sorted(listed.value), f"{', '.join(layout.COUNTS)} and optionally {TARGETS}")
     files = {name: _file(listed.table(name)) for name in listed.value}
     dtypes = layout.record_dtypes(dtype)
     for name, count in layout.COUNTS.items():
         if files[name].size != (size := counts[count] * dtypes[name].itemsize):
-            raise listed.table(name).fault("size", files[name].size, f"{size}, as its counts say")
+            raise listed.table(name).fault("size", files[name].size, f"{size}, from its counts")
     if TARGETS in files and files[TARGETS].size % dtypes[TARGETS].itemsize:
         raise listed.table(TARGETS).fault("size", files[TARGETS].size, "whole records")
     source = data.value.get("source")
@@ -230,12 +230,12 @@ def _file(data: JsonObject) -> FileInfo:
 
 
 def manifest(folder: Path, metadata: Metadata) -> Manifest:
-    """Every file of a dataset, with the size and hash that the metadata gives."""
+    """Return every file of a dataset, with the size and hash in the metadata."""
     return Manifest([(folder / name, info) for name, info in listed_files(metadata)], "the metadata", "dataset")
 
 
 def listed_files(metadata: Metadata) -> Iterator[tuple[str, FileInfo]]:
-    """Every file of a dataset but the metadata itself: its path within the dataset, and its size and hash."""
+    """Yield the relative path, size and hash of every file of a dataset except the metadata."""
     yield TOKENIZER_STATE, metadata.tokenizer_state
     if metadata.removed is not None:
         yield REMOVED, metadata.removed

@@ -1,15 +1,15 @@
 """Export a dataset as Parquet files for other trainers, with a dataset card.
 
-    OUT/data/train-00000-of-00002.parquet    a file for each shard
+    OUT/data/train-00000-of-00002.parquet    one file per shard
     OUT/README.md                            the card; its header declares the splits for Hugging Face `datasets`
     OUT/chatmill_export.json                 written last: counts, size and sha256 of every file and of itself
 
-    input_ids     a b c d e      one row, packed of two conversations
+    input_ids     a b c d e      one row with two packed conversations
     labels        - b c - e      - is -100: not trained, or the first token of a conversation
     position_ids  0 1 2 0 1
     seq_lengths   3 2
 
-Labels are not shifted: models that compute the loss themselves do that.
+Labels are not shifted, because models that compute the loss shift them.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ SCHEMA, SCHEMA_VERSION = "chatmill-export", 1
 CARD = "README.md"
 DATA = "data"
 IGNORED = -100
-"""The label that no loss is computed for."""
+"""The label of positions without loss."""
 TOKENS = 1 << 20
-"""Tokens of a row group; memory is a few times this."""
+"""Number of tokens per row group; memory use is a few times this."""
 MOST_INT32 = 2**31
 SPLIT_NAMES = {"val": "validation"}
-"""The names of splits in the `datasets` library, where they differ."""
+"""The names of splits in the `datasets` library, if they differ."""
 COLUMNS = f"""\
-- `input_ids`: the tokens of a row, which is one conversation, or several that are packed.
+- `input_ids`: the tokens of a row, which is one conversation or several packed ones.
 - `labels`: the same tokens where they are trained, {IGNORED} elsewhere and at the first token of every
-  conversation. They are not shifted: models that compute the loss themselves do that.
-- `position_ids`: from 0 again in every conversation.
-- `seq_lengths`: the tokens of each conversation of the row."""
+  conversation. They are not shifted, because models that compute the loss shift them.
+- `position_ids`: position ids, which start at 0 in every conversation.
+- `seq_lengths`: the number of tokens of each conversation in the row."""
 PACKED_ROWS = """\
-Conversations of a packed row must not see each other, so that a trainer has to use `position_ids` or
-`seq_lengths`. TRL does with `SFTConfig(padding_free=True, max_length=None)`, and ignores both without it."""
+Conversations in a packed row must not attend to each other, so a trainer has to use `position_ids` or
+`seq_lengths`. TRL does so with `SFTConfig(padding_free=True, max_length=None)`, and otherwise ignores both."""
 
 
 @dataclass
@@ -65,12 +65,12 @@ class Exported:
 
     rows: int = 0
     conversations: int = 0
-    """A packed row has several."""
+    """A packed row contains several."""
     tokens: int = 0
     trained: int = 0
     """Labels that are not -100."""
     weighted: int = 0
-    """Of those, how many had a weight other than 1, which labels cannot express."""
+    """Trained tokens with a weight other than 1, which labels cannot express."""
     files: int = 0
 
 
@@ -82,7 +82,7 @@ def export_parquet(
     overwrite: bool = False,
     token_dtype: str | None = None,
 ) -> dict[str, Exported]:
-    """Write a dataset, or some splits of it, as Parquet; the folder appears whole, or not at all."""
+    """Write a dataset, or some of its splits, as Parquet; the folder is published atomically."""
     _pyarrow()
     dataset, target = open_dataset(source, token_dtype=token_dtype), local_path(target)
     chosen = {name: dataset[name] for name in splits or dataset.splits}
@@ -106,14 +106,14 @@ def _file_json(path: Path) -> dict[str, Any]:
 
 
 def _listed(folder: Path) -> Iterator[str]:
-    """The files of an export. A card that was edited since is not among them."""
+    """Yield the files of an export, except a card that was edited since."""
     path = folder / MANIFEST
     raw = read_hashed(path, "export", Path.read_bytes)
     data = parse_hashed(raw, place=str(path), schema=SCHEMA, version=SCHEMA_VERSION)
     data.pop("sha256", None)
     listed = data.get("files")
     if hashed_text(data) != raw or not isinstance(listed, dict):
-        raise DataError(f"{path}: does not have the hash it names; it was changed or damaged")
+        raise DataError(f"{path}: its hash is not the one it records; it was changed or damaged")
     card = folder / CARD
     yield f"{DATA}/"
     yield from (name for name in listed if name != CARD or not card.is_file() or listed[CARD] == _file_json(card))
@@ -132,12 +132,12 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise DataError("Parquet needs pyarrow; pip install 'chatmill[parquet]'") from None
+        raise DataError("Parquet export requires pyarrow; pip install 'chatmill[parquet]'") from None
     return pyarrow, parquet
 
 
 def _wide(dataset: Dataset) -> bool:
-    """Whether ids may need more than 31 bits."""
+    """Return whether ids may need more than 31 bits."""
     if dataset.metadata is not None:
         return dataset.metadata.vocab_size > MOST_INT32
     return any(shard.dtype.itemsize > 2 for name in dataset.splits for shard in dataset[name].shards)
@@ -166,7 +166,7 @@ def _export(episodes: Episodes, folder: Path, split: str, wide: bool) -> Exporte
 
 
 def _columns(rows: Rows) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
-    """For each column the start of the list of each row, and the values of all lists."""
+    """Return, for each column, the start of each row's list, and the concatenated values."""
     position = rows.positions()
     labels = np.where(rows.mask() & (position > 0), rows.targets(), IGNORED)
     lengths = np.diff(rows.segment_start)
@@ -210,15 +210,15 @@ def _card(target: str, dataset: Dataset, done: dict[str, Exported]) -> str:
     ]
     if weighted := sum(split.weighted for split in done.values()):
         paragraphs.append(
-            f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot say so."
+            f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot express this."
         )
     return "\n\n".join([*paragraphs, "## How it was made", *_made(dataset.metadata)]) + "\n"
 
 
 def _made(metadata: Metadata | None) -> Iterator[str]:
-    """The paragraphs on how the dataset was made."""
+    """Yield the paragraphs that describe how the dataset was made."""
     if metadata is None:
-        yield "By another program than chatmill, which did not say."
+        yield "Another program wrote this dataset and did not record how."
         return
     format = metadata.format.get("name") if isinstance(metadata.format, dict) else metadata.format
     yield (
@@ -228,8 +228,8 @@ def _made(metadata: Metadata | None) -> Iterator[str]:
         f"- Format: `{one_line(str(format))}`"
     )
     yield f"```json\n{json.dumps(metadata.config, indent=1, sort_keys=True)}\n```"
-    yield "## What became of the input"
-    yield "A row here is a conversation, packed or not."
+    yield "## What happened to the input"
+    yield "A row in this table is one conversation, packed or not."
     entries = [
         f"| {bucket} | {one_line(reason)} | {entry.rows:,} | {entry.tokens:,} | {entry.trained:,} |"
         for bucket, reason, entry in metadata.ledger

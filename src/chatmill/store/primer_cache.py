@@ -1,13 +1,13 @@
-"""Caches of the primer specification: one folder per source, one file per shard, read like the episodes of a dataset.
+"""Caches of the primer specification: one folder per source, one file per shard, read like a dataset's episodes.
 
 OUT/SOURCE/meta.json              written last: counts, the ledger, size and sha256 of every shard and of itself
 OUT/SOURCE/train|val/shard_00000.bin
-    header   40 bytes   magic, version, bytes a token, examples, tokens, label tokens
+    header   40 bytes   magic, version, bytes per token, examples, tokens, label tokens
     index    EPISODE    start and length of each example, in tokens
     tokens   uint16, or uint32 if the vocabulary needs it
     mask     uint8      the label of a token is its id where the mask is 1, and -100 where it is 0
 
-All numbers are little-endian. Only numpy is needed.
+All numbers are little-endian. Reading requires only numpy.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from chatmill.store.verify import SplitCounts, Verified, ledger_faults
 P = TypeVar("P", Path, Url)
 META = "meta.json"
 CACHES = "data/cache/sft"
-"""The folder of all caches, unless another is given."""
+"""The default folder of all caches."""
 EXPECTED = "the cache of a source"
 SCHEMA, SCHEMA_VERSION = "chatmill-cache", 1
 TOTALS = ("num_examples", "num_tokens", "num_label_tokens")
-"""Sums over the shards of a split that are in `meta.json`."""
+"""Sums over the shards of a split that are stored in `meta.json`."""
 HEADER = struct.Struct("<8sIIQQQ")
 MAGIC, VERSION = b"cm-cache", 1
 SHARD_TOKENS = 1 << 24
@@ -63,7 +63,7 @@ class CacheShard:
         return HEADER.pack(MAGIC, VERSION, dtype.itemsize, *counts)
 
     def size(self, dtype: np.dtype[np.unsignedinteger]) -> int:
-        """Bytes of the whole file."""
+        """Size of the whole file in bytes."""
         *_, (start, last, count) = _parts(dtype, self.num_examples, self.num_tokens).values()
         return start + count * last.itemsize
 
@@ -71,7 +71,7 @@ class CacheShard:
 @dataclass(frozen=True)
 class CacheSplit:
     shard_size: int
-    """The most tokens in a shard; a longer example has a shard of its own."""
+    """Maximum number of tokens per shard; a longer example gets its own shard."""
     shards: tuple[CacheShard, ...]
 
     num_examples = total("num_examples")
@@ -81,7 +81,7 @@ class CacheSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMeta:
-    """The content of `meta.json`, under the names of the specification."""
+    """The content of `meta.json`, with the names of the specification."""
 
     source: str
     format: str
@@ -100,15 +100,15 @@ class CacheMeta:
 
     @property
     def sha256(self) -> str:
-        """The hash of the cache: two caches that share it hold the same bytes."""
+        """The hash of the cache: caches with equal hashes have equal bytes."""
         return self_hash(self._data())
 
     def to_bytes(self) -> bytes:
-        """The file, byte for byte."""
+        """Return the content of the file."""
         return hashed_text(self._data())
 
     def stored_counts(self) -> dict[str, int]:
-        """Examples, tokens and label tokens in all shards, by their names in the ledger's faults."""
+        """Return the examples, tokens and label tokens in all shards, under their names in ledger faults."""
         sums = [sum(getattr(split, total) for split in self.splits.values()) for total in TOTALS]
         return dict(zip(("examples", "tokens", "label tokens"), sums, strict=True))
 
@@ -124,14 +124,14 @@ class CacheMeta:
 
 
 def cache_folder(out: P, source: str) -> P:
-    """The folder of the cache of a source; a name that is a path is an error."""
+    """Return the cache folder of a source; raise `UsageError` if the name is a path."""
     if source in ("", ".", "..") or source.startswith(".") or not set(source).isdisjoint("/\\") or "\0" in source:
-        raise UsageError(f'"{one_line(source)}" is no name of a source; expected a plain one such as primer, no path')
+        raise UsageError(f'"{one_line(source)}" is not a source name; expected a plain name such as primer, not a path')
     return out / source
 
 
 def check_place(out: Path, source: str, *, overwrite: bool) -> Path:
-    """The folder of a cache to be written; raises before any work is done if that is not possible."""
+    """Return the folder of a cache to be written; raise, before any work is done, if it cannot be written."""
     target = cache_folder(out, source)
     recover(target, CACHE)
     check_target(target, overwrite=overwrite, kind=CACHE)
@@ -165,9 +165,9 @@ def write_cache(
 ) -> CacheMeta:
     """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename, or leave nothing.
 
-    Returns `meta` with the splits that were written. The rows of a split may come in any number of parts, without
-    influence on the bytes. The ledger of `meta` may be filled while they are produced; it must count them all, and
-    balance, when the last part is written.
+    Returns `meta` with the splits that were written. The rows of a split may be divided into any number of parts
+    without changing the bytes. The ledger of `meta` may be filled while rows are produced; when the last part is
+    written, it must count all rows and balance.
     """
     target = cache_folder(out, meta.source)
     with building(target, "building", overwrite=overwrite, kind=CACHE) as staging:
@@ -175,11 +175,11 @@ def write_cache(
             name: _write_split(staging / name, splits.get(name, ()), meta.vocab_size, shard_tokens) for name in SPLITS
         }
         meta = replace(meta, splits=written)
-        # What is inconsistent or cannot be read back is an error of the caller, better found now than by the reader.
+        # Raise errors now if the result is inconsistent or cannot be read back, rather than in the reader.
         for fault in ledger_faults(staging, meta.ledger, meta.stored_counts()):
             raise ChatmillError(fault)
         parse_meta(meta.to_bytes(), place=str(staging / META))
-        # Written last: its presence means that every shard is complete.
+        # Written last, so its presence means that every shard is complete.
         with create(staging / META) as file:
             file.write(meta.to_bytes())
     return meta
@@ -195,9 +195,9 @@ def _write_split(folder: Path, parts: Iterable[Rows], vocab_size: int, shard_tok
 
 
 def _by_shard(parts: Iterable[Rows], shard_tokens: int) -> Iterator[Rows]:
-    """The rows of each shard, of at most `shard_tokens` tokens; only one shard is in memory at a time."""
+    """Yield the rows of each shard, at most `shard_tokens` tokens; only one shard is in memory at a time."""
     if shard_tokens < 1:
-        raise ValueError(f"shards of {shard_tokens} tokens cannot be; at least 1")
+        raise ValueError(f"shard_tokens is {shard_tokens}; expected at least 1")
     held: list[Rows] = []
     tokens = 0
     for rows in parts:
@@ -220,9 +220,9 @@ def _by_shard(parts: Iterable[Rows], shard_tokens: int) -> Iterator[Rows]:
 def _write_shard(path: Path, rows: Rows, *, vocab_size: int) -> CacheShard:
     rows.check()
     if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
-        raise DataError(f"{path}: token id {largest}; the vocabulary has {vocab_size}")
+        raise DataError(f"{path}: token id {largest}; expected an id below {vocab_size}")
     if np.any(rows.spans["target"] != OWN_ID):
-        raise DataError(f"{path}: a token is trained as another id; a cache has no place for that, a dataset has")
+        raise DataError(f"{path}: a token has another id as its target; a cache cannot store targets, use a dataset")
     dtype, mask = token_dtype(vocab_size), rows.mask()
     index = np.empty(len(rows), dtype=EPISODE)
     index["start"], index["length"] = rows.row_start[:-1], rows.lengths
@@ -239,7 +239,7 @@ def _write_shard(path: Path, rows: Rows, *, vocab_size: int) -> CacheShard:
 
 @dataclass(frozen=True)
 class PrimerCache(Dataset):
-    """An open cache: `cache["train"]` are the episodes of a split, with a mask but without spans and origins."""
+    """An open cache: `cache["train"]` returns the episodes of a split, with a mask but without spans and origins."""
 
     meta: CacheMeta
 
@@ -249,13 +249,13 @@ class PrimerCache(Dataset):
 
 
 def is_cache(path: str | Place) -> TypeGuard[str | Path]:
-    """Whether a folder holds the cache of a source, rather than a dataset; there are no caches at URLs."""
+    """Return whether a folder contains the cache of a source, rather than a dataset; URLs cannot contain caches."""
     where = place(path)
     return isinstance(where, Path) and (where / META).is_file()
 
 
 def open_cache(path: str | Path) -> PrimerCache:
-    """Open the cache of one source, OUT/SOURCE; `DataError` if a shard is missing or does not have its size."""
+    """Open the cache of one source, OUT/SOURCE; raise `DataError` if a shard is missing or has the wrong size."""
     return in_folder(local_path(path), EXPECTED, _cache_in)
 
 
@@ -268,7 +268,7 @@ def _cache_in(folder: OpenFolder) -> PrimerCache:
 
 
 def _read_meta(folder: OpenFolder) -> CacheMeta:
-    """The content of `meta.json`, or `DataError` if it is not exactly what was written."""
+    """Read `meta.json`; raise `DataError` if it is not exactly what was written."""
     path = folder.path / META
     return parse_meta(read_hashed(path, "cache", folder.read), place=str(path))
 
@@ -277,12 +277,12 @@ def parse_meta(raw: bytes, *, place: str) -> CacheMeta:
     data = parse_hashed(raw, place=place, schema=SCHEMA, version=SCHEMA_VERSION)
     try:
         meta = _meta(data)
-        # Sums, sizes and the hash are computed, not read: a file that contradicts itself is not what was written.
+        # Sums, sizes and the hash are recomputed: an inconsistent file is not what was written.
         unchanged = meta.to_bytes() == raw
     except (ChatmillError, AttributeError, KeyError, TypeError, ValueError, struct.error):
         unchanged = False
     if not unchanged:
-        raise DataError(f"{place}: is not what was written; it was changed or damaged, rebuild the cache")
+        raise DataError(f"{place}: was changed or damaged; rebuild the cache")
     return meta
 
 
@@ -299,10 +299,10 @@ def _meta(data: dict[str, Any]) -> CacheMeta:
         raise ValueError(f"splits {', '.join(splits)}")
     for id in meta.special_token_ids.values():
         if not 0 <= id < meta.vocab_size:
-            raise ValueError(f"control token {id} of {meta.vocab_size}")
+            raise ValueError(f"control token {id}; expected an id below {meta.vocab_size}")
     for split in splits.values():
         for shard in split.shards:
-            # Packing the header fails for counts that cannot be on disk.
+            # Packing the header fails for counts that do not fit in it.
             shard.header(meta.dtype)
     return meta
 
@@ -314,19 +314,19 @@ def _shards(folder: Path, meta: CacheMeta) -> Iterator[tuple[Path, CacheShard]]:
 
 
 def cache_manifest(folder: Path, meta: CacheMeta) -> Manifest:
-    """Every shard of a cache, with the size and hash that its `meta.json` gives."""
+    """Return every shard of a cache, with the size and hash in `meta.json`."""
     shards = [(path, FileInfo(shard.size(meta.dtype), shard.sha256)) for path, shard in _shards(folder, meta)]
     return Manifest(shards, META, "cache")
 
 
 def _shard_faults(folder: OpenFolder, meta: CacheMeta) -> Iterator[str]:
-    """Shards that are missing, or that do not have their size or header."""
+    """Yield faults for shards that are missing or have the wrong size or header."""
     wrong_sizes = list(cache_manifest(folder.path, meta).size_faults(folder))
     yield from wrong_sizes
     for path, shard in _shards(folder.path, meta) if not wrong_sizes else ():
         with os.fdopen(folder.open(path), "rb") as file:
             if file.read(HEADER.size) != shard.header(meta.dtype):
-                yield f"{path}: its header is not the one that {META} describes; rebuild the cache or copy it again"
+                yield f"{path}: its header does not match {META}; rebuild the cache or copy it again"
 
 
 def _episodes(stored: StoredFiles, split: str, meta: CacheMeta) -> CachedEpisodes:
@@ -342,7 +342,7 @@ def _episodes(stored: StoredFiles, split: str, meta: CacheMeta) -> CachedEpisode
 def _parts(
     dtype: np.dtype[np.unsignedinteger], examples: int, tokens: int
 ) -> dict[str, tuple[int, np.dtype[Any], int]]:
-    """The parts of a shard by the names of the files of a dataset: first byte, type and number of records."""
+    """Return the parts of a shard by the file names of a dataset: first byte, type and number of records."""
     index = HEADER.size
     ids = index + examples * EPISODE.itemsize
     mask = ids + tokens * dtype.itemsize
@@ -350,7 +350,7 @@ def _parts(
 
 
 class CachedEpisodes(Episodes):
-    """The examples of one split; the `folder` of a shard is the one file that holds all its parts."""
+    """The examples of one split; the `folder` of a shard is the file that contains all its parts."""
 
     def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
         shard = self.shards[number]
@@ -362,7 +362,7 @@ class CachedEpisodes(Episodes):
 
 
 def verify_cache(path: str | Path, *, full: bool) -> Verified:
-    """Check a cache and report every fault as one line; with `full` every byte is read and hashed."""
+    """Check a cache and return all faults, one line each; `full` reads and hashes every byte."""
     try:
         return in_folder(local_path(path), EXPECTED, lambda folder: _verified(folder, full=full))
     except DataError as error:
@@ -391,17 +391,17 @@ def _verified(folder: OpenFolder, *, full: bool) -> Verified:
 
 
 def _table_faults(episodes: Episodes, number: int, shard: CacheShard, vocab_size: int) -> Iterator[str]:
-    """What would mislead a reader of the shard; the first fault is enough."""
+    """Yield the first fault that would mislead a reader of the shard."""
     place = episodes.shards[number].folder
     index: Table = episodes.array(number, INDEX)
     length = index["length"].astype(np.int64)
     if np.any(index["length"] > shard.num_tokens) or np.any(offsets(length)[:-1] != index["start"]):
-        yield f"{place}: the examples do not follow one another; rebuild the cache"
+        yield f"{place}: the examples are not contiguous; rebuild the cache"
     elif length.sum() != shard.num_tokens:
-        yield f"{place}: the examples hold {length.sum()} of {shard.num_tokens} tokens; rebuild the cache"
+        yield f"{place}: the examples cover {length.sum()} of {shard.num_tokens} tokens; rebuild the cache"
     elif shard.num_tokens:
         mask, largest = episodes.array(number, MASK), int(episodes.array(number, TOKENS).max())
         if mask.max() > 1 or np.count_nonzero(mask) != shard.num_label_tokens:
-            yield f"{place}: the mask is not 1 on {shard.num_label_tokens} tokens and 0 on all others"
+            yield f"{place}: expected a mask with {shard.num_label_tokens} ones and zeros elsewhere"
         elif largest >= vocab_size:
-            yield f"{place}: token id {largest}; the vocabulary has {vocab_size}"
+            yield f"{place}: token id {largest}; expected an id below {vocab_size}"

@@ -1,7 +1,7 @@
-"""Publish a finished build: sync everything, then rename it once, so that it exists whole or not at all.
+"""Publish a finished build atomically: sync everything, then rename it once.
 
-What is replaced or removed is only what chatmill wrote: the files that the marker of a folder lists. Anything else in
-the folder stops the command before any work is done, and is never removed.
+Only files that chatmill wrote are replaced or removed: those that the marker of a folder lists. Any other file in the
+folder stops the command before any work is done, and is never removed.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from chatmill.store.layout import METADATA, REMOVED, SPLITS, TOKENIZER_STATE
 from chatmill.store.metadata import listed_files, read_metadata
 
 SHOWN = 3
-"""Names that an error lists before it counts the others."""
+"""Number of names that an error lists before it counts the others."""
 
 
-# What belongs to a folder.
+# Which files belong to a folder.
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that is built aside and published whole, and which files in it are its own.
+    """A kind of folder that is published atomically, and how to recognize its files.
 
-    Paths are relative to the folder, with slashes; the path of a folder ends with one.
+    Paths are relative to the folder and use slashes; the path of a folder ends with one.
     """
 
     name: str
     marker: str
     """The file that is written last. A folder without it is an unfinished build."""
     built: re.Pattern[str]
-    """Matches every path that a build of this kind creates, for folders without a marker."""
+    """Matches every path that a build of this kind creates; used for folders without a marker."""
     listed: Callable[[Path], Iterable[str]] | None = None
-    """All paths that the marker of a folder lists, or `DataError` if chatmill did not write it; None if none does."""
+    """Returns the paths that a folder's marker lists, or raises `DataError` if it is not chatmill's; None: no lists."""
 
 
 def _listed_in_dataset(folder: Path) -> Iterator[str]:
@@ -67,13 +67,13 @@ DATASET = FolderKind(
 @dataclass(frozen=True)
 class _Contents:
     own: list[str]
-    """Files and folders of the kind, each folder before what it holds."""
+    """Files and folders of this kind, each folder before its contents."""
     others: list[str]
-    """Everything else; folders among them are not entered."""
+    """All other files and folders; these folders are not searched."""
 
 
 def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -> _Contents:
-    """The paths below a folder. Links and special files are never a folder's own."""
+    """List the paths below a folder. Links and special files always count as others."""
     contents = _Contents([], [])
     with os.scandir(folder / prefix) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -91,16 +91,16 @@ def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -
 
 
 def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
-    """Whether the marker of a folder lists a path; `DataError` if the marker is not one that chatmill wrote."""
+    """Return a test for paths that a folder's marker lists; raise `DataError` if chatmill did not write the marker."""
     if kind.listed is None:
-        raise DataError(f"{folder}: no file of a {kind.name} lists the others")
+        raise DataError(f"{folder}: a {kind.name} has no list of its files")
     paths = {kind.marker, *kind.listed(folder)}
     paths |= {f"{parent}/" for path in paths for parent in PurePosixPath(path).parents if parent.name}
     return paths.__contains__
 
 
 def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
-    """Whether a path of a folder that is not needed is chatmill's: by its marker if there is one, else by name."""
+    """Return a test for paths that chatmill wrote in a folder: by its marker if it has one, otherwise by name."""
     try:
         return _is_listed(folder, kind)
     except DataError:
@@ -108,7 +108,7 @@ def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
 
 
 def names_of(paths: Sequence[str]) -> str:
-    """The first few of some paths, safe to print, and how many others there are."""
+    """Return the first few paths, safe to print, and the number of others."""
     more = f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else ""
     return ", ".join(one_line(path) for path in paths[:SHOWN]) + more
 
@@ -119,9 +119,9 @@ def names_of(paths: Sequence[str]) -> str:
 def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
     """Raise, before any work is done, if nothing can be published at `target`."""
     if local_path(target).name in ("", ".."):
-        raise UsageError(f"{target}: has no name of its own; give the folder of the {kind.name} as NAME or DIR/NAME")
+        raise UsageError(f"{target}: has no name; give the folder of the {kind.name} as NAME or DIR/NAME")
     if target.is_symlink():
-        raise DataError(f"{target}: a symbolic link; give the folder itself")
+        raise DataError(f"{target}: is a symbolic link; use the folder itself")
     if not target.exists():
         return
     if not overwrite:
@@ -130,59 +130,59 @@ def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -
 
 
 def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Raise unless all that `folder` holds is listed by its marker; `target` is its name in the error."""
+    """Raise unless the marker lists everything in `folder`; `target` is its name in the error."""
     if folder.is_symlink() or not folder.is_dir():
-        raise DataError(f"{target}: not a folder, so that it is not replaced; remove it or give another name")
+        raise DataError(f"{target}: is not a folder and is not replaced; remove it or give another name")
     if not any(folder.iterdir()):
         return
     marker = folder / kind.marker
     if marker.is_symlink() or not marker.is_file():
-        raise DataError(f"{target}: holds no {kind.marker}, so that it is not replaced; remove it or give another name")
+        raise DataError(f"{target}: has no {kind.marker} and is not replaced; remove it or give another name")
     try:
         is_own = _is_listed(folder, kind)
     except DataError as error:
         raise DataError(
-            f"{target}: is not replaced, because its {kind.marker} is not one that chatmill wrote "
-            f"({str(error).removeprefix(f'{marker}: ')}); give another name, or look and remove the folder yourself"
+            f"{target}: is not replaced, because chatmill did not write its {kind.marker} "
+            f"({str(error).removeprefix(f'{marker}: ')}); give another name, or inspect and remove the folder"
         ) from None
     if others := _contents(folder, is_own).others:
         raise DataError(
-            f"{target}: also holds {names_of(others)}, which {kind.marker} does not list, so that it is not replaced; "
-            "move that elsewhere or give another name"
+            f"{target}: is not replaced, because {kind.marker} does not list {names_of(others)}; "
+            "move it elsewhere or give another name"
         )
 
 
 def refuse_inside(target: Path, reads: Iterable[Path]) -> None:
-    """Raise if one of the files or folders that a command reads lies in the folder that it would replace."""
+    """Raise if one of the paths that a command reads is inside the folder that it would replace."""
     for path in reads:
         if files.real(target) in files.real(path).parents:
-            raise DataError(f"{target}: holds {path}, which is read; write somewhere else")
+            raise DataError(f"{target}: contains {path}, which the command reads; use another folder")
 
 
 # Publishing.
 
 
 def staging_for(target: Path) -> Path:
-    """The folder in which a dataset is built: next to its target, on the same file system."""
+    """Return the folder in which a dataset is built: next to its target, on the same file system."""
     return target.with_name(f".{target.name}.building")
 
 
 def set_aside(target: Path) -> Path:
-    """The temporary name of the old dataset on systems that cannot exchange two folders."""
+    """Return the temporary name of the old dataset, for systems that cannot exchange two folders."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
     """Sync all of `staging` and rename it to `target`.
 
-    An existing target is refused, or with `overwrite` exchanged for the new one, and its files are then removed. When
-    this returns, the new dataset survives a power loss. If the old one cannot be removed, that is a warning.
+    An existing target is refused or, with `overwrite`, exchanged for the new one, and its files are removed. When this
+    function returns, the new dataset survives a power loss. A warning is issued if the old one cannot be removed.
     """
     if not (staging / kind.marker).is_file():
-        raise DataError(f"{staging}: has no {kind.marker}; an unfinished build is not published")
+        raise DataError(f"{staging}: has no {kind.marker}; unfinished builds are not published")
     files.sync_tree(staging)
     recover(target, kind)
-    # Again, because the build took its time, and once more on what was taken away, because no check is fast enough.
+    # Check again, because the build took time; the replaced folder is checked once more below, to avoid a race.
     check_target(target, overwrite=overwrite, kind=kind)
     if not os.path.lexists(target):
         _move(staging, target)
@@ -215,7 +215,7 @@ def recover(target: Path, kind: FolderKind = DATASET) -> None:
     if not os.path.lexists(target):
         _move(aside, target)
     elif (target / kind.marker).is_file():
-        # Otherwise it is not the new one: somebody else made it in between.
+        # Otherwise it is not the new dataset: someone else created it in between.
         _remove_replaced(aside, target, kind)
 
 
@@ -223,7 +223,9 @@ def _move(source: Path, target: Path) -> None:
     try:
         files.disk.rename_new(source, target)
     except FileExistsError:
-        raise DataError(f"{target}: appeared while the dataset was built; give another name, or --overwrite") from None
+        raise DataError(
+            f"{target}: was created while the dataset was built; give another name, or --overwrite"
+        ) from None
     _sync_parents(target, source)
 
 
@@ -236,9 +238,9 @@ def _sync_parents(*paths: Path) -> None:
 
 
 def remove_folder(folder: Path, kind: FolderKind) -> str:
-    """Remove a folder that is not needed any more; nothing of it if it holds anything that chatmill did not write.
+    """Remove a folder that is no longer needed; remove nothing if it contains files that chatmill did not write.
 
-    Empty text if it is gone, else what is left and why.
+    Returns an empty string if it was removed, otherwise what is left and why.
     """
     if left := remove_contents(folder, kind):
         return left
@@ -250,7 +252,7 @@ def remove_folder(folder: Path, kind: FolderKind) -> str:
 
 
 def remove_contents(folder: Path, kind: FolderKind) -> str:
-    """Remove what a folder holds; as `remove_folder`, but the folder itself stays."""
+    """Remove the contents of a folder like `remove_folder`, but keep the folder."""
     if folder.is_symlink():
         return "is a symbolic link"
     try:
@@ -258,24 +260,24 @@ def remove_contents(folder: Path, kind: FolderKind) -> str:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     if contents.others:
-        return f"holds {names_of(contents.others)}, which no {kind.name} lists"
-    # What a folder holds before the folder, and the marker last: as long as it is there it says what may be removed.
+        return f"contains {names_of(contents.others)}, which is not part of a {kind.name}"
+    # Contents before their folder, and the marker last, because it lists what may be removed.
     for path in [path for path in reversed(contents.own) if path != kind.marker] + [kind.marker]:
         try:
             files.disk.remove(folder / path)
         except FileNotFoundError:
             continue
         except OSError as error:
-            return f"holds {one_line(path)}, which cannot be removed ({error.strerror})"
+            return f"contains {one_line(path)}, which cannot be removed ({error.strerror})"
     return ""
 
 
 def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Remove a folder that was replaced; what cannot or must not be removed stays, with a warning that says where."""
+    """Remove a folder that was replaced; warn about anything that cannot or must not be removed."""
     if not (left := remove_folder(folder, kind)):
         return
     try:
-        # Out of the way of the next build.
+        # Make way for the next build.
         for kept in (target.with_name(f"{target.name}.kept{number or ''}") for number in range(1000)):
             if not os.path.lexists(kept):
                 files.disk.rename_new(folder, kept)
@@ -284,7 +286,7 @@ def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
     except OSError:
         pass
     warnings.warn(
-        f"{target}: was replaced, but the old {kind.name} is not all removed: {folder} {left}; look, and remove it",
+        f"{target}: was replaced, but the old {kind.name} was not removed: {folder} {left}; inspect and remove it",
         stacklevel=3,
     )
 
@@ -302,14 +304,14 @@ def building(
     source: Place | None = None,
     reads: Iterable[Path] = (),
 ) -> Iterator[Path]:
-    """A locked folder next to `target` to build in: published when the block ends, removed if it fails.
+    """Yield a locked folder next to `target` to build in; it is published when the block ends, removed if it fails.
 
-    What a killed process left there is removed first. `source` is the dataset that the block reads; the two must not
-    overlap. `reads` are other files.
+    Leftovers of a killed process are removed first. `source` is the dataset that the block reads; the two must not
+    overlap. `reads` are other files that it reads.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):
-        raise DataError(f"{target}: one of {target} and {source} lies in the other; write it somewhere else")
+        raise DataError(f"{target}: {target} and {source} overlap; use another folder")
     refuse_inside(target, reads)
     check_target(target, overwrite=overwrite, kind=kind)
     recover(target, kind)
@@ -321,13 +323,13 @@ def building(
 
 @contextmanager
 def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> Iterator[Path]:
-    """A locked, empty folder next to `target` to build in; it is removed if the block fails."""
+    """Yield a locked, empty folder next to `target` to build in; it is removed if the block fails."""
     staging = target.with_name(f".{target.name}.{doing}")
     files.make_folder(staging)
-    busy = f"{staging}: another process is building there; wait for it"
+    busy = f"{staging}: another process is building there; wait for it to finish"
     with locked(staging, busy, opened=partial(os.open, staging, os.O_RDONLY)):
         if left := remove_contents(staging, kind):
-            raise DataError(f"{staging}: {left}; it is of an earlier build, look and remove it")
+            raise DataError(f"{staging}: {left}; it is left from an earlier build; inspect and remove it")
         try:
             yield staging
         except BaseException:
@@ -338,9 +340,9 @@ def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> I
 
 @contextmanager
 def locked(path: Path, busy: str, *, opened: Callable[[], int], patience: float = 0) -> Iterator[None]:
-    """Lock a file or folder that `opened` opens; the lock of a killed process is gone.
+    """Lock the file or folder that `opened` opens; the lock is released when the process ends.
 
-    While another process holds it, wait for `patience` seconds, and then raise `DataError` with `busy`.
+    While another process holds the lock, wait for `patience` seconds, then raise `DataError` with `busy`.
     """
     until = time.monotonic() + patience
     while True:

@@ -1,7 +1,7 @@
-"""Open datasets: their metadata, and the episodes of their splits.
+"""Open datasets: their metadata and the episodes of their splits.
 
-The time it takes depends on the number of shards, not of episodes. Only numpy is needed, so that a training image can
-read what another machine prepared.
+The time depends on the number of shards, not on the number of episodes. Requires only numpy, so that a training image
+can read datasets prepared elsewhere.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from chatmill.store.remote_files import RemoteFiles, remote_files, remote_metada
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files of a Hugging Face tokenizer that name its end token."""
+"""Files of a Hugging Face tokenizer that contain the name of its end token."""
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "added_tokens.json")
 """Files in which the ids of its tokens are looked up."""
 
 
 def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Dataset:
-    """Open a dataset; `DataError` if a file is missing or does not have its size.
+    """Open a dataset; raise `DataError` if a file is missing or has the wrong size.
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),))
     >>> built = chatmill.prepare_dataset(job, "v1")
@@ -42,11 +42,11 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
     >>> rows.lengths.tolist()
     [266, 85]
 
-    Datasets that other programs wrote by the episode specification open too, without spans and origins; set
-    `token_dtype` to uint16 or uint32 if the dataset does not determine it, see `foreign`. If the dataset is replaced
-    meanwhile, all of it is the old one or all of it the new one; see `folder`.
+    Datasets that other programs wrote in the format of the episode specification open too, without spans and origins;
+    set `token_dtype` to uint16 or uint32 if it cannot be inferred, see `foreign`. If the dataset is replaced meanwhile,
+    the result is entirely the old one or entirely the new one; see `folder`.
 
-    The files of a dataset at a URL are fetched when they are read; see `remote_files`. Missing ones are noticed then.
+    Files of a dataset at a URL are downloaded when they are read; missing ones are detected then; see `remote_files`.
     """
     where = place(path)
     if isinstance(where, Url):
@@ -55,21 +55,21 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
 
 
 def remote_dataset(url: Url, token_dtype: str | None = None) -> Dataset:
-    """The dataset at a URL, which chatmill wrote; `DataError` as in `open_dataset`."""
+    """Open a dataset at a URL, which chatmill must have written; raise `DataError` like `open_dataset`."""
     metadata = remote_metadata(url)
     _check_width(url, metadata, token_dtype)
     return _dataset(remote_files(url, metadata), metadata)
 
 
 def in_dataset_folder(path: Path, work: Callable[[OpenFolder], T]) -> T:
-    """What `work` returns for the folder of a dataset; see `in_folder`."""
+    """Return the result of `work` on the folder of a dataset; see `in_folder`."""
     if not path.is_dir() and set_aside(path).is_dir():
-        raise DataError(f"{path}: was being replaced when that was killed; the old dataset is {set_aside(path)}")
+        raise DataError(f"{path}: the process that replaced it was killed; the old dataset is {set_aside(path)}")
     return in_folder(path, "a dataset", work)
 
 
 def dataset_in(folder: OpenFolder, token_dtype: str | None = None) -> Dataset:
-    """The dataset in a folder; `DataError` as in `open_dataset`."""
+    """Open the dataset in a folder; raise `DataError` like `open_dataset`."""
     metadata = stored_metadata(folder)
     if metadata is None:
         splits = foreign.foreign_splits(folder, token_dtype)
@@ -85,7 +85,7 @@ def dataset_in(folder: OpenFolder, token_dtype: str | None = None) -> Dataset:
 
 def _check_width(path: Place, metadata: Metadata, token_dtype: str | None) -> None:
     if foreign.token_width(token_dtype) not in (None, metadata.dtype.itemsize):
-        raise DataError(f"{path}: token_dtype is {token_dtype}, and its metadata says {metadata.dtype.name}")
+        raise DataError(f"{path}: token_dtype is {token_dtype}, but its metadata has {metadata.dtype.name}")
 
 
 def _dataset(stored: StoredFiles | RemoteFiles, metadata: Metadata) -> Dataset:
@@ -93,7 +93,7 @@ def _dataset(stored: StoredFiles | RemoteFiles, metadata: Metadata) -> Dataset:
 
 
 def is_dataset(path: str | Place) -> bool:
-    """Whether a folder holds a dataset: it has an index of training episodes, flat or in shards; a URL, metadata."""
+    """Return whether a path is a dataset: a folder with an index of training episodes, or a URL with metadata."""
     where = place(path)
     if isinstance(where, Url):
         return objects.find(where / METADATA) is not None
@@ -102,21 +102,21 @@ def is_dataset(path: str | Place) -> bool:
 
 
 def stored_metadata(folder: OpenFolder) -> Metadata | None:
-    """The metadata of a dataset; None if another program wrote it, `DataError` if it is damaged or missing."""
+    """Return the metadata of a dataset; None if another program wrote it, `DataError` if it is damaged or missing."""
     path, trace = folder.path / METADATA, foreign.trace_of_chatmill(folder)
     if folder.status(path) is not None:
         if trace is not None or is_chatmill_metadata(read_hashed(path, "dataset", folder.read)):
             return read_metadata(folder.path, folder.read)
     elif trace is not None:
         raise DataError(
-            f"{path}: no such file, and {trace} is there; an unfinished build or a copy that broke off, "
+            f"{path}: no such file, but {trace} exists; the build or the copy is incomplete; "
             "build the dataset or copy it again"
         )
     return None
 
 
 def _episodes(stored: StoredFiles | RemoteFiles, metadata: Metadata, split: str, source: str | None = None) -> Episodes:
-    """The rows of a split, or those of one source."""
+    """Return the episodes of a split, or those of one source."""
     info = metadata.splits[split]
     sizes = layout.record_dtypes(metadata.dtype)
     shards = [
@@ -135,7 +135,7 @@ def _episodes(stored: StoredFiles | RemoteFiles, metadata: Metadata, split: str,
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open dataset: `dataset["train"]` are the episodes of a split.
+    """An open dataset: `dataset["train"]` returns the episodes of a split.
 
     >>> built = chatmill.prepare_dataset(chatmill.Job((chatmill.InputSource(("data/primer.jsonl",)),)), "v1")
     >>> dataset = chatmill.open_dataset("v1")
@@ -145,10 +145,10 @@ class Dataset:
 
     stored: StoredFiles | RemoteFiles
     metadata: Metadata | None
-    """None if another program wrote it."""
+    """None if another program wrote the dataset."""
     _splits: Mapping[str, Episodes]
     whole: Dataset | None = field(default=None, kw_only=True)
-    """The dataset that this is a part of, if it is what `of_source` returns."""
+    """The whole dataset, if this is a part returned by `of_source`."""
 
     @property
     def path(self) -> Place:
@@ -183,12 +183,12 @@ class Dataset:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of the sources that it remembers, in the order of the recipe; none if it had one source."""
+        """The names of its sources in the order of the recipe; empty if it had only one source."""
         infos = [] if self.metadata is None else self.metadata.splits.values()
         return tuple(dict.fromkeys(shard.source for info in infos for shard in info.shards if shard.source is not None))
 
     def of_source(self, name: str) -> Dataset:
-        """The rows of one of its `sources`: a dataset with some of the shards, at the same path."""
+        """Return the rows of one of its `sources`: a dataset with some of the shards, at the same path."""
         if self.metadata is None or name not in self.sources:
             raise DataError(f"{self.path}: has no source {one_line(name)}; {sources_text(self)}")
         splits = {
@@ -207,7 +207,7 @@ class Dataset:
         return end_token(states, [self._json(name) for name in VOCABULARY_FILES])
 
     def _json(self, name: str) -> Any:
-        """The content of another program's JSON file; None if it is missing or not JSON."""
+        """Return the content of another program's JSON file; None if it is missing or not JSON."""
         if (path := self.path / name) not in self.stored:
             return None
         data = self.stored.read(path)
@@ -216,7 +216,7 @@ class Dataset:
         return None
 
     def tokenizer_state(self) -> Any:
-        """The content of `tokenizer_state.json`, with control tokens in the order of their ids."""
+        """Return the content of `tokenizer_state.json`, with control tokens in the order of their ids."""
         path = self.path / TOKENIZER_STATE
         data = self.stored.read(path)
         try:
@@ -227,12 +227,12 @@ class Dataset:
             control, ids = state.get("control"), state.get("special_token_ids")
             both = isinstance(control, dict) and isinstance(ids, dict)
             if control and ids and both and all(type(ids.get(key)) is int for key in control):
-                # The file is sorted by key; added tokens got their ids in the order of the format.
+                # The file is sorted by key, but added tokens got their ids in the order of the format.
                 state["control"] = {key: control[key] for key in sorted(control, key=ids.__getitem__)}
         return state
 
 
 def sources_text(dataset: Dataset) -> str:
-    """The sources that a dataset remembers, for an error."""
+    """Describe the sources of a dataset, for an error message."""
     names = ", ".join(map(one_line, dataset.sources))
-    return f"it has {names}" if names else "it does not name sources, as datasets of several sources of a recipe do"
+    return f"it has {names}" if names else "only datasets of a recipe with several sources have names for them"

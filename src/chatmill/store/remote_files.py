@@ -1,11 +1,10 @@
-"""The files of a dataset at a URL: each is fetched to the cache of this machine when it is first needed.
+"""The files of a dataset at a URL: each is downloaded to the local cache when it is first needed.
 
-    URL/dataset_metadata.json    the bytes of the local file of this name
+    URL/dataset_metadata.json    the same bytes as the local file
     URL/objects/SHA256           every other file, named by its hash
 
-The metadata has the size and hash of every file, so that no listing is needed, and what others write meanwhile under
-other hashes does not matter. A dataset whose plain files were copied to a bucket (URL/train/shard_00000/tokens.bin) is
-read as well.
+The metadata has the size and hash of every file, so no listing is needed, and objects with other hashes do not matter.
+A dataset whose plain files were copied to a bucket (URL/train/shard_00000/tokens.bin) can be read as well.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from chatmill.store.metadata import Metadata, listed_files, parse_metadata
 
 T = TypeVar("T")
 OBJECTS = "objects"
-"""The folder of the objects that are named by their hash."""
+"""The folder of the objects that are named by hash."""
 STAGING = "staging"
-"""The folder of what distributed builds stage: staging/BUILD/…"""
+"""The folder of staged objects of distributed builds: staging/BUILD/…"""
 ATTEMPTS = 10
-"""How often an object that is replaced, or a cached file that is evicted, while it is read is read again."""
+"""Maximum number of attempts to read an object that is replaced, or a cached file that is evicted, meanwhile."""
 
 
 class Fetch(Protocol):
-    """Gives the local file of an object; see `cache.fetch`."""
+    """Returns the local file of an object; see `cache.fetch`."""
 
     def __call__(self, url: Url, *, size: int, sha256: str) -> Path: ...
 
 
 class RemoteFiles:
-    """The files of an open dataset at a URL; the interface of `StoredFiles`. It can be sent to other processes."""
+    """The files of an open dataset at a URL; has the interface of `StoredFiles`. It can be pickled."""
 
     def __init__(self, url: Url, files: Mapping[Place, FileInfo], *, by_hash: bool) -> None:
-        """`files` are named by their URLs as in a folder; `by_hash` says whether the objects are named by hash."""
+        """`files` have URLs as in a folder; `by_hash` is true if the objects are named by hash."""
         self.path = url
         self._files = dict(files)
         self._by_hash = by_hash
@@ -58,23 +57,23 @@ class RemoteFiles:
         return iter(self._files)
 
     def object_of(self, path: Place) -> tuple[Url, FileInfo]:
-        """The object that holds a file, and its size and hash; `DataError` if the dataset has no such file."""
+        """Return the object with the content of a file, and its size and hash; `DataError` if there is no such file."""
         if path not in self._files or not isinstance(path, Url):
-            raise DataError(f"{path}: no such file when the dataset was opened")
+            raise DataError(f"{path}: did not exist when the dataset was opened")
         info = self._files[path]
         return (object_url(self.path, info.sha256) if self._by_hash else path), info
 
     def map(self, path: Place) -> MappedFile:
-        """A file, mapped; `DataError` if the object is missing or has not its size and hash."""
+        """Map a file; raise `DataError` if the object is missing or has the wrong size or hash."""
         return self._cached(path, lambda fd, cached: MappedFile(fd, path, cached))
 
     def read(self, path: Place) -> bytes:
-        """All bytes of a file; `DataError` likewise."""
+        """Return all bytes of a file; raise `DataError` like `map`."""
         size = self.object_of(path)[1].size
         return self._cached(path, lambda fd, _: _read_all(fd, size))
 
     def last_eviction(self) -> int:
-        """A number that changes when the cache removes files to make room."""
+        """Return a number that changes whenever the cache evicts files."""
         return cache.last_eviction()
 
     def _cached(self, path: Place, work: Callable[[int, Path], T]) -> T:
@@ -84,11 +83,9 @@ class RemoteFiles:
             try:
                 fd = os.open(cached, READ_FLAGS)
             except FileNotFoundError:
-                # Another process needed the room before this one opened it.
+                # Another process evicted the file before this one opened it.
                 if attempt + 1 == ATTEMPTS:
-                    raise DataError(
-                        f"{cached}: was removed each time that it was fetched; raise CHATMILL_CACHE_SIZE"
-                    ) from None
+                    raise DataError(f"{cached}: was evicted after every download; raise CHATMILL_CACHE_SIZE") from None
                 continue
             try:
                 return work(fd, cached)
@@ -103,32 +100,32 @@ def _read_all(fd: int, size: int) -> bytes:
 
 
 def object_url(dataset: Url, sha256: str) -> Url:
-    """Where a dataset at a URL keeps the file with this hash."""
+    """Return the URL of the object with this hash in a dataset."""
     return dataset / OBJECTS / sha256
 
 
 def remote_metadata(url: Url) -> Metadata:
-    """The metadata of the dataset at a URL; `DataError` if there is none, or if chatmill did not write it."""
+    """Read the metadata of a dataset at a URL; raise `DataError` if it is missing or chatmill did not write it."""
     return parse_metadata(remote_metadata_text(url), place=str(url / METADATA))
 
 
 def remote_metadata_text(url: Url) -> bytes:
-    """The bytes of the metadata object of a dataset at a URL, all of one version."""
+    """Read the metadata object of a dataset at a URL; all bytes are of one version."""
     place, before = url / METADATA, b""
     for _ in range(ATTEMPTS):
         try:
             raw = objects.read(place, 0, JSON_LIMIT)
         except MissingObjectError:
-            raise DataError(f"{place}: no dataset here; an unfinished build has no metadata") from None
+            raise DataError(f"{place}: no dataset found; an unfinished build has no metadata") from None
         if len(raw) < objects.RANGE_BYTES or raw == before:
             break
-        # It was read in pieces, and may have been replaced in between.
+        # It was read in several requests, and may have been replaced in between.
         before = raw
     return raw
 
 
 def remote_files(url: Url, metadata: Metadata) -> RemoteFiles:
-    """The files of a dataset at a URL; `DataError` if it is neither of the two layouts."""
+    """Return the files of a dataset at a URL; raise `DataError` if it has neither of the two layouts."""
     files: dict[Place, FileInfo] = {url / name: info for name, info in listed_files(metadata)}
     state = metadata.tokenizer_state
     places = {True: object_url(url, state.sha256), False: url / TOKENIZER_STATE}
@@ -136,6 +133,6 @@ def remote_files(url: Url, metadata: Metadata) -> RemoteFiles:
         if (there := objects.find(place)) is not None and there.size == state.size:
             return RemoteFiles(url, files, by_hash=by_hash)
     raise DataError(
-        f"{url}: its {TOKENIZER_STATE} is missing, as {OBJECTS}/{state.sha256[:12]}… and by name, or was changed; "
+        f"{url}: its {TOKENIZER_STATE} is missing (both as {OBJECTS}/{state.sha256[:12]}… and by name) or was changed; "
         "build or copy the dataset again"
     )

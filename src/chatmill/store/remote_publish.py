@@ -1,8 +1,8 @@
-"""Publish a finished build to an object store, where nothing can be renamed.
+"""Publish a finished build to an object store, where objects cannot be renamed.
 
-Every file is uploaded under the name of its hash, and the metadata last, on the condition that it is new, or replaces
-the metadata that was there when the build began. Until then nothing opens, or the old dataset does. Objects are never
-removed here, so that an old dataset stays readable for those who opened it; see `clean`.
+Every file is uploaded under its hash. The metadata is uploaded last, on the condition that it is new, or that it
+replaces the metadata from before the build. Until then, nothing or the old dataset can be opened. No objects are
+removed, so that readers of an old dataset can continue; see `clean`.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from chatmill.store.publish import DATASET, building_aside, names_of, remove_fol
 from chatmill.store.remote_files import OBJECTS, STAGING, object_url, remote_metadata
 
 THREADS = 8
-"""Files that are uploaded at the same time."""
+"""Number of files that are uploaded concurrently."""
 FRESH = 6 * 3600.0
-"""Seconds for which an object that no metadata names is used as it is. One that is older is written again, because
+"""Seconds for which an existing object that no metadata lists is reused. An older one is written again, because
 `chatmill clean` may be about to remove it."""
 
 OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
-"""The names directly below a dataset, of both layouts."""
+"""The names directly below a dataset, in both layouts."""
 
 
 @dataclass(frozen=True)
 class RemoteTarget:
-    """A URL that a dataset is published at, as it was before the build."""
+    """A URL at which a dataset is published, as it was before the build."""
 
     url: Url
     version: str | None
-    """The version of the metadata that is replaced; None if there is none."""
+    """The version of the metadata to replace; None if there is none."""
     kept: frozenset[str]
-    """The hashes of the objects that this metadata names."""
+    """The hashes of the objects that this metadata lists."""
 
 
 def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
     """Raise, before any work is done, if nothing can be published at a URL."""
     objects.check_writable(url)
     if not url.address.partition("://")[2].partition("/")[2].strip("/"):
-        raise UsageError(f"{url}: has no name of its own; give {url.scheme}://BUCKET/NAME")
+        raise UsageError(f"{url}: has no name; use {url.scheme}://BUCKET/NAME")
     if objects.find(url) is not None:
-        raise DataError(f"{url}: is an object, and a dataset needs a folder; give another name")
+        raise DataError(f"{url}: is an object, but a dataset needs a folder; give another name")
     if (there := objects.find(url / METADATA)) is None:
         _check_others(url)
         return RemoteTarget(url, None, frozenset())
@@ -67,24 +67,24 @@ def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
     except DataError as error:
         why = str(error).removeprefix(f"{url / METADATA}: ")
         raise DataError(
-            f"{url}: is not replaced, because its {METADATA} is not one that chatmill wrote ({why}); "
-            "give another name, or look and remove it yourself"
+            f"{url}: is not replaced, because chatmill did not write its {METADATA} ({why}); "
+            "give another name, or inspect and remove it"
         ) from None
     return RemoteTarget(url, there.version, frozenset(info.sha256 for _, info in listed_files(metadata)))
 
 
 def _check_others(url: Url) -> None:
-    """`DataError` if somebody's objects are there. A store that lists nothing, or not to this user, is built to."""
+    """Raise `DataError` if there are other objects at the URL. A store that denies listing is accepted."""
     try:
         others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
     except RemoteError:
         return
     if others:
-        raise DataError(f"{url}: holds {names_of(others)}, which chatmill did not write; give another name")
+        raise DataError(f"{url}: contains {names_of(others)}, which chatmill did not write; give another name")
 
 
 class Uploads:
-    """Uploads files of a dataset in other threads while it is built; leaving the block waits for them."""
+    """Uploads files of a dataset in threads while it is built; leaving the block waits for them."""
 
     def __init__(self, target: RemoteTarget) -> None:
         self._target = target
@@ -99,11 +99,11 @@ class Uploads:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, info: FileInfo) -> None:
-        """Upload a file with this size and hash, unless its object is there. An earlier failure is raised."""
+        """Upload a file with this size and hash, unless its object exists. Raises earlier failures."""
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
         if info.sha256 not in self._running:
-            # Started here, so that a caller may still fork before the first file is complete.
+            # Started here, so that a caller can still fork before the first file is complete.
             self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="upload")
             self._running[info.sha256] = self._pool.submit(upload_object, self._target, path, info)
 
@@ -113,20 +113,20 @@ class Uploads:
             self.add(folder / name, file)
 
     def skip(self, infos: Iterable[FileInfo]) -> None:
-        """Do not upload files with these hashes: other processes did."""
+        """Do not upload files with these hashes, because other processes uploaded them."""
         for info in infos:
             done: Future[None] = Future()
             done.set_result(None)
             self._running.setdefault(info.sha256, done)
 
     def wait(self) -> None:
-        """Return when all files are uploaded, or raise the first failure."""
+        """Wait until all files are uploaded, or raise the first failure."""
         for running in self._running.values():
             running.result()
 
 
 def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
-    """Upload a file under the name of its hash, unless it is there and stays there."""
+    """Upload a file under its hash, unless the object exists and will not be removed."""
     url = object_url(target.url, info.sha256)
     there = objects.find(url)
     if there is not None and there.size == info.size:
@@ -137,41 +137,41 @@ def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
 
 
 def publish_remote(folder: Path, target: RemoteTarget, uploads: Uploads) -> None:
-    """Upload what is left of the dataset in a folder and, when all of it is there, its metadata; remove the folder."""
+    """Upload the remaining files of the dataset in a folder, then its metadata; remove the folder."""
     text = (folder / METADATA).read_bytes()
     metadata = parse_metadata(text, place=str(folder / METADATA))
     for name, info in listed_files(metadata):
         uploads.add(folder / name, info)
     uploads.wait()
     publish_metadata(target, text)
-    # What cannot be removed is found and removed by the next build.
+    # Whatever cannot be removed is removed by the next build.
     remove_folder(folder, DATASET)
 
 
 def publish_metadata(target: RemoteTarget, text: bytes) -> None:
-    """Make a dataset whose objects are all there visible; `DataError` if another one was published meanwhile."""
+    """Make a completely uploaded dataset visible; raise `DataError` if another one was published meanwhile."""
     try:
         objects.write(target.url / METADATA, text, new=target.version is None, replaces=target.version)
     except ExistingObjectError:
         what = "appeared" if target.version is None else "was replaced"
         raise DataError(
-            f"{target.url}: {what} while the dataset was built; nothing was published, give another name or --overwrite"
+            f"{target.url}: {what} while the dataset was built; nothing was published; give another name or --overwrite"
         ) from None
 
 
 def scratch_folder(url: Url) -> Path:
-    """The local name under which a dataset for a URL is built: the same each time, for --resume, and nobody else's."""
+    """Return the local folder in which a dataset for a URL is built: fixed, for --resume, and private to this user."""
     folder = Path(tempfile.gettempdir()) / f"chatmill-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise UsageError(f"{folder}: others may write to it; remove it, or set TMPDIR to a folder of your own")
+        raise UsageError(f"{folder}: other users can write to it; remove it, or set TMPDIR to a private folder")
     return folder / hashlib.sha256(url.address.rstrip("/").encode()).hexdigest()[:32]
 
 
 @contextmanager
 def building_remote(url: Url, doing: str, *, overwrite: bool) -> Iterator[Path]:
-    """A local folder to build in: published at a URL when the block ends. As `building`, for a URL."""
+    """Yield a local folder to build in; it is published at a URL when the block ends. Like `building`, for URLs."""
     target, local = check_remote_target(url, overwrite=overwrite), scratch_folder(url)
     with building_aside(local, doing) as staging, Uploads(target) as uploads:
         yield staging

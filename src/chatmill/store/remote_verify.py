@@ -1,4 +1,4 @@
-"""Verify the objects of a dataset at a URL: that each is there, with its size and, if it is read, its hash."""
+"""Verify the objects of a dataset at a URL: their presence, size and, with `full`, their hash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatmill.store.remote_files import RemoteFiles
 
 
 def size_faults(files: RemoteFiles) -> Iterator[str]:
-    """Objects that are missing or do not have their size."""
+    """Yield faults for objects that are missing or have the wrong size."""
 
     def fault(path: Place) -> str:
         url, info = files.object_of(path)
@@ -24,7 +24,7 @@ def size_faults(files: RemoteFiles) -> Iterator[str]:
             return f"{_named(path, url)}: missing; build the dataset or copy it again"
         if there.size != info.size:
             return (
-                f"{_named(path, url)}: {there.size} bytes; the metadata says {info.size}; "
+                f"{_named(path, url)}: {there.size} bytes; the metadata has {info.size}; "
                 "build the dataset or copy it again"
             )
         return ""
@@ -34,13 +34,13 @@ def size_faults(files: RemoteFiles) -> Iterator[str]:
 
 
 class Downloads:
-    """Downloads files of a dataset to a folder, past the cache: what is verified is what the store holds now."""
+    """Downloads files of a dataset to a folder, bypassing the cache, to verify what the store contains now."""
 
     def __init__(self, files: RemoteFiles, folder: Path) -> None:
         self._files, self._folder = files, folder
 
     def replace(self, paths: Iterable[Place]) -> Iterator[str]:
-        """Remove what was downloaded before, and download these files: a line for each that has not its hash."""
+        """Replace the downloaded files by these; yield a fault for each with the wrong hash."""
         for old in self._folder.iterdir():
             old.unlink()
         for path in paths:
@@ -51,11 +51,11 @@ class Downloads:
                 yield str(error)
                 continue
             if digest != info.sha256:
-                right = f"the metadata says {info.sha256[:12]}…"
+                right = f"the metadata has {info.sha256[:12]}…"
                 yield f"{_named(path, url)}: sha256 {digest[:12]}…; {right}; it was changed"
 
     def fetch(self, url: Url, *, size: int, sha256: str) -> Path:
-        """The file with this hash, which was downloaded before; as `cache.fetch`."""
+        """Return the downloaded file with this hash; has the interface of `cache.fetch`."""
         return self._folder / sha256
 
     def _download(self, url: Url, size: int, to: Path) -> str:
@@ -68,5 +68,5 @@ class Downloads:
 
 
 def _named(path: Place, url: Url) -> str:
-    """An object, and the file that it holds unless its name says so."""
+    """Describe an object and, unless its name shows it, the file that it contains."""
     return str(url) if url == path else f"{url} ({'/'.join(str(path).rsplit('/', 3)[1:])})"

@@ -1,4 +1,4 @@
-"""Read `removed.jsonl`: the records that are not in a dataset because a filter, or a duplicate, removed them."""
+"""Read `removed.jsonl`: the records that a filter or deduplication removed from a dataset."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from chatmill.store.mapped import reading
 from chatmill.store.read import Dataset
 
 PIECE = 2**20
-"""Bytes that are read at a time."""
+"""Number of bytes read at a time."""
 
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """Where a record is: the line of a file of a source."""
+    """The location of a record: a line of a file of a source."""
 
     source: str
     file: str
@@ -31,11 +31,11 @@ class RecordPlace:
 class RemovedRecord(RecordPlace):
     reason: str
     twin: RecordPlace | None = None
-    """Of a duplicate: the record that is kept instead."""
+    """For a duplicate: the record that was kept instead."""
 
 
 def removed_records(dataset: Dataset) -> Iterator[RemovedRecord]:
-    """The removed records of a dataset, in the order of its input; none if its metadata names no such file."""
+    """Yield the removed records of a dataset in input order; none if its metadata does not list the file."""
     if dataset.metadata is None or dataset.metadata.removed is None:
         return
     path = dataset.path / REMOVED
@@ -44,7 +44,7 @@ def removed_records(dataset: Dataset) -> Iterator[RemovedRecord]:
             yield _parsed(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise DataError(
-                f"{path}:{number}: is not a removed record; it was changed, see chatmill verify --full"
+                f"{path}:{number}: is not a removed record; the file was changed, see chatmill verify --full"
             ) from None
 
 

@@ -1,6 +1,6 @@
-"""Derive a dataset with another mask: spans and mask are written again, all other files of a shard are shared.
+"""Derive a dataset with a different mask: spans and mask are rewritten, all other files of a shard are shared.
 
-Tokens are not read. Weights set by a flag, a header or a cut stay as they are; see `rows.weigh`.
+Tokens are not read. Weights set by a flag, a header or a cut are kept; see `rows.weigh`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from chatmill.store.read import Dataset, open_dataset
 from chatmill.store.remote_publish import building_remote
 
 SEGMENTS = 1 << 14
-"""Conversations that are weighed at a time."""
+"""Number of conversations that are reweighed at a time."""
 TOKENS = 1 << 22
-"""Tokens whose mask is made at a time."""
+"""Number of tokens whose mask is computed at a time."""
 WITHOUT_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Errors of another file system, of one without hard links, or of missing permission to make them."""
+"""Errors of hard links across file systems, on file systems without hard links, or without permission."""
 
 UNTRAINED: tuple[Bucket, str] = ("noted", "no_trained_tokens")
 
@@ -48,7 +48,7 @@ class Reweighed:
     metadata: Metadata
     parent: Metadata
     untrained: int
-    """Conversations that have no trained token now."""
+    """Conversations that now have no trained token."""
     linked: int
     """Files that both datasets share."""
     copied: int
@@ -58,25 +58,27 @@ class Reweighed:
 def reweigh_dataset(
     source: str | Place, target: str | Place, *, train_on: TrainOn, overwrite: bool = False
 ) -> Reweighed:
-    """Write the dataset that `source` would be with this `train_on`; it appears whole, or not at all.
+    """Write a dataset with the rows of `source` and another `train_on`; it is published atomically.
 
-    tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies where
-    there can be none. Rows that were cut or dropped before stay so.
+    tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies if links
+    are not possible. Rows that were truncated or dropped before stay so.
     """
     dataset = open_dataset(source)
     parent = dataset.metadata
     if parent is None:
-        raise DataError(f"{source}: has no {SPANS}, which say who spoke; prepare it from its conversations instead")
+        raise DataError(
+            f"{source}: has no {SPANS} with the roles of messages; prepare it from its conversations instead"
+        )
     if parent.config.get("unroll"):
         raise UsageError(
-            f"{source}: prepared with --unroll, so that each of its rows trains one answer; "
+            f"{source}: was prepared with --unroll, so each of its rows trains one answer; "
             f"prepare it with --train-on {train_on} instead"
         )
     if train_on in ("last", "last-exchange") and (
         parent.config.get("fit") == "blocks" or parent.ledger.total("repeated").rows
     ):
         raise UsageError(
-            f"{source}: its rows are pieces of conversations, which do not say which answer is the last; "
+            f"{source}: its rows are parts of conversations, in which the last answer is unknown; "
             f"prepare it with --train-on {train_on} instead"
         )
     with _building(place(target), dataset, overwrite=overwrite) as staging:
@@ -103,7 +105,7 @@ def _building(target: Place, dataset: Dataset, *, overwrite: bool) -> AbstractCo
 
 
 class _Reweigher:
-    """Writes the shards one by one, and counts what was shared."""
+    """Writes the shards one by one, and counts shared files."""
 
     def __init__(self, dataset: Dataset, train_on: TrainOn) -> None:
         self._dataset, self._train_on = dataset, train_on
@@ -121,7 +123,7 @@ class _Reweigher:
     def _shard(self, episodes: Episodes, number: int, folder: Path, info: ShardInfo) -> ShardInfo:
         files.make_folder(folder)
         source = episodes.shards[number].folder
-        # Spans first: a folder that has them but no metadata is an unfinished build.
+        # Spans first: a folder with spans but without metadata is an unfinished build.
         trained, read = 0, hashlib.sha256()
         with HashedFile(folder / SPANS) as spans, HashedFile(folder / MASK) as mask:
             for table, first_span in _span_chunks(episodes, number):
@@ -134,7 +136,7 @@ class _Reweigher:
                 self._count(table, first_span)
         made = {SPANS: spans.info(), MASK: mask.info()}
         if read.hexdigest() != info.files[SPANS].sha256 or made[MASK].size != info.num_tokens:
-            # Written again under a new hash, damage would never be found.
+            # Never rewrite damaged data under a new hash, because the damage could not be detected later.
             raise changed(source / SPANS)
         for file, shared in info.files.items():
             if file not in made:
@@ -176,7 +178,7 @@ class _Reweigher:
 
 
 def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]:
-    """Copies of the spans of a shard, some conversations at a time, and the first span of each conversation."""
+    """Yield copies of a shard's spans, some conversations at a time, and the first span of each conversation."""
     spans, origins = episodes.array(number, SPANS), episodes.array(number, ORIGINS)
     seen = 0
     for at in range(0, len(origins), SEGMENTS):
@@ -189,7 +191,7 @@ def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index
 
 
 def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
-    """The mask of these spans, about `TOKENS` tokens at a time."""
+    """Yield the mask of these spans, about `TOKENS` tokens at a time."""
     start = offsets(table["length"])
     at = 0
     while at < len(table):
@@ -199,11 +201,11 @@ def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
 
 
 def changed(path: Place) -> DataError:
-    return DataError(f"{path}: is not what the metadata says; it was changed, see chatmill verify --full")
+    return DataError(f"{path}: does not match the metadata; it was changed, see chatmill verify --full")
 
 
 def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: LedgerEntry) -> Ledger:
-    """The ledger of the parent with the trained tokens of the new mask."""
+    """Return the ledger of the parent with the trained tokens of the new mask."""
     ledger = Ledger()
     for bucket, reason, entry in parent:
         if bucket != "stored" and (bucket, reason) != UNTRAINED:

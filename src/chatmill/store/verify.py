@@ -1,6 +1,6 @@
-"""Verify a dataset: one line for everything that is wrong.
+"""Verify a dataset and report every fault as one line.
 
-Without `full` the metadata, the sizes, the index and the spans are read; with it every byte.
+Without `full`, the metadata, sizes, index and spans are read; with `full`, every byte.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class SplitCounts:
     trained: int
     shards: int
     uncovered: int = 0
-    """Tokens of another program's dataset that are in none of its episodes."""
+    """Tokens that are in no episode, in a dataset of another program."""
     shared: int = 0
-    """Tokens of it that are in more than one."""
+    """Tokens that are in more than one episode, in a dataset of another program."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The counts of a dataset or cache, and its faults, one line each; none if it is intact."""
+    """The counts of a dataset or cache, and its faults, one line each; empty if it is intact."""
 
     faults: tuple[str, ...]
     splits: dict[str, SplitCounts]
@@ -56,9 +56,9 @@ class Verified:
 
 
 def verify_dataset(path: str | Place, *, full: bool, token_dtype: str | None = None) -> Verified:
-    """Check a dataset and report every fault as one line; nothing is raised for what is wrong on disk.
+    """Check a dataset and return all faults, one line each; faults on disk raise no exceptions.
 
-    verify_dataset("data/v1", full=True).faults    # () if every byte is as it was written
+    verify_dataset("data/v1", full=True).faults    # () if every byte is intact
 
     `token_dtype` is as in `open_dataset`.
     """
@@ -73,7 +73,7 @@ def verify_dataset(path: str | Place, *, full: bool, token_dtype: str | None = N
 
 def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Verified:
     metadata = stored_metadata(folder)
-    # What another program wrote lists no files.
+    # Other programs do not list their files.
     listed = Manifest((), "", "") if metadata is None else manifest(folder.path, metadata)
     unlisted = list(listed.unlisted_faults(folder, metadata.splits if metadata else ()))
     if faults := list(listed.size_faults(folder)):
@@ -91,7 +91,7 @@ def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Ver
 
 
 def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verified:
-    """As `_verified`; with `full` every object is downloaded and hashed, whatever the cache holds."""
+    """Like `_verified`, for a URL; with `full` every object is downloaded and hashed, bypassing the cache."""
     dataset = remote_dataset(url, token_dtype)
     metadata, stored = dataset.metadata, dataset.stored
     assert metadata is not None
@@ -118,7 +118,7 @@ def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verifi
 def _split_counts(
     dataset: Dataset, faults: list[str], *, full: bool, before: Callable[[Shard], Iterable[str]] = lambda shard: ()
 ) -> dict[str, SplitCounts]:
-    """Check all shards: the counts of each split. Faults go to `faults`; those that `before` finds end a check."""
+    """Check all shards and return the counts of each split; append faults. A fault from `before` ends the check."""
     splits, metadata = {}, dataset.metadata
     for name in dataset.splits:
         episodes, trained, cover = dataset[name], 0, np.zeros(2, dtype=np.int64)
@@ -153,7 +153,7 @@ def _ledger_faults(place: Place, metadata: Metadata) -> Iterator[str]:
 
 
 def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iterator[str]:
-    """A ledger that does not balance, or that disagrees with what the shards hold."""
+    """Yield faults if a ledger does not balance or disagrees with the contents of the shards."""
     try:
         ledger.check()
     except ChatmillError as error:
@@ -163,13 +163,13 @@ def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iter
     counted |= {"trained tokens": total.trained, "label tokens": total.trained}
     for what, count in stored.items():
         if counted[what] != count:
-            yield f"{folder}: the ledger says {counted[what]} {what} were stored; the shards hold {count}"
+            yield f"{folder}: the ledger has {counted[what]} stored {what}, but the shards have {count}"
 
 
 def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
-    """Check a shard of another program; its trained tokens, those in no episode, and those in several.
+    """Check a shard of another program; return its trained tokens, those in no episode, and those in several.
 
-    Episodes may have gaps, come in any order and overlap: each is read by its own entry.
+    Episodes may have gaps, overlap and be in any order, because each is read by its own index entry.
     """
     shard, index = episodes.shards[number], episodes.array(number, INDEX)
     size, room = shard.num_tokens, np.uint64(shard.num_tokens)
@@ -198,9 +198,9 @@ def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
 
 
 class _ShardCheck:
-    """Checks one shard, some episodes at a time, so that memory does not grow with its size.
+    """Checks one shard, some episodes at a time, in constant memory.
 
-    The first fault ends the check of a shard, because what follows is often its consequence.
+    The first fault ends the check of a shard, because later ones are often its consequences.
     """
 
     def __init__(self, episodes: Episodes, number: int, info: ShardInfo, metadata: Metadata, *, full: bool) -> None:
@@ -214,12 +214,12 @@ class _ShardCheck:
         self._shortest, self._longest = 2**62, 0
 
     def run(self) -> int:
-        """Check all of it; returns the number of trained tokens."""
+        """Check the shard; return the number of trained tokens."""
         index = self._arrays[INDEX]
         at = 0
         while at < len(index):
             lengths = index["length"][at : at + EPISODES]
-            # Wrong lengths must not overflow the sum that decides how far to read.
+            # Wrong lengths must not overflow the sum that determines how far to read.
             ends = np.cumsum(np.minimum(lengths, TOKENS_AT_ONCE))
             stop = at + max(1, int(np.searchsorted(ends, TOKENS_AT_ONCE, side="right")))
             self._check_episodes(at, stop)
@@ -243,15 +243,15 @@ class _ShardCheck:
             self._bytes(slice(first_token, self._tokens_seen), trained)
 
     def _entries(self, at: int, stop: int) -> Index:
-        """The lengths of these episodes, each of which must start where the previous one ends."""
+        """Return the lengths of these episodes; each must start where the previous one ends."""
         entries = self._arrays[INDEX][at:stop]
         start, length = entries["start"], entries["length"]
         if int(length.max()) > self._shard.num_tokens - self._tokens_seen:
             where = at + int(length.argmax())
-            raise self._fault(INDEX, f"episode {where} has {length.max()} tokens; the shard ends before them")
+            raise self._fault(INDEX, f"episode {where} has {length.max()} tokens; the shard is shorter")
         expected = self._tokens_seen + np.cumsum(length) - length
         for where in np.flatnonzero(start != expected)[:1]:
-            right = f"expected {expected[where]}, after the one before"
+            right = f"expected {expected[where]}, the end of the previous one"
             raise self._fault(INDEX, f"episode {at + where} starts at {start[where]}; {right}")
         self._tokens_seen += int(length.sum())
         if self._tokens_seen > self._shard.num_tokens:
@@ -261,21 +261,23 @@ class _ShardCheck:
         return length.astype(np.int64)
 
     def _spans(self, at: int, stop: int, length: Index) -> NDArray[np.bool_]:
-        """Check the segments and spans of these episodes; returns which of their tokens are trained."""
+        """Check the segments and spans of these episodes; return which of their tokens are trained."""
         origins, spans = self._arrays[ORIGINS], self._arrays[SPANS]
         row = origins["row"].view(np.int64)
         begin = self._segments_seen
         end = layout.lower_bound(row, stop, begin)
         here = row[begin:end]
         if np.any(here < at) or np.any(here >= stop) or np.any(np.diff(here) < 0):
-            raise self._fault(ORIGINS, f"segments {begin} to {end} are not in the order of their episodes")
+            raise self._fault(ORIGINS, f"segments {begin} to {end} are out of order")
         self._segments_seen = end
         file = origins["file"][begin:end]
         if np.any((file != NO_FILE) & (file >= self._num_files)):
-            raise self._fault(ORIGINS, f"one of segments {begin} to {end} names a file beyond {self._num_files}")
+            raise self._fault(
+                ORIGINS, f"one of segments {begin} to {end} has a file number beyond the {self._num_files} known files"
+            )
         first = layout.first_spans(origins, np.arange(begin, end + 1), len(spans))
         if first[0] != self._spans_seen or first[-1] > len(spans) or np.any(np.diff(first) < 0):
-            raise self._fault(ORIGINS, f"the spans of segments {begin} to {end} do not follow those before")
+            raise self._fault(ORIGINS, f"the spans of segments {begin} to {end} are out of order")
         table = spans[first[0] : first[-1]]
         self._spans_seen = int(first[-1])
         sizes, weight = table["length"], table["weight"]
@@ -290,23 +292,23 @@ class _ShardCheck:
             raise self._fault(SPANS, f"one of episodes {at} to {stop} has a weight that is negative or not finite")
         for name, unknown in layout.UNKNOWN.items():
             if unknown[table[name]].any():
-                raise self._fault(SPANS, f"one of episodes {at} to {stop} has a {name} that does not exist")
+                raise self._fault(SPANS, f"one of episodes {at} to {stop} has a {name} that is not defined")
         return np.repeat(weight > 0, sizes)
 
     def _bytes(self, here: slice, trained: NDArray[np.bool_]) -> None:
-        """Compare the mask of these tokens with their spans, and their ids with the vocabulary."""
+        """Compare the mask of these tokens with their spans, and check that their ids are in the vocabulary."""
         mask = self._arrays[MASK][here]
         for where in np.flatnonzero(mask != trained)[:1]:
-            right = f"its span says {int(trained[where])}"
+            right = f"its span has {int(trained[where])}"
             raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; {right}")
         vocab_size, tokens = self._metadata.vocab_size, self._arrays[TOKENS][here]
         for where in np.flatnonzero(tokens >= vocab_size)[:1]:
             raise self._fault(
-                TOKENS, f"id {tokens[where]} at token {here.start + where}; the vocabulary has {vocab_size}"
+                TOKENS, f"id {tokens[where]} at token {here.start + where}; expected an id below {vocab_size}"
             )
 
     def _check_totals(self) -> None:
-        """What the episodes cover must be everything in the shard, and agree with the metadata."""
+        """Check that the episodes cover the whole shard and match the metadata."""
         records = self._shard.records
         for file, what, seen, there in (
             (INDEX, "tokens", self._tokens_seen, self._shard.num_tokens),
@@ -321,7 +323,7 @@ class _ShardCheck:
             (INDEX, "tokens in the longest episode", self._info.longest, self._longest),
         ):
             if count != expected:
-                raise self._fault(file, f"{count} {what}; the metadata says {expected}")
+                raise self._fault(file, f"{count} {what}; the metadata has {expected}")
 
     def _targets(self) -> None:
         table = self._arrays[TARGETS]
@@ -330,7 +332,7 @@ class _ShardCheck:
         for at in range(0, len(table), EPISODES):
             span, target = table["span"][at : at + EPISODES].astype(np.int64), table["target"][at : at + EPISODES]
             if span[0] <= last or np.any(np.diff(span) <= 0) or span[-1] >= self._shard.records[SPANS]:
-                raise self._fault(TARGETS, "its spans do not rise, or go beyond those there are")
+                raise self._fault(TARGETS, "span numbers are not ascending or beyond the last span")
             if int(target.max()) >= vocab_size:
-                raise self._fault(TARGETS, f"target {target.max()}; the vocabulary has {vocab_size}")
+                raise self._fault(TARGETS, f"target {target.max()}; expected an id below {vocab_size}")
             last = int(span[-1])

@@ -1,6 +1,6 @@
-"""Write rows to shards with any number of `append`: each file is written once, in order, and hashed on the way.
+"""Write rows to shards in any number of `append` calls: each file is written once, in order, and hashed on the way.
 
-The calling thread converts rows to bytes; another one hashes and writes them in order, and syncs finished shards.
+The calling thread converts rows to bytes; another thread hashes and writes them in order, and syncs finished shards.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, STORED_SPAN, TARG
 from chatmill.store.metadata import ShardInfo, SplitInfo
 
 CHUNK_TOKENS = 1 << 18
-"""Tokens that are converted to bytes at a time: their copies stay in the CPU cache, and memory stays flat."""
+"""Number of tokens converted to bytes at a time, so that copies stay in the CPU cache and memory use is constant."""
 QUEUED = 24
-"""Chunks that may wait to be written: enough for the other thread while the next rows are gathered."""
+"""Maximum number of queued chunks: enough to keep the other thread busy while the next rows are gathered."""
 
 
 class SplitWriter:
-    """Writes the rows of one split into `folder/shard_00000`, `shard_00001` …
+    """Writes the rows of one split to `folder/shard_00000`, `shard_00001` …
 
-    A shard ends where the next row would exceed `shard_tokens`; a longer row gets a shard of its own. The bytes depend
-    only on the rows, not on how they are spread over calls of `append`. As a context manager it closes its files when
+    A shard ends where the next row would exceed `shard_tokens`; a longer row gets its own shard. The bytes depend only
+    on the rows, not on how they are distributed over calls of `append`. As a context manager, it closes its files if
     the block fails; `close` completes the split.
 
-    Another process may write a later part of the split if it begins where a shard does: `first` is the number of that
-    shard, and `files` has the number of each input file of its rows. `on_shard` is called with the folder of each
+    Another process may write a later part of the split if that part starts with a new shard: `first` is the number of
+    the shard, and `files` maps each input file of its rows to its number. `on_shard` is called with the folder of each
     shard when its files are complete.
     """
 
@@ -53,7 +53,7 @@ class SplitWriter:
         on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
     ) -> None:
         if shard_tokens < 1:
-            raise ValueError(f"shards of {shard_tokens} tokens cannot be; at least 1")
+            raise ValueError(f"shard_tokens is {shard_tokens}; expected at least 1")
         self._dtype = layout.token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
@@ -67,9 +67,9 @@ class SplitWriter:
         make_folder(folder)
 
     def append(self, rows: Rows, *, source: str | None = None) -> None:
-        """Add rows at the end; `DataError` if they are inconsistent or an id is not in the vocabulary.
+        """Append rows; raise `DataError` if they are inconsistent or an id is not in the vocabulary.
 
-        Rows of another source than those before begin a new shard.
+        Rows of another source than the previous rows start a new shard.
         """
         if self._shard is not None and self._shard.source != source:
             self._finish()
@@ -82,7 +82,7 @@ class SplitWriter:
                 self._shard = _ShardWriter(self._folder / name, self._dtype, self._thread, source)
             shard = self._shard
             free = self._shard_tokens - shard.num_tokens
-            # All rows that end within the free tokens, but at most a chunk.
+            # All rows that fit in the free tokens, but at most one chunk.
             stop = int(np.searchsorted(start, start[at] + min(free, CHUNK_TOKENS), side="right")) - 1
             if stop <= at:
                 if shard.num_episodes and start[at + 1] - start[at] > free:
@@ -124,11 +124,11 @@ class SplitWriter:
                 origin = rows.origins[int(np.searchsorted(start, int(values.argmax()), side="right")) - 1]
                 known = origin["file"] != NO_FILE
                 place = f"{rows.files[origin['file']].path}:{origin['line']}" if known else "a row"
-                raise DataError(f"{place}: {what} {largest}; the vocabulary has {self._vocab_size}")
+                raise DataError(f"{place}: {what} {largest}; expected an id below {self._vocab_size}")
 
 
 class FileTable:
-    """Numbers input files in the order in which rows first refer to them, whatever tables the rows come with."""
+    """Numbers input files in the order in which rows first refer to them, for rows with any file tables."""
 
     def __init__(self, numbers: Mapping[File, int] = MappingProxyType({})) -> None:
         self._numbers = dict(numbers)
@@ -147,7 +147,7 @@ class FileTable:
         if (fresh := named & (numbers < 0)).any():
             new, first = np.unique(file[fresh], return_index=True)
             for old in new[np.argsort(first)].tolist():
-                # Two entries of a table may name the same file.
+                # Two entries of a table may be the same file.
                 self._map[old] = self._numbers.setdefault(files[old], len(self._numbers))
             numbers = self._map[known]
         return np.where(named, numbers, NO_FILE).astype(np.uint32)
@@ -164,14 +164,14 @@ class _WriterThread:
         self._waiting: deque[Future[None]] = deque()
 
     def submit(self, work: Callable[[], None]) -> None:
-        # Started at the first call, so that a caller may still fork after it has made a writer.
+        # Start the thread at the first call, so that a caller can still fork after creating a writer.
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="store")
         self._waiting.append(self._pool.submit(work))
         while len(self._waiting) > QUEUED:
             self._waiting.popleft().result()
 
     def wait(self) -> None:
-        """Return when all work is done."""
+        """Wait until all work is done."""
         while self._waiting:
             self._waiting.popleft().result()
 
@@ -183,7 +183,7 @@ class _WriterThread:
 
 
 class _ShardWriter:
-    """The files of one shard while they are written."""
+    """The files of one shard while they are being written."""
 
     def __init__(
         self, folder: Path, dtype: np.dtype[np.unsignedinteger], thread: _WriterThread, source: str | None
@@ -193,7 +193,7 @@ class _ShardWriter:
         self._thread = thread
         self._folder = folder
         self._dtype = dtype
-        # Spans first: a folder that has them but no metadata is an unfinished build.
+        # Spans first: a folder with spans but without metadata is an unfinished build.
         self._parts = {name: HashedFile(folder / name, hurry=True) for name in (SPANS, ORIGINS, INDEX, MASK, TOKENS)}
         self.num_episodes = self.num_tokens = self._trained = self._spans = self._segments = 0
         self._shortest, self._longest = 2**62, 0
@@ -228,7 +228,7 @@ class _ShardWriter:
         self._longest = max(self._longest, int(lengths.max()))
 
     def close(self) -> ShardInfo:
-        """Complete the files. They are synced while the next shard is written, so that publishing waits for little."""
+        """Complete the files. They are synced while the next shard is written, so that publishing is fast."""
         self._thread.wait()
         counts = (self.num_episodes, self.num_tokens, self._trained, self._spans, self._segments)
         parts = {name: part.close() for name, part in self._parts.items()}
@@ -237,12 +237,12 @@ class _ShardWriter:
         return info
 
     def abandon(self) -> None:
-        """Close the files; their content is not used."""
+        """Close the files; their contents are not used."""
         for part in self._parts.values():
             try:
                 part.close()
             except OSError:
-                # The disk is full or gone; the first error is the one to report.
+                # The disk is full or gone; report only the first error.
                 continue
 
     def _write(self, pieces: dict[str, NDArray[Any]]) -> None:
@@ -253,7 +253,7 @@ class _ShardWriter:
 
 
 def _table(dtype: np.dtype[Any], **columns: NDArray[Any]) -> Table:
-    """A table of this type from its columns."""
+    """Create a table of this type from its columns."""
     table = np.empty(len(next(iter(columns.values()))), dtype=dtype)
     for name, column in columns.items():
         table[name] = column

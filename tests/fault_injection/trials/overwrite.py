@@ -278,7 +278,7 @@ def survives_a_kill(rounds: Rounds, thing: str, rng: random.Random, tally: Tally
     elif made and line == "done" and not warned:
         tally.is_wrong(f"{where}: nobody said a word about {names[made]}")
     else:
-        refused = "look" in line or "also holds" in line
+        refused = "look" in line or "inspect" in line or "does not list" in line
         tally.judge(survived=line == "done", found=refused, lost=f"{where}: {line}")
 
 
