@@ -1,4 +1,4 @@
-/* The arrays of batches, written once from stored tokens and spans. */
+/* Write the arrays of a batch in one pass over stored tokens and spans. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -9,7 +9,7 @@
 #include "_sha256.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "stored numbers are little-endian; Python does the same on other machines"
+#error "stored numbers are little-endian; other machines use the Python implementation"
 #endif
 
 enum { SPAN_BYTES = 15, WEIGHT_AT = 8, PART_AT = 13 };
@@ -26,16 +26,16 @@ typedef struct {
     int64_t num_weights;
 } Message;
 
-/* One row while it is written. The weight of token i + 1 belongs to y[i]. */
+/* The state of the row being written. The weight of token i + 1 belongs to y[i]. */
 typedef struct {
     int64_t *x, *y, *episodes;
     uint8_t *mask;
     float *weights;
     int32_t *positions, *segments;
-    int64_t size;     /* of x and y: one less than the tokens of a row */
-    int64_t run;      /* the first token of the run of equal weight, and its weight as bits */
+    int64_t size;     /* of x and y: one less than the number of tokens in a row */
+    int64_t run;      /* the first token of the current run of equal weight, and its weight as bits */
     uint32_t weight;
-    int64_t segment;  /* the first token of the segment */
+    int64_t segment;  /* the first token of the current segment */
     int64_t *counts;
     Message message;
 } Row;
@@ -62,7 +62,7 @@ static inline uint32_t number_at(const uint8_t *from) {
 }
 
 static inline void widen(int64_t *restrict to, const uint8_t *from, int64_t at, int64_t count, int width) {
-    /* Tokens of a cache may begin at any byte. */
+    /* Tokens of a cache may be unaligned. */
     if (width == 2)
         for (int64_t n = 0; n < count; n++) {
             uint16_t id;
@@ -87,7 +87,7 @@ static void put_ids(uint8_t *restrict to, const uint8_t *from, int64_t count, in
         }
 }
 
-/* Positions begin to stop have this weight, and a label if it is positive. */
+/* Record the weight of positions [begin, stop), and a label for each if `has_label`. */
 static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weight, int has_label) {
     for (int64_t n = begin; has_label && n < stop;)
         if (n % 8 || stop - n < 8)
@@ -101,7 +101,7 @@ static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weig
         }
 }
 
-/* Complete the message of a complete row. Returns where it begins, and the number of its blocks. */
+/* Complete the message of a complete row. Return its start, and set `blocks` to its number of blocks. */
 static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t *blocks) {
     const Message *message = &row->message;
     int64_t last = row->size - 1, labels = row->y[last] != IGNORED ? 2 : 0, episodes = 0, at = 6;
@@ -112,13 +112,13 @@ static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t
     memcpy(begin, counts, sizeof counts);
     for (int64_t n = 0; n < row->counts[SEGMENTS]; n++)
         if (row->episodes[n] >= 0) put_number(begin, at++, row->episodes[n]);
-    /* The label of the last position is the only one that is not the next token of x. */
+    /* Only the label of the last position is not the next token of x. */
     if (labels) put_number(begin, at++, last), put_number(begin, at++, row->y[last]);
     *blocks = sha256_padded(begin, message->ids + 4 * row->size - begin);
     return begin;
 }
 
-/* End the run of equal weight before token `stop`, whose tokens are from[at:] as seen from token 0 of the row. */
+/* End the run of equal weight before token `stop`; token n of the row is from[at + n]. */
 static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int width) {
     int64_t begin = row->run ? row->run - 1 : 0, count = stop - 1 - begin;
     float weight = as_float(row->weight);
@@ -136,7 +136,7 @@ static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int
     row->run = stop;
 }
 
-/* Number the positions of the segment that ends before token `stop`; x lacks the last token of a row. */
+/* Write the positions of the segment that ends before token `stop`; x lacks the last token of a row. */
 static void end_segment(Row *row, int64_t stop, int32_t number) {
     int64_t begin = row->segment, count = (stop < row->size ? stop : row->size) - begin;
     if (count > 0) {
@@ -169,7 +169,7 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
             continue;
         }
         if (at == filled && episode[CUT]) {
-            /* The first span that is kept: an answer is cut if it has tokens on both sides. */
+            /* The first kept span: an answer is cut if it has tokens on both sides. */
             row->counts[ANSWER_CUT] += is_trained && (cut || (was_trained && !at_border));
             length -= cut, cut = 0, begins = 1;
         }
@@ -189,7 +189,7 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
         row->counts[TRAINED] += as_float(weight) > 0 ? length - begins : 0;
         at += length, begins = 0;
     }
-    /* The next episode has other tokens. */
+    /* The next episode reads from another token array. */
     if (row->weight) end_run(row, at, tokens, from, source->width), row->weight = 0;
     row->counts[CUT_EPISODES] += episode[CUT] > 0;
     row->counts[CUT_TOKENS] += episode[CUT];
@@ -207,7 +207,7 @@ static void end_row(Row *row, int64_t filled, int64_t pad) {
     row->counts[ROWS] = filled > 0, row->counts[FILLED] = filled;
 }
 
-/* Whether the entry of an episode lies within the arrays it names. */
+/* Check that the entry of an episode is within its arrays. */
 static int is_inside(const int64_t *episode, const Source *source) {
     if (episode[TOKENS] < 0 || episode[TOKENS] >= source->num_tokens) return 0;
     if (episode[SPANS] < 0 || episode[SPANS] >= source->num_spans) return 0;
@@ -219,7 +219,7 @@ static int is_inside(const int64_t *episode, const Source *source) {
            episode[LAST_BORDER] <= source->num_borders;
 }
 
-/* The buffers of a list; NULL with an exception if one has none. */
+/* Return the buffers of a list; NULL with an exception if an item does not support buffers. */
 static Py_buffer *all_buffers(PyObject *list, Py_ssize_t *count) {
     Py_ssize_t size = PyList_Size(list);
     Py_buffer *buffers = PyMem_Calloc(size ? size : 1, sizeof(Py_buffer));
@@ -240,10 +240,10 @@ static void release(Py_buffer *buffers, Py_ssize_t count) {
 PyDoc_STRVAR(rows_doc,
              "rows(x, y, loss_mask, weights, positions, segments, episode_ids, counts, tokens, spans, episodes, first,\n"
              "     borders, size, most_segments, width, pad, use_loss_mask, pad_part[, digests, steps, first_row])\n\n"
-             "Write the rows of a batch. Row r holds episodes[first[r]:first[r + 1]]. Returns -1, or the number of the\n"
-             "first episode whose spans do not tile its tokens.\n\n"
-             "With `digests`, also write 16 bytes of the hash of each row. Each of `steps` has equally many rows, and\n"
-             "first_row is the place of its first one in the global batch.");
+             "Write the rows of a batch. Row r contains episodes[first[r]:first[r + 1]]. Return -1, or the index of\n"
+             "the first episode whose spans do not tile its tokens.\n\n"
+             "With `digests`, also write 16 bytes of the hash of each row. All `steps` have the same number of rows, and\n"
+             "`first_row` is the index of the first one in the global batch.");
 
 static PyObject *rows(PyObject *module, PyObject *args) {
     (void)module;
@@ -278,7 +278,7 @@ static PyObject *rows(PyObject *module, PyObject *args) {
     const uint8_t *begins[2];
     int64_t blocks[2];
     if (fits && rows_a_step) {
-        /* Room for two messages, each with as many numbers, bits and ids as a row may have, and 72 bytes to pad it. */
+        /* Space for two messages, each with the maximum number of numbers, bits and ids of a row, and 72 bytes of padding. */
         bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8;
         messages[0] = PyMem_Malloc(2 * (ids_at + 4 * size + 72));
         if (messages[0] == NULL)

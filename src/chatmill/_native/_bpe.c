@@ -1,9 +1,9 @@
-/* Byte-level BPE for many texts at a time.
+/* Byte-level BPE for many texts in one call.
 
-   A text is cut into words as the pattern of its tokenizer would cut it, and each word is looked up among those that
-   have been merged before; nearly all have. A text with a word over LONGEST, with a character whose class is not known,
-   with one that has to be normalized, or with an added token, is left to the caller: it comes back without ids, and its
-   number in a list. */
+   A text is cut into words like the pattern of its tokenizer would cut it, and each word is looked up in a table of
+   words that have been merged before; nearly all have. A text is left to the caller if it has a word longer than
+   LONGEST, a character of unknown class or one that must be normalized, or an added token. Such a text gets no ids, and
+   its index is returned in a list. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -19,11 +19,11 @@ typedef struct {
     Cutter cutter;
     Table table;
     Heap classes, text, out, offsets;
-    Heap added; /* tokens that are looked for before words: the size of each in a byte, and its bytes */
+    Heap added; /* tokens that are searched before words: for each a byte with its size, then its bytes */
     int ready;
 } Encoder;
 
-/* Of a buffer that may begin anywhere. */
+/* Read from a buffer that may be unaligned. */
 static inline int64_t number_at(const Py_buffer *buffer, Py_ssize_t n) {
     int64_t number;
     memcpy(&number, (const uint8_t *)buffer->buf + 8 * n, 8);
@@ -53,7 +53,7 @@ static int has_added(const Encoder *self, const uint8_t *text, size_t size) {
     return 0;
 }
 
-/* Append the ids of `self->text`; none, and `odd` set, if it has to be left to the caller. 0 without memory. */
+/* Append the ids of `self->text`, or set `odd` if it has to be left to the caller. Return 0 if out of memory. */
 static int encode_text(Encoder *self, size_t size) {
     size_t room = self->out.size + (size + FEW) * sizeof(uint32_t);
     if (!reserve(&self->out, room)) return 0;
@@ -85,7 +85,7 @@ static int encode_text(Encoder *self, size_t size) {
     return 1;
 }
 
-/* What Python sees. */
+/* The Python interface. */
 
 static int note_offset(Encoder *self) {
     int64_t offset = self->out.size / sizeof(uint32_t);
@@ -101,14 +101,14 @@ static int note_odd(PyObject *odd, Py_ssize_t number) {
 
 static PyObject *answer(Encoder *self, PyObject *odd) {
     const char *ids = self->out.data ? (char *)self->out.data : "";
-    // Not "y#": built with the headers of Python 3.13 it fails in older ones, whose limited API is the same.
+    // Not "y#": if built with the headers of Python 3.13, it fails in older versions with the same limited API.
     return Py_BuildValue("(NNN)", PyBytes_FromStringAndSize(ids, (Py_ssize_t)self->out.size),
                          PyBytes_FromStringAndSize((char *)self->offsets.data, (Py_ssize_t)self->offsets.size), odd);
 }
 
 PyDoc_STRVAR(encode_doc,
              "encode(texts: list[str], normal: bool) -> (ids, offsets, odd)\n\n"
-             "Ids as uint32, len(texts) + 1 offsets as int64, and the numbers of the texts that were left out.");
+             "Return ids as uint32, len(texts) + 1 offsets as int64, and the indices of texts left to the caller.");
 
 static PyObject *encode(PyObject *object, PyObject *args) {
     Encoder *self = (Encoder *)object;
@@ -137,7 +137,7 @@ failed:
 
 PyDoc_STRVAR(encode_columns_doc,
              "encode_columns(data, start, stop, kind, before: list[bytes], after: list[bytes]) -> (ids, offsets, odd)\n\n"
-             "The same for the texts before[kind] + data[start:stop] + after[kind], which are UTF-8.");
+             "Like `encode`, for the UTF-8 texts before[kind] + data[start:stop] + after[kind].");
 
 static PyObject *encode_columns(PyObject *object, PyObject *args) {
     Encoder *self = (Encoder *)object;
@@ -185,7 +185,7 @@ done:
     return found;
 }
 
-/* Whether each place is one in the vocabulary, and not before the last. */
+/* Check that the places are within the vocabulary and in ascending order. */
 static int are_in_order(const Py_buffer *places, size_t words, int64_t size) {
     if (number_at(places, 0) < 0 || number_at(places, words) != size) return 0;
     for (size_t n = 0; n < words; n++)
@@ -193,7 +193,7 @@ static int are_in_order(const Py_buffer *places, size_t words, int64_t size) {
     return 1;
 }
 
-/* Whether each is a class of characters, and that of an ASCII character the one it has to be. */
+/* Check that all values are character classes, and that those of ASCII characters are the expected ones. */
 static int are_classes(const Py_buffer *classes, int pattern) {
     const uint8_t *class = classes->buf;
     if (classes->len < 128) return 0;
@@ -202,7 +202,7 @@ static int are_classes(const Py_buffer *classes, int pattern) {
     return 1;
 }
 
-/* Whether each token has its size before it, and none is empty. */
+/* Check that each token follows its size and none is empty. */
 static int are_tokens(const Py_buffer *added) {
     const uint8_t *token = added->buf, *end = token + added->len;
     while (token < end && *token && end - token > *token) token += 1 + *token;
@@ -250,11 +250,11 @@ no_memory:
 
 PyDoc_STRVAR(encoder_doc,
              "Encoder(pattern, whole, classes, byte_ids, pairs, into, vocabulary, places, numbers, added)\n\n"
-             "pattern: how words are cut, a number of `Pattern` in split_pattern.py.\n"
+             "pattern: how words are cut, a value of `Pattern` in split_pattern.py.\n"
              "whole: whether a word of the vocabulary is its own token without being merged.\n"
              "classes: a byte for each character; byte_ids: 256 ids; pairs and into: ids of the merges, in order.\n"
-             "vocabulary, places, numbers: the bytes of its words, where each begins, and their ids.\n"
-             "added: tokens whose texts are left to the caller, each behind a byte with its size.");
+             "vocabulary, places, numbers: the bytes of its words, their offsets, and their ids.\n"
+             "added: tokens; texts that contain one are left to the caller. Each follows a byte with its size.");
 
 static int init(PyObject *object, PyObject *args, PyObject *names) {
     static char *keys[] = {"pattern",    "whole",  "classes", "byte_ids", "pairs", "into",

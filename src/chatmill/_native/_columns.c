@@ -1,9 +1,8 @@
-/* Lines of conversations in the common form to columns, without an object for each message.
+/* Parse lines of conversations in the common form into columns, without an object for each message.
 
-   A line has the common form if it is {"messages": [{"role": …, "content": …}, …]}, with an id or without, and every
-   other accepted key is null. Reading ends before the first line that is anything else, which Python has to parse. What
-   is taken here is written as MessagePack, from which the keys of records are computed, and which holds their texts
-   unchanged. */
+   A line has the common form if it is {"messages": [{"role": …, "content": …}, …]}, with or without an id, and every
+   other accepted key is null. Reading ends before the first line in another form, which Python has to parse. Parsed
+   lines are written as MessagePack, which contains their texts unchanged and from which record keys are computed. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -15,12 +14,12 @@
 #include <emmintrin.h>
 #endif
 
-/* As in record.py. */
+/* Must match record.py. */
 static const char *const ROLES[] = {"system", "user", "assistant", "tool"};
 static const char *const NULL_KEYS[] = {"name",    "tool_calls",        "tool_call_id", "function_call",
                                         "refusal", "reasoning_content", "train",        "weight"};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-#define SLACK 256 /* bytes that may be written before it is known how many a message takes */
+#define SLACK 256 /* bytes that may be written before the size of a message is known */
 
 typedef struct {
     uint8_t *data;
@@ -28,10 +27,10 @@ typedef struct {
 } Column;
 
 typedef struct {
-    const uint8_t *at, *end; /* what is left to read; the byte at the end is 0 */
-    uint8_t *base, *out;     /* what was written, and where the next byte goes */
-    Column messages, stop;   /* of each record: its messages, and where it ends */
-    Column role, from, to;   /* of each message: its role, and where its text lies */
+    const uint8_t *at, *end; /* the rest of the input; the byte at the end is 0 */
+    uint8_t *base, *out;     /* the start of the output, and the place of the next byte */
+    Column messages, stop;   /* by record: its number of messages, and where it ends */
+    Column role, from, to;   /* by message: its role, and the range of its text */
     int no_memory;
 } Reader;
 
@@ -57,7 +56,7 @@ static inline int take(Reader *self, char wanted) {
     return 1;
 }
 
-/* The words are shorter than what is compared, which ends in a 0. */
+/* The input ends with a 0, so the comparison never reads past it. */
 static int take_word(Reader *self, const char *word) {
     size_t size = strlen(word);
     if (strncmp((const char *)self->at, word, size)) return 0;
@@ -69,7 +68,7 @@ static int take_null(Reader *self) { return take(self, 'n') && take_word(self, "
 
 /* Strings. */
 
-/* Copy up to the first quote, backslash or control character; `high` gets a bit if any byte is not ASCII. */
+/* Copy up to the first quote, backslash or control character; set a bit of `high` if any byte is not ASCII. */
 static inline void copy_ordinary(Reader *self, int *high) {
 #ifdef __SSE2__
     while (self->end - self->at >= 16) {
@@ -100,7 +99,7 @@ static int is_utf8(const uint8_t *at, const uint8_t *end) {
         uint8_t first = *at++;
         if (first < 0x80) continue;
         int more = first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3;
-        /* Between these lies the second byte: no overlong forms, no surrogates, nothing beyond U+10FFFF. */
+        /* Range of the second byte: excludes overlong forms, surrogates, and code points above U+10FFFF. */
         uint8_t low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
         uint8_t high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
         if (first < 0xC2 || first > 0xF4 || end - at < more || *at < low || *at > high) return 0;
@@ -149,7 +148,7 @@ static int take_escape(Reader *self) {
     return 1;
 }
 
-/* A string, written to where `out` stands. */
+/* Read a string and write it to `out`. */
 static int take_string(Reader *self) {
     int high = 0;
     const uint8_t *begin = self->out;
@@ -175,7 +174,7 @@ static size_t header_of(uint8_t *header, size_t size, int is_text) {
     return 1 + bytes;
 }
 
-/* The name of a key, without escapes, and the colon behind it: its number among the names, or -1. */
+/* Read a key without escapes and the colon after it; return its index in `names`, or -1. */
 static int take_key(Reader *self, const char *const *names, size_t count) {
     if (!take(self, '"')) return -1;
     const uint8_t *name = self->at;
@@ -208,7 +207,7 @@ static int take_message(Reader *self) {
             if (role >= 0 || (role = take_role(self)) < 0) return 0;
         } else if (key == CONTENT) {
             if (content) return 0;
-            /* Where it will nearly always stay: behind the role, and a header of three bytes. */
+            /* Its usual final place: after the role and a header of three bytes. */
             self->out += 1 + 5 + 1 + (role < 0 ? NAME_SIZE : strlen(ROLES[role])) + 8 + HEADER;
             content = self->out;
             if (!take_string(self)) return 0;
@@ -262,7 +261,7 @@ static int take_messages(Reader *self) {
     return add_number(self, &self->messages, count);
 }
 
-/* A text or a whole number, which is no part of what makes a conversation the same. */
+/* Read a string or an integer, and drop it: the id is not part of a record's key. */
 static int take_id(Reader *self) {
     uint8_t *out = self->out;
     if (take(self, 'n')) return take_word(self, "ull");
@@ -294,7 +293,7 @@ static int take_record(Reader *self) {
     return 1;
 }
 
-/* One line with its end: 0, and nothing taken, if it does not have the common form. */
+/* Read one line with its end; return 0 and restore the state if it does not have the common form. */
 static int take_line(Reader *self) {
     Reader before = *self;
     if (*self->at == '{' && take_record(self)) {
@@ -309,9 +308,9 @@ static int take_line(Reader *self) {
 
 PyDoc_STRVAR(columns_doc,
              "columns(block: bytes, start: int) -> (end, data, messages, stop, role, from, to)\n\n"
-             "Where the plain lines from `start` on end, and what they hold. Of each record: its messages, and where it\n"
-             "ends in the data. Of each message: its role, and from where to where its text lies. Numbers are int64,\n"
-             "roles uint8.");
+             "Return where the plain lines after `start` end, and their content. By record: its number of messages, and\n"
+             "where it ends in the data. By message: its role, and the range of its text. Numbers are int64, roles\n"
+             "uint8.");
 
 static PyObject *columns(PyObject *module, PyObject *args) {
     (void)module;
@@ -342,17 +341,17 @@ static PyObject *columns(PyObject *module, PyObject *args) {
     return found;
 }
 
-/* Keys that are given twice. */
+/* Duplicate keys. */
 
 #define MAX_DEPTH 64
-#define MAX_KEYS 64 /* of one object: they are compared pairwise */
+#define MAX_KEYS 64 /* per object: keys are compared pairwise */
 
 typedef struct {
     const uint8_t *name;
     size_t size;
 } Key;
 
-/* Behind the string that begins before `at`, or NULL if it does not end; `escaped` is set if it holds a backslash. */
+/* Return the end of the string that starts before `at`, or NULL; set `escaped` if it contains a backslash. */
 static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *escaped) {
     for (; at < end && *at != '"'; at++)
         if (*at == '\\') {
@@ -362,12 +361,12 @@ static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *es
     return at < end ? at + 1 : NULL;
 }
 
-/* Whether an object in JSON text may have the same key twice. 1 also for objects with many keys or keys with escapes,
-   for deep nesting and for text that is not JSON: then Python has to look. */
+/* Whether an object in JSON text may have the same key twice. Also return 1 for objects with many keys or keys with
+   escapes, for deep nesting and for invalid JSON: then Python has to check. */
 static int may_repeat_key(const uint8_t *at, const uint8_t *end) {
-    Key keys[MAX_DEPTH * 8]; /* of all open objects, the innermost last */
+    Key keys[MAX_DEPTH * 8]; /* of all open objects, innermost last */
     size_t first[MAX_DEPTH], count = 0, depth = 0;
-    uint64_t is_object = 0; /* a bit for each level */
+    uint64_t is_object = 0; /* one bit per level */
     int expects_key = 0;
     while (at < end) {
         uint8_t c = *at++;
@@ -400,7 +399,7 @@ static int may_repeat_key(const uint8_t *at, const uint8_t *end) {
 
 PyDoc_STRVAR(may_repeat_key_doc,
              "may_repeat_key(text: bytes) -> bool\n\n"
-             "False if no object in this JSON text, or lines of it, has a key twice; True if it has, or if only a\n"
+             "False if no object in this JSON text, or lines of it, has a duplicate key; True if one has, or if only a\n"
              "parser can tell.");
 
 static PyObject *may_repeat_key_of(PyObject *module, PyObject *text) {

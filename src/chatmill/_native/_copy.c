@@ -1,4 +1,4 @@
-/* Ranges of arrays, copied one after the other: a call for each would cost more than the copy. */
+/* Copy many ranges of arrays in one call; one call per range would cost more than the copy. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -6,19 +6,19 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Nothing is nowhere outside. */
+/* An empty range is always in bounds. */
 static int outside(int64_t at, int64_t count, Py_ssize_t size) {
     return count && (at < 0 || count < 0 || at > size - count);
 }
 
-/* Of a buffer that may begin anywhere. */
+/* Read from a buffer that may be unaligned. */
 static inline int64_t number_at(const Py_buffer *buffer, Py_ssize_t n) {
     int64_t number;
     memcpy(&number, (const uint8_t *)buffer->buf + 8 * n, 8);
     return number;
 }
 
-/* Small copies are the rule: two or three steps of eight bytes are quicker than a call. */
+/* Most copies are small: two or three steps of eight bytes are faster than a call to memmove. */
 static inline void copy(uint8_t *to, const uint8_t *from, size_t size) {
     uint64_t eight;
     if (size > 64) {
@@ -31,7 +31,7 @@ static inline void copy(uint8_t *to, const uint8_t *from, size_t size) {
 
 PyDoc_STRVAR(ranges_doc,
              "ranges(target, to, source, start, stop, width)\n\n"
-             "Copy source[start:stop] to target[to:] for every entry of the three, which are int64 and count items of\n"
+             "Copy source[start:stop] to target[to:] for every entry of the three int64 arrays, which count items of\n"
              "`width` bytes.");
 
 static PyObject *ranges(PyObject *module, PyObject *args) {
@@ -59,7 +59,7 @@ static PyObject *ranges(PyObject *module, PyObject *args) {
 
 PyDoc_STRVAR(pieces_doc,
              "pieces(target, first, second, start, length)\n\n"
-             "Fill the target with ranges of uint32 one after the other: of `first`, or of `second` where they start at\n"
+             "Fill the target with consecutive ranges of uint32, from `first`, or from `second` if they start at\n"
              "len(first) or later.");
 
 static PyObject *pieces(PyObject *module, PyObject *args) {

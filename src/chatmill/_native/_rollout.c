@@ -1,4 +1,4 @@
-/* Targets of rollouts: entries of an answer that are written exactly as boxes are, and how much boxes overlap. */
+/* Targets of rollouts: parse entries of an answer that have exactly the form of a box; compute overlaps of boxes. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -7,14 +7,14 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Sums of areas of boxes with smaller coordinates are whole numbers that a double holds. */
+/* With smaller coordinates, sums of box areas are integers that a double represents exactly. */
 #define MOST (1 << 24)
 
 typedef struct {
     const uint8_t *at, *end;
 } Reader;
 
-/* Whether this text comes next; it is then passed. */
+/* If this text comes next, skip it and return 1. */
 static int passes(Reader *reader, const char *text, size_t size) {
     if ((size_t)(reader->end - reader->at) < size || memcmp(reader->at, text, size)) return 0;
     reader->at += size;
@@ -22,7 +22,7 @@ static int passes(Reader *reader, const char *text, size_t size) {
 }
 #define PASSES(reader, text) passes(reader, text, sizeof(text) - 1)
 
-/* How many digits come next, at most `most`, and the number that they say. */
+/* Read at most `most` digits; return their count and set `number` to their value. */
 static int digits(Reader *reader, int most, long *number) {
     int count = 0;
     for (*number = 0; count < most && reader->at < reader->end && *reader->at >= '0' && *reader->at <= '9'; count++)
@@ -30,17 +30,17 @@ static int digits(Reader *reader, int most, long *number) {
     return count;
 }
 
-/* "<|coord_k|>" with k from 0 to 999, without leading zeros. */
+/* Read "<|coord_k|>" with k from 0 to 999, without leading zeros. */
 static int coordinate(Reader *reader, long *k) {
     if (!PASSES(reader, "\"<|coord_")) return 0;
     int is_zero = reader->at < reader->end && *reader->at == '0';
     return digits(reader, is_zero ? 1 : 3, k) && PASSES(reader, "|>\"");
 }
 
-/* Printable ASCII but for the quote and the backslash. */
+/* Printable ASCII except the quote and the backslash. */
 static int is_plain(uint8_t byte) { return byte >= ' ' && byte <= '~' && byte != '"' && byte != '\\'; }
 
-/* The next entry as a tuple, which is then passed; NULL for any other, or with an error. */
+/* Read the next entry as a tuple; return NULL if it has another form, or with an exception set. */
 static PyObject *box(Reader *reader, const uint8_t *data) {
     Reader next = *reader;
     long number, k[4];
@@ -71,8 +71,8 @@ static PyObject *box(Reader *reader, const uint8_t *data) {
 
 PyDoc_STRVAR(boxes_doc,
              "boxes(data, at)\n\n"
-             "The entries from `at` on that are written exactly as boxes are, with a comma and a space between them, as\n"
-             "tuples of what a `ParsedEntry` has.");
+             "Return the entries after `at` that have exactly the form of a box, separated by a comma and a space, as\n"
+             "tuples of the fields of `ParsedEntry`.");
 
 static PyObject *boxes(PyObject *module, PyObject *args) {
     (void)module;
@@ -96,7 +96,7 @@ static PyObject *boxes(PyObject *module, PyObject *args) {
     return entries;
 }
 
-/* Coordinates of boxes, four each; NULL for anything but lists of four small whole numbers, or with an error. */
+/* Return four coordinates per box; NULL if a box is not a list of four small integers, or with an exception set. */
 static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     double *all = PyMem_Malloc((count ? count : 1) * 4 * sizeof(double));
     if (!all) PyErr_NoMemory();
@@ -115,7 +115,7 @@ static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     return all;
 }
 
-/* Whether two boxes intersect, and how much: the area that they share over the area that they cover together. */
+/* Whether two boxes intersect; `ratio` is their intersection over union. */
 static int overlap(const double *one, const double *other, double *ratio) {
     double x1 = one[0] > other[0] ? one[0] : other[0], y1 = one[1] > other[1] ? one[1] : other[1];
     double width = (one[2] < other[2] ? one[2] : other[2]) - x1, height = (one[3] < other[3] ? one[3] : other[3]) - y1;
@@ -129,9 +129,9 @@ static int overlap(const double *one, const double *other, double *ratio) {
 
 PyDoc_STRVAR(overlaps_doc,
              "overlaps(boxes, others)\n\n"
-             "The pairs of boxes [x1, y1, x2, y2] that intersect: the number of each in its list, as int64, and the\n"
-             "intersection over union, as float64. None for boxes that are anything but lists of four whole numbers\n"
-             "that are small enough for areas to be exact.");
+             "Return the pairs of boxes [x1, y1, x2, y2] that intersect: the index of each in its list, as int64, and\n"
+             "the intersection over union, as float64. Return None if a box is not a list of four integers that are\n"
+             "small enough for exact areas.");
 
 static PyObject *overlaps(PyObject *module, PyObject *args) {
     (void)module;

@@ -1,4 +1,4 @@
-/* SHA-256 of two messages at a time: while one waits for the result of an instruction, the other goes on. */
+/* SHA-256 of two messages at a time: while one waits for the result of an instruction, the other proceeds. */
 
 #include <stdint.h>
 #include <string.h>
@@ -31,7 +31,7 @@ static const uint32_t SHA256_ROUND[64] = {
 
 static inline uint32_t rotated(uint32_t word, int by) { return word >> by | word << (32 - by); }
 
-/* One message, for processors without instructions for it. */
+/* Hash one message, for processors without SHA-256 instructions. */
 static void sha256_plain(uint32_t *state, const uint8_t *data, int64_t blocks) {
     for (; blocks > 0; blocks--, data += 64) {
         uint32_t w[64], s[8];
@@ -146,7 +146,7 @@ TARGET static void sha256_both(uint32_t (*state)[8], const uint8_t **data, int64
     sha256_blocks(state, data, blocks, 2);
 }
 
-/* Pad a message in place, which has room for 72 bytes more. Returns its blocks of 64 bytes. */
+/* Pad a message in place, which needs room for 72 more bytes. Return its number of 64-byte blocks. */
 static int64_t sha256_padded(uint8_t *message, int64_t length) {
     int64_t blocks = (length + 72) / 64;
     memset(message + length, 0, 64 * blocks - length);
@@ -155,7 +155,7 @@ static int64_t sha256_padded(uint8_t *message, int64_t length) {
     return blocks;
 }
 
-/* The hashes of one or two padded messages, 32 bytes each. */
+/* Compute the hashes of one or two padded messages, 32 bytes each. */
 static void sha256(const uint8_t **data, const int64_t *blocks, int count, int has_instructions, uint8_t (*hashes)[32]) {
     uint32_t state[2][8];
     int64_t both = count < 2 ? 0 : blocks[0] < blocks[1] ? blocks[0] : blocks[1];

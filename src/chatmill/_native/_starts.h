@@ -1,21 +1,21 @@
-/* Where words begin in the next 64 bytes of a text, as bits: what `word_at` would tell one word after another.
+/* Find where words start in the next 64 bytes of a text, as bits: the same result as `word_at`, one word at a time.
 
-   Shifted left by one, a set of characters is the set of those behind them; shifted right, of those before them. */
+   A set of characters shifted left by one is the set of the characters after them; shifted right, of those before. */
 
 #include "_vector.h"
 #include "_words.h"
 
 #ifdef HAS_VECTORS
 
-#define ALWAYS_INLINE inline __attribute__((always_inline)) /* with the pattern as a constant */
+#define ALWAYS_INLINE inline __attribute__((always_inline)) /* so that the pattern is a constant */
 
 static const uint64_t ONE = 1;
 
 typedef struct {
-    uint64_t letter, upper, number, space, blank, line, other, control, quote, slash; /* the ASCII characters */
-    uint64_t inside; /* the bytes of the text */
-    int known;       /* how many are ASCII before the first that is not */
-    int ends;        /* whether they are all that is left of the text */
+    uint64_t letter, upper, number, space, blank, line, other, control, quote, slash; /* sets of ASCII characters */
+    uint64_t inside; /* bytes that belong to the text */
+    int known;       /* number of ASCII bytes before the first other byte */
+    int ends;        /* whether the text ends in the window */
 } Window;
 
 static inline uint64_t below(int bit) { return bit < 64 ? (ONE << bit) - 1 : ~(uint64_t)0; }
@@ -46,7 +46,7 @@ static ALWAYS_INLINE Window window_at(const uint8_t *at, size_t left, int patter
     return window;
 }
 
-/* The marked characters, and those of `through` that follow them, or that are before them, without a gap. */
+/* Extend the marked characters by adjacent characters of `through`: after them (up) or before them (down). */
 static inline uint64_t fill_up(uint64_t marked, uint64_t through) {
     for (int step = 1; step < 64; through &= through << step, step *= 2) marked |= through & marked << step;
     return marked;
@@ -57,8 +57,8 @@ static inline uint64_t fill_down(uint64_t marked, uint64_t through) {
     return marked;
 }
 
-/* Those starts that do not depend on what is behind the window: a contraction needs three characters, the last word
-   two, and a run of spaces all of its own. The end of a text is one; the first byte, which is known to be, is not. */
+/* Return the starts that do not depend on text after the window: a contraction needs three characters, the last word
+   two, and a run of spaces its whole length. Includes the end of the text, but not the first byte, a known start. */
 static inline uint64_t certain(const Window *window, uint64_t starts, size_t left) {
     if (window->ends) return ((starts & window->inside) | ONE << left) & ~ONE;
     int known = window->known;
@@ -89,19 +89,19 @@ static inline uint64_t starts_of_numbers(uint64_t number, int digits) {
     return starts;
 }
 
-/* All patterns but that of GPT-2: they differ in what they add to runs of letters, others and spaces. */
+/* All patterns except GPT-2: they differ in what they add to runs of letters, others and spaces. */
 static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int pattern) {
     Window w = window_at(at, left, pattern);
-    uint64_t tabs = w.space & ~w.line; /* spaces that end no line */
+    uint64_t tabs = w.space & ~w.line; /* spaces that are not line ends */
     /* Line ends belong to the others before them. */
     uint64_t taken = w.line & w.other << 1;
     if (taken) taken = fill_up(taken, w.line | w.slash);
     uint64_t other = w.other & ~taken, space = w.space & ~taken;
     uint64_t first_other = other & ~(other << 1) & ~(w.blank << 1);
-    /* Letters take one character that is before them. */
+    /* A run of letters includes one character before it. */
     uint64_t prefix = tabs | w.control | (first_other & ~(other >> 1));
     uint64_t starts = first_other | (w.letter & ~(w.letter << 1) & ~(prefix << 1)) | starts_of_numbers(w.number, most_digits(pattern));
-    /* A run of spaces is cut behind its last line end, and before its last space if a word follows. */
+    /* A run of spaces is cut after its last line end, and before its last space if a word follows. */
     uint64_t words = pattern == DEEPSEEK ? w.inside & ~w.number : w.inside;
     uint64_t last = tabs & ~(w.space >> 1);
     starts |= (space & ~(space << 1)) | (last & words >> 1);
@@ -129,7 +129,7 @@ static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int patt
     return certain(&w, starts, left);
 }
 
-/* Where words begin after the one that begins here; 0 if that has to be seen by word_at. */
+/* Return where words start after the one that starts here; 0 if `word_at` has to find out. */
 static inline uint64_t starts_after(const Cutter *self, const uint8_t *at, size_t left) {
     if (*at >= 0x80) return 0;
     switch (self->pattern) {

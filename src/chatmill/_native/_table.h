@@ -1,4 +1,4 @@
-/* The words that are known, and the ids of each. */
+/* A hash table of words and their ids. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -7,24 +7,24 @@
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "words are looked up by their bytes as a little-endian number"
+#error "keys are the bytes of words as a little-endian number"
 #endif
 
 #define LONGEST 512           /* a power of two */
-#define MERGES (1u << 22)     /* so that a rank and a place in a word fit into 32 bits */
+#define MERGES (1u << 22)     /* so that a rank and a position in a word fit into 32 bits */
 #define SHORT 15
 #define FEW 3
-#define MOST (1u << 16)       /* words that are kept besides those it began with */
-#define MOST_BYTES (1u << 25) /* and what those of them take that are ELSEWHERE */
+#define MOST (1u << 16)       /* maximum number of words in addition to the initial ones */
+#define MOST_BYTES (1u << 25) /* maximum number of additional bytes of words that are ELSEWHERE */
 #define ELSEWHERE (1u << 31)
 
 typedef struct {
-    uint64_t low, high; /* the bytes of a short word, its length on top; of a long one a hash, and its length below 0xFF */
+    uint64_t low, high; /* a short word: bytes, length on top; a long one: a hash, and the length below 0xFF */
 } Key;
 
 typedef struct {
     Key key;
-    uint32_t ids[FEW]; /* or, ELSEWHERE, where the bytes and the ids lie */
+    uint32_t ids[FEW]; /* or, if ELSEWHERE, the offsets of the bytes and the ids */
     uint32_t count;
 } Word;
 
@@ -42,8 +42,8 @@ typedef struct {
     uint32_t byte_ids[256];
     Merge *merges;
     int merge_bits;
-    Heap vocabulary, places, numbers; /* the words it has from the beginning, and their ids */
-    int whole;                        /* whether such a word is its own token without being merged */
+    Heap vocabulary, places, numbers; /* the initial words and their ids */
+    int whole;                        /* whether an initial word is its own token without being merged */
     Word *words;
     uint32_t num_words, most_words;
     size_t most_bytes;
@@ -69,8 +69,8 @@ static int append(Heap *heap, const void *data, size_t size) {
     return 1;
 }
 
-/* Memory that is read all over: in large pages, where the system has them. Not from the heap, whose pages are in use
-   already and stay small. It is zero. */
+/* Allocate zeroed memory for random access, in huge pages if the system supports them. Not from the heap, whose pages
+   are already in use and stay small. */
 #define LARGE_PAGE ((size_t)1 << 21)
 
 static size_t in_pages(size_t size) { return (size + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE; }
@@ -106,14 +106,14 @@ static inline Merge *merge_of(const Table *self, uint32_t left, uint32_t right) 
     }
 }
 
-/* What is merged next is the least of these: the rank of a pair, and below it the place of its first half. */
+/* Return the merge priority, lowest first: the rank of a pair in the high bits, the position of its first half below. */
 static inline uint32_t pair_at(const Table *self, const uint32_t *ids, uint32_t at, uint32_t next, uint32_t *into) {
     const Merge *merge = merge_of(self, ids[at], ids[next]);
     *into = merge->id;
     return merge->rank == UINT32_MAX ? UINT32_MAX : merge->rank * LONGEST | at;
 }
 
-/* The first of the pairs with the lowest rank is merged until no pair has one. */
+/* Merge the first pair of lowest rank until no pair can be merged. */
 static uint32_t merged(const Table *self, const uint8_t *word, uint32_t size, uint32_t *ids) {
     uint32_t pair[LONGEST], into[LONGEST], count = 0;
     uint16_t next[LONGEST + 1], before[LONGEST + 1];
@@ -148,7 +148,7 @@ static __attribute__((noinline)) Key long_key(const uint8_t *word, size_t size) 
     return key;
 }
 
-/* What a word is looked up by. */
+/* Return the lookup key of a word. */
 static inline Key key_of(const uint8_t *word, size_t size) {
     static const uint8_t KEPT[31] = {255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255};
     if (size > SHORT) return long_key(word, size);
@@ -201,7 +201,7 @@ static int keep(Table *self, Word *word, const uint8_t *bytes, size_t size, cons
     return 1;
 }
 
-/* Begin with the words of the vocabulary; or with none, when all are forgotten and the common ones are soon back. */
+/* Reset the table to the words of the vocabulary, or to none; common words are soon added again. */
 static int begin(Table *self, int with_vocabulary) {
     memset(self->words, 0, sizeof(Word) << self->word_bits);
     self->num_words = 0;
@@ -223,13 +223,13 @@ static int begin(Table *self, int with_vocabulary) {
 
 static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
     uint32_t ids[LONGEST];
-    /* When there are too many they are forgotten: memory stays flat. Those that are not merged must be there again. */
+    /* If the table is full, reset it, so that memory stays flat. Words that are not merged must be restored. */
     int full = self->num_words >= self->most_words || self->bytes.size + self->ids.size >= self->most_bytes;
     if (full && !begin(self, self->whole)) return 0;
     return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
 }
 
-/* Write the ids of a word, and return where those of the next go; NULL without memory. */
+/* Write the ids of a word; return the place for the next ids, or NULL if out of memory. */
 static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint64_t hash, const uint8_t *bytes,
                                                      size_t size, uint32_t *out) {
     Word fresh = {{0, 0}, {0}, 0};
@@ -255,8 +255,8 @@ static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint6
     return out + count;
 }
 
-/* The same for the words that begin at `at` and at the bits, the last of which ends them. They are all asked for before
-   the first is used, since what takes time is the way to the memory; nearly all are short and lie where they belong. */
+/* The same for the words that start at `at` and at the bits of `starts`; the last bit is the end of the last word. All
+   table entries are prefetched first, because memory latency dominates; nearly all words are short and in place. */
 static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t starts, uint32_t *out) {
     struct Asked {
         Key key;
@@ -286,7 +286,7 @@ static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t sta
     return out;
 }
 
-/* A forked process begins with words of its own: to write to those it shares would cost it the large pages. */
+/* After a fork, copy the words: writing to shared ones would split their huge pages. */
 static int own_words(Table *self) {
     if (self->process == getpid()) return 1;
     size_t size = sizeof *self->words << self->word_bits;

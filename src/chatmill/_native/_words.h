@@ -1,27 +1,27 @@
-/* The words of a text, as the pattern of its tokenizer would cut it: one word at a time, for every character.
-   What `_starts.h` tells 64 bytes at a time has to be the same. */
+/* Cut a text into words like the pattern of its tokenizer, one word at a time, for all characters.
+   `_starts.h` does the same 64 bytes at a time and must give the same result. */
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* Classes of characters as in split_pattern.py, with DOUBT added where normalizing may change a text; WIDE and END are
-   those of bytes. A pattern that does not tell two classes apart has the first one only. */
+/* Character classes, which must match split_pattern.py, with DOUBT added if normalization may change a text; WIDE and
+   END are classes of bytes. A pattern that does not distinguish two classes uses only the first. */
 enum { LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN, WIDE, END, DOUBT = 16 };
 enum { GPT2, CL100K, QWEN2, O200K, TEKKEN, DEEPSEEK, PATTERNS };
 
-#define STOP 0xFF          /* the byte behind a text: no UTF-8 has it */
-#define BEYOND 80          /* bytes behind a text that may be read */
+#define STOP 0xFF          /* the byte after a text; never part of UTF-8 */
+#define BEYOND 80          /* bytes after a text that may be read */
 
 typedef struct {
     int pattern;
-    uint8_t lead[256]; /* the class of an ASCII character by its byte; WIDE, END */
+    uint8_t lead[256]; /* by byte: the class of an ASCII character, WIDE or END */
     const uint8_t *classes;
-    size_t known; /* how many characters have a class */
+    size_t known; /* number of characters with a class */
     int normal;   /* whether texts are known to be normalized */
-    int odd;      /* set by a text whose words cannot be told here */
+    int odd;      /* set for a text that must be left to the caller */
 } Cutter;
 
-/* The class that an ASCII character has to have. */
+/* The required class of an ASCII character. */
 static inline uint8_t ascii_class(int pattern, int c) {
     int cased = pattern == O200K || pattern == TEKKEN;
     if (c >= 'a' && c <= 'z') return cased ? LOWER : LETTER;
@@ -31,7 +31,7 @@ static inline uint8_t ascii_class(int pattern, int c) {
     return pattern == DEEPSEEK && (c < ' ' || c == 0x7F) ? CONTROL : OTHER;
 }
 
-/* Bytes that are no UTF-8 end the words: what follows them is not looked at, so nothing is read beyond a text. */
+/* Invalid UTF-8 ends the words: bytes after it are not examined, so nothing is read past the text. */
 static inline uint8_t wide(Cutter *self, const uint8_t *at, int *size) {
     uint32_t c = *at;
     int more = c < 0xE0 ? 1 : c < 0xF0 ? 2 : 3;
@@ -62,7 +62,7 @@ static inline uint8_t class_of(Cutter *self, const uint8_t *at, int *size) {
 
 static inline int is_in(uint32_t set, uint8_t class) { return set >> class & 1; }
 
-/* The end of a run of characters of these classes. */
+/* Return the end of a run of characters of these classes. */
 static inline const uint8_t *run_of(Cutter *self, const uint8_t *at, uint32_t set) {
     for (int size;; at += size) {
         while (is_in(set, self->lead[*at])) at++;
@@ -78,21 +78,21 @@ static inline const uint8_t *last_character(const uint8_t *end) {
 
 static inline int is_line_end(uint8_t byte) { return byte == '\n' || byte == '\r'; }
 
-/* Of a run of spaces before a word, the last is not the run's. */
+/* Return the end of a run of spaces; before a word, the last space belongs to the word. */
 static inline const uint8_t *spaces(const uint8_t *from, const uint8_t *to) {
     if (*to == STOP) return to;
     const uint8_t *last = last_character(to);
     return last > from ? last : to;
 }
 
-/* The same where a run ends behind its last line end. */
+/* The same for patterns in which a run ends after its last line end. */
 static inline const uint8_t *lines(const uint8_t *from, const uint8_t *to, int before_word) {
     for (const uint8_t *last = to; last > from; last--)
         if (is_line_end(last[-1])) return last;
     return before_word ? spaces(from, to) : to;
 }
 
-/* The end of 's, 't, 're, 've, 'm, 'll or 'd; with `fold` 0x20 in either case. */
+/* Return the end of 's, 't, 're, 've, 'm, 'll or 'd; `fold` 0x20 ignores case. */
 static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
     uint8_t first = at[1] | fold, second = at[1] == STOP ? STOP : at[2] | fold;
     if (first == 's' || first == 't' || first == 'm' || first == 'd') return at + 2;
@@ -100,14 +100,14 @@ static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
     return first == 'l' && second == 'l' ? at + 3 : NULL;
 }
 
-/* The same at any character where case does not count, and a long s is an s. */
+/* The same at any character, ignoring case; a long s (U+017F) counts as s. */
 static inline const uint8_t *contraction_folded(Cutter *self, const uint8_t *at) {
     if (*at != '\'') return NULL;
     if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;
     return contraction(at, 0x20);
 }
 
-/* How many digits are a word; GPT-2's pattern takes them all. */
+/* Maximum number of digits in a word; not used for GPT-2, which has no limit. */
 static inline int most_digits(int pattern) { return pattern == QWEN2 || pattern == TEKKEN ? 1 : 3; }
 
 static inline const uint8_t *digits_of(Cutter *self, const uint8_t *end) {
@@ -130,7 +130,7 @@ static inline const uint8_t *word_gpt2(Cutter *self, const uint8_t *at) {
     return spaces(at, run_of(self, at, SET(SPACE)));
 }
 
-/* Line ends that belong to what is before them; with some patterns slashes too. */
+/* Skip line ends that belong to the preceding word; in some patterns slashes too. */
 static inline const uint8_t *line_ends(const uint8_t *at, int slashes) {
     while (is_line_end(*at) || (slashes && *at == '/')) at++;
     return at;
@@ -150,7 +150,7 @@ static inline const uint8_t *word_cl100k(Cutter *self, const uint8_t *at) {
     return lines(at, run_of(self, at, SET(SPACE)), 1);
 }
 
-/* [upper or caseless]* [lower or caseless]+, or [upper or caseless]+: upper case letters behind the last caseless
+/* [upper or caseless]* [lower or caseless]+, or [upper or caseless]+: upper case letters after the last caseless
    character are left to the next word, unless lower case follows them. */
 static inline const uint8_t *cased_letters(Cutter *self, const uint8_t *at) {
     const uint8_t *caseless = NULL;
@@ -179,7 +179,7 @@ static inline const uint8_t *word_o200k(Cutter *self, const uint8_t *at) {
     return lines(at, run_of(self, at, SET(SPACE)), 1);
 }
 
-/* Numbers and then runs of Chinese characters and kana are cut out first: the pattern for words does not see beyond. */
+/* Numbers, then runs of Chinese characters and kana, are split off first: the word pattern does not look past them. */
 static inline const uint8_t *word_deepseek(Cutter *self, const uint8_t *at) {
     int size, next_size;
     uint8_t class = class_of(self, at, &size);
