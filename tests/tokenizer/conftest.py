@@ -1,4 +1,4 @@
-"""Small tokenizers, trained once: a byte-level BPE, and what can be made of it."""
+"""Small tokenizers, trained once: a byte-level BPE and variants of it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-/* Cuts texts into words like `_bpe.c`, without Python, so that it runs on any processor, also an emulated one.
+/* Split texts into words like `_bpe.c`, without Python, so that it runs on any processor, including an emulated one.
 
        split_words PATTERN CLASSES < texts > words
 
-   CLASSES is a file with the class of every character. Each text follows its size, a uint32; of each, the number of
-   words and the end of each word is written, as uint32, or UINT32_MAX if the text is left to the caller. Every text is
-   cut twice, with what 64 bytes at a time tell and one word at a time. Exit code 3 if that differs. Behind the bytes
-   that may be read beyond a text lies memory that may not. */
+   CLASSES is a file with the class of every character. Each text follows its size, a uint32. For each text, the number
+   of words and the end of each word are written as uint32, or UINT32_MAX if the text is left to the caller. Every text
+   is split twice, 64 bytes at a time and one word at a time; the exit code is 3 if the results differ. Memory after the
+   bytes that may be read past a text is protected. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,7 +35,7 @@ static uint32_t cut(Cutter *self, const uint8_t *text, size_t size, int vectors,
     return count;
 }
 
-/* Memory of this size that ends where no more can be read. */
+/* Allocate memory that ends at a protected page. */
 static uint8_t *guarded(size_t size) {
     size_t page = 1 << 16, whole = (size + page - 1) / page * page;
     uint8_t *data = mmap(NULL, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -63,7 +63,7 @@ int main(int count, char **arguments) {
         text[size] = STOP;
         uint32_t words = cut(&cutter, text, size, 1, ends), expected = cut(&cutter, text, size, 0, right);
         if (words != expected || (words != UINT32_MAX && memcmp(ends, right, 4 * (size_t)words))) {
-            fprintf(stderr, "64 bytes at a time tell other words than one at a time: %.*s\n", (int)size, (char *)text);
+            fprintf(stderr, "64 bytes and one word at a time differ: %.*s\n", (int)size, (char *)text);
             return 3;
         }
         fwrite(&words, 4, 1, stdout);

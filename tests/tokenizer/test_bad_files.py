@@ -1,4 +1,4 @@
-"""A missing, damaged or foreign file is one clear line, whatever a library says about it."""
+"""A missing, damaged or foreign file gives one clear line, whatever error a library raises."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RIGHT = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a t
 
 
 def line_of(path: str | Path, kind: type[ChatmillError] = DataError) -> str:
-    """The one line with which a path is refused, without the path itself."""
+    """Return the one-line error for a path, without the path itself."""
     with pytest.raises(kind) as caught:
         open_tokenizer(path)
     line = str(caught.value)
@@ -58,37 +58,41 @@ def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
         (
             "tokenizer.json",
             b'{"model": {"vocab": {"a": 0',
-            "not valid JSON (DecodeError: Input data was truncated); the file is damaged or cut off",
+            "not valid JSON (DecodeError: Input data was truncated); the file is damaged or truncated",
         ),
         ("tokenizer.json", b"[" * 100_000, "not valid JSON (RecursionError: "),
         ("tokenizer.json", b"hello", "not valid JSON (DecodeError: "),
         ("tokenizer.json", b'{"model": {"vocab": {"\xff": 0}}}', "not valid JSON ("),
-        ("tokenizer.json", b"[1, 2]", f"JSON, but no tokenizer: a list at its top; {RIGHT}"),
+        ("tokenizer.json", b"[1, 2]", f"JSON, but not a tokenizer: the top level is a list; {RIGHT}"),
         (
             "tokenizer.json",
             b'{"a": 1}',
-            f"JSON, but no tokenizer: it has neither model.vocab nor config.pattern; {RIGHT}",
+            f"JSON, but not a tokenizer: neither model.vocab nor config.pattern; {RIGHT}",
         ),
-        ("tokenizer.json", b'{"model": {"vocab": 7}}', "no tokenizer.json that can be loaded ("),
-        ("tekken.json", b'{"config": {"pattern": "."}}', "no tekken file that can be read (KeyError: "),
+        ("tokenizer.json", b'{"model": {"vocab": 7}}', "cannot load the tokenizer.json ("),
+        ("tekken.json", b'{"config": {"pattern": "."}}', "cannot read the tekken file (KeyError: "),
         (
             "x.model",
             b"\x89PNG\r\n\x1a\n",
-            f"no tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {RIGHT}",
+            f"not a tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {RIGHT}",
         ),
-        ("notes.txt", b"# Notes\n", f"no tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {RIGHT}"),
+        (
+            "notes.txt",
+            b"# Notes\n",
+            f"not a tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {RIGHT}",
+        ),
         (
             "x.model",
             b"\x0a" + random.Random(0).randbytes(999),
-            "no SentencePiece model that can be loaded (DecodeError",
+            "cannot load the SentencePiece model (DecodeError",
         ),
-        ("x.model", MISTRAL_V1.read_bytes()[:1000], "no SentencePiece model that can be loaded (DecodeError"),
-        ("x.model", b"\x0a\x03\x0a\x01a", "no SentencePiece model that can be loaded (RuntimeError"),
-        ("x.tiktoken", b"YQ== 0\nYg== 1\n", "254 of the 256 single bytes have no rank; the file is not whole"),
+        ("x.model", MISTRAL_V1.read_bytes()[:1000], "cannot load the SentencePiece model (DecodeError"),
+        ("x.model", b"\x0a\x03\x0a\x01a", "cannot load the SentencePiece model (RuntimeError"),
+        ("x.tiktoken", b"YQ== 0\nYg== 1\n", "254 of the 256 single bytes have no rank; the file is incomplete"),
         (
             "x.tiktoken",
             b"YQ== 0\n\nnonsense\n",
-            '3: "nonsense" is no rank; expected a token in base64, a space and a number',
+            '3: "nonsense" is not a rank; expected a token in base64, a space and a number',
         ),
         ("x.tiktoken", b"YQ== 0\nYg= 1\n", "a token is not base64 (Error: Incorrect padding); expected "),
     ],
@@ -117,18 +121,18 @@ def test_a_bad_file_is_one_line(name, raw, line, tmp_path):
 )
 def test_a_tokenizer_json_with_a_wrong_part_is_one_line(change, trained, tmp_path):
     path = edited(trained, tmp_path / "tokenizer.json", **change)
-    assert line_of(path).startswith("no tokenizer.json that can be loaded (")
+    assert line_of(path).startswith("cannot load the tokenizer.json (")
 
 
-def test_an_added_token_on_the_id_of_another_is_one_line(trained, tmp_path):
+def test_an_added_token_with_the_id_of_another_is_one_line(trained, tmp_path):
     wrong = [{"id": 300, "content": "<x>", "special": True}]
     path = edited(trained, tmp_path / "tokenizer.json", added_tokens=wrong)
-    what = 'added token "<x>" is listed with id 300, which is not its own in the model'
+    what = 'added token "<x>" is listed with id 300, which differs from the model'
     assert line_of(path) == f"{what}; the file is damaged"
 
 
 def test_a_merge_without_the_prefix_of_its_model_is_one_line(trained, tmp_path):
-    """It would end the process: Rust cuts the prefix off by its length."""
+    """It would abort the process: the Rust library cuts the prefix off by its length."""
     model = {
         "type": "BPE",
         "vocab": {"a": 0, "b": 1, "ab": 2},
@@ -136,7 +140,7 @@ def test_a_merge_without_the_prefix_of_its_model_is_one_line(trained, tmp_path):
         "continuing_subword_prefix": "##",
     }
     path = edited(trained, tmp_path / "tokenizer.json", added_tokens=[], model=model)
-    what = 'a merge ends in "b", without the prefix "##" of what continues a word'
+    what = 'a merge ends with "b", without the continuing_subword_prefix "##"'
     assert line_of(path) == f"{what}; the file is damaged"
 
 
@@ -217,7 +221,7 @@ def test_a_missing_library_is_one_line_with_the_command_that_installs_it(path, m
     assert line_of(path, UsageError) == line
 
 
-def test_a_panic_of_a_library_is_one_line_and_an_interrupt_is_not_caught():
+def test_a_library_panic_is_one_line_and_an_interrupt_is_not_caught():
     panic: Any = type("PanicException", (BaseException,), {})
     with pytest.raises(DataError) as caught, faults_of("x.json", "cannot be loaded", "mend it"):
         raise panic("no entry\nfound")

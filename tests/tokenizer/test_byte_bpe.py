@@ -1,4 +1,4 @@
-"""The engine in C gives the ids that `tokenizers` gives, for each pattern it knows, on any text."""
+"""The C engine gives the same ids as `tokenizers`, for each supported pattern and any text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = {
 
 
 def as_kind(raw: bytes, kind: str) -> bytes:
-    """A trained file, cut into words like the tokenizers of these models."""
+    """Train a tokenizer that splits words like the tokenizers of these models."""
     content = json.loads(raw)
     content["added_tokens"] = []
     content["pre_tokenizer"] = KINDS[kind]
@@ -107,7 +107,7 @@ def test_words_and_runs_of_every_length(engines):
     assert_equal(engines, texts)
 
 
-def test_contractions_at_every_place(engines):
+def test_contractions_at_every_position(engines):
     words = [
         "'s",
         "'t",
@@ -134,11 +134,11 @@ def test_contractions_at_every_place(engines):
     )
 
 
-def test_megabytes_of_everything(engines):
+def test_megabytes_of_mixed_text(engines):
     assert_equal(engines, mixed_texts(5, 400_000))
 
 
-def test_words_are_forgotten_and_come_back(engines):
+def test_cached_words_are_dropped_and_added_again(engines):
     backend, peer = engines
     rng = random.Random(2)
     few = [" ".join(rng.choices(["the", "house", "of", "running", "ways"], k=20)) for _ in range(50)]
@@ -155,7 +155,7 @@ def columns(texts: list[str], before: list[str], after: list[str], kinds: list[i
 
 
 @given(st.lists(st.tuples(st.text(max_size=20), st.integers(0, 2)), max_size=6))
-def test_columns_are_the_texts_they_stand_for(engines, given):
+def test_columns_give_the_same_ids_as_their_texts(engines, given):
     before, after = ["", "user\n", " 中"], ["", "\n", "\u0301'"]
     texts, kinds = [text for text, _ in given], [kind for _, kind in given]
     written = [before[kind] + text + after[kind] for text, kind in given]
@@ -179,7 +179,8 @@ if (child := os.fork()) == 0:
     os._exit(0 if backend.encode_batch(texts)[0].tobytes() == right else 3)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-"""A program that encodes, forks and encodes again. Not this process: the threads of its peers do not survive a fork."""
+"""A program that encodes, forks and encodes again. It runs in its own process, because threads do not survive a fork.
+"""
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "deepseek"])
@@ -191,7 +192,7 @@ def test_a_forked_process_encodes_the_same(trained, tmp_path, kind):
     assert done.returncode == 0
 
 
-def test_what_is_left_goes_to_the_fast_engine_when_it_is_much(trained, monkeypatch):
+def test_skipped_texts_go_to_the_fast_engine_if_there_are_many(trained, monkeypatch):
     raw = as_kind(trained, "gpt2")
     backend = TokenizerJson("gpt2", raw, json.loads(raw), control=[])
     texts = ["a", "x" * 600, "b \U000f0000", "c"]
@@ -210,7 +211,7 @@ def changed(trained: bytes, **parts: Any) -> dict[str, Any]:
     return {**content, **parts, "model": {**content["model"], **model}}
 
 
-def test_other_kinds_are_left_to_other_engines(trained):
+def test_other_kinds_of_files_use_other_engines(trained):
     prefix = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     token = {"id": 1000, "content": "zz", "special": False, "single_word": False, "lstrip": False, "rstrip": False}
     content = changed(trained)
@@ -236,7 +237,7 @@ def test_other_kinds_are_left_to_other_engines(trained):
         assert byte_bpe.byte_bpe(changed(trained, **other), str, None) is None, other  # type: ignore[arg-type]
 
 
-def test_what_another_engine_reads_is_the_same_where_the_compiled_part_is_missing(trained_json: Path, monkeypatch):
+def test_a_file_of_another_engine_gives_the_same_ids_without_the_compiled_part(trained_json: Path, monkeypatch):
     texts = mixed_texts(4, 50_000)
     with_it = open_tokenizer(trained_json).encode_batch(texts)
     monkeypatch.setattr(byte_bpe, "_bpe", None)
@@ -266,7 +267,7 @@ def test_real_files_with_a_known_pattern_are_compiled():
     assert open_once(ANTHROPIC).engine == "fastokens"  # its normalizer is NFKC
 
 
-def test_texts_with_an_added_token_are_left(trained):
+def test_texts_with_an_added_token_are_skipped(trained):
     size = len(changed(trained)["model"]["vocab"])
     tokens = ["<dsml:", "｜X｜", "zz", "z" * 300]
     content = changed(trained, added_tokens=[added(size + n, token, special=False) for n, token in enumerate(tokens)])
@@ -292,7 +293,7 @@ def test_texts_with_an_added_token_are_left(trained):
     assert_equal((backend, tokenizers.Tokenizer.from_str(raw.decode())), [*texts, *mixed_texts(6, 20_000)])
 
 
-def test_words_are_forgotten_when_they_take_much_room(engines):
+def test_cached_words_are_dropped_if_they_take_too_much_memory(engines):
     rng = random.Random(3)
     many = ["".join(rng.choices("abcdefghij", k=500)) for _ in range(16_000)]
     ids, offsets = engines[0].encode_batch(many)
@@ -307,7 +308,7 @@ def test_words_are_forgotten_when_they_take_much_room(engines):
         max_size=70,
     )
 )
-def test_bytes_that_are_no_text_are_left(engines, pieces):
+def test_invalid_utf8_is_skipped(engines, pieces):
     data = b"".join(pieces)
     stop = np.array([len(data)])
     engine = engines[0]._encode
@@ -315,19 +316,19 @@ def test_bytes_that_are_no_text_are_left(engines, pieces):
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        # Not all that is wrong is seen, but nothing is made of it that the bytes do not hold.
+        # Not every invalid sequence is detected, but the ids always decode to the given bytes.
         assert found[2] == [0] or len(found[0]) <= 4 * len(data)
     else:
         assert_equal(engines, [text])
 
 
-def test_no_texts_have_no_ids(trained):
+def test_no_texts_give_no_ids(trained):
     engine = byte_bpe.byte_bpe(changed(trained), str, None)  # type: ignore[arg-type]
     assert engine is not None
     assert [array.tolist() for array in engine([])] == [[], [0]]
 
 
-def test_columns_that_do_not_fit_are_refused(trained):
+def test_columns_that_do_not_fit_together_are_rejected(trained):
     content = changed(trained)
     engine = byte_bpe.byte_bpe(content, str, None)  # type: ignore[arg-type]
     assert engine is not None

@@ -1,4 +1,4 @@
-"""The cache of compiled tokenizers: the same ids with it and without it, whatever is done to its files."""
+"""The cache of compiled tokenizers: the same ids with and without it, whatever happens to its files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from chatmill.tokenizer.reference import Reference
 pytest.importorskip("chatmill._native._bpe")
 
 LEFT = ["x" * 600, "b \U000f0000", "e\u0301 \u1100\u1161", "Å"]
-"""Texts that the engine in C leaves to `tokenizers`, or that NFC changes."""
+"""Texts that the C engine leaves to `tokenizers`, or that NFC changes."""
 TEXTS = [*mixed_texts(1, 20_000), *LEFT, ""]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the cached files, which is not there yet."""
+    """The folder of the cached files, which does not exist yet."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(compiled_cache.SWITCH, raising=False)
     return tmp_path / "cache" / "tokenizers"
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The place of each file that `tokenizers` loads."""
+    """Record the name of each file that `tokenizers` loads."""
     loaded: list[str] = []
 
     class Counted(Reference):
@@ -70,7 +70,7 @@ def ids_of(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [ids[a:b].tolist() for a, b in pairwise(offsets.tolist())]
 
 
-def test_a_cached_tokenizer_is_the_same(path, folder, loads):
+def test_a_cached_tokenizer_gives_the_same_ids(path, folder, loads):
     first = open_tokenizer(path)
     assert len(loads) == 1 and len(list(folder.iterdir())) == 1
     second = open_tokenizer(path)
@@ -79,7 +79,7 @@ def test_a_cached_tokenizer_is_the_same(path, folder, loads):
     assert ids_of(second, TEXTS) == ids_of(first, TEXTS) == peer_ids(path, TEXTS)
 
 
-def test_the_file_is_loaded_only_for_a_text_that_is_left(path, folder, loads):
+def test_the_file_is_loaded_only_for_a_skipped_text(path, folder, loads):
     open_tokenizer(path)
     cached = open_tokenizer(path)
     cached.encode_batch(["Hello, world", "Å e\u0301"])
@@ -94,7 +94,7 @@ def test_a_cached_tokenizer_decodes_the_same(path, folder, loads):
     cached, peer, rng = open_tokenizer(path), tokenizers.Tokenizer.from_file(str(path)), random.Random(0)
     reference = Reference("peer", json.loads(path.read_bytes()), {})
     for size in [0, 1, *range(2, 60)] * 5:
-        # Most of these are no UTF-8, and are decoded with replacement characters.
+        # Most of these are not UTF-8, and are decoded with replacement characters.
         ids = rng.choices(range(cached.vocab_size), k=size)
         assert cached.decode(ids) == peer.decode(ids, skip_special_tokens=False)
     assert [cached.piece(id) for id in range(cached.vocab_size)] == [
@@ -105,7 +105,7 @@ def test_a_cached_tokenizer_decodes_the_same(path, folder, loads):
 
 def test_a_tokenizer_with_another_decoder_decodes_the_same(trained, tmp_path, folder):
     content = json.loads(as_kind(trained, "llama3"))
-    # ByteLevel gives one piece of text, of which Strip removes an H.
+    # ByteLevel gives one piece of text, from which Strip removes an H.
     decoders = [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip("H", 1, 0)]
     made = tokenizers.Tokenizer.from_str(json.dumps(content))
     made.decoder = tokenizers.decoders.Sequence(decoders)
@@ -144,11 +144,11 @@ def test_the_cache_can_be_turned_off(trained_json, folder, loads, monkeypatch):
     assert len(loads) == 2 and not folder.exists()
 
 
-# Files that were damaged, or are not what they seem.
+# Files that are damaged, or belong to something else.
 
 
 def assert_made_again(path: Path, file: Path, whole: bytes, loads: list[str]) -> None:
-    """The damaged file is not used, and replaced by a whole one."""
+    """Check that the damaged file is not used, and is replaced by an intact one."""
     before = len(loads)
     assert ids_of(open_tokenizer(path), TEXTS[:5]) == peer_ids(path, TEXTS[:5])
     assert len(loads) == before + 1
@@ -159,7 +159,7 @@ def assert_made_again(path: Path, file: Path, whole: bytes, loads: list[str]) ->
 
 @pytest.fixture
 def cached(trained_json: Path, folder: Path, loads: list[str]) -> tuple[Path, Path, bytes]:
-    """A tokenizer, its file in the cache, and the bytes of that."""
+    """Return a tokenizer, its file in the cache, and the bytes of the file."""
     path = trained_json.with_name("gpt2.json")
     path.write_bytes(as_kind(trained_json.read_bytes(), "gpt2"))
     open_tokenizer(path)
@@ -167,7 +167,7 @@ def cached(trained_json: Path, folder: Path, loads: list[str]) -> tuple[Path, Pa
     return path, file, file.read_bytes()
 
 
-def test_a_flipped_bit_is_noticed_wherever_it_is(cached, loads):
+def test_a_flipped_bit_is_detected_at_any_position(cached, loads):
     path, file, whole = cached
     regions = {*range(48), *np.linspace(48, len(whole) - 1, 80, dtype=int).tolist()}
     for at in sorted(regions):
@@ -177,7 +177,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(cached, loads):
         assert_made_again(path, file, whole, loads)
 
 
-def test_a_file_that_is_cut_or_longer_is_made_again(cached, loads):
+def test_a_truncated_or_extended_file_is_created_again(cached, loads):
     path, file, whole = cached
     for content in (*(whole[:size] for size in (0, 1, 31, 32, 39, 40, 500, len(whole) - 1)), whole + b"\0", b"\0" * 64):
         file.write_bytes(content)
@@ -224,7 +224,7 @@ def test_a_file_that_others_could_have_written_is_not_used(cached, loads, change
     assert file.stat().st_mode & 0o777 == 0o600 and file.stat().st_uid == os.geteuid()
 
 
-def test_a_folder_of_that_name_only_costs_time(cached, loads):
+def test_a_folder_with_the_name_of_a_file_only_costs_time(cached, loads):
     path, file, _ = cached
     file.unlink()
     file.mkdir()
@@ -235,7 +235,7 @@ def test_a_folder_of_that_name_only_costs_time(cached, loads):
 
 @pytest.mark.parametrize("place", ["cache", "tokenizers"])
 @pytest.mark.parametrize("change", ["link", "file", "others"])
-def test_a_cache_that_cannot_be_trusted_or_made_is_not_used(trained_json, folder, loads, tmp_path, place, change):
+def test_a_cache_that_cannot_be_trusted_or_created_is_not_used(trained_json, folder, loads, tmp_path, place, change):
     where = folder if place == "tokenizers" else folder.parent
     where.parent.mkdir(exist_ok=True)
     (tmp_path / "target").mkdir()
@@ -251,7 +251,7 @@ def test_a_cache_that_cannot_be_trusted_or_made_is_not_used(trained_json, folder
     assert len(loads) == 2 and not [*tmp_path.rglob("*[0-9a-f]" * 8)]
 
 
-def test_a_full_disk_leaves_nothing(trained_json, folder, loads):
+def test_a_full_disk_leaves_no_file(trained_json, folder, loads):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -264,7 +264,7 @@ def test_a_full_disk_leaves_nothing(trained_json, folder, loads):
     assert len(loads) == 2
 
 
-def test_the_files_that_were_used_last_are_kept(trained, folder, loads, tmp_path, monkeypatch):
+def test_the_most_recently_used_files_are_kept(trained, folder, loads, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_cache, "MOST_FILES", 2)
     paths = [tmp_path / f"{kind}.json" for kind in KINDS]
     for kind, path in zip(KINDS, paths, strict=True):
@@ -275,7 +275,7 @@ def test_the_files_that_were_used_last_are_kept(trained, folder, loads, tmp_path
     [second] = {*folder.iterdir()} - {first}
     for file, age in ((first, 200), (second, 100)):
         os.utime(file, (time.time() - age, time.time() - age))
-    # Opening the first makes the second the one that was not used for longest.
+    # Opening the first makes the second the least recently used one.
     open_tokenizer(paths[0])
     open_tokenizer(paths[2])
     assert len([*folder.iterdir()]) == 2 and first.exists() and not second.exists()
@@ -290,13 +290,13 @@ print(open_tokenizer(sys.argv[1]).encode_batch(["Hello, world", "x" * 600])[0].t
 """
 
 
-def test_processes_that_compile_at_once_all_get_the_right_ids(trained_json, folder):
+def test_processes_that_compile_at_the_same_time_all_get_the_right_ids(trained_json, folder):
     source = str(Path(chatmill.__file__).parents[1])
     command = [sys.executable, "-c", AT_ONCE, str(trained_json)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with_source = os.environ | {"PYTHONPATH": source}
     processes = [subprocess.Popen(command, env=with_source, **pipes) for _ in range(4)]
-    # All of them have imported chatmill, or will have to: none is waited for before all may go.
+    # Start all processes before waiting, so that they import chatmill and compile at the same time.
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
@@ -306,10 +306,10 @@ def test_processes_that_compile_at_once_all_get_the_right_ids(trained_json, fold
     assert len([*folder.iterdir()]) == 1
 
 
-# Answers.
+# Remembered results.
 
 
-def test_an_answer_is_found_once_and_a_damaged_one_again(folder):
+def test_a_result_is_computed_once_and_again_if_its_file_is_damaged(folder):
     asked = []
 
     def find(value: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Texts with control tokens in them: the ids of the whole, whichever way they are encoded."""
+"""Texts with control tokens give the same ids as the whole text, for both ways to encode."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """Each kind of tokenizer, with the original that it is held against."""
+    """Each kind of tokenizer, with the original to compare with."""
     out = {}
     for name, make in KINDS.items():
         made = make()
@@ -66,13 +66,13 @@ def encoders(tmp_path_factory):
         path = tmp_path_factory.mktemp("control") / f"{name.replace(' ', '_')}.json"
         made.save(str(path))
         with warnings.catch_warnings():
-            # That the quick engine leaves some of them to the other is not what is tested.
+            # Ignore the warning that the fast engine leaves some files to the other one.
             warnings.simplefilter("ignore")
             out[name] = (ControlEncoder(open_tokenizer(path), path.read_bytes()), made)
     return out
 
 
-def test_sections_are_used_where_they_give_the_ids_of_the_whole(encoders):
+def test_sections_are_used_if_they_give_the_ids_of_the_whole(encoders):
     by_sections = {name: encoder.by_sections for name, (encoder, _) in encoders.items()}
     assert by_sections == {"bytes": True, "nfc": True, "metaspace always": True, "metaspace first": False}
 
@@ -83,7 +83,7 @@ PARTS = st.lists(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_whole_is_encoded_as_the_tokenizer_itself_does(encoders, name):
+def test_the_whole_is_encoded_like_the_tokenizer_itself_encodes_it(encoders, name):
     encoder, original = encoders[name]
     names = {token.content for token in TOKENS}
 
@@ -94,7 +94,7 @@ def test_the_whole_is_encoded_as_the_tokenizer_itself_does(encoders, name):
         ids, begins = encoder.encode_whole(parts, [part in names for part in parts])
         right = original.encode(text, add_special_tokens=False)
         assert ids.tolist() == right.ids == encoder.reference(text)
-        # Where an id begins is told in characters of the text, for what is text.
+        # For text, the start of an id is given in characters of the text.
         for begin, id, (start, _) in zip(begins.tolist(), right.ids, right.offsets, strict=True):
             if id not in encoder.ids.values():
                 assert begin == start
@@ -103,7 +103,7 @@ def test_the_whole_is_encoded_as_the_tokenizer_itself_does(encoders, name):
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "metaspace first"])
-def test_sections_between_control_tokens_give_the_same(encoders, name):
+def test_sections_between_control_tokens_give_the_same_ids(encoders, name):
     encoder, original = encoders[name]
     names = [token.content for token in TOKENS]
 
@@ -130,7 +130,7 @@ def test_the_name_of_a_control_token_in_a_text_is_text(encoders, name):
     assert not np.isin(encoder.tokenizer.encode_batch([text])[0], list(encoder.ids.values())).any()
 
 
-def test_how_many_bytes_an_id_stands_for(encoders):
+def test_byte_lengths_of_ids_match_their_pieces(encoders):
     encoder, _ = encoders["bytes"]
     for text in ("the fox", "Größe 漢字", ""):
         ids = encoder.tokenizer.encode_batch([text])[0]
@@ -142,7 +142,7 @@ def test_how_many_bytes_an_id_stands_for(encoders):
     [(None, {"single_word": True}), (normalizers.Prepend("a"), {"normalized": True})],
     ids=["single word", "prepended"],
 )
-def test_a_token_that_is_none_where_it_stands_is_text(tmp_path, normalizer, flags):
+def test_a_control_token_that_does_not_match_at_its_position_is_text(tmp_path, normalizer, flags):
     made = byte_level()
     made.normalizer = normalizer
     made.train_from_iterator(

@@ -1,4 +1,4 @@
-"""Text never becomes a control token, in any backend, not even in vocabularies made to fail."""
+"""Text never becomes a control token, in any backend, not even with vocabularies that are made to fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVERY_MARKER = {marker: marker for marker in MARKERS if marker != "<unk>"}
 
 
 def check_hostile(path: str | Path, *, lossless: bool = True, add_tokens: bool = True) -> Tokenizer:
-    """Opens it with every marker as a control token, and holds it against 10 000 messages made of them."""
+    """Open a tokenizer with every marker as a control token, and check it with 10,000 messages made of them."""
     tokenizer = open_tokenizer(path, control=EVERY_MARKER, add_tokens=add_tokens)
     texts = hostile_texts()
     ids, offsets = tokenizer.encode_batch(texts)
@@ -47,11 +47,11 @@ def check_hostile(path: str | Path, *, lossless: bool = True, add_tokens: bool =
 
 
 @pytest.mark.parametrize("path", ["bytes", DEEPSEEK, MISTRAL_V3, CL100K, TEKKEN], ids=lambda path: Path(path).name)
-def test_hostile_texts_yield_no_control_token_in_known_tokenizers(path):
+def test_hostile_texts_produce_no_control_token_in_known_tokenizers(path):
     check_hostile(path)
 
 
-def test_hostile_texts_yield_no_control_token_in_a_folder(folder):
+def test_hostile_texts_produce_no_control_token_in_a_folder(folder):
     check_hostile(folder)
 
 
@@ -108,14 +108,14 @@ def test_control_tokens_in_the_vocabulary_of_a_unigram_model_do_not_match(tmp_pa
     naive.save(str(path))
     assert naive.token_to_id("<|eot|>") in naive.encode("a<|eot|>").ids, "the file is not hostile"
 
-    with pytest.warns(UserWarning, match="fastokens refuses the file"):
+    with pytest.warns(UserWarning, match="fastokens cannot load the file"):
         tokenizer = check_hostile(path, lossless=False, add_tokens=False)
     assert list(tokenizer.special_token_ids().values()) == list(range(len(letters), len(vocab)))
     assert tokenizer.decode(tokenizer.encode("a<|eot|> b")) == "a<|eot|> b"
 
 
 @pytest.mark.parametrize("ignore_merges", [False, True])
-def test_merges_do_not_lead_to_a_control_token(ignore_merges, tmp_path):
+def test_merges_do_not_produce_a_control_token(ignore_merges, tmp_path):
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     steps = ["<|", "<|e", "<|eo", "<|eot", "<|eot|", "<|eot|>", "<|eot|>!"]
     vocab = {token: id for id, token in enumerate([*letters, *steps])}
@@ -133,20 +133,20 @@ def test_merges_do_not_lead_to_a_control_token(ignore_merges, tmp_path):
     assert tokenizer.encode("<|eot|>") == [vocab["<|eot|"], vocab[">"]]
 
 
-def test_a_word_of_the_vocabulary_that_is_special_becomes_unknown_in_text(tmp_path):
+def test_a_special_word_of_the_vocabulary_becomes_unknown_in_text(tmp_path):
     vocab = {"[UNK]": 0, "[CLS]": 1, "hello": 2}
     naive = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
     naive.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     naive.add_special_tokens(["[UNK]", "[CLS]"])
     path = tmp_path / "tokenizer.json"
     naive.save(str(path))
-    with pytest.warns(UserWarning, match="fastokens refuses the file"):
+    with pytest.warns(UserWarning, match="fastokens cannot load the file"):
         tokenizer = open_tokenizer(path, control={"cls": "[CLS]"})
     assert tokenizer.encode("[CLS] hello [UNK] [CLS]") == [0, 2, 0, 0]
     assert tokenizer.special_token_ids() == {"cls": 1}
 
 
-def test_special_tokens_and_markup_stay_out_of_text_though_no_format_names_them(tmp_path):
+def test_special_tokens_and_markup_never_come_from_text_even_if_no_format_uses_them(tmp_path):
     path = tmp_path / "hostile.model"
     path.write_bytes(sentencepiece_bytes("bpe", user_defined_symbols=["<think>"]))
     for place, tokens in [
@@ -164,7 +164,7 @@ def test_special_tokens_and_markup_stay_out_of_text_though_no_format_names_them(
 
 
 class Broken:
-    """A backend that yields control id 1 for every text with an x."""
+    """A backend that returns control id 1 for every text with an x."""
 
     engine = "broken"
     vocab_size = 2
@@ -183,9 +183,9 @@ class Broken:
         return b"a"
 
 
-def test_a_backend_that_fails_is_stopped_with_the_place_of_the_text():
+def test_a_backend_that_returns_a_control_token_is_stopped_with_the_index_of_the_text():
     tokenizer = Tokenizer(Broken(), name="broken", control={"eot": "<|eot|>"})
     assert tokenizer.encode_batch(["", "ab", "c"])[0].tolist() == [0, 0, 0]
     with pytest.raises(DataError) as caught:
         tokenizer.encode_batch(["ab", "", "cx", "x"])
-    assert str(caught.value) == "broken: text 2 of the batch became control token <|eot|>; leave the text out"
+    assert str(caught.value) == "broken: text 2 of the batch became control token <|eot|>; remove the text"

@@ -1,4 +1,4 @@
-"""The fast engines and `tokenizers` give the same ids, on two megabytes of everything, and on what they cut apart."""
+"""The fast engines and `tokenizers` give the same ids, on two megabytes of mixed text and on difficult characters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts() -> list[str]:
 def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, trained_json, monkeypatch):
     path: Path = {"trained": trained_json, "deepseek": DEEPSEEK, "anthropic": ANTHROPIC}[name]
     if not compiled:
-        # Without a warning (an error in these tests) the engine is fastokens then.
+        # Without a warning (an error in these tests), the engine is fastokens.
         monkeypatch.setattr("chatmill.tokenizer.byte_bpe._bpe", None)
     ids, offsets = open_tokenizer(path).encode_batch(texts)
 
@@ -54,7 +54,7 @@ def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, tr
 def ids_of_tokenizers(path: Path, texts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
     content = json.loads(path.read_text())
     for token in content["added_tokens"]:
-        # deepseek lists some markers as plain tokens, which would match text in the peer.
+        # deepseek lists some markers as plain tokens, which would match text in the reference.
         token["special"] = True
     peer = tokenizers.Tokenizer.from_str(json.dumps(content))
     peer.encode_special_tokens = True
@@ -78,13 +78,13 @@ def assert_equal_ids(backend: TokenizerJson, texts: list[str]) -> None:
         assert one.tolist() == other.tolist()
 
 
-def test_letters_that_fold_to_ascii_are_encoded_as_by_tokenizers(pairs):
-    # The first two showed that fastokens differs on its own.
+def test_letters_that_fold_to_ascii_are_encoded_like_in_tokenizers(pairs):
+    # On the first two, fastokens alone gives different ids.
     assert_equal_ids(pairs, ["a'\u017f'se", "\n\u180e.", "plain", *PROBE, "", "'\u017ft", "plain"])
 
 
 @given(texts=st.lists(st.text(st.sampled_from([*"aAsStTrReE'lL1 \n.", *FOLDING, "\u180e", "\u1e9b"])), max_size=5))
-def test_any_text_of_letters_that_fold_is_encoded_as_by_tokenizers(pairs, texts):
+def test_any_text_of_letters_that_fold_is_encoded_like_in_tokenizers(pairs, texts):
     assert_equal_ids(pairs, texts)
 
 

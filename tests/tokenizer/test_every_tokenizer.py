@@ -1,4 +1,4 @@
-"""What holds for every backend, held on small and on real tokenizers."""
+"""Properties of every backend, tested with small and with real tokenizers."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ TEXT = st.text() | st.text("ab <|>\n\té你😀", max_size=40)
 
 
 @pytest.mark.parametrize("name", [*SMALL, *REAL])
-def test_text_comes_back_as_it_was(name, request):
+def test_decoding_restores_the_text(name, request):
     tokenizer = opened("bytes" if name == "bytes" else REAL.get(name) or request.getfixturevalue(name))
 
     @settings(max_examples=150)
     @given(TEXT)
     def check(text: str) -> None:
         if is_sentencepiece(tokenizer):
-            # The character by which SentencePiece writes a space.
+            # The character that SentencePiece uses for a space.
             text = text.replace("▁", "_")
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -63,13 +63,13 @@ def test_the_pieces_of_a_text_are_its_bytes(tokenizer):
     for text in mixed_texts(5, 20_000):
         pieces = b"".join(tokenizer.piece(id) for id in tokenizer.encode(text))
         if is_sentencepiece(tokenizer):
-            # The first space is SentencePiece's own; its sign for a space cannot be told from one.
+            # SentencePiece adds the first space; its space character cannot be distinguished from a space.
             assert pieces == b" " + text.replace("▁", " ").encode()
         else:
             assert pieces == text.encode()
 
 
-def test_a_batch_is_its_texts_one_by_one(tokenizer):
+def test_a_batch_gives_the_same_ids_as_its_texts_one_by_one(tokenizer):
     texts = ["", "a", "", *mixed_texts(6, 20_000), "  ", "<|eot|>", ""]
     ids, offsets = tokenizer.encode_batch(texts)
     alone = [tokenizer.encode(text) for text in texts]
@@ -79,7 +79,7 @@ def test_a_batch_is_its_texts_one_by_one(tokenizer):
     assert offsets.tolist() == np.cumsum([0, *map(len, alone)]).tolist()
 
 
-def test_a_batch_of_nothing_is_nothing(tokenizer):
+def test_an_empty_batch_has_no_ids(tokenizer):
     ids, offsets = tokenizer.encode_batch([])
     assert (ids.tolist(), ids.dtype, offsets.tolist(), offsets.dtype) == ([], np.uint32, [0], np.int64)
 
@@ -92,7 +92,7 @@ def test_control_ids_decode_to_their_tokens_between_texts(tokenizer):
     assert tokenizer.piece(special["eot"]) == b"<|eot|>"
 
 
-def test_special_ids_are_those_of_the_format_and_lie_in_the_vocabulary(tokenizer):
+def test_special_ids_are_those_of_the_format_and_are_in_the_vocabulary(tokenizer):
     special = tokenizer.special_token_ids()
     assert list(special) == ["sys", "usr", "asst", "eot"]
     assert len(set(special.values())) == 4
@@ -100,7 +100,7 @@ def test_special_ids_are_those_of_the_format_and_lie_in_the_vocabulary(tokenizer
     assert tokenizer.control == PRIMER
 
 
-def test_the_hash_does_not_depend_on_where_the_file_lies(path, tmp_path):
+def test_the_hash_does_not_depend_on_the_location_of_the_file(path, tmp_path):
     if path == "bytes":
         assert open_tokenizer("bytes").sha256 == opened("bytes").sha256
         return
@@ -122,14 +122,14 @@ def test_different_tokenizers_have_different_hashes(trained_json, trained_model)
 def test_a_lone_surrogate_is_one_line(tokenizer, text, character):
     with pytest.raises(DataError) as caught:
         tokenizer.encode_batch(["fine", text])
-    expected = f"text 1 of the batch holds a lone surrogate {character}; expected valid Unicode"
+    expected = f"text 1 of the batch contains a lone surrogate {character}; expected valid Unicode"
     assert str(caught.value) == expected
 
 
-def test_ids_of_nobody_are_one_line(tokenizer):
+def test_ids_out_of_range_are_one_line(tokenizer):
     last = tokenizer.vocab_size - 1
     for id in (-1, tokenizer.vocab_size, 2**40):
-        expected = f"{tokenizer.name}: no token has id {id}; ids run from 0 to {last}"
+        expected = f"{tokenizer.name}: no token has id {id}; expected 0 to {last}"
         with pytest.raises(DataError) as caught:
             tokenizer.decode([0, id])
         assert str(caught.value) == expected
@@ -166,7 +166,7 @@ def test_bytes_are_their_own_ids():
     assert tokenizer.name == "bytes"
 
 
-def test_bytes_carry_the_control_tokens_of_all_presets_at_fixed_ids():
+def test_the_bytes_tokenizer_has_the_control_tokens_of_all_presets_at_fixed_ids():
     ngpt = [f"<|ngpt_{role}_84a5023f67d74cf29cc4001becde983c|>" for role in ("sys", "usr", "asst", "eot")]
     primer = ["<|sys|>", "<|usr|>", "<|asst|>", "<|eot|>"]
     post_training = ["<|SYSTEM|>", "<|USER|>", "<|ASSISTANT|>", "<|END|>", "<|EOS|>"]
@@ -176,7 +176,7 @@ def test_bytes_carry_the_control_tokens_of_all_presets_at_fixed_ids():
     assert tokenizer.decode(range(256, 271)) == "".join(tokens)
 
 
-def test_missing_control_tokens_are_named_together_with_the_flag(trained_json):
+def test_missing_control_tokens_are_listed_together_with_the_flag(trained_json):
     with pytest.raises(UsageError) as caught:
         open_tokenizer(trained_json, control={"start": "<|im_start|>", "sys": "<|sys|>", "eot": "<|im_end|>"})
     lacks = "the vocabulary lacks the control tokens <|im_start|> <|im_end|>; add them with --add-tokens"
@@ -194,7 +194,7 @@ def test_added_tokens_follow_the_vocabulary_in_the_order_of_the_format(path):
     assert tokenizer.encode("<|b|><|a|>") == plain.encode("<|b|><|a|>")
 
 
-def test_added_tokens_are_part_of_the_hash_only_where_they_were_missing(trained_json):
+def test_only_tokens_that_were_missing_change_the_hash(trained_json):
     plain = open_tokenizer(trained_json).sha256
     assert open_tokenizer(trained_json, control=PRIMER, add_tokens=True).sha256 == plain
     one = open_tokenizer(trained_json, control={"a": "<|a|>"}, add_tokens=True).sha256

@@ -1,8 +1,8 @@
-"""Words are cut where `tokenizers` cuts them, for each pattern, with SSE2 and with NEON, on any text.
+"""Words are split where `tokenizers` splits them, for each pattern, with SSE2 and NEON, on any text.
 
-`split_words.c` is compiled for this processor and, where a compiler and an emulator for it are installed
-(`gcc-x86-64-linux-gnu`, `qemu-user`), for x86-64. It ends with an error if 64 bytes at a time tell other words than one
-word at a time, on undefined operations, and on reads beyond the text.
+`split_words.c` is compiled for this processor and for x86-64, if a compiler and an emulator for it are installed
+(`gcc-x86-64-linux-gnu`, `qemu-user`). It exits with an error if both ways to find words (64 bytes or one word at a
+time) differ, on undefined behavior, and on reads past the text.
 """
 
 from __future__ import annotations
@@ -150,17 +150,17 @@ def test_every_short_text_of_a_tricky_alphabet(cut, section):
     )
 
 
-def test_ascii_texts_of_some_windows(cut, section):
+def test_ascii_texts_of_several_windows(cut, section):
     texts = random_texts(1, [piece for piece in TRICKY if piece.isascii()], 800, 200)
     assert_cut_as_by_tokenizers(cut, section, texts + random_texts(2, PIECES[:37], 800, 90))
 
 
-def test_texts_of_some_windows(cut, section):
+def test_texts_of_several_windows(cut, section):
     assert_cut_as_by_tokenizers(cut, section, random_texts(3, PIECES, 800, 90) + random_texts(4, TRICKY, 600, 200))
 
 
 def test_every_character_between_others(cut, section):
-    # Of the long runs of one class some are enough.
+    # A few of the long runs of one class are enough.
     numbers = [n for n in range(KNOWN) if n < 0x3400 or n % 31 == 0]
     characters = [chr(n) for n in numbers if not 0xD800 <= n < 0xE000 and chr(n) not in "ſ\u3040\u3097\u3098"]
     lines = [
@@ -170,7 +170,7 @@ def test_every_character_between_others(cut, section):
     assert_cut_as_by_tokenizers(cut, section, lines)
 
 
-def test_contractions_and_runs_at_every_place_of_a_window(cut, section):
+def test_contractions_and_runs_at_every_position_of_a_window(cut, section):
     pieces = [
         "'s",
         "'LL",
@@ -209,7 +209,7 @@ def test_any_texts(cut, section, texts):
     assert_cut_as_by_tokenizers(cut, section, [*texts, "", "a", "b"])
 
 
-def test_random_bytes_are_cut_or_left(cut):
+def test_random_bytes_are_split_or_skipped(cut):
     rng = random.Random(6)
     texts = [rng.randbytes(rng.randrange(300)) for _ in range(2000)]
     texts += [bytes(rng.choices(b"a 'sT\n/\x00\x80\xc3\xa9\xe4\xf0\xff1", k=rng.randrange(200))) for _ in range(3000)]
@@ -217,7 +217,7 @@ def test_random_bytes_are_cut_or_left(cut):
         assert ends is None or (ends or [0])[-1] == len(text)
 
 
-def test_other_patterns_are_not_taken_for_these(section):
+def test_other_patterns_are_not_mistaken_for_these(section):
     assert split_of(section) is not None
     changed = json.dumps(section, ensure_ascii=False)
     for old, new in (
@@ -231,7 +231,7 @@ def test_other_patterns_are_not_taken_for_these(section):
         assert split_of(other) is None
 
 
-def test_the_patterns_have_names_of_their_own():
+def test_the_patterns_have_unique_names():
     names = {name: split_of(section).pattern.name for name, section in SECTIONS.items()}  # type: ignore[union-attr]
     assert names == {"o200k": "O200K", "cl100k": "CL100K", "qwen2": "QWEN2", "qwen3.5": "QWEN2", "tekken": "TEKKEN",
                      "gpt2": "GPT2", "deepseek": "DEEPSEEK"}  # fmt: skip

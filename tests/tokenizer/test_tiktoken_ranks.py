@@ -1,4 +1,4 @@
-"""Rank files and tekken files: which pattern splits the text, and where the special tokens lie."""
+"""Rank files and tekken files: which pattern splits the text, and which ids the special tokens have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rank_lines(ranks: dict[bytes, int]) -> bytes:
         (O200K, "hello world", [24912, 2375], 199999),
     ],
 )
-def test_published_files_are_known_by_their_content(path, text, ids, end):
+def test_published_files_are_recognized_by_their_content(path, text, ids, end):
     tokenizer = open_tokenizer(path, control={"eot": "<|endoftext|>"})
     assert tokenizer.encode(text) == ids
     assert tokenizer.special_token_ids() == {"eot": end}
@@ -46,7 +46,7 @@ def test_a_file_of_unknown_origin_is_split_like_cl100k_with_a_warning(tmp_path):
     path = tmp_path / "tokenizer.model"
     ranks = {**BYTES, b"12": 256, b"34": 257, b"123": 258}
     path.write_bytes(rank_lines(ranks))
-    with pytest.warns(UserWarning, match="assumed the pattern of cl100k_base, as Llama 3 uses it") as caught:
+    with pytest.warns(UserWarning, match="assuming the pattern of cl100k_base, which Llama 3 uses") as caught:
         tokenizer = open_tokenizer(path)
     assert len(caught) == 1
     assert tokenizer.encode("1234") == [258, ord("4")]
@@ -66,7 +66,7 @@ def test_a_folder_gives_a_rank_file_its_special_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "system"), [(OLD_TEKKEN, "[SYSTEM_PROMPT]"), (TEKKEN, "<SPECIAL_20>")])
-def test_special_tokens_of_tekken_take_the_first_ids_and_ranks_follow(path, system):
+def test_special_tokens_of_tekken_have_the_first_ids_and_ranks_follow(path, system):
     content = json.loads(path.read_text())
     first = content["config"]["default_num_special_tokens"]
     tokenizer = open_tokenizer(path, control={"bos": "<s>", "eos": "</s>", "inst": "[INST]", "more": system})

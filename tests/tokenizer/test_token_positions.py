@@ -1,4 +1,4 @@
-"""Byte offsets to token positions: a token belongs to the side of a border on which it begins."""
+"""Byte offsets to token positions: a token belongs to the side of a border on which it starts."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ def positions(byte_lengths, start, stop, size, offset):
     return [column.tolist() for column in token_positions(byte_lengths, start, stop, size=size, offset=offset)]
 
 
-def test_a_token_across_a_border_belongs_to_the_side_on_which_it_begins():
-    # Hel|lo|wor|ld and Hel|low|or|ld, asked for 0, 5 and 10 bytes.
+def test_a_token_across_a_border_belongs_to_the_side_on_which_it_starts():
+    # Hel|lo|wor|ld and Hel|low|or|ld, at offsets 0, 5 and 10.
     assert positions([3, 2, 3, 2], [0] * 3, [4] * 3, [10] * 3, [0, 5, 10]) == [[0, 2, 4], [0, 0, 0], [1, 1, 1]]
     assert positions([3, 3, 2, 2], [0] * 3, [4] * 3, [10] * 3, [0, 5, 10]) == [[0, 2, 4], [0, 1, 0], [1, 1, 1]]
 
 
-def test_offsets_count_from_the_end_where_the_tokenizer_puts_a_space_in_front():
+def test_offsets_count_from_the_end_if_the_tokenizer_adds_a_space_in_front():
     assert positions([9, 3, 2, 4], [1], [4], [8], [4]) == [[3], [0], [1]]
 
 
-def test_a_text_that_its_tokens_do_not_spell_has_no_exact_borders():
+def test_a_text_that_differs_from_its_tokens_has_no_exact_borders():
     assert positions([3, 2], [0, 0], [2, 2], [7, 3], [3, 1])[2] == [False, False]
 
 
-def test_positions_stay_inside_of_their_text():
+def test_positions_stay_inside_their_text():
     position, _, _ = positions([2, 2, 2], [1], [2], [2], [9])
     assert position == [2]
 
 
 @given(st.data())
-def test_positions_are_those_of_a_walk_over_the_tokens(data):
+def test_positions_match_a_walk_over_the_tokens(data):
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=60))
     ranges = data.draw(st.lists(st.tuples(*[st.integers(0, len(lengths))] * 2).map(sorted), min_size=1, max_size=6))
     start, stop = ([each[side] for each in ranges] for side in (0, 1))

@@ -1,4 +1,4 @@
-"""The last guard: even a backend that breaks its promise cannot let a control token out of a text."""
+"""The last check: even a faulty backend cannot produce a control token from text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatmill.tokenizer.tokenizer import Tokenizer
 
 
 class Leaky:
-    """Every character is its code point, control tokens included."""
+    """The id of every character is its code point, including those of control tokens."""
 
     engine = "fixed"
     vocab_size = 128

@@ -1,4 +1,4 @@
-"""What a tokenizer.json may hold beside its model, and which engine reads it."""
+"""Parts of a tokenizer.json other than its model, and which engine reads it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_dropout_is_ignored(trained, trained_json, tmp_path):
     assert open_tokenizer(path).encode("the house " * 9) == open_tokenizer(trained_json).encode("the house " * 9)
 
 
-def test_plain_added_tokens_match_and_keep_their_ids_when_those_before_them_go(trained, tmp_path):
+def test_plain_added_tokens_match_and_keep_their_ids_if_tokens_before_them_are_removed(trained, tmp_path):
     content = json.loads(trained)
     end = len(content["model"]["vocab"])
     more = [
@@ -73,7 +73,7 @@ def test_a_plain_added_token_can_be_a_control_token_of_the_format(trained, tmp_p
     assert end not in tokenizer.encode("STOP")
 
 
-def test_an_end_token_that_is_also_named_unknown_can_be_a_control_token(trained, tmp_path):
+def test_an_end_token_that_is_also_the_unknown_token_can_be_a_control_token(trained, tmp_path):
     model = {**json.loads(trained)["model"], "unk_token": "<|eot|>"}
     path = edited(trained, tmp_path / "tokenizer.json", model=model)
     tokenizer = open_tokenizer(path, control=PRIMER)
@@ -81,7 +81,7 @@ def test_an_end_token_that_is_also_named_unknown_can_be_a_control_token(trained,
     assert tokenizer.decode(tokenizer.encode("<|eot|>\x00é")) == "<|eot|>\x00é"
 
 
-def test_a_prefix_space_is_added_as_the_file_says(trained, tmp_path):
+def test_a_prefix_space_is_added_as_the_file_specifies(trained, tmp_path):
     before = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     path = edited(trained, tmp_path / "tokenizer.json", pre_tokenizer=before)
     tokenizer = open_tokenizer(path)
@@ -89,7 +89,7 @@ def test_a_prefix_space_is_added_as_the_file_says(trained, tmp_path):
     assert b"".join(map(tokenizer.piece, tokenizer.encode("house"))) == b" house"
 
 
-def test_text_is_normalized_as_the_file_says():
+def test_text_is_normalized_as_the_file_specifies():
     tokenizer = open_tokenizer(ANTHROPIC)
     assert tokenizer.encode("ﬁ ① ｆｕｌｌ") == tokenizer.encode("fi 1 full")
     assert tokenizer.decode(tokenizer.encode("ﬁ ① ｆｕｌｌ")) == "fi 1 full"
@@ -109,15 +109,15 @@ def metaspace_file(path: Any) -> Any:
     return path
 
 
-def test_a_file_that_fastokens_refuses_is_read_by_tokenizers_with_one_warning(tmp_path):
+def test_a_file_that_fastokens_cannot_load_is_read_by_tokenizers_with_one_warning(tmp_path):
     path = metaspace_file(tmp_path / "tokenizer.json")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tokenizer = open_tokenizer(path)
     assert len(caught) == 1
     line = str(caught[0].message)
-    assert line.startswith(f"{path}: fastokens refuses the file (ValueError: ")
-    assert line.endswith("; tokenizers encodes instead: the same ids as ever, only slower")
+    assert line.startswith(f"{path}: fastokens cannot load the file (ValueError: ")
+    assert line.endswith("; using tokenizers instead, which is slower but gives the same ids")
     assert "\n" not in line
     texts = ["hi", "", "hi é"]
     ids, offsets = tokenizer.encode_batch(texts)
@@ -141,7 +141,9 @@ def test_a_file_on_which_fastokens_differs_is_read_by_tokenizers_with_one_warnin
             return self.engine.encode_batch_flat(changed, split_special_tokens=split_special_tokens)
 
     monkeypatch.setattr(fastokens, "Tokenizer", type("Tokenizer", (), {"from_json_str": Other}))
-    with pytest.warns(UserWarning, match="fastokens gives other ids on a probe; tokenizers encodes instead") as caught:
+    with pytest.warns(
+        UserWarning, match="fastokens returns different ids on a probe; using tokenizers instead"
+    ) as caught:
         tokenizer = open_tokenizer(trained_json)
     assert len(caught) == 1
     assert tokenizer.encode("Hello") == expected

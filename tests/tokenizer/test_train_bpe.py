@@ -1,4 +1,4 @@
-"""A tokenizer trained here: control tokens first, every text encodable, the same bytes every time."""
+"""A tokenizer trained by chatmill: control tokens first, every text can be encoded, the same bytes every time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chatmill.tokenizer import open_tokenizer, train_bpe
 CONTROL = list(PRIMER.values())
 
 
-def test_control_tokens_have_the_first_ids_and_the_size_is_as_asked(trained_json):
-    # A fallback to the slower engine would be a warning, and so an error here.
+def test_control_tokens_have_the_first_ids_and_the_size_is_as_requested(trained_json):
+    # A fallback to the slower engine would be a warning, which is an error here.
     tokenizer = open_tokenizer(trained_json, control=PRIMER)
     assert tokenizer.special_token_ids() == {"sys": 0, "usr": 1, "asst": 2, "eot": 3}
     assert tokenizer.vocab_size == 1000
@@ -31,7 +31,7 @@ def test_merges_are_learned_from_the_texts(tmp_path):
     assert [tokenizer.piece(id) for id in tokenizer.encode("hey hey")] == [b"hey", b" hey"]
 
 
-def test_any_text_can_be_encoded_though_none_was_seen(tmp_path):
+def test_any_text_can_be_encoded_even_if_training_saw_none(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(train_bpe([], vocab_size=260, control=CONTROL))
     tokenizer = open_tokenizer(path, control=PRIMER)
@@ -40,7 +40,7 @@ def test_any_text_can_be_encoded_though_none_was_seen(tmp_path):
     assert tokenizer.vocab_size == 260
 
 
-def test_a_control_token_that_is_a_word_of_the_texts_stays_out_of_them(tmp_path):
+def test_a_control_token_that_is_a_word_of_the_texts_never_comes_from_text(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(train_bpe(["stop stop"] * 9, vocab_size=400, control=["stop"]))
     tokenizer = open_tokenizer(path, control={"eot": "stop"})
@@ -49,10 +49,10 @@ def test_a_control_token_that_is_a_word_of_the_texts_stays_out_of_them(tmp_path)
     assert tokenizer.decode(tokenizer.encode("stop stop")) == "stop stop"
 
 
-def test_a_vocabulary_too_small_is_an_error_that_says_how_large():
+def test_a_too_small_vocabulary_is_an_error_with_the_minimum():
     with pytest.raises(UsageError) as caught:
         train_bpe([], vocab_size=259, control=[*CONTROL, "<|eot|>"])
-    line = "--vocab-size 259 is too small for 256 bytes and 4 control tokens; give at least 260"
+    line = "--vocab-size 259 is too small for 256 bytes and 4 control tokens; expected at least 260"
     assert str(caught.value) == line
 
 
@@ -63,7 +63,7 @@ def test_progress_counts_the_texts_read():
     assert json.loads(content)["model"]["type"] == "BPE"
 
 
-def test_an_error_of_the_reader_comes_through_unchanged():
+def test_an_error_of_the_reader_is_raised_unchanged():
     def texts():
         yield "fine"
         raise DataError("chat.jsonl:2: invalid JSON; mend it")
@@ -76,4 +76,4 @@ def test_an_error_of_the_reader_comes_through_unchanged():
 def test_a_lone_surrogate_is_one_line():
     with pytest.raises(DataError) as caught:
         train_bpe(["fine", "a\ud800"], vocab_size=300, control=[])
-    assert str(caught.value) == "text 2 holds a lone surrogate at character 1; expected valid Unicode"
+    assert str(caught.value) == "text 2 contains a lone surrogate at character 1; expected valid Unicode"

@@ -1,4 +1,4 @@
-"""What the tokenizer tests are made of: real files, small trained ones, and seeded texts."""
+"""Fixtures for the tokenizer tests: real files, small trained ones, and seeded texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ open_once = cache(open_tokenizer)
 
 
 def package_file(package: str, path: str) -> Path:
-    """A data file of an installed package, which is not imported: some lack their dependencies here."""
+    """Return a data file of an installed package without importing it: some lack their dependencies here."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations, f"{package} is not installed"
     found = [Path(root) / path for root in spec.submodule_search_locations if (Path(root) / path).exists()]
@@ -75,7 +75,7 @@ MARKERS = (
 
 
 def mixed_texts(seed: int, size: int) -> list[str]:
-    """Texts of at least `size` bytes together: languages, code, emoji, whitespace, control strings, any Unicode."""
+    """Return at least `size` bytes of texts: languages, code, emoji, whitespace, control strings, any Unicode."""
     rng = random.Random(seed)
     words = [word for line in _WORDS.values() for word in line.split()]
 
@@ -103,7 +103,7 @@ def mixed_texts(seed: int, size: int) -> list[str]:
 
 
 def hostile_texts(count: int = 10_000) -> list[str]:
-    """Messages made of control tokens, halves of them, and whitespace."""
+    """Return messages made of control tokens, halves of them, and whitespace."""
     rng = random.Random(3)
 
     def piece() -> str:
@@ -119,7 +119,7 @@ def training_texts(count: int = 400) -> Iterator[str]:
 
 
 def sentencepiece_bytes(kind: str, **options: Any) -> bytes:
-    """A small SentencePiece model that writes every text: bytes stand in for what it does not know."""
+    """Train a small SentencePiece model with byte fallback, so that it can encode every text."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in training_texts() for line in text.split("\n") if line.strip()),
@@ -143,7 +143,7 @@ def added(id: int, content: str, *, special: bool) -> dict[str, Any]:
 
 
 def edited(raw: bytes, path: Path, **sections: Any) -> Path:
-    """A tokenizer.json with some sections replaced, written to `path`."""
+    """Write a tokenizer.json with some sections replaced to `path`."""
     path.write_text(json.dumps({**json.loads(raw), **sections}))
     return path
 
@@ -162,14 +162,14 @@ PATTERNS: dict[str, str | None] = {
     "tekken": rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}" + _OTHERS % "/",
     "gpt2": None,
 }
-"""How families of models cut words: a regular expression, or None for the one of GPT-2 in `ByteLevel`."""
+"""How families of models split words: a regular expression, or None for that of GPT-2 in `ByteLevel`."""
 
 
 _MERGED = "aAsStTrRvVeEmMlLdD0129 \n\r\t.,'/"
 
 
 def tokenizer_of_pairs(pre_tokenizer: Any, *, normalizer: str | None = None) -> bytes:
-    """A tokenizer.json that merges most pairs of bytes: wherever two engines cut a word differently, ids differ."""
+    """Return a tokenizer.json that merges most byte pairs, so ids differ if two engines split words differently."""
     alphabet = list(byte_alphabet())
     merged = [letter for letter, byte in byte_alphabet().items() if 0x80 <= byte < 0xF5 or chr(byte) in _MERGED]
     merges = [[one, other] for one in merged for other in merged]

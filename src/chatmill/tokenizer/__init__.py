@@ -1,10 +1,10 @@
-"""Tokenizers: text to ids and back, with control tokens kept apart from text.
+"""Tokenizers: encode text to ids and back; text never becomes a control token.
 
 Tokenizer           a vocabulary with the control tokens of a format; open_tokenizer opens one
 MissingTokensError  the vocabulary lacks control tokens of the format
 TextTokenizer       the protocol that the documented functions accept
 TextColumns         many texts in one buffer
-train_bpe           train a byte-level BPE
+train_bpe           trains a byte-level BPE tokenizer
 """
 
 from chatmill.tokenizer.backend import TextColumns, TextTokenizer

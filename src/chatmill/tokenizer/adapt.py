@@ -1,7 +1,7 @@
-"""Tokenizers of `tokenizers` and `transformers`, as objects, for the documented functions.
+"""Accept tokenizer objects of `tokenizers` and `transformers` in the documented functions.
 
-A text never becomes a control token, and no token is added to it: of a fast tokenizer the same vocabulary is opened as
-from a file; of a slow one, which is Python code, what it returns is checked.
+Text never becomes a control token, and no token is added to it. The vocabulary of a fast tokenizer is opened like a
+file; for a slow tokenizer, which is Python code, the returned ids are checked.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _EXPECTED = (
 )
 _MAX_OPENED = 8
 _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()
-"""Cache of opened tokenizers, since opening takes a second. It keeps the objects alive, so their ids stay unique."""
+"""Cache of opened tokenizers, because opening takes a second. It keeps the objects alive, so that `id` stays unique."""
 
 
 def text_tokenizer(tokenizer: Any, *families: Mapping[str, str]) -> TextTokenizer:
-    """A tokenizer of any library with `encode` and `special_token_ids`.
+    """Wrap a tokenizer of any library as an object with `encode` and `special_token_ids`.
 
     `families` are sets of control tokens by key; the first set that the tokenizer has completely is used.
     """
@@ -60,8 +60,8 @@ def _family(name: str, families: tuple[Mapping[str, str], ...], known: Mapping[s
 
 
 def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer:
-    """The vocabulary of a `tokenizers.Tokenizer`, opened once unless it was changed since."""
-    # Its engines take a moment to import.
+    """Open the vocabulary of a `tokenizers.Tokenizer`; cached until the tokenizer changes."""
+    # Imported here because it is slow to import.
     from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
     parts = (repr(engine.normalizer), repr(engine.pre_tokenizer))
@@ -77,7 +77,7 @@ def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer
 
 
 class _SlowTokenizer:
-    """A tokenizer of transformers in Python."""
+    """A slow (pure Python) tokenizer of transformers."""
 
     def __init__(self, name: str, tokenizer: Any, control: Mapping[str, str]) -> None:
         self._name, self._tokenizer = name, tokenizer
@@ -90,12 +90,12 @@ class _SlowTokenizer:
         return dict(self._special)
 
     def encode(self, text: str) -> list[int]:
-        with faults_of(self._name, "a text could not be encoded", "leave it out"):
+        with faults_of(self._name, "a text could not be encoded", "remove it"):
             ids = list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
             if not self._never.isdisjoint(ids) and _has(self._tokenizer, "_tokenize"):
-                # A text that is nothing but a special token is taken for it.
+                # A text that equals a special token is encoded as that token.
                 ids = list(self._tokenizer.convert_tokens_to_ids(self._tokenizer._tokenize(text)))
         if not self._never.isdisjoint(ids):
-            what = f'the tokenizer, a {self._name}, makes a control token of the text "{one_line(text, 60)}"'
-            raise DataError(f"{what}; use a fast one, or leave the text out")
+            what = f'the tokenizer, a {self._name}, encodes the text "{one_line(text, 60)}" as a control token'
+            raise DataError(f"{what}; use a fast tokenizer, or remove the text")
         return ids

@@ -1,7 +1,7 @@
-"""The `Backend` protocol: what each kind of tokenizer file implements.
+"""The `Backend` protocol: the interface of each kind of tokenizer file.
 
-A backend encodes text only. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
-is enforced in one place for all backends. The built-in backend `bytes` is here too.
+A backend only encodes text. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
+is enforced in one place for all backends. The built-in backend `bytes` is defined here too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Offsets = NDArray[np.int64]
 class TextColumns(Sequence[str]):
     """Texts in one buffer: before[kind] + data[start:stop] + after[kind], in UTF-8.
 
-    The compiled engine encodes them without making strings; for other engines they are a sequence of strings.
+    The compiled engine encodes them without creating strings; other engines see a sequence of strings.
     """
 
     data: bytes
@@ -44,7 +44,7 @@ class TextColumns(Sequence[str]):
         return map(bytes.decode, self.encoded())
 
     def encoded(self) -> Iterator[bytes]:
-        """The texts in UTF-8."""
+        """Yield the texts in UTF-8."""
         data, before, after = self.data, self.before, self.after
         for kind, start, stop in zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True):
             yield before[kind] + data[start:stop] + after[kind]
@@ -69,7 +69,7 @@ class TextTokenizer(Protocol):
 
 
 class Backend(Protocol):
-    """One kind of tokenizer file: text to ids, never to the id of a control token."""
+    """One kind of tokenizer file; encodes text to ids, but never to the id of a control token."""
 
     @property
     def engine(self) -> str:
@@ -83,16 +83,16 @@ class Backend(Protocol):
 
     @property
     def control(self) -> Mapping[str, int]:
-        """The control tokens with their ids."""
+        """Ids of the control tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """The ids of all texts, concatenated, and len(texts)+1 offsets into them."""
+        """Return the concatenated ids of all texts, and len(texts)+1 offsets into them."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids that hold no control token."""
+        """Decode ids that contain no control token."""
 
     def piece(self, id: int) -> bytes:
-        """The bytes that an id stands for; `KeyError` if no token has this id."""
+        """Return the bytes of a token; raise `KeyError` if no token has this id."""
 
 
 def is_markup(token: str) -> bool:
@@ -101,17 +101,18 @@ def is_markup(token: str) -> bool:
 
 
 def aliases(control: Mapping[str, int]) -> dict[str, str]:
-    """For each control token a name that no text can contain.
+    """Return, for each control token, a name that no text can contain.
 
-    Removing a token from a vocabulary would renumber those after it; renamed, it keeps its id and never matches text.
-    The secret is new in every process, so no message can contain it; no id depends on it. No alias begins with another.
+    Removing a token from a vocabulary would renumber the tokens after it; a renamed token keeps its id and never
+    matches text. The secret is new in every process, so no message can contain it, and no id depends on it. No alias
+    is a prefix of another.
     """
     secret = secrets.token_hex(16)
     return {token: f"\U0010ffff{secret}:{id}\U0010ffff" for token, id in control.items()}
 
 
 def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
-    """The ids of several texts concatenated, and their offsets.
+    """Concatenate the ids of several texts; also return their offsets.
 
     [7 8] [] [9]  ->  [7 8 9], [0 2 2 3]
     """
@@ -127,7 +128,7 @@ def faults_of(place: str, what: str, right: str) -> Iterator[None]:
     except (ChatmillError, MemoryError):
         raise
     except BaseException as error:
-        # A panic in Rust is a BaseException of a type that cannot be imported.
+        # A Rust panic is a BaseException whose type cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         message = one_line(f"{type(error).__name__}: {error}", 160)
@@ -170,9 +171,9 @@ class ByteLevel:
 FOLDING = "\u00df\u0130\u0131\u0149\u017f\u01f0\u1e96\u1e97\u1e98\u1e99\u1e9a\u1e9e\u212a" + "".join(
     map(chr, range(0xFB00, 0xFB07))
 )
-"""All characters beyond ASCII whose lower or upper case has an ASCII letter, which they may match without case."""
+"""All non-ASCII characters whose lower or upper case contains an ASCII letter, so that they match it ignoring case."""
 _SPACES = "\x00\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u180e\u2000\u200a\u200b\u2028\u2029\u202f\u205f\u2060\u3000\ufeff"
-# One character or two of each general category.
+# One or two characters of each general category.
 _CATEGORIES = (
     "\u01c5\u02b0\u0300\u0903\u20dd\u0661\u0967\uff11\u2160\u3007\u00b2\u0bf0\u203f\u2014\u2045\u2046\u00ab\u00bb\u00a7\u2212\u20ac"
     "\u02c6\u2117\u00ad\u200d\ue000\u0378\u1100\u1161\u11a8\uac00\u4e00\u0e01\u0e31\u1c80\u13a0\uab70\u10d0"
@@ -181,7 +182,7 @@ _CATEGORIES = (
 
 
 def _contractions(letter: str) -> str:
-    """A letter in and around all contractions that patterns split off, after letters, digits, spaces and line ends."""
+    """Return a letter in and around all contractions of patterns, after letters, digits, spaces and newlines."""
     words = [f"'{word}" for word in ("s", "t", "re", "ve", "m", "ll", "d")]
     words += [word.upper() for word in words] + ["'Re", "'vE", "'lL"]
     replaced = {word[:n] + letter + word[n + 1 :] for word in words for n in range(1, len(word))}
@@ -190,7 +191,7 @@ def _contractions(letter: str) -> str:
 
 
 def _between(letter: str) -> str:
-    """A character between characters of every class that patterns tell apart."""
+    """Return a character between characters of every class that patterns distinguish."""
     others = ("a", "A", "1", " ", "\n", ".", letter)
     return "".join(before + letter + after for before in others for after in others)
 

@@ -1,7 +1,7 @@
 """Byte-level BPE in C, for tokenizer.json files that split words with a pattern of `split_pattern`.
 
-Texts with a very long word, a rare character or an added token are left to a fallback engine. There is no such engine
-where the C was not compiled, or for other kinds of files.
+Texts with a very long word, a rare character or an added token are passed to a fallback engine. The C engine is not
+available if it was not compiled, or for other kinds of files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ except ImportError:  # pragma: no cover
 Encode = Callable[[Sequence[str]], tuple[Ids, Offsets]]
 
 MAX_MERGES = 2**22
-"""Ranks of merges share 32 bits with positions in a word."""
+"""Merge ranks share 32 bits with positions in a word."""
 
 
 class ByteBpe:
-    """The engine of one `tokenizer.json` without control tokens; `fallback` encodes the texts that it leaves."""
+    """The engine of one `tokenizer.json` without control tokens; `fallback` encodes the texts that it skips."""
 
     def __init__(self, normalize: Callable[[str], str], fallback: Encode, **columns: Any) -> None:
         self.columns = columns
@@ -47,7 +47,7 @@ class ByteBpe:
         return with_left(encoded, texts, self._normalized)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes] | None:
-        """The bytes that each id stands for; None if one of them is no token of bytes."""
+        """Return the bytes of each id; None if one of them is not a byte-level token."""
         numbers, places, vocabulary = self._spelling
         at = numbers.searchsorted(ids)
         if not np.array_equal(numbers.take(at, mode="clip"), ids):
@@ -55,12 +55,12 @@ class ByteBpe:
         return [bytes(vocabulary[start:stop]) for start, stop in places[at].tolist()]
 
     def byte_lengths(self) -> tuple[Ids, NDArray[np.int64]]:
-        """All ids, and how many bytes each stands for."""
+        """Return all ids and their lengths in bytes."""
         return np.frombuffer(self.columns["numbers"], "u4"), np.diff(np.frombuffer(self.columns["places"], "i8"))
 
     @cached_property
     def _spelling(self) -> tuple[Ids, NDArray[np.int64], memoryview]:
-        """The ids in order, and where the bytes of each begin and end in the vocabulary."""
+        """Sorted ids, the start and end of their bytes in the vocabulary, and the vocabulary."""
         numbers, places = (
             np.frombuffer(self.columns[name], kind) for name, kind in (("numbers", "u4"), ("places", "i8"))
         )
@@ -79,7 +79,7 @@ class ByteBpe:
 def with_left(
     encoded: tuple[bytes, bytes, list[int]], texts: Sequence[str], encode_left: Encode
 ) -> tuple[Ids, Offsets]:
-    """Ids and offsets of all texts; those that the encoder has left are encoded by `encode_left`."""
+    """Return ids and offsets of all texts; encode the texts that the encoder skipped with `encode_left`."""
     ids, offsets, left = np.frombuffer(encoded[0], np.uint32), np.frombuffer(encoded[1], np.int64), encoded[2]
     if not left:
         return ids, offsets
@@ -95,13 +95,13 @@ def with_left(
 
 
 def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -> ByteBpe | None:
-    """The engine for a `tokenizer.json` without control tokens, or None if it is of another kind."""
+    """Return the engine for a `tokenizer.json` without control tokens; None if it is of another kind."""
     split = split_of(content.get("pre_tokenizer"))
     normalizer = content.get("normalizer") or {}
     nfc = normalizer.get("type") == "NFC"
     known = nfc or normalizer in ({}, {"type": "Sequence", "normalizers": []})
     added = [token["content"] for token in content["added_tokens"]]
-    # Normalizing may make an added token or take one apart.
+    # Normalization may create an added token or break one.
     if _bpe is None or split is None or not known or (nfc and added):
         return None
     model = content["model"]
@@ -112,7 +112,7 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
     vocab, alphabet = model["vocab"], byte_alphabet()
     merges = pairs(model["merges"])
     twice = len({tuple(merge) for merge in merges}) < len(merges) or len({*vocab.values()}) < len(vocab)
-    # Merges that are lines of text may be comments.
+    # Merges given as lines of text may be comments.
     comments = any(isinstance(merge, str) and merge.startswith("#version") for merge in model["merges"])
     if not vocab.keys() >= alphabet.keys() or twice or comments or len(merges) >= MAX_MERGES:
         return None
@@ -135,14 +135,14 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
 
 
 def engine_file() -> Path | None:
-    """The file of the engine in C, if it was compiled."""
+    """Return the file of the C engine; None if it is not compiled."""
     return Path(_bpe.__file__) if _bpe is not None and _bpe.__file__ else None
 
 
 def _added(tokens: Iterable[str]) -> bytes:
-    """The added tokens for the encoder: each behind a byte with its size, or its beginning if it is longer.
+    """Encode the added tokens for the C encoder: a byte with the size, then the token (its start if it is too long).
 
-    Tokens with a character beyond KNOWN are left out: texts with one are left anyway. Aliases are such tokens.
+    Tokens with a character above KNOWN, such as aliases, are omitted: texts that contain one are skipped anyway.
     """
     written = [token.encode()[:255] for token in tokens if max(map(ord, token)) < KNOWN]
     return b"".join(bytes([len(token)]) + token for token in written)

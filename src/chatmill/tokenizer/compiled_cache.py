@@ -1,16 +1,17 @@
-"""The cache of compiled tokenizers: what the engine in C is made of, for a tokenizer.json and its control tokens.
+"""Cache of compiled tokenizers: the input of the C engine for a tokenizer.json and its control tokens.
 
-It also remembers whether two ways to encode agreed on the probe, which takes as long to find out.
+It also stores whether two ways to encode agree on the probe, which takes as long to find out.
 
     <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
 
     sha256 of all that follows | size of the header | header, as JSON | the buffers, one after the other
 
-The key is a hash of all that decides the content: the tokenizer.json, the control tokens, the code that compiles it,
-and the libraries whose ids and classes of characters it relies on. It stands in the header too, so that no file is
-taken for another. A file that is damaged, of another user, or that others may write to is never used: it is made again.
+The key is a hash of everything that determines the content: the tokenizer.json, the control tokens, the code that
+compiles it, and the libraries whose ids and character classes it relies on. The header contains the key too, so that
+one file is never mistaken for another. A file is never used, but created again, if it is damaged, belongs to another
+user, or is writable by others.
 
-Without the cache everything works the same, only slower; so an error of the system means that there is none.
+Without the cache everything works the same, only slower, so system errors disable it for the call.
 $CHATMILL_TOKENIZER_CACHE=0 turns it off.
 """
 
@@ -40,9 +41,9 @@ from chatmill.tokenizer.tokenizer_json import Compiled
 SWITCH = "CHATMILL_TOKENIZER_CACHE"
 PART = "tokenizers"
 LIMIT = 1 << 28
-"""Bytes of a file; the largest vocabularies in use take a twentieth of it."""
+"""Maximum size of a file in bytes; the largest vocabularies in use need a twentieth of it."""
 MOST_FILES = 32
-"""Files that are kept: those that were used last."""
+"""Maximum number of files; the most recently used ones are kept."""
 _HASH, _SIZE = 32, 8
 
 
@@ -54,11 +55,11 @@ class _Header(msgspec.Struct):
     byte_decoder: bool
     numbers: dict[str, int]
     buffers: dict[str, int]
-    """The size of each, in their order."""
+    """Size of each buffer, in order."""
 
 
 def cache_key(raw: bytes, *about: object) -> str | None:
-    """The key of what is made of a tokenizer.json and of `about`, which JSON can hold; None if there is no cache."""
+    """Return the cache key for a tokenizer.json and `about`, which must be JSON values; None without a cache."""
     engine = engine_file()
     if engine is None or os.environ.get(SWITCH) == "0":
         return None
@@ -73,7 +74,7 @@ def cache_key(raw: bytes, *about: object) -> str | None:
 
 @cache
 def _code(engine: Path) -> str:
-    """A hash of the code that compiles tokenizers, and of the engine that was held against the probe."""
+    """Hash the code that compiles tokenizers and the engine that was compared on the probe."""
     digest = hashlib.sha256()
     for path in [*sorted(Path(__file__).parent.glob("*.py")), engine]:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -81,18 +82,18 @@ def _code(engine: Path) -> str:
 
 
 def read_compiled(key: str) -> Compiled | None:
-    """The compiled tokenizer with this key, if the cache has it whole."""
+    """Return the compiled tokenizer with this key; None if the cache does not have it intact."""
     content = _read(key)
     return None if content is None else _decoded(key, content)
 
 
 def write_compiled(key: str, compiled: Compiled) -> None:
-    """Keep a compiled tokenizer."""
+    """Store a compiled tokenizer."""
     _write(key, _encoded(key, compiled))
 
 
 def remembered(key: str | None, find: Callable[[], bool]) -> bool:
-    """The answer of `find`, from the cache if it was found before; without a key it is always found anew."""
+    """Return the result of `find`, from the cache if possible; without a key, `find` is always called."""
     answers = {} if key is None else {_answer(key, value): value for value in (False, True)}
     if key is not None and (content := _read(key)) is not None and bytes(content) in answers:
         return answers[bytes(content)]
@@ -110,7 +111,7 @@ def _answer(key: str, value: bool) -> bytes:
 
 
 def _read(key: str) -> memoryview | None:
-    """The content of a file, if it is what was written."""
+    """Return the content of a file; None if it is missing or damaged."""
     with suppress(OSError, UsageError):
         path = _folder() / key
         data = _own_bytes(path)
@@ -122,7 +123,7 @@ def _read(key: str) -> memoryview | None:
 
 
 def _write(key: str, content: bytes) -> None:
-    """Write a file, which appears whole or not at all; the ones that were not used for longest make room for it."""
+    """Write a file atomically, and remove the least recently used ones."""
     with suppress(OSError, UsageError):
         folder = _folder()
         fd, name = tempfile.mkstemp(dir=folder)
@@ -143,7 +144,7 @@ def _folder() -> Path:
 
 
 def _own_bytes(path: Path) -> bytes | None:
-    """The bytes of a plain file that this user alone can write to."""
+    """Return the bytes of a regular file that only this user can write to; None for any other file."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)

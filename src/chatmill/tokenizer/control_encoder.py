@@ -1,10 +1,10 @@
-"""Texts with control tokens, encoded to the ids that Hugging Face `tokenizers` gives for the whole text.
+"""Encode texts with control tokens to the ids that Hugging Face `tokenizers` returns for the whole text.
 
-Text tokens are control tokens that may come from text too: added tokens that are not special, such as `<think>`.
+Text tokens are control tokens that may also come from text: added tokens that are not special, such as `<think>`.
 
-By sections: the text between two control tokens is encoded alone, by the fast engine. As a whole: `tokenizers` encodes
+By sections: the fast engine encodes the text between two control tokens separately. As a whole: `tokenizers` encodes
 everything at once, with aliases for the control tokens that no text can contain. Sections are used if they give the
-same ids on a probe. The whole always does, is slower, and gives the offset of each token.
+same ids on a probe. Encoding as a whole is always exact and also gives the offset of each token, but it is slower.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from chatmill.tokenizer.isolate_control import Json, isolate_control, kinds
 from chatmill.tokenizer.tokenizer import Tokenizer, token_positions
 
 SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""The whitespace that lstrip and rstrip added tokens remove: Unicode's, which differs from Python's."""
-_EXPECTED = "expected a tokenizer.json as Hugging Face tokenizers writes it"
+"""Whitespace that lstrip and rstrip added tokens remove: that of Unicode, which differs from Python's."""
+_EXPECTED = "expected a tokenizer.json of Hugging Face tokenizers"
 
 
 MAX_COMPARED = 2**9
-"""Characters of a token that is compared with others: the work grows with the square of it."""
+"""Maximum length of a token that is compared with others; the work is quadratic in it."""
 UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
-"""Normalizers that leave ASCII as it is."""
+"""Normalizers that leave ASCII unchanged."""
 
 
 class _AddedTokens(msgspec.Struct):
@@ -39,9 +39,9 @@ class _AddedTokens(msgspec.Struct):
 
 
 def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mapping[str, int]) -> bytes:
-    """A tokenizer.json with the control tokens that its tokenizer_config.json lists, and with the flags from there.
+    """Add the control tokens that tokenizer_config.json lists to a tokenizer.json, with their flags.
 
-    transformers adds these tokens to the tokenizer when it opens a folder.
+    transformers adds these tokens when it opens a folder.
     """
     raw = raw.removeprefix(b"\xef\xbb\xbf")
     listed = msgspec.json.decode(raw, type=_AddedTokens).added_tokens or []
@@ -59,16 +59,16 @@ def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mappin
 
 
 def unmarked_tokens(raw: bytes) -> frozenset[str]:
-    """The added tokens of a tokenizer.json that it does not mark special."""
+    """Return the added tokens of a tokenizer.json that are not marked special."""
     listed = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"), type=_AddedTokens).added_tokens or []
     return frozenset(token["content"] for token in listed if not token.get("special"))
 
 
 def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
-    """Whether a token may share characters of a text with another one, or with one of the others.
+    """Whether a token can overlap another one, or one of `others`, in a text.
 
-    That is if it is a part of the other, or one begins as the other ends: which of them stands in a text depends then
-    on what is before and after it, so a text cannot be cut at the token alone.
+    They overlap if one is part of the other, or if one starts as the other ends. Which of them matches then depends on
+    the text before and after, so a text cannot be split at the token alone.
     """
     tokens = frozenset(tokens)
     every = tokens.union(others)
@@ -87,18 +87,18 @@ def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
 
 
 class ControlEncoder:
-    """The encoder of one tokenizer for texts with control tokens."""
+    """Encodes texts with control tokens for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, raw: bytes | None, *, text_tokens: Collection[str] = ()) -> None:
-        """`raw` is the content of the tokenizer.json; without one, only sections can be encoded."""
+        """`raw` is the content of the tokenizer.json; without it, only sections can be encoded."""
         self.tokenizer = tokenizer
         self.ids = tokenizer.control_ids
         self.text_tokens = frozenset(text_tokens) if raw is not None else frozenset()
         self.normalized: Callable[[str], str] | None = None
-        """How texts are normalized before text tokens are looked for in them; None where it makes no difference."""
+        """Normalizes texts before text tokens are searched in them; None if it makes no difference."""
         self.lstrip: set[str | None] = set()
         self.rstrip: set[str | None] = set()
-        """The control tokens that remove the whitespace on their left, and on their right."""
+        """Control tokens that remove the whitespace on their left and right."""
         self.by_sections = True
         self._raw = raw = raw.removeprefix(b"\xef\xbb\xbf") if raw is not None else None
         if raw is not None:
@@ -108,7 +108,7 @@ class ControlEncoder:
             self.lstrip, self.rstrip = (
                 {token["content"] for token in added if token.get(flag)} for flag in ("lstrip", "rstrip")
             )
-            # Neither is loaded for the probe if both gave the same ids on it before.
+            # If the cache has the result of the probe, neither engine is loaded for it.
             key = cache_key(raw, "sections", tokenizer.sha256, tokenizer.engine, list(self.ids.items()))
             self.by_sections = not any(token.get("single_word") for token in added) and remembered(
                 key, self._sections_agree
@@ -126,22 +126,22 @@ class ControlEncoder:
         return self._raw is not None
 
     def encode_whole(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets]:
-        """The ids of consecutive texts and control tokens, and the character at which each id begins.
+        """Return the ids of consecutive texts and control tokens, and the character offset of each id.
 
-        Text tokens are parts of texts, and become tokens there.
+        Text tokens inside texts are encoded as tokens.
         """
         return self._whole.encode(parts, is_token)[:2]
 
     def whole_places(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets, Offsets]:
-        """Like `encode_whole`, and the character at which each id ends."""
+        """Like `encode_whole`, but also return the character at which each id ends."""
         return self._whole.encode(parts, is_token)
 
     def reference(self, text: str) -> list[int] | None:
-        """The ids that transformers gives for a text, including the control tokens in it."""
+        """Return the ids of transformers for a text, including the control tokens in it."""
         return list(self._reference.encode(text, add_special_tokens=False).ids) if self.can_encode_whole else None
 
     def strip(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
-        """A text without the whitespace that the tokens around it remove, and how much of that was in front."""
+        """Remove the whitespace that the tokens around a text strip; also return how many leading characters."""
         removed = 0
         if before in self.rstrip:
             removed = len(text) - len(text.lstrip(SPACE))
@@ -151,7 +151,7 @@ class ControlEncoder:
         return text, removed
 
     def with_stripped(self, token: str, text: str, start: int, stop: int) -> tuple[int, int]:
-        """The range of a token in a text, with the whitespace that it removes."""
+        """Return the range of a token in a text, including the whitespace that it removes."""
         if token in self.lstrip:
             start = len(text[:start].rstrip(SPACE))
         if token in self.rstrip:
@@ -159,12 +159,12 @@ class ControlEncoder:
         return start, stop
 
     def is_normal(self, text: str) -> bool:
-        """Whether text tokens are found in a text as it is, though it will be normalized."""
+        """Whether normalization leaves the text unchanged, so that text tokens can be searched in it directly."""
         return self.normalized is None or text.isascii() or self.normalized(text) == text
 
     @cached_property
     def normalizes(self) -> bool:
-        """Whether the tokens of a text may stand for other bytes, and `encode_whole` cannot tell their offsets."""
+        """Whether tokens may have different bytes than the text, and `encode_whole` is not available for offsets."""
         if self.can_encode_whole:
             return False
         flat, start = self.tokenizer.encode_batch(PROBE)
@@ -176,14 +176,14 @@ class ControlEncoder:
     @cached_property
     def _whole(self) -> _WholeEncoder:
         assert self._raw is not None
-        with faults_of(self.tokenizer.name, "no tokenizer.json that can be loaded", _EXPECTED):
+        with faults_of(self.tokenizer.name, "cannot load the tokenizer.json", _EXPECTED):
             return _WholeEncoder(msgspec.json.decode(self._raw), self.ids, self.text_tokens)
 
     @cached_property
     def _reference(self) -> tokenizers.Tokenizer:
-        """The tokenizer.json as it is, with the control tokens that other files add."""
+        """The unchanged tokenizer.json, with the control tokens that other files add."""
         assert self._raw is not None
-        with faults_of(self.tokenizer.name, "no tokenizer.json that can be loaded", _EXPECTED):
+        with faults_of(self.tokenizer.name, "cannot load the tokenizer.json", _EXPECTED):
             engine = tokenizers.Tokenizer.from_buffer(self._raw)
             engine.no_truncation()
             engine.no_padding()
@@ -194,7 +194,7 @@ class ControlEncoder:
             return engine
 
     def _sections_agree(self) -> bool:
-        """Whether sections give the ids of the whole, on texts around a sample of the control tokens."""
+        """Whether sections give the same ids as the whole, for texts around a sample of the control tokens."""
         texts = [text for text in PROBE if not any(token in text for token in self.ids)]
         for number, token in enumerate(list(self.ids)[:: max(1, len(self.ids) // 12)]):
             parts = [texts[(number * 3 + at) % len(texts)] for at in range(5)]
@@ -206,14 +206,14 @@ class ControlEncoder:
                 return False
         ids = self.reference("a".join(["", *self.ids, ""])) or []
         control = {*self.ids.values()}
-        # A token whose text is normalized may not match inside a text.
+        # A control token that is normalized may not match inside a text.
         if [id for id in ids if id in control] != list(self.ids.values()):
             return False
         return all(self.tokenizer.encode(text) == self.reference(text) for text in texts)
 
 
 class _WholeEncoder:
-    """A tokenizer in which every control token but text tokens has an alias that no text can contain."""
+    """A tokenizer in which all control tokens except text tokens have an alias that no text can contain."""
 
     def __init__(self, content: Json, ids: Mapping[str, int], text_tokens: Collection[str]) -> None:
         self._aliases = aliases({token: id for token, id in ids.items() if token not in text_tokens})
@@ -236,7 +236,7 @@ class _WholeEncoder:
         self._is_alias[[vocabulary[alias] for alias in self._aliases.values()]] = True
 
     def encode(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets, Offsets]:
-        """The ids, and the characters at which each of them begins and ends."""
+        """Return the ids, and the characters at which each of them starts and ends."""
         texts = [self._aliases[part] if token else part for part, token in zip(parts, is_token, strict=True)]
         encoding = self._engine.encode("".join(texts), add_special_tokens=False)
         engine_ids = np.array(encoding.ids, dtype=np.int64)
@@ -244,7 +244,7 @@ class _WholeEncoder:
         aliased_start = np.cumsum([0, *map(len, texts)])
         aliases_in_text = self._is_alias[engine_ids]
         if aliases_in_text.sum() < sum(is_token):
-            # Some tokens do not match where they are, such as a single_word token inside a word: there they are text.
+            # Some tokens do not match, such as a single_word token inside a word; these are encoded as text.
             tokens = np.flatnonzero(is_token)
             matched = tokens[np.searchsorted(aliased_start[tokens], ranges[aliases_in_text, 0])]
             return self.encode(parts, np.isin(np.arange(len(parts)), matched).tolist())

@@ -22,7 +22,7 @@ from chatmill.tokenizer.tokenizer_json import TokenizerJson
 _EXPECTED = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a tekken JSON file"
 
 _MAX_BYTES = 1 << 30
-# Far above any vocabulary in use: a larger id is damage, and lookup tables would not fit in memory.
+# Far above any vocabulary in use: a larger id means a damaged file, and lookup tables would not fit in memory.
 _MAX_ID = 2**24
 
 
@@ -33,10 +33,10 @@ class MissingTokensError(UsageError):
 def open_tokenizer(
     spec: str | Path, *, control: Mapping[str, str] | None = None, besides: Sequence[str] = (), add_tokens: bool = False
 ) -> Tokenizer:
-    """Open a tokenizer file or a Hugging Face folder, or the built-in tokenizer `bytes`.
+    """Open a tokenizer file, a Hugging Face folder, or the built-in tokenizer `bytes`.
 
-    `control` are the control tokens of a format, by key; `besides` are others that the format does not use, such as
-    coordinates. Tokens that the vocabulary lacks are an error, or with `add_tokens` get the ids after its end.
+    `control` are the control tokens of a format, by key; `besides` are tokens that the format does not use, such as
+    coordinates. Tokens missing in the vocabulary are an error; with `add_tokens`, they get new ids after its end.
 
     >>> from chatmill import load_format, open_tokenizer
     >>> tokenizer = open_tokenizer("bytes", control=load_format("chatml").tokens)
@@ -69,14 +69,14 @@ def open_tokenizer(
 
 
 def _open_path(path: Path, place: str, control: Collection[str]) -> tuple[Backend, dict[str, int]]:
-    """The backend of a file or folder, and the control tokens that the folder adds to it."""
+    """Open the backend of a file or folder; also return the control tokens that the folder adds."""
     if not path.is_dir():
         return _open_file(path, place, control, declared={}), {}
     config = path / "tokenizer_config.json"
     declared, plain = _declared(config) if config.exists() else ({}, {})
     backend = _open_file(_tokenizer_in(path, place), place, {*control, *declared}, declared=declared)
     if unused := [one_line(repr(token)) for token, id in plain.items() if id >= backend.vocab_size]:
-        message = f"{place}: text tokens that only tokenizer_config.json lists are not used: {' '.join(unused)}"
+        message = f"{place}: ignoring text tokens that only tokenizer_config.json lists: {' '.join(unused)}"
         warnings.warn(message, stacklevel=2)
     return backend, _added_tokens(backend, declared, place)
 
@@ -115,25 +115,25 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
             return backend
         if isinstance(content.get("config"), dict) and "pattern" in content["config"]:
             return load_tekken(place, raw, content)
-        raise DataError(f"{place}: JSON, but no tokenizer: it has neither model.vocab nor config.pattern; {_EXPECTED}")
+        raise DataError(f"{place}: JSON, but not a tokenizer: neither model.vocab nor config.pattern; {_EXPECTED}")
     if RANK_LINE.fullmatch(start.split(b"\n", 1)[0]):
         return load_ranks(place, raw, special=declared)
-    # Every SentencePiece model begins with this field; checked here, so that garbage is refused without the library.
+    # Every SentencePiece model starts with this field; checking it here rejects other files without the library.
     if raw[:1] == b"\x0a":
         return SentencePiece(place, raw, control=control)
-    raise DataError(f"{place}: no tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {_EXPECTED}")
+    raise DataError(f"{place}: not a tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {_EXPECTED}")
 
 
 def _json(raw: bytes, place: str) -> dict[str, Any]:
-    with faults_of(place, "not valid JSON", "the file is damaged or cut off"):
+    with faults_of(place, "not valid JSON", "the file is damaged or truncated"):
         content = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))
     if not isinstance(content, dict):
-        raise DataError(f"{place}: JSON, but no tokenizer: a {type(content).__name__} at its top; {_EXPECTED}")
+        raise DataError(f"{place}: JSON, but not a tokenizer: the top level is a {type(content).__name__}; {_EXPECTED}")
     return content
 
 
 def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """The added tokens of tokenizer_config.json with their ids: control tokens, and text tokens."""
+    """Return the added tokens of tokenizer_config.json with their ids, split into control tokens and text tokens."""
     place = one_line(given_name(config), 300)
     with faults_of(place, "cannot be read", "expected added_tokens_decoder to map ids to tokens"):
         listed = _json(read_plain(config), place).get("added_tokens_decoder") or {}
@@ -146,14 +146,14 @@ def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> dict[str, int]:
-    """The declared tokens with ids above the backend's vocabulary; all others must be in it."""
+    """Return the declared tokens with ids above the backend's vocabulary; all others must be in it."""
     added = {}
     for token, id in declared.items():
         if token in backend.control or id < backend.vocab_size:
-            # The unknown token is declared too, and is not a control token.
+            # The unknown token is declared too, but is not a control token.
             if backend.control.get(token) != id and backend.piece(id) != token.encode():
                 what = f'tokenizer_config.json gives "{one_line(token)}" id {id}, the tokenizer does not'
-                raise DataError(f"{place}: {what}; the two files must be of one tokenizer")
+                raise DataError(f"{place}: {what}; both files must come from the same tokenizer")
         else:
             added[token] = id
     return added

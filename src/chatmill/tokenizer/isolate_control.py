@@ -12,14 +12,14 @@ Json = dict[str, Any]
 
 
 def byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable Latin-1 as itself, the others from U+0100 on."""
+    """Return the alphabet of byte-level vocabularies: printable Latin-1 as itself, other bytes starting at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def kinds(section: object) -> Iterator[str]:
-    """The types of a component and of all components inside of it."""
+    """Yield the types of a component and of all components inside it."""
     if isinstance(section, dict):
         yield str(section.get("type"))
         for value in section.values():
@@ -30,7 +30,7 @@ def kinds(section: object) -> Iterator[str]:
 
 
 def vocabulary(content: Json) -> dict[str, int]:
-    """The tokens of the model with their ids; Unigram models number them by position."""
+    """Return the tokens of the model with their ids; Unigram models number them by position."""
     vocab = content["model"]["vocab"]
     return dict(vocab) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
 
@@ -38,13 +38,13 @@ def vocabulary(content: Json) -> dict[str, int]:
 def isolate_control(
     place: str, content: Json, control: Collection[str], *, text_tokens: Collection[str] = ()
 ) -> tuple[Json, dict[str, int]]:
-    """The same tokenizer without its control tokens, and their ids.
+    """Return the tokenizer without its control tokens, and the ids of these.
 
         added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
 
-    `text_tokens` stay, though they look like markup. The id of an added token depends on its position, so one before a
-    token that stays is only renamed. What would add, cut or vary tokens (post-processor, truncation, padding, dropout)
-    is removed too.
+    `text_tokens` stay, although they look like markup. The id of an added token depends on its position, so a token
+    before one that stays is only renamed. Everything that would add, cut or randomize tokens (post-processor,
+    truncation, padding, dropout) is removed too.
     """
     model = dict(content["model"])
     vocab = vocabulary(content)
@@ -80,11 +80,11 @@ def isolate_control(
 
 
 def _unknown(content: Json, vocab: Mapping[str, int]) -> str | None:
-    """The unknown token of the model. Text must be able to yield it, so it is not a control token."""
+    """Return the unknown token of the model. Text can produce it, so it is not a control token."""
     model = content["model"]
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])
-    # Some byte-level files name their end-of-text token here, though every byte has a token of its own.
+    # Some byte-level files set this to their end-of-text token, although every byte has its own token.
     if "ByteLevel" in kinds(content.get("pre_tokenizer")) and byte_alphabet().keys() <= vocab.keys():
         return None
     unknown: str | None = model.get("unk_token")
@@ -96,24 +96,22 @@ def _check_ids(place: str, taken: Mapping[str, int], vocab: Mapping[str, int]) -
     for token, id in taken.items():
         owner = owners.setdefault(id, token)
         if owner != token or vocab.get(token, id) != id:
-            what = f'added token "{one_line(token)}" is listed with id {id}, which is not its own in the model'
+            what = f'added token "{one_line(token)}" is listed with id {id}, which differs from the model'
             raise DataError(f"{place}: {what}; the file is damaged")
 
 
 def _check_merges(place: str, model: Json) -> None:
-    """A merge whose second half lacks the prefix would abort the process in Rust."""
+    """Reject merges whose second half lacks the prefix, which would make the Rust library abort the process."""
     if not (prefix := model.get("continuing_subword_prefix")):
         return
     for _, right in pairs(model.get("merges") or []):
         if not right.startswith(prefix):
-            what = (
-                f'a merge ends in "{one_line(right)}", without the prefix "{one_line(prefix)}" of what continues a word'
-            )
+            what = f'a merge ends with "{one_line(right)}", without the continuing_subword_prefix "{one_line(prefix)}"'
             raise DataError(f"{place}: {what}; the file is damaged")
 
 
 def pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
-    """The merges as pairs; files have them as pairs or as lines of text."""
+    """Return the merges as pairs; files have them as pairs or as lines of text."""
     return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
 
 

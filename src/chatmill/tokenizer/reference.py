@@ -1,4 +1,4 @@
-"""The engine of Hugging Face `tokenizers`: it reads every tokenizer.json, and all other engines must give its ids."""
+"""The engine of Hugging Face `tokenizers`. It reads every tokenizer.json, and all other engines must match its ids."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Reference:
     """A `tokenizer.json` without its special and control tokens, so that text cannot produce them."""
 
     def __init__(self, place: str, stripped: Json, control: dict[str, int]) -> None:
-        right = "expected a tokenizer.json as Hugging Face tokenizers writes it"
-        with faults_of(place, "no tokenizer.json that can be loaded", right):
+        right = "expected a tokenizer.json of Hugging Face tokenizers"
+        with faults_of(place, "cannot load the tokenizer.json", right):
             self.content = msgspec.json.encode(stripped).decode()
             self._engine = tokenizers.Tokenizer.from_str(self.content)
-            # The unknown token may be left among the added tokens; written in a text, it is text.
+            # The unknown token may still be among the added tokens; inside a text, it is text.
             self._engine.encode_special_tokens = True
             self._added = {token["id"]: token["content"] for token in stripped["added_tokens"]}
             for id, token in self._added.items():
                 if self._engine.token_to_id(token) != id:
-                    what = f'added token "{one_line(token)}" is listed with id {id}, by its place it has'
+                    what = f'added token "{one_line(token)}" is listed with id {id}, but its position gives id'
                     raise DataError(f"{place}: {what} {self._engine.token_to_id(token)}; {right}")
             self.vocab_size = 1 + max([*vocabulary(stripped).values(), *control.values(), *self._added])
             self._decoder = set(kinds(stripped.get("decoder")))
@@ -56,7 +56,7 @@ class Reference:
         if id in self._added:
             return token.encode()
         if "ByteLevel" in self._decoder:
-            # A token that is not spelled in the byte alphabet stands for its own characters.
+            # A token outside the byte alphabet represents its own characters.
             return bytes(self._bytes[ch] for ch in token) if self._bytes.keys() >= set(token) else token.encode()
         if "ByteFallback" in self._decoder and (byte := _BYTE.fullmatch(token)):
             return bytes.fromhex(byte[1])
@@ -64,7 +64,7 @@ class Reference:
 
 
 def without_control(place: str, content: Json, control: Collection[str]) -> tuple[Json, dict[str, int]]:
-    """The content of a tokenizer.json without its control tokens, and their ids."""
-    right = "expected a tokenizer.json as Hugging Face tokenizers writes it"
-    with faults_of(place, "no tokenizer.json that can be loaded", right):
+    """Return the content of a tokenizer.json without its control tokens, and the ids of these."""
+    right = "expected a tokenizer.json of Hugging Face tokenizers"
+    with faults_of(place, "cannot load the tokenizer.json", right):
         return isolate_control(place, content, control)

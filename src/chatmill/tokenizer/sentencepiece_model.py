@@ -1,4 +1,4 @@
-"""SentencePiece models, as of Llama 2, Gemma and the older Mistral models."""
+"""SentencePiece models, used by Llama 2, Gemma and older Mistral models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SentencePiece:
         except ImportError as error:
             message = f"{place}: a SentencePiece model needs sentencepiece: pip install 'chatmill[sentencepiece]'"
             raise UsageError(message) from error
-        with faults_of(place, "no SentencePiece model that can be loaded", "the file is damaged or cut off"):
+        with faults_of(place, "cannot load the SentencePiece model", "the file is damaged or truncated"):
             model = sentencepiece_model_pb2.ModelProto.FromString(raw)
             kind = sentencepiece_model_pb2.ModelProto.SentencePiece.Type
             self.control = {
@@ -32,9 +32,9 @@ class SentencePiece:
                 or (piece.type not in (kind.UNKNOWN, kind.BYTE) and piece.piece in control)
             }
             for token, name in aliases(self.control).items():
-                # Changing the type is not enough: BPE models find control pieces of one character in text.
+                # Changing the type is not enough: BPE models match single-character control pieces in text.
                 model.pieces[self.control[token]].piece = name
-            # Samples with their expected pieces, some of which are renamed.
+            # Remove the self-test samples, whose expected pieces may be renamed.
             model.ClearField("self_test_data")
             self._processor = sentencepiece.SentencePieceProcessor()
             self._processor.LoadFromSerializedProto(model.SerializeToString())

@@ -18,7 +18,7 @@ RANK_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]+)\r?")
 
 _PUBLISHED = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
-# Special tokens of tekken files older than version 11, which do not list them; other special ids are fillers.
+# Special tokens of tekken files before version 11, which do not list them; other special ids are fillers.
 _TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -27,7 +27,7 @@ _TEKKEN = (
 
 
 class Tiktoken:
-    """Byte-pair ranks with a split pattern; special tokens have their own ids, which no merge yields."""
+    """Byte-pair ranks with a split pattern; special tokens have their own ids, which no merge produces."""
 
     engine = "tiktoken"
 
@@ -35,9 +35,7 @@ class Tiktoken:
         self, place: str, raw: bytes, *, pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int]
     ) -> None:
         _check(place, ranks, special)
-        with faults_of(
-            place, "cannot be loaded by tiktoken", "expected ranks in order of merging, and a valid pattern"
-        ):
+        with faults_of(place, "cannot be loaded by tiktoken", "expected ranks in merge order and a valid pattern"):
             self._encoding = _tiktoken(place).Encoding(
                 place, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(special)
             )
@@ -46,7 +44,7 @@ class Tiktoken:
         self.sha256 = hashlib.sha256(raw).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        # Not encode_ordinary: it replaces lone surrogates silently.
+        # Do not use encode_ordinary: it silently replaces lone surrogates.
         return flat([self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -59,9 +57,9 @@ class Tiktoken:
 
 
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
-    """A rank file. Published ones are recognized by their hash; others use the pattern of cl100k, with a warning.
+    """Load a rank file. Published ones are recognized by their hash; others use the pattern of cl100k, with a warning.
 
-    `special` are control tokens that the folder of the file declares.
+    `special` are the control tokens that the folder of the file declares.
     """
     right = "expected a token in base64, a space and a number"
     ranks = {}
@@ -71,27 +69,27 @@ def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoke
                 ranks[base64.b64decode(match[1])] = int(match[2])
             elif line.strip():
                 text = one_line(line.decode("utf-8", "replace"), 40)
-                raise DataError(f'{place}:{number}: "{text}" is no rank; {right}')
+                raise DataError(f'{place}:{number}: "{text}" is not a rank; {right}')
     published = _published(place, hashlib.sha256(raw).hexdigest())
     known = published or _definition(place, "cl100k_base")[1] | {"special_tokens": {}}
     special = {**known["special_tokens"], **special}
     tokenizer = Tiktoken(place, raw, pattern=known["pat_str"], ranks=ranks, special=special)
     if published is None:
         warnings.warn(
-            f"{place}: the file does not say how text is split before merging; "
-            "assumed the pattern of cl100k_base, as Llama 3 uses it",
+            f"{place}: the file does not define how text is split before merging; "
+            "assuming the pattern of cl100k_base, which Llama 3 uses",
             stacklevel=2,
         )
     return tokenizer
 
 
 def load_tekken(place: str, raw: bytes, content: dict[str, Any]) -> Tiktoken:
-    """A tekken file: special tokens have the first ids, then follow the ranks.
+    """Load a tekken file: special tokens have the first ids, followed by the ranks.
 
     [<unk> <s> </s> … filler] [rank 0, rank 1, …]
     """
     right = "expected config.pattern, config.default_num_special_tokens, config.default_vocab_size and vocab"
-    with faults_of(place, "no tekken file that can be read", right):
+    with faults_of(place, "cannot read the tekken file", right):
         config = content["config"]
         first = int(config["default_num_special_tokens"])
         count = int(config["default_vocab_size"]) - first
@@ -108,16 +106,16 @@ def load_tekken(place: str, raw: bytes, content: dict[str, Any]) -> Tiktoken:
 
 
 def _check(place: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> None:
-    """Errors on which tiktoken would panic, while loading or while encoding."""
+    """Check for errors that would make tiktoken panic while loading or encoding."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
-        raise DataError(f"{place}: {missing} of the 256 single bytes have no rank; the file is not whole")
+        raise DataError(f"{place}: {missing} of the 256 single bytes have no rank; the file is incomplete")
     if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
-        raise DataError(f"{place}: two tokens have the same id; each must have its own")
+        raise DataError(f"{place}: two tokens have the same id; expected a unique id for each")
 
 
 def _published(place: str, sha256: str) -> dict[str, Any] | None:
-    """The definition of a published encoding whose rank file has this hash."""
+    """Return the definition of the published encoding whose rank file has this hash; None if there is none."""
     for name in _PUBLISHED:
         expected, definition = _definition(place, name)
         if expected == sha256:
@@ -126,7 +124,7 @@ def _published(place: str, sha256: str) -> dict[str, Any] | None:
 
 
 def _definition(place: str, name: str) -> tuple[str, dict[str, Any]]:
-    """Hash of the rank file, pattern and special tokens of an encoding, as the installed tiktoken defines it.
+    """Return the rank file's hash, and the pattern and special tokens of an encoding in the installed tiktoken.
 
     The constructors of tiktoken download the ranks. This runs one with a loader that only records the hash.
     """

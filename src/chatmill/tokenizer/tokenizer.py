@@ -1,4 +1,4 @@
-"""`Tokenizer`: a backend for text, with the control tokens of a format. `token_positions`: byte offsets to tokens."""
+"""`Tokenizer`: a text backend with the control tokens of a format. `token_positions`: find byte offsets in tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from chatmill.rows import offsets
 from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
 
 NEAR = 16
-"""Tokens from the start of a text within which most borders are."""
+"""Most borders are within this many tokens from the start of a text."""
 
 
 class Tokenizer:
-    """Text to ids and back; no text yields the id of a control token.
+    """Encodes text to ids and back; no text produces the id of a control token.
 
     `control` maps the keys of a format to its control tokens; `added` are control tokens that the backend does not
-    know, with ids above its vocabulary.
+    have, with ids above its vocabulary.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Tokenizer:
         self.sha256 = _with_tokens(backend.sha256, added)
         self._backend = backend
         self.control_ids: Mapping[str, int] = ids
-        """All control tokens of the vocabulary with their ids, whether the format uses them or not."""
+        """Ids of all control tokens in the vocabulary, including those that the format does not use."""
         self._added = list(added)
         self._special = {key: ids[token] for key, token in control.items()}
         self._tokens = {id: token for token, id in ids.items()}
@@ -47,30 +47,30 @@ class Tokenizer:
         self._ranges = _ranges(sorted(self._tokens))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
+        """Return the ids of one text."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """All texts at once: flat ids, and len(texts)+1 offsets into them. The arrays may be read-only."""
+        """Encode all texts; return flat ids and len(texts)+1 offsets into them. The arrays may be read-only."""
         try:
-            with faults_of(self.name, "a text could not be encoded", "leave it out"):
+            with faults_of(self.name, "a text could not be encoded", "remove it"):
                 ids, offsets = self._backend.encode_batch(texts)
         except DataError:
             _check_unicode(texts)
             raise
-        # Backends do not produce control tokens from text; this holds even where one of them fails to.
+        # Backends must not produce control tokens from text; this check catches one that does.
         if self._holds_control(ids):
             first = int(self._is_control[ids].argmax())
             token = self._tokens[int(ids[first])]
             index = int(np.searchsorted(offsets, first, side="right")) - 1
-            raise DataError(f"{self.name}: text {index} of the batch became control token {token}; leave the text out")
+            raise DataError(f"{self.name}: text {index} of the batch became control token {token}; remove the text")
         return ids, offsets
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids: control tokens by name, and the runs of text between them as the backend decodes them.
+        """Decode ids: control tokens by name, and the runs of text between them by the backend.
 
-        Text that was encoded as one comes back unchanged if the tokenizer is lossless.
+        Text that was encoded in one call comes back unchanged if the tokenizer is lossless.
         """
         array = np.asarray(ids, dtype=np.int64)
         self._check_ids(array)
@@ -78,7 +78,7 @@ class Tokenizer:
         start = 0
         for stop in [*np.flatnonzero(self._is_control[array]).tolist(), len(array)]:
             if start < stop:
-                with faults_of(self.name, "cannot decode these ids", "they are not of this tokenizer"):
+                with faults_of(self.name, "cannot decode these ids", "expected ids of this tokenizer"):
                     parts.append(self._backend.decode(array[start:stop].tolist()))
             if stop < len(array):
                 parts.append(self._tokens[int(array[stop])])
@@ -86,15 +86,15 @@ class Tokenizer:
         return "".join(parts)
 
     def piece(self, id: int) -> bytes:
-        """The bytes that an id stands for; for a control token, its name."""
+        """Return the bytes of a token; for a control token, its name."""
         self._check_ids(np.asarray([id], dtype=np.int64))
         if id in self._tokens:
             return self._tokens[id].encode()
-        with faults_of(self.name, f"no token has id {id}", f"ids run from 0 to {self.vocab_size - 1}, with holes"):
+        with faults_of(self.name, f"no token has id {id}", f"expected an id in use, from 0 to {self.vocab_size - 1}"):
             return self._backend.piece(id)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        """The `piece` of each id; that of an id is computed once."""
+        """Return the `piece` of each id; pieces are cached."""
         known = self._pieces
         for id in set(ids) - known.keys():
             known[id] = self.piece(id)
@@ -105,7 +105,7 @@ class Tokenizer:
         return {}
 
     def byte_lengths(self, ids: Ids) -> NDArray[np.int32]:
-        """How many bytes each id stands for: the length of its `piece`."""
+        """Return the length of the `piece` of each id, in bytes."""
         lengths = self._byte_lengths.take(ids)
         if len(lengths) and lengths.min() < 0:
             new = np.unique(ids[lengths < 0])
@@ -115,7 +115,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int32]:
-        """By id: its length in bytes, or -1 where it has not been computed yet."""
+        """By id: its length in bytes, or -1 if it has not been computed yet."""
         lengths = np.full(self.vocab_size, -1, dtype=np.int32)
         if hasattr(self._backend, "byte_lengths"):
             ids, known = self._backend.byte_lengths()
@@ -123,20 +123,20 @@ class Tokenizer:
         return lengths
 
     def token_id(self, token: str) -> int | None:
-        """The id of a control token of any format; None if the vocabulary does not have it."""
+        """Return the id of a control token of any format; None if the vocabulary does not have it."""
         return self.control_ids.get(token)
 
     def opened_for(self, control: Mapping[str, str]) -> Tokenizer:
-        """The same vocabulary for the control tokens of another format, all of which it must have."""
+        """Return this vocabulary with the control tokens of another format, all of which it must have."""
         added = {token: self.control_ids[token] for token in self._added}
         return Tokenizer(self._backend, name=self.name, control=control, added=added)
 
     def special_token_ids(self) -> dict[str, int]:
-        """The ids of the control tokens of the format this was opened with, by the format's keys."""
+        """Return the ids of the control tokens of the format, by the format's keys."""
         return dict(self._special)
 
     def state(self, *, added_tokens: bool) -> dict[str, Any]:
-        """The metadata that datasets store; `besides` are added tokens that the format does not use."""
+        """Return the metadata that datasets store; `besides` are added tokens that the format does not use."""
         besides = [token for token in self._added if token not in self.control.values()]
         return {
             "name": self.name,
@@ -149,27 +149,27 @@ class Tokenizer:
         }
 
     def _holds_control(self, ids: Ids) -> bool:
-        """Whether any id is a control token; comparing with a few ranges of ids is faster than a lookup table."""
+        """Whether any id is a control token. Comparing with a few ranges of ids is faster than a lookup table."""
         if len(self._ranges) > 8:
             return bool(self._is_control.take(ids).any())
-        # Below the range the difference wraps around and is large.
+        # For ids below the range, the difference wraps around and is large.
         return any(bool(((ids - np.uint32(first)) < np.uint32(count)).any()) for first, count in self._ranges)
 
     def _check_ids(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if len(outside):
-            raise DataError(f"{self.name}: no token has id {outside[0]}; ids run from 0 to {self.vocab_size - 1}")
+            raise DataError(f"{self.name}: no token has id {outside[0]}; expected 0 to {self.vocab_size - 1}")
 
 
 def _with_tokens(sha256: str, added: Mapping[str, int]) -> str:
-    """The hash of a backend with these tokens added."""
+    """Return the hash of a backend with these tokens added."""
     if not added:
         return sha256
     return hashlib.sha256(f"{sha256}\n{json.dumps(added, sort_keys=True)}".encode()).hexdigest()
 
 
 def _ranges(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive numbers, as (first, count)."""
+    """Return runs of consecutive numbers as (first, count)."""
     runs = np.split(np.array(ids, dtype=np.int64), np.flatnonzero(np.diff(ids) != 1) + 1)
     return [(int(run[0]), len(run)) for run in runs if len(run)]
 
@@ -179,25 +179,25 @@ def _check_unicode(texts: Sequence[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            what = f"text {index} of the batch holds a lone surrogate U+{ord(text[error.start]):04X}"
+            what = f"text {index} of the batch contains a lone surrogate U+{ord(text[error.start]):04X}"
             raise DataError(f"{what} at character {error.start}; expected valid Unicode") from error
 
 
 def token_positions(
     byte_lengths: NDArray[np.integer], start: Offsets, stop: Offsets, *, size: Offsets, offset: Offsets
 ) -> tuple[Offsets, NDArray[np.bool_], NDArray[np.bool_]]:
-    """The token position of each `offset` into a text of `size` bytes that was encoded as tokens [start, stop).
+    """Return the token position of each `offset` into a text of `size` bytes that was encoded as tokens [start, stop).
 
-    It is the first token that begins at or after the offset. Also whether the token before it extends past the offset,
-    and whether the position is exact: it is a guess where the tokens do not spell the text.
+    The position is the first token that starts at or after the offset. Also return whether the token before it extends
+    past the offset, and whether the position is exact: it is a guess if the tokens do not decode to the text.
 
         text     Hello|world      offset 5
         tokens   Hel lo wor ld    position 2
         tokens   Hel low or ld    position 2, inside a token
 
-    The rule: a token belongs to the side of the border on which it begins. Offsets are counted from the end of the
-    text, since some tokenizers put one space before its first token. A tokenizer that normalizes a text changes its
-    length in bytes; its borders are not exact then. `byte_lengths` are those of all tokens that the ranges refer to.
+    The rule: a token belongs to the side of the border on which it starts. Offsets are counted from the end of the
+    text, because some tokenizers add a space before its first token. If a tokenizer normalizes a text, its length in
+    bytes changes and borders are not exact. `byte_lengths` are the lengths of all tokens that the ranges refer to.
     """
     total = _range_sums(byte_lengths, start, stop)
     added = total - size
@@ -205,7 +205,7 @@ def token_positions(
     position, begin = start.copy(), np.zeros(len(start), dtype=np.int64)
     ahead = np.flatnonzero((begin < target) & (position < stop))
     for _ in range(NEAR):
-        # Nearly all borders are a few tokens behind the start of their text.
+        # Nearly all borders are a few tokens after the start of their text.
         if not len(ahead):
             break
         begin[ahead] += byte_lengths[position[ahead]]
@@ -220,8 +220,8 @@ def token_positions(
 
 
 def _range_sums(values: NDArray[Any], start: Offsets, stop: Offsets) -> Offsets:
-    """The sum of each range of values."""
+    """Return the sum of each range of values."""
     edges = np.stack([start, stop], axis=1).ravel()
-    # Behind the last value there is one more to begin a range at; a range without values begins the next one.
+    # One more value, because a range may start at the end; `reduceat` is wrong for empty ranges.
     sums = np.add.reduceat(np.append(values, values.dtype.type(0)), edges, dtype=np.int64)[::2]
     return np.where(start < stop, sums, 0)

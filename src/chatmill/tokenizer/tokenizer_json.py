@@ -1,4 +1,4 @@
-"""Hugging Face `tokenizer.json` files, with the fastest engine that gives the ids of `tokenizers`.
+"""Hugging Face `tokenizer.json` files, encoded by the fastest engine with the same ids as `tokenizers`.
 
 compiled      byte-level BPE with the usual patterns: `byte_bpe`
 fastokens     most other files
@@ -25,23 +25,23 @@ from chatmill.tokenizer.isolate_control import Json, kinds
 from chatmill.tokenizer.reference import Reference, without_control
 
 LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
-"""Characters at which fastokens may cut words in another way than `tokenizers`, which encodes the texts that have them.
+"""Characters at which fastokens may split words differently; texts that contain them are encoded by `tokenizers`.
 
-The long s (U+017F, also in U+1E9B) is an s where a pattern ignores case, the Kelvin sign (U+212A) a k; U+180E is a
-space in older versions of Unicode. All are very rare.
+The long s (U+017F, also in U+1E9B) matches s if a pattern ignores case, and the Kelvin sign (U+212A) matches k. U+180E
+is a space in older versions of Unicode. All are very rare.
 """
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was made of a `tokenizer.json` for the engine in C, which agreed with `tokenizers` on the probe."""
+    """A `tokenizer.json` compiled for the C engine, which agreed with `tokenizers` on the probe."""
 
     control: dict[str, int]
     vocab_size: int
     nfc: bool
     """Whether texts are normalized to NFC."""
     byte_decoder: bool
-    """Whether the decoder joins the bytes of tokens and does nothing else."""
+    """Whether the decoder only joins the bytes of tokens."""
     columns: dict[str, Any]
     """The arguments of the engine: numbers and buffers."""
 
@@ -49,9 +49,9 @@ class Compiled:
 class TokenizerJson:
     """A loaded `tokenizer.json`, without its special and control tokens, so that text cannot produce them.
 
-    Loading takes a second or two, so load once and fork: `fastokens` and `tokenizers` notice the fork and use no thread
-    pool in the child. With the `Compiled` file instead of its content it takes a tenth of a second, and `tokenizers`
-    loads the file only when it is needed: for a text that the engine in C leaves.
+    Loading takes a second or two, so load once and fork: `fastokens` and `tokenizers` detect the fork and use no thread
+    pool in the child. Loading a `Compiled` file takes a tenth of a second; `tokenizers` then loads the tokenizer.json
+    only if the C engine skips a text.
     """
 
     def __init__(self, place: str, raw: bytes, content: Json | Compiled, *, control: Collection[str]) -> None:
@@ -78,7 +78,7 @@ class TokenizerJson:
         return "tokenizers" if self._encode == self._slow_batch else "fastokens"
 
     def compiled(self) -> Compiled | None:
-        """What another process needs to open the file quickly; None if the engine is not the one in C."""
+        """Return the data that lets another process open the file quickly; None if it does not use the C engine."""
         if not isinstance(self._encode, ByteBpe):
             return None
         columns = dict(self._encode.columns)
@@ -96,13 +96,13 @@ class TokenizerJson:
         return self._reference.piece(id) if pieces is None else pieces[0]
 
     def byte_lengths(self) -> tuple[Ids, Offsets]:
-        """Ids, and how many bytes the `piece` of each has: those that are known without making it."""
+        """Return ids and the byte lengths of their pieces, for the ids whose length is known in advance."""
         if self._byte_decoder and isinstance(self._encode, ByteBpe):
             return self._encode.byte_lengths()
         return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64)
 
     def _pieces(self, ids: Sequence[int]) -> list[bytes] | None:
-        """The bytes of each id, where neither the decoder nor an added token has a say in them."""
+        """Return the bytes of each id; None if the decoder or an added token may change them."""
         return self._encode.pieces(ids) if self._byte_decoder and isinstance(self._encode, ByteBpe) else None
 
     @cached_property
@@ -111,16 +111,16 @@ class TokenizerJson:
         return Reference(self._place, *without_control(self._place, content, self._control_given))
 
     def _native(self, stripped: Json) -> Encode | None:
-        """The engine in C, if it supports the file and agrees on the probe."""
+        """Return the C engine if it supports the file and agrees on the probe; else None."""
         try:
-            with faults_of(self._place, "a part of the file is of another kind", "another engine reads it"):
+            with faults_of(self._place, "the file has an unexpected part", "another engine reads it"):
                 engine = byte_bpe(stripped, self._reference.normalize, self._fallback)
                 return engine if engine is not None and self._agrees(engine) else None
         except DataError:
             return None
 
     def _fallback(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """Encode what the engine in C leaves; fastokens is loaded for it only after a megabyte."""
+        """Encode texts that the C engine skips; fastokens is loaded only after a megabyte of them."""
         self._fallback_characters += sum(map(len, texts))
         return self._not_native(texts) if self._fallback_characters > 2**20 else self._slow_batch(texts)
 
@@ -133,9 +133,9 @@ class TokenizerJson:
     @cached_property
     def _not_native(self) -> Encode:
         """`fastokens` if it loads the file and agrees on the probe; else `tokenizers`, with a warning."""
-        place, instead = self._place, "tokenizers encodes instead: the same ids as ever, only slower"
+        place, instead = self._place, "using tokenizers instead, which is slower but gives the same ids"
         try:
-            with faults_of(place, "fastokens refuses the file", instead):
+            with faults_of(place, "fastokens cannot load the file", instead):
                 fast = self._fast(msgspec.json.decode(self._reference.content))
                 agrees = self._agrees(fast)
         except DataError as error:
@@ -143,16 +143,16 @@ class TokenizerJson:
         else:
             if agrees:
                 return fast
-            message = f"{place}: fastokens gives other ids on a probe; {instead}"
+            message = f"{place}: fastokens returns different ids on a probe; {instead}"
         warnings.warn(message, stacklevel=2)
         return self._slow_batch
 
     def _fast(self, stripped: Json) -> Encode:
-        # Not needed where the engine in C takes all texts.
+        # Imported here because it is not needed if the C engine encodes all texts.
         import fastokens
 
         normalizer = stripped.get("normalizer") or {}
-        # fastokens lacks these. Without added tokens a text is normalized as a whole, so that can be done before.
+        # fastokens lacks these. Without added tokens, a text is normalized as a whole, so it can be done beforehand.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
         content = self._reference.content
         engine = fastokens.Tokenizer.from_json_str(

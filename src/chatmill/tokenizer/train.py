@@ -12,16 +12,16 @@ from chatmill.errors import DataError, UsageError
 def train_bpe(
     texts: Iterable[str], *, vocab_size: int, control: Sequence[str], progress: Callable[[int], None] | None = None
 ) -> bytes:
-    """Train on texts; the bytes of a tokenizer.json: control tokens first, then the 256 bytes, then merges.
+    """Train on texts; return the bytes of a tokenizer.json with control tokens first, then the 256 bytes, then merges.
 
     The tokenizer is lossless. The same texts in the same order give the same bytes. The vocabulary is smaller than
-    `vocab_size` if the texts have too few pairs. `progress` is called with the number of texts read.
+    `vocab_size` if the texts contain too few pairs. `progress` is called with the number of texts read.
     """
     tokens = list(dict.fromkeys(control))
     least = 256 + len(tokens)
     if vocab_size < least:
         what = f"256 bytes and {len(tokens)} control tokens"
-        raise UsageError(f"--vocab-size {vocab_size} is too small for {what}; give at least {least}")
+        raise UsageError(f"--vocab-size {vocab_size} is too small for {what}; expected at least {least}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def _checked(texts: Iterable[str], progress: Callable[[int], None] | None) -> It
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            what = f"text {number} holds a lone surrogate at character {error.start}"
+            what = f"text {number} contains a lone surrogate at character {error.start}"
             raise DataError(f"{what}; expected valid Unicode") from error
         yield text
         if progress:
