@@ -45,8 +45,8 @@ def test_a_good_template_has_no_line_that_fails(run, folder):
     levels = {level: [name for name, (of, _) in found.items() if of == level] for level in ("WARN", "SKIP", "FAIL")}
     assert levels == {"WARN": ["reasoning"], "SKIP": ["terminator", "bos", "tools", "null"], "FAIL": []}
     assert found["ids"][1].startswith("18 conversations have the ids of transformers")
-    assert found["terminator"][1].endswith("no generation_config.json says whether the model stops there")
-    assert "the template leaves out the tool_calls of message 1" in found["tools"][1]
+    assert found["terminator"][1].endswith("without generation_config.json it is unknown whether the model stops there")
+    assert "the template drops the tool_calls of message 1" in found["tools"][1]
     assert found["text_tokens"][1] == "all 4 control tokens are plain text inside messages"
 
 
@@ -63,7 +63,7 @@ def test_a_preset_that_the_tokenizer_cannot_write_points_at_its_template(run, fo
     name = write(tmp_path / "chat.jsonl", say("a", "b"))
     code, _, err = run("render", name, "--tokenizer", "model", "--format", "primer")
     assert code == 2
-    assert err.endswith("--add-tokens, or write with the folder's own template: --format template\n")
+    assert err.endswith("--add-tokens, or use the chat template of the folder with --format template\n")
 
 
 def test_the_end_of_an_answer_must_be_where_the_model_stops(run, folder):
@@ -102,8 +102,8 @@ def test_own_records_are_held_against_it_too(run, folder, tmp_path):
         "name": "records",
         "level": "FAIL",
         "details": {"records": 2, "refused": {"not_written": 1}, "notes": {}},
-        "text": "2 records; refused: 1 not_written; the first: bad.jsonl:2: the template leaves out the tool_calls of "
-        "message 1 (assistant); use a template that writes it, or leave the record out",
+        "text": "2 records; rejected: 1 not_written; the first: bad.jsonl:2: the template drops the tool_calls of "
+        "message 1 (assistant); use a template that renders it, or remove the record",
     }
 
 
@@ -142,7 +142,7 @@ def test_refused_rows_follow_on_error(run, folder, tmp_path):
     code, _, err = run("prepare", chat, "-o", "data", *flags)
     assert code == 1 and not Path("data").exists()
     assert err == (
-        'chatmill: chat.jsonl:2: strict.jinja:1: the template refuses the conversation: "begin with a user"; '
+        'chatmill: chat.jsonl:2: strict.jinja:1: the template rejects the conversation: "begin with a user"; '
         "change the conversation or the template\n"
     )
     code, out, _ = run("prepare", chat, "-o", "data", *flags, "--on-error", "skip", "--json")
@@ -163,17 +163,17 @@ def test_any_number_of_processes_gives_the_same_bytes(run, folder, tmp_path, wor
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--mask", "tags"), "--mask is for chat templates; add --format template"),
+        (("--mask", "tags"), "--mask can be used only with chat templates; add --format template"),
         (
             ("--format", "chatml", "--chat-template", "x.jinja", "--template-arg", "a=1"),
-            "--chat-template, --template-arg is for chat templates",
+            "--chat-template, --template-arg can be used only with chat templates",
         ),
         (("--format", "template"), "bytes: has no chat template; give one with --chat-template FILE"),
         (("--format", "template", "--tokenizer", "nowhere"), "nowhere: no such file or folder; expected the folder"),
         (("--format", "template", "--tokenizer", "model", "--add-tokens"), "--add-tokens with --format template"),
         (
             ("--format", "template", "--tokenizer", "model", "--template-date", "soon"),
-            '--template-date "soon" is no day',
+            '--template-date "soon" is not a date',
         ),
         (("--format", "template", "--tokenizer", "model", "--mask", "tags"), "has no generation tags"),
     ],

@@ -106,7 +106,7 @@ def test_columns_and_texts_go_through_prepare(run):
     code, _, err = run("prepare", "text.jsonl", "-o", "no", "--format", "chatml")
     assert (code, err) == (
         1,
-        "chatmill: text.jsonl:1: the record is one text, without turns; write it with --format text\n",
+        "chatmill: text.jsonl:1: the record is a single text without turns; use --format text\n",
     )
     code, _, err = run("prepare", "text.jsonl", "-o", "text", "--format", "text", "--response-template", "A:")
     assert (code, err) == (0, "")
@@ -191,8 +191,8 @@ def test_render_skips_what_the_format_cannot_write(run):
     code, _, err = run("render", "chat.jsonl", "--format", "two.toml")
     assert code == 1
     assert err == (
-        "chatmill: chat.jsonl:1: message 0 has role system, which the format two cannot write; "
-        "it writes user, assistant; add [system] to the format\n"
+        "chatmill: chat.jsonl:1: message 0 has role system, which the format two does not define; "
+        "expected user, assistant; or add [system] to the format\n"
     )
     code, out, err = run("render", "chat.jsonl", "--format", "two.toml", "--on-error", "skip", "--json")
     assert (code, [json.loads(line)["line"] for line in out.splitlines()]) == (0, [2])

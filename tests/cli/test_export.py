@@ -103,5 +103,5 @@ def test_reading_what_was_written_gives_the_same_conversations(monkeypatch, tmp_
 
 
 def test_a_marker_in_a_text_is_named():
-    with pytest.raises(ValueError, match=r"message 0 holds the marker <\|EOS\|> in its text"):
+    with pytest.raises(ValueError, match=r"the text of message 0 contains the marker <\|EOS\|>"):
         transcript_turns(Record([Message("user", "a <|EOS|> b")]), FORMAT)

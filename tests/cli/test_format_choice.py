@@ -153,7 +153,7 @@ def test_json_and_show_name_the_format(run, folders):
 def test_adding_tokens_to_a_template_says_how_to_name_a_preset(run, folders):
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "in a list", "--add-tokens")
     assert code == 2
-    assert err.endswith("tokens of its tokenizer; name a preset, such as --format chatml\n")
+    assert err.endswith("tokens of its tokenizer; use a preset, for example --format chatml\n")
 
 
 def test_rollouts_are_rendered_by_the_same_rule(folders):

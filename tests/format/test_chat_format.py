@@ -29,7 +29,7 @@ def test_the_presets_have_the_documented_tokens_and_trained_parts():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_embedded_tokenizer_carries_every_preset(name):
+def test_the_embedded_tokenizer_has_the_tokens_of_every_preset(name):
     format = load_format(name)
     ids = open_tokenizer("bytes", control=format.tokens).special_token_ids()
     assert list(ids) == list(format.tokens)
@@ -57,7 +57,7 @@ def test_text_is_split_at_the_longest_token_that_matches():
     assert (format.name, format.eot) == ("own", "a")
 
 
-def test_a_users_own_format_is_read_from_its_file(tmp_path):
+def test_a_custom_format_is_read_from_its_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
         'begin = "<s>"\n[tokens]\nbos = "<s>"\nturn = "<t>"\n'
@@ -67,7 +67,7 @@ def test_a_users_own_format_is_read_from_its_file(tmp_path):
     assert (format.name, format.begin, format.turns["user"].open) == ("mine", "<s>", "<t>Q: ")
 
 
-def test_all_faults_of_a_format_come_in_one_line():
+def test_all_problems_of_a_format_are_reported_in_one_line():
     with pytest.raises(DataError) as caught:
         parse_format(
             """
@@ -92,16 +92,16 @@ def test_all_faults_of_a_format_come_in_one_line():
     assert "\n" not in line
     for fault in (
         'bad.toml: unknown key "nmae"',
-        "trained must be a list out of open, content, close",
+        "trained must be a non-empty list of open, content, close",
         "two keys in [tokens] name the same token",
-        "tokens.empty must be a text that is not empty",
+        "tokens.empty must be a non-empty string",
         '[user] has unknown key "shut"',
-        "no [assistant]; a format writes at least user and assistant",
-        "user.open must begin with a control token",
-        "user.close must hold a control token",
-        "end must be made of control tokens",
-        'body.reasoning must hold "{}" once',
-        "default_system is given but there is no [system]",
+        "no [assistant]; a format needs at least user and assistant",
+        "user.open must start with a control token",
+        "user.close must contain a control token",
+        "end must consist only of control tokens",
+        'body.reasoning must contain "{}" exactly once',
+        "default_system is set but there is no [system]",
         "tokens.eot is never used",
     ):
         assert fault in line
@@ -112,19 +112,19 @@ def test_all_faults_of_a_format_come_in_one_line():
     [
         ("name = ", "not TOML"),
         ("tokens = 3", r"\[tokens\] must be a table"),
-        ("name = 3", "name must be a text"),
+        ("name = 3", "name must be a string"),
         ("", r"no \[tokens\]"),
-        ("[tokens]\na = 1", "tokens.a must be a text"),
+        ("[tokens]\na = 1", "tokens.a must be a non-empty string"),
         ('[tokens]\na = "<|a|>"\n[body]\ntools = "<|a|>{}"', "body.tools must be plain text"),
     ],
 )
-def test_other_faults_are_named(text, fault):
+def test_other_problems_are_reported(text, fault):
     with pytest.raises(DataError, match=fault):
         parse_format(text, where="f.toml")
 
 
-def test_a_format_that_is_not_there_is_one_clear_line(tmp_path):
-    with pytest.raises(UsageError, match='no format "chatlm"; there are chatml, ngpt, primer, post-training'):
+def test_an_unknown_format_is_one_clear_line(tmp_path):
+    with pytest.raises(UsageError, match='no format "chatlm"; expected chatml, ngpt, primer, post-training or a'):
         load_format("chatlm")
     with pytest.raises(ChatmillError, match="cannot be read"):
         load_format(tmp_path / "none.toml")

@@ -1,4 +1,4 @@
-"""A format that was stored writes conversations just as before."""
+"""A stored format renders conversations exactly as before."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def same(one, other) -> None:
 
 
 def reopened(format, spec: str):
-    """Through JSON and back, as by way of a dataset and a model."""
+    """Restore a renderer from its JSON, as datasets and models do."""
     value = json.loads(json.dumps(format.to_json()))
     tokenizer = open_tokenizer(spec, control=control_tokens_from_json(value), add_tokens=True)
     return renderer_from_json(value, tokenizer, spec=spec, where="model")
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_comes_back_from_what_was_stored_and_from_its_name(name):
+def test_a_preset_is_restored_from_json_and_from_its_name(name):
     format = open_renderer(name, "bytes")
     same(reopened(format, "bytes"), format)
     same(renderer_from_json(name, format.tokenizer, spec="bytes", where="model"), format)
     assert control_tokens_from_json(name) == control_tokens_from_json(format.to_json()) == format.format.tokens
 
 
-def test_a_chat_template_comes_back_with_all_that_it_was_given(tmp_path):
+def test_a_chat_template_is_restored_with_all_its_options(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(
         train_bpe(["some words"], vocab_size=270, control=["<|im_start|>", "<|im_end|>"])
     )
@@ -73,12 +73,12 @@ def test_a_chat_template_comes_back_with_all_that_it_was_given(tmp_path):
 @pytest.mark.parametrize(
     "value", [None, "chatlm", {}, {"name": "template"}, {"name": "x", "tokens": {"eot": "<|eot|>"}}, 7]
 )
-def test_what_is_no_format_is_one_line(value):
-    with pytest.raises(DataError, match=r"^model: .*name it with --format$"):
+def test_an_invalid_format_is_one_line(value):
+    with pytest.raises(DataError, match=r"^model: .*set it with --format$"):
         renderer_from_json(value, open_tokenizer("bytes"), spec="bytes", where="model")
 
 
-def test_a_format_with_more_to_it_than_is_known_here_is_refused():
+def test_a_format_with_unknown_keys_is_rejected():
     value = open_renderer("primer", "bytes").to_json() | {"colour": "red"}
     with pytest.raises(DataError, match="model: the format primer was stored by another version"):
         renderer_from_json(value, open_tokenizer("bytes"), spec="bytes", where="model")

@@ -1,4 +1,4 @@
-"""Weights of records, texts without turns, and variables for the chat template of single records."""
+"""Weights of records, texts without turns, and chat template variables of single records."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_weight_of_a_record_multiplies_those_of_its_tokens(template, train_o
         factor = np.repeat(np.array(weights, dtype=np.float32), rows.lengths)
         assert rows.ids.tolist() == plain.ids.tolist()
         assert rows.weights().tolist() == (plain.weights() * factor).tolist()
-        # Another choice of roles keeps the weight of each record, and those that are not trained.
+        # Training other roles keeps the weight of each record, and untrained records stay untrained.
         for other in ("last", "assistant", "all"):
             again = rows.reweigh(other)
             expected = renderer.render([conversation(weight, flag) for weight in weights], train_on=other)
@@ -70,13 +70,13 @@ def test_the_weight_of_a_record_multiplies_those_of_its_tokens(template, train_o
             again.check()
 
 
-def test_a_record_that_is_not_trained_has_the_rule_of_a_flag(template):
+def test_an_untrained_record_has_the_rule_flag(template):
     rows = template.render([conversation(0.0)])
     assert not rows.mask().any()
     assert set(rows.spans["rule"].tolist()) == {Rule.FLAG, Rule.HEADER}
 
 
-def test_records_have_template_variables_of_their_own(template):
+def test_records_can_have_their_own_template_variables(template):
     kwargs = ['{"mood":"glad"}', "", '{"mood":"sad"}', "", '{"mood":"glad"}']
     records = [conversation(template_kwargs=each) for each in kwargs]
     decode = template.tokenizer.decode
@@ -92,13 +92,13 @@ def test_records_have_template_variables_of_their_own(template):
     alone = [template.render([record]) for record in records]
     assert rows.ids.tolist() == np.concatenate([row.ids for row in alone]).tolist()
     assert rows.mask().tolist() == np.concatenate([row.mask() for row in alone]).tolist()
-    # The prompt has the variables, too, so that the answer begins behind them.
+    # The prompt has the variables too, so the answer starts after them.
     assert decode(rows[2:3].ids[rows[2:3].mask()]) == "b<|im_end|>d<|im_end|>"
     prompt = Record([Message("user", "a")], template_kwargs='{"mood":"sad"}')
     assert decode(template.prompt_ids(prompt)).endswith("<|im_start|>assistant\n(sad) ")
 
 
-def test_no_number_of_template_variables_changes_what_is_rendered(template, monkeypatch):
+def test_the_number_of_template_variables_does_not_change_the_rendering(template, monkeypatch):
     monkeypatch.setattr(template_renderer, "MAX_KWARGS", 2)
     moods = [0, 1, 2, 0, 3, 3, 1, 0]
     records = [conversation(template_kwargs=json.dumps({"mood": mood})) for mood in moods]
@@ -123,7 +123,7 @@ def text(content: str, **fields: object) -> Record:
     return Record([Message("assistant", content, **fields)], is_text=True, file="a", line=1)
 
 
-def test_a_text_is_written_as_the_tokenizer_writes_it(tmp_path):
+def test_a_text_is_encoded_as_the_tokenizer_encodes_it(tmp_path):
     path = folder(tmp_path / "model")
     engine = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     end, begin = engine.token_to_id("</s>"), engine.token_to_id("<s>")
@@ -145,7 +145,7 @@ def test_a_text_is_written_as_the_tokenizer_writes_it(tmp_path):
     assert again.render([text("the user é")]).ids.tolist() == rows.ids.tolist()
 
 
-def test_a_prompt_and_its_completion_follow_one_another():
+def test_a_completion_directly_follows_its_prompt():
     renderer = open_renderer("text", "bytes")
     rows = renderer.render([Record([Message("user", "ab"), Message("assistant", "cd")])])
     assert renderer.tokenizer.decode(rows.ids) == "abcd<|EOS|>"
@@ -153,7 +153,7 @@ def test_a_prompt_and_its_completion_follow_one_another():
 
 
 def space_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer that puts a space before every text, as that of Llama 2."""
+    """Return a tokenizer that adds a space before every text, like that of Llama 2."""
     engine = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
     normalizers = tokenizers.normalizers
     engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -174,7 +174,7 @@ TEXTS = st.text("the quickbrownfxa ", max_size=12)
 @settings(max_examples=60)
 @given(prompt=TEXTS, completion=TEXTS)
 def test_a_completion_follows_its_prompt_without_an_added_space(spaced, prompt, completion):
-    """As TRL prepares both: as one text, of which what the prompt does not have is trained."""
+    """As in TRL: both are encoded as one text, and the tokens after the prompt are trained."""
     engine, renderer = spaced
     record = Record([*([Message("user", prompt)] if prompt else []), Message("assistant", completion)])
     ledger = Ledger()
@@ -184,7 +184,7 @@ def test_a_completion_follows_its_prompt_without_an_added_space(spaced, prompt, 
     if prompt and whole[: len(before)] == before:
         assert rows.mask().tolist() == [False] * len(before) + [True] * (len(whole) - len(before))
     elif prompt:
-        # A token that holds the end of the prompt and the beginning of the completion is not trained.
+        # A token that contains the end of the prompt and the start of the completion is not trained.
         assert not rows.mask()[: len(before) - 1].any()
         assert rows.mask()[-1]
         assert ledger.to_json()["noted"]["range_splits_token"]["tokens"] == 1
@@ -195,12 +195,12 @@ def spaced(tmp_path_factory):
     path = tmp_path_factory.mktemp("hf") / "spaced"
     engine = space_tokenizer(path)
     with warnings.catch_warnings():
-        # That another library encodes it, slower.
+        # Ignore the warning that a slower library encodes it.
         warnings.simplefilter("ignore")
         return engine, open_renderer("text", str(path))
 
 
-def test_a_prompt_and_its_completion_as_one_text_are_unrolled_as_others_are(spaced):
+def test_a_prompt_and_completion_encoded_as_one_text_can_be_unrolled(spaced):
     record = Record([Message("user", "the quick"), Message("assistant", " fox")], file="a", line=1)
     for renderer in (spaced[1], open_renderer("text", "bytes")):
         options = {"train_on": "assistant", "on_reject": pytest.fail, "ledger": Ledger()}
@@ -210,7 +210,7 @@ def test_a_prompt_and_its_completion_as_one_text_are_unrolled_as_others_are(spac
         assert rows.mask().tolist() == renderer.render([record]).mask().tolist()
 
 
-def test_a_space_that_the_tokenizer_adds_goes_with_the_first_character(spaced):
+def test_an_added_space_belongs_to_the_first_character(spaced):
     engine, renderer = spaced
     content = "quick fox"
     rows = renderer.render([text(content, train_ranges=[[0, 5, 0]])])
@@ -240,24 +240,24 @@ def test_only_ranges_of_a_text_are_trained():
     assert [decode(rows[at : at + 1].ids[rows[at : at + 1].mask()]) for at in (0, 1)] == [" b<|EOS|>", " b"]
 
 
-def test_texts_and_conversations_are_not_mixed_up(template):
+def test_texts_need_the_text_format_and_conversations_a_chat_format(template):
     chat = conversation()
     for renderer, record, fault in (
         (
             open_renderer("chatml", "bytes"),
             text("a"),
-            "a:1: the record is one text, without turns; write it with --format",
+            "a:1: the record is a single text without turns; use --format",
         ),
-        (open_renderer("primer", "bytes"), text("a"), "a:1: the record is one text, without turns"),
-        (template, text("a"), "a:1: the record is one text, without turns; write it with --format text"),
-        (open_renderer("text", "bytes"), chat, "a:1: the record is a conversation, which --format text cannot write"),
+        (open_renderer("primer", "bytes"), text("a"), "a:1: the record is a single text without turns"),
+        (template, text("a"), "a:1: the record is a single text without turns; use --format text"),
+        (open_renderer("text", "bytes"), chat, "a:1: the record is a conversation, which --format text cannot render"),
     ):
         faults: list[RecordError] = []
         assert list(renderer.renderable([record], faults.append)) == []
         assert str(faults[0]).startswith(fault)
 
 
-def test_a_tokenizer_without_the_end_token_is_refused(tmp_path):
+def test_a_tokenizer_without_the_end_token_is_rejected(tmp_path):
     path = folder(tmp_path / "model", eos_token=None)
     with pytest.raises(UsageError, match=r"lacks the control tokens <\|endoftext\|>; add them with --add-tokens"):
         open_renderer("text", str(path))

@@ -1,4 +1,4 @@
-"""Parts of an answer by character range, with presets: against the offsets that `tokenizers` itself reports."""
+"""Train ranges with presets, compared with the offsets that `tokenizers` itself reports."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_token_has_the_weight_of_its_characters_in_every_preset(renderers,
     assert total > 50
 
 
-def test_reweighing_changes_only_what_no_range_decides(renderers):
+def test_reweighing_changes_only_tokens_that_no_range_decides(renderers):
     text = "The answer is 4"
     record = Record([Message("user", "q"), Message("assistant", text, train_ranges=[[0, 3, 0], [4, 10, 1]])])
     for renderer in renderers:
@@ -88,7 +88,7 @@ def told(record: Record, **options) -> list[tuple[str, float, str]]:
     ]
 
 
-def test_the_rest_of_a_message_and_its_end_follow_its_own_rule():
+def test_the_rest_of_a_message_and_its_end_follow_their_own_rule():
     ranged = Message("assistant", "añ 😀 yes", train_ranges=[[6, 8, 2], [1, 4, 0]])
     header = ("<|im_start|>assistant\n", 0.0, "HEADER")
     record = Record([Message("user", "q"), ranged])
@@ -112,7 +112,7 @@ def test_the_rest_of_a_message_and_its_end_follow_its_own_rule():
     ]
 
 
-def test_ranges_count_from_the_content_behind_reasoning_and_before_calls():
+def test_ranges_count_from_the_content_after_reasoning_and_before_calls():
     call = ToolCall("add", "{}")
     message = Message("assistant", "say it", reasoning="é hm", tool_calls=[call], train_ranges=[[0, 3, 0]])
     parts = told(Record([Message("user", "q"), message]))
@@ -120,7 +120,7 @@ def test_ranges_count_from_the_content_behind_reasoning_and_before_calls():
     assert [text for text, weight, _ in parts if weight == 0] == ["<|im_start|>assistant\n", "say", "\n"]
 
 
-def test_a_tokenizer_that_rewrites_the_text_is_refused_for_ranges_alone(tmp_path):
+def test_a_tokenizer_that_changes_the_text_is_rejected_only_for_ranges(tmp_path):
     texts = ["the quick brown fox"] * 4
     content = json.loads(train_bpe(texts, vocab_size=300, control=["<|im_start|>", "<|im_end|>"]))
     content["normalizer"] = {"type": "NFC"}

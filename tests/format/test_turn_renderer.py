@@ -1,4 +1,4 @@
-"""Rendering: golden rows of every preset, then properties over random conversations."""
+"""Rendering: golden rows of every preset, then properties of random conversations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOOLS = Record(
 
 
 def told(rows: Rows, name: str, row: int = 0) -> list[str]:
-    """A row as lines: trained or not, who, which part, why, and the text."""
+    """Format a row as lines: trained or not, role, part, rule, and text."""
     one, tokenizer = rows[row : row + 1], TOKENIZERS[name]
     lines = []
     for span, start, stop in zip(one.spans, one.span_start, one.span_start[1:], strict=False):
@@ -91,7 +91,7 @@ def test_chatml_trains_content_and_the_end_of_turn_but_not_the_newline_after_it(
     ]
 
 
-def test_ngpt_puts_in_its_default_system_text():
+def test_ngpt_adds_its_default_system_text():
     tokens = FORMATS["ngpt"].tokens
     assert rendered(Record([Message("user", "q"), Message("assistant", "a")]), "ngpt") == [
         f"  - system open header '{tokens['sys']}'",
@@ -117,7 +117,7 @@ def test_primer_adds_nothing_and_has_no_space_between_marker_and_text():
     ]
 
 
-def test_post_training_trains_the_opener_too_and_ends_each_conversation():
+def test_post_training_trains_the_opening_marker_too_and_ends_each_conversation():
     assert rendered(Record([Message("user", "q"), Message("assistant", "a")]), "post-training") == [
         "  0 user open role '<|USER|>'",
         "  0 user content role 'q'",
@@ -129,7 +129,7 @@ def test_post_training_trains_the_opener_too_and_ends_each_conversation():
     ]
 
 
-def test_an_unfinished_turn_has_no_close_and_is_never_trained():
+def test_an_incomplete_turn_has_no_close_and_is_never_trained():
     record = Record(
         [Message("user", "q"), Message("assistant", "a", complete=False), Message("user", "r", complete=False)]
     )
@@ -142,7 +142,7 @@ def test_an_unfinished_turn_has_no_close_and_is_never_trained():
     ]
 
 
-def test_reasoning_and_tool_calls_are_trained_and_told_apart_and_results_are_not_trained():
+def test_reasoning_and_tool_calls_are_trained_as_separate_parts_and_results_are_not_trained():
     assert rendered(TOOLS, "primer", train_on="all") == [
         "  0 user open header '<|usr|>'",
         "* 0 user content role 'sum?'",
@@ -162,7 +162,7 @@ def test_reasoning_and_tool_calls_are_trained_and_told_apart_and_results_are_not
     ]
 
 
-def test_offered_tools_stand_in_the_system_turn_whether_there_is_one_or_not():
+def test_tool_definitions_are_part_of_the_system_turn_which_is_added_if_missing():
     listed = '<tools>\n{"name":"f"}\n{"name":"g"}\n</tools>'
     for messages, number in (([Message("system", "S"), Message("user", "q")], "0"), ([Message("user", "q")], "-")):
         line = rendered(Record(messages, tools=('{"name":"f"}', '{"name":"g"}')), "primer")[1]
@@ -171,7 +171,7 @@ def test_offered_tools_stand_in_the_system_turn_whether_there_is_one_or_not():
         assert ("'S\\n\\n# Tools" in line) == (number == "0")
 
 
-def test_a_flag_on_a_message_wins_over_the_format_and_over_train_on():
+def test_a_weight_of_a_message_overrides_the_format_and_train_on():
     record = Record(
         [
             Message("user", "q", weight=1.0),
@@ -197,7 +197,7 @@ def test_a_flag_on_a_message_wins_over_the_format_and_over_train_on():
         ]
 
 
-def test_last_trains_the_last_answer_alone_and_not_an_earlier_one_in_its_place():
+def test_last_trains_only_the_last_answer_and_no_earlier_one_instead():
     chat = [Message("user", "q"), Message("assistant", "a"), Message("user", "r"), Message("assistant", "b")]
     trained = [line for line in rendered(Record(chat), "primer", train_on="last") if line[0] == "*"]
     assert trained == ["* 3 assistant content role 'b'", "* 3 assistant close role '<|eot|>'"]
@@ -276,7 +276,7 @@ def test_a_format_with_control_tokens_inside_bodies_and_around_conversations():
         (0.0, "EOS", "</s>"),
     ]
     think = tokenizer.special_token_ids()["think"]
-    assert np.count_nonzero(rows.ids == think) == 1  # the one of the format, not the one in the data
+    assert np.count_nonzero(rows.ids == think) == 1  # the token of the format, not the one in the data
 
 
 def test_origins_name_the_file_and_line_of_every_row():
@@ -294,12 +294,12 @@ def test_a_tokenizer_opened_for_another_format_is_refused():
         TurnRenderer(FORMATS["ngpt"], TOKENIZERS["primer"]).render([CHAT])
 
 
-def test_a_role_the_format_cannot_write_is_a_fault_of_the_record():
+def test_a_role_that_the_format_does_not_define_is_a_record_error():
     format = parse_format(
         '[tokens]\nt="<t>"\n[user]\nopen="<t>"\nclose="<t>"\n[assistant]\nopen="<t>"\nclose="<t>"', where="two"
     )
     with pytest.raises(
-        RecordError, match=r"chat.jsonl:7: message 0 has role system, which the format two cannot write"
+        RecordError, match=r"chat.jsonl:7: message 0 has role system, which the format two does not define"
     ):
         list(TurnRenderer(format, TOKENIZERS["ngpt"]).renderable([CHAT]))
     rejected: list[RecordError] = []
@@ -315,7 +315,7 @@ text_ = st.lists(st.one_of(st.sampled_from([*CONTROL, "<|", "|>", "\n", " "]), s
     "".join
 )
 calls_ = st.lists(st.builds(ToolCall, text_, st.sampled_from(["{}", '{"k":"v"}'])), max_size=2).map(tuple)
-# Unchecked: whatever the weight of a tool result is, the format has to write it.
+# Not checked: whatever the weight of a tool result is, the format has to render it.
 plain_ = st.builds(
     new_message,
     role=st.sampled_from(["user", "tool", "assistant"]),
@@ -332,7 +332,7 @@ record_ = st.builds(
 
 
 @given(record_, st.sampled_from(PRESETS))
-def test_control_tokens_come_from_the_format_alone(record, name):
+def test_control_tokens_come_only_from_the_format(record, name):
     rows = TurnRenderer(FORMATS[name], TOKENIZERS[name]).render([record])
     format, control = FORMATS[name], TOKENIZERS[name].special_token_ids()
     expected = []
@@ -370,7 +370,7 @@ def test_the_prompt_of_every_answer_is_a_prefix_of_the_training_row(record, name
 
 
 @given(record_, st.sampled_from(PRESETS))
-def test_the_row_decodes_to_the_conversation_written_out(record, name):
+def test_the_row_decodes_to_the_text_of_the_conversation(record, name):
     format = FORMATS[name]
     messages = list(record.messages)
     listed = format.body["tools"].replace("{}", "\n".join(record.tools), 1) if record.tools else ""

@@ -264,7 +264,7 @@ def test_odd_records_are_compared_or_refused_with_a_reason(run, tmp_path):
     assert by["TRL"]["first"] == "chat.jsonl:5"
     assert by["TRL"]["reason"].startswith("RuntimeError: You're using `assistant_only_loss=True`, but at least one")
     assert by["chatmill"]["first"] == "chat.jsonl:6"
-    assert by["chatmill"]["reason"].startswith("the template leaves out the tool_calls of message 1 (assistant)")
+    assert by["chatmill"]["reason"].startswith("the template drops the tool_calls of message 1 (assistant)")
 
 
 def test_what_a_template_refuses_is_said_by_both(run, tmp_path):
@@ -277,7 +277,7 @@ def test_what_a_template_refuses_is_said_by_both(run, tmp_path):
     assert out.splitlines()[1:4] == [
         "2 records: 1 equal, 1 refused by both",
         "  chatmill refuses 1, the first at chat.jsonl:1: model/tokenizer_config.json:chat_template:1: the template "
-        'refuses the conversation: "no system"; change the conversation or the template',
+        'rejects the conversation: "no system"; change the conversation or the template',
         "  TRL refuses 1, the first at chat.jsonl:1: TemplateError: no system",
     ]
 

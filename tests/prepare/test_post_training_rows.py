@@ -107,7 +107,7 @@ def test_a_chat_template_leaves_out_whitespace_and_refuses_other_text_outside_tu
     user, answer = Message("user", "q"), Message("assistant", "a")
     space, text = (new_message("none", content, complete=False) for content in ("\n", "x"))
     assert only_turns(Record([user, space, answer])).messages == [user, answer]
-    with pytest.raises(RecordError, match="message 1 is text outside turns, which a chat template cannot write"):
+    with pytest.raises(RecordError, match="message 1 is text outside turns, which a chat template cannot render"):
         only_turns(Record([user, text, answer]))
 
 
@@ -129,7 +129,7 @@ def test_a_custom_format_may_have_the_rule():
     text = '[tokens]\nu = "<u>"\na = "<a>"\ne = "<e>"\n[user]\nopen = "<u>"\nclose = "<e>"\n[assistant]\n'
     with pytest.raises(DataError) as refused:
         parse_format("requires_user = true\n" + text + 'open = "<a>x"\nclose = "<e>y"\n', where="f.toml")
-    assert "assistant.close must hold one control token" in str(refused.value)
-    assert "assistant.open must be one control token alone" in str(refused.value)
+    assert "assistant.close must contain one control token" in str(refused.value)
+    assert "assistant.open must be a single control token" in str(refused.value)
     with pytest.raises(DataError, match="requires_user must be true or false"):
         parse_format("requires_user = 1\n" + text + 'open = "<a>"\nclose = "<e>"\n', where="f.toml")

@@ -1,15 +1,15 @@
-"""Chat formats and renderers: how conversations become token ids, and which of them are trained.
+"""Chat formats and renderers: turn conversations into token ids and decide which of them are trained.
 
-ChatFormat, TurnMarkers     a format of turns; load_format, parse_format and PRESETS give one
-Renderer                    a format with its tokenizer; open_renderer opens one, resolve_format says of which format
+ChatFormat, TurnMarkers     a chat format; load_format and parse_format return one, PRESETS lists the built-in names
+Renderer                    a chat format with its tokenizer; open_renderer opens one, resolve_format picks the format
 TurnRenderer                the renderer of a ChatFormat
 TemplateRenderer            the renderer of a Hugging Face chat template; TemplateOptions, Mask, TextTokens,
                             has_template
-renderer_from_json          a renderer as a dataset or a model has stored it; control_tokens_from_json
+renderer_from_json          restores the renderer stored in a dataset or a model; control_tokens_from_json
 record_texts                all texts of a record, to train a tokenizer on
 transcript_turns            the turns of a record as text
 
-Names are imported when they are first used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Chat formats: how a conversation is written in tokens, and which parts of an assistant turn are trained.
+"""Chat formats: the tokens around each turn, and which parts of an assistant turn are trained.
 
-A format is a small TOML file; the presets in `presets/` are read by the same code as a user's own.
+A format is a small TOML file. The same code reads the presets in `presets/` and the files of users.
 `CompiledFormat` is a format compiled to token ids for one tokenizer.
 """
 
@@ -35,11 +35,11 @@ DEFAULT_BODY = {
         'To call one, write {"name": ..., "arguments": ...} between <tool_call> and </tool_call>.'
     ),
 }
-"""How the less common parts of a message are written, unless the format has its own templates."""
+"""Default templates for reasoning, tool calls and the list of tools."""
 
 
 class TurnMarkers(NamedTuple):
-    """What stands before and after a message: control tokens and text."""
+    """Control tokens and text before and after a message."""
 
     open: str
     close: str
@@ -47,7 +47,7 @@ class TurnMarkers(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A format of turns; `load_format` reads one.
+    """A chat format that marks turns with control tokens; `load_format` reads one.
 
     >>> from chatmill import load_format
     >>> format = load_format("chatml")
@@ -59,7 +59,7 @@ class ChatFormat:
 
     name: str
     tokens: Mapping[str, str]
-    """The control tokens by key; `sys`, `usr`, `asst`, `eot` where the format has them."""
+    """Control tokens by key, for example `sys`, `usr`, `asst` and `eot`."""
     turns: Mapping[str, TurnMarkers]
     trained: tuple[str, ...] = ("content", "close")
     default_system: str | None = None
@@ -69,10 +69,10 @@ class ChatFormat:
     body: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_BODY))
     """Templates for reasoning, a tool call and the list of tools, each with one `{}`."""
     requires_user: bool = False
-    """Train only whole answers after a complete user turn in the same row, and write whitespace between turns."""
+    """Train only whole answers after a complete user turn in the same row, and keep whitespace between turns."""
 
     def split(self, text: str) -> list[tuple[str | None, str]]:
-        """Text of the format split into control tokens, as (key, token), and text, as (None, text)."""
+        """Split `text` into control tokens, as (key, token), and other text, as (None, text)."""
         pieces: list[tuple[str | None, str]] = []
         keys = {token: key for key, token in self.tokens.items()}
         while text:
@@ -90,19 +90,19 @@ class ChatFormat:
 
     @property
     def has_turns(self) -> bool:
-        """Whether it marks turns; only the format `text` does not."""
+        """Whether the format marks turns; all formats do except `text`."""
         return any(turn.open for turn in self.turns.values())
 
     @property
     def eot(self) -> str:
-        """The key of the token that ends an assistant turn."""
+        """Key of the token that ends an assistant turn."""
         return next(key for key, _ in self.split(self.turns["assistant"].close) if key is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that determines the rendered text, for the metadata of a dataset; `from_json` is the inverse."""
+        """Everything that determines the rendered text, as JSON for the metadata of a dataset."""
         stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         if not self.requires_user:
-            # Omitted if false, so that the bytes of earlier datasets stay the same.
+            # Omitted if false: the metadata of existing datasets must not change.
             stored.pop("requires_user", None)
         return stored
 
@@ -112,7 +112,7 @@ class ChatFormat:
 
 
 def load_format(spec: str | Path) -> ChatFormat:
-    """A preset by its name, or a TOML file by its path.
+    """Load a preset by name, or a TOML file by path.
 
     >>> from chatmill import load_format
     >>> load_format("primer").tokens
@@ -123,7 +123,7 @@ def load_format(spec: str | Path) -> ChatFormat:
         return parse_format(text, where=str(spec))
     given = place(spec)
     if Path(given.name).suffix != ".toml":
-        raise UsageError(f'no format "{one_line(str(given))}"; there are {", ".join(PRESETS)}, or give a .toml file')
+        raise UsageError(f'no format "{one_line(str(given))}"; expected {", ".join(PRESETS)} or a .toml file')
     try:
         text = local_file(spec).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -133,7 +133,7 @@ def load_format(spec: str | Path) -> ChatFormat:
 
 
 def parse_format(text: str, *, where: str) -> ChatFormat:
-    """A format from TOML; all faults are reported together, in one line."""
+    """Parse a format from TOML. Raise one `DataError` that lists all problems."""
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -144,7 +144,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
 
     tokens = _strings(data.get("tokens", {}), "tokens", faults)
     if not tokens:
-        faults.append('no [tokens]; name each control token there, such as eot = "<|eot|>"')
+        faults.append('no [tokens]; list each control token there, for example eot = "<|eot|>"')
     if len(set(tokens.values())) < len(tokens):
         faults.append("two keys in [tokens] name the same token")
     turns: dict[str, TurnMarkers] = {}
@@ -153,21 +153,21 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
             turn = _strings(data[role], role, faults, allowed=("open", "close"))
             turns[role] = TurnMarkers(turn.get("open", ""), turn.get("close", ""))
     missing = [role for role in ("user", "assistant") if role not in turns]
-    faults += [f"no [{role}]; a format writes at least user and assistant" for role in missing]
+    faults += [f"no [{role}]; a format needs at least user and assistant" for role in missing]
     trained = data.get("trained", ["content", "close"])
     if not isinstance(trained, list) or not trained or any(part not in TRAINABLE for part in trained):
-        faults.append(f"trained must be a list out of {', '.join(TRAINABLE)}")
+        faults.append(f"trained must be a non-empty list of {', '.join(TRAINABLE)}")
         trained = []
     body = _strings(data.get("body", {}), "body", faults, allowed=tuple(DEFAULT_BODY))
-    faults += [f'body.{key} must hold "{{}}" once, where the text goes' for key in body if body[key].count("{}") != 1]
+    faults += [f'body.{key} must contain "{{}}" exactly once' for key in body if body[key].count("{}") != 1]
     texts = {key: data[key] for key in ("name", "default_system", "begin", "end") if key in data}
-    faults += [f"{key} must be a text" for key, text in texts.items() if not isinstance(text, str)]
+    faults += [f"{key} must be a string" for key, text in texts.items() if not isinstance(text, str)]
     texts = {key: text for key, text in texts.items() if isinstance(text, str)}
     requires_user = data.get("requires_user", False)
     if not isinstance(requires_user, bool):
         faults.append("requires_user must be true or false")
     if "default_system" in data and "system" not in turns:
-        faults.append("default_system is given but there is no [system]")
+        faults.append("default_system is set but there is no [system]")
 
     format = ChatFormat(
         name=texts.get("name") or Path(where).stem,
@@ -187,7 +187,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
 
 
 def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ...] = ()) -> dict[str, str]:
-    """The strings of a TOML table; everything else is a fault."""
+    """Return the string values of a TOML table; add other values to `faults`."""
     if not isinstance(table, dict):
         faults.append(f"[{name}] must be a table")
         return {}
@@ -196,81 +196,81 @@ def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ..
         if allowed and key not in allowed:
             faults.append(f'[{name}] has unknown key "{one_line(key)}" (known: {", ".join(allowed)})')
         elif not isinstance(value, str) or not value:
-            faults.append(f"{name}.{one_line(key)} must be a text that is not empty")
+            faults.append(f"{name}.{one_line(key)} must be a non-empty string")
         else:
             good[key] = value
     return good
 
 
 def _marker_faults(format: ChatFormat) -> list[str]:
-    """Turns must be delimited by control tokens, or text could forge them."""
+    """Check that control tokens delimit all turns; otherwise text could imitate a turn."""
     faults, used = [], set()
     for role, turn in format.turns.items():
         opening, closing = format.split(turn.open), format.split(turn.close)
         used |= {key for key, _ in opening + closing}
         if not opening or opening[0][0] is None:
-            faults.append(f"{role}.open must begin with a control token of [tokens]")
+            faults.append(f"{role}.open must start with a control token from [tokens]")
         if all(key is None for key, _ in closing):
-            faults.append(f"{role}.close must hold a control token of [tokens]")
+            faults.append(f"{role}.close must contain a control token from [tokens]")
     for name in ("begin", "end"):
         pieces = format.split(getattr(format, name))
         used |= {key for key, _ in pieces}
         if any(key is None for key, _ in pieces):
-            faults.append(f"{name} must be made of control tokens of [tokens] alone")
+            faults.append(f"{name} must consist only of control tokens from [tokens]")
     for name, template in format.body.items():
         keys = {key for key, _ in format.split(template)}
         if name == "tools" and keys - {None}:
-            # They stand in the system's text, which is encoded as text.
-            faults.append("body.tools must be plain text; no control token of [tokens] may stand in it")
+            # Tool definitions are part of the system message, which is encoded as plain text.
+            faults.append("body.tools must be plain text without control tokens from [tokens]")
         used |= keys
     if format.requires_user:
         faults += [
-            f"{role}.{name} must hold one control token, which {name}s the turn, because requires_user is true"
+            f"{role}.{name} must contain one control token, which {name}s the turn, because requires_user is true"
             for role, turn in format.turns.items()
             for name, pieces in (("open", format.split(turn.open)), ("close", format.split(turn.close)[::-1]))
             if sum(key is not None for key, _ in pieces) != 1 or pieces[0][0] is None
         ]
         if len(format.split(format.turns["assistant"].open)) > 1:
-            faults.append("assistant.open must be one control token alone, because requires_user is true")
+            faults.append("assistant.open must be a single control token, because requires_user is true")
     faults += [f"tokens.{key} is never used" for key in format.tokens if key not in used]
     return faults
 
 
 BEGIN, OPEN, BODY, CLOSE, AFTER, END = range(6)
-"""The pieces of a message, columns of the tables below. All but the body are the same for every message of a role."""
+"""Pieces of a message, used as columns of the tables below. All except BODY are fixed for a role."""
 PARTS = (Part.OPEN, Part.OPEN, Part.CONTENT, Part.CLOSE, Part.CLOSE, Part.EOS)
 ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate((*ROLES, NO_ROLE))}
-"""Rows of the tables below; those of roles are also the numbers of `Role`."""
+"""Rows of the tables below; a role's code equals its `Role` value."""
 
 
 class CompiledFormat:
-    """The ids of the fixed pieces of every role, concatenated in `literals`, and the text around each body."""
+    """A chat format compiled to token ids for one tokenizer; `literals` holds the ids of all fixed pieces."""
 
     def __init__(self, format: ChatFormat, tokenizer: Tokenizer) -> None:
         opened_for = getattr(tokenizer, "control", None)
         if opened_for is not None and dict(opened_for) != dict(format.tokens):
             raise DataError(
                 f"the tokenizer was opened for other control tokens ({', '.join(opened_for.values()) or 'none'}); "
-                f"open it for those of the format {format.name}"
+                f"open it with those of the format {format.name}"
             )
         ids = tokenizer.special_token_ids()
         control = {key: int(ids[key]) for key in format.tokens}
         self.prefix: list[str] = []
         self.suffix: list[str] = []
-        """By role: text of the opener and the closer that is encoded together with the body."""
+        """By role: text of the opening and closing markers that is encoded together with the body."""
         fixed: list[list[tuple[str | None, str]]] = []
         for role in ROLES:
             turn = format.turns.get(role)
             opening = format.split(turn.open) if turn else []
             closing = format.split(turn.close) if turn else []
-            # An assistant's header is encoded apart from its body: in inference it is the end of the prompt.
+            # The assistant header is encoded separately from the body, because it ends the prompt at inference.
             joins = role != "assistant" and opening and opening[-1][0] is None
             self.prefix.append(opening.pop()[1] if joins else "")
             self.suffix.append(closing.pop(0)[1] if closing and closing[0][0] is None else "")
             last = max((at for at, (key, _) in enumerate(closing) if key is not None), default=-1)
             close, after = closing[: last + 1], closing[last + 1 :]
             fixed += [format.split(format.begin), opening, [], close, after, format.split(format.end)]
-        # Text outside turns: no marker opens it, and an end marker that closes no turn may follow it.
+        # Text outside turns has no opening marker but may be followed by an end marker.
         self.prefix.append("")
         self.suffix.append("")
         fixed += [format.split(format.begin), [], [], [(format.eot, "")], [], format.split(format.end)]
@@ -282,7 +282,7 @@ class CompiledFormat:
         ]
         self.lengths = np.array([len(ids) for ids in encoded], dtype=np.int64).reshape(-1, len(PARTS))
         self.starts = offsets(self.lengths.ravel())[:-1].reshape(self.lengths.shape)
-        # Control tokens for use inside of bodies follow the fixed pieces, one each.
+        # Control tokens used inside bodies follow the fixed pieces, one id each.
         self.control_start = {key: int(self.lengths.sum()) + at for at, key in enumerate(control)}
         self.literals = np.array([i for ids in encoded for i in ids] + list(control.values()), dtype=np.uint32)
 
@@ -290,7 +290,7 @@ class CompiledFormat:
         self.rules = (Rule.HEADER, *trainable, Rule.HEADER, Rule.HEADER)
 
     def fixed(self, role: str, piece: int) -> list[int]:
-        """The ids of one fixed piece."""
+        """Token ids of one fixed piece."""
         start, length = int(self.starts[ROLE_CODES[role], piece]), int(self.lengths[ROLE_CODES[role], piece])
         ids: list[int] = self.literals[start : start + length].tolist()
         return ids

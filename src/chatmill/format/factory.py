@@ -1,4 +1,4 @@
-"""Open a renderer: from a format's name and a tokenizer, or from what a dataset or a model has stored of them."""
+"""Open a renderer: by format name and tokenizer, or from the metadata of a dataset or model."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from chatmill.format.turn_renderer import TurnRenderer
 from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 
 TEMPLATE = "template"
-"""The format name that stands for the chat template of a tokenizer's folder."""
+"""The format name that selects the chat template of the tokenizer folder."""
 DEFAULT_FORMAT = "chatml"
-"""The format if neither a format nor a chat template is named."""
+"""The format if neither a format nor a chat template is given."""
 
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """Options of a chat template."""
+    """Options for rendering with a chat template."""
 
     chat_template: str | None = None
-    """A Jinja file to use instead of the template of the tokenizer's folder."""
+    """A Jinja file to use instead of the template in the tokenizer folder."""
     arguments: Sequence[str] = ()
-    """Variables for the template, as `name=value`."""
+    """Template variables, as `name=value`."""
     mask: Mask = "derived"
     date: str | None = None
-    """The date for templates that print it, as YYYY-MM-DD; default: today."""
+    """The date for templates that print one, as YYYY-MM-DD; defaults to today."""
     text_tokens: TextTokens = "as-transformers"
     allow_no_end_token: bool = False
-    """Whether to train answers that no token ends, instead of refusing them."""
+    """Whether to train answers without an end-of-turn token instead of rejecting them."""
     strip_prompt_space: bool = False
-    """Whether the spaces that the assistant header ends in are part of answers instead of prompts."""
+    """Whether trailing spaces of the assistant header belong to the answer instead of the prompt."""
 
     def given(self) -> list[str]:
         """The command-line flags of the options that differ from their defaults."""
@@ -58,10 +58,10 @@ class TemplateOptions:
 
 
 def resolve_format(name: str | None, tokenizer: str, *, chat_template: str | None = None) -> str:
-    """The name of the format to use; every command decides it here.
+    """Return the name of the format to use. All commands call this function.
 
-    Without `name` it is "template" if a chat template is named or the tokenizer's folder has one, else "chatml". A path
-    to a file selects only the tokenizer, not a template beside it.
+    Without `name`, the format is "template" if a chat template is given or the tokenizer folder has one, else "chatml".
+    A path to a tokenizer file selects only the tokenizer, not a template next to it.
 
     >>> from chatmill.format import resolve_format
     >>> resolve_format(None, "bytes"), resolve_format("primer", "bytes")
@@ -75,11 +75,11 @@ def resolve_format(name: str | None, tokenizer: str, *, chat_template: str | Non
 def open_renderer(
     name: str | None, tokenizer: str, *, add_tokens: bool = False, template: TemplateOptions | None = None
 ) -> TurnRenderer | TemplateRenderer:
-    """A renderer for a preset, a .toml file, or "template": the chat template of the tokenizer's folder.
+    """Open a renderer for a preset, a .toml file, or "template" (the chat template in the tokenizer folder).
 
-    `name` may be None: the folder's chat template if it has one, else "chatml"; see `resolve_format`.
+    If `name` is None, use the folder's chat template if it has one, else "chatml"; see `resolve_format`.
     `tokenizer` is a Hugging Face folder, a tokenizer file, or "bytes". It must have the control tokens of the format;
-    `add_tokens` gives those that it lacks new ids after the end of the vocabulary.
+    `add_tokens` assigns new ids after the end of the vocabulary to missing ones.
 
     >>> from chatmill import Message, Record, open_renderer
     >>> renderer = open_renderer("primer", "bytes")
@@ -93,23 +93,23 @@ def open_renderer(
     name = resolve_format(name, tokenizer, chat_template=template.chat_template)
     if name != TEMPLATE:
         if used := template.given():
-            raise UsageError(f"{', '.join(used)} is for chat templates; add --format template")
+            raise UsageError(f"{', '.join(used)} can be used only with chat templates; add --format template")
         format = text_format(tokenizer) if name == TEXT else load_format(name)
         try:
             return TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
         except MissingTokensError as error:
             if has_template(tokenizer):
-                raise UsageError(f"{error}, or write with the folder's own template: --format template") from None
+                raise UsageError(f"{error}, or use the chat template of the folder with --format template") from None
             raise
     if add_tokens:
         raise UsageError(
-            "--add-tokens with --format template: a template writes only tokens of its tokenizer; name a preset, such "
-            "as --format chatml"
+            "--add-tokens with --format template: a template can use only tokens of its tokenizer; use a preset, for "
+            "example --format chatml"
         )
     flags = {"--allow-no-end-token": template.allow_no_end_token, "--strip-prompt-space": template.strip_prompt_space}
     if template.mask == "tags" and any(flags.values()):
         names = ", ".join(flag for flag, given in flags.items() if given)
-        raise UsageError(f"{names} with --mask tags; the tags of the template decide what is trained")
+        raise UsageError(f"{names} with --mask tags: its tags decide what is trained; remove one of the flags")
     folder = read_folder(tokenizer, template.chat_template)
     start_server()
     return TemplateRenderer(
@@ -125,13 +125,13 @@ def open_renderer(
 
 
 def _template_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """`enable_thinking=false` and the like; values that are JSON are decoded."""
+    """Parse arguments like `enable_thinking=false`; values that are valid JSON are decoded."""
     out: dict[str, Any] = {}
     for argument in arguments:
         name, separator, value = argument.partition("=")
         if not separator or not name.isidentifier() or name in ("messages", "tools", "add_generation_prompt"):
             raise UsageError(
-                f'--template-arg "{one_line(argument)}" is no NAME=VALUE; give one like enable_thinking=false'
+                f'--template-arg "{one_line(argument)}" is not NAME=VALUE; use, for example, enable_thinking=false'
             )
         try:
             out[name] = msgspec.json.decode(value)
@@ -146,11 +146,11 @@ def _date(date: str | None) -> datetime:
     try:
         return datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
-        raise UsageError(f'--template-date "{one_line(date)}" is no day; give one as 2025-01-31') from None
+        raise UsageError(f'--template-date "{one_line(date)}" is not a date; use YYYY-MM-DD') from None
 
 
 def control_tokens_from_json(stored: Any) -> dict[str, str]:
-    """The control tokens of a stored format, by key; empty if it does not name them."""
+    """Return the control tokens of a stored format by key; empty if it does not list them."""
     if isinstance(stored, str) and stored in PRESETS:
         return dict(load_format(stored).tokens)
     tokens = stored.get("tokens") if isinstance(stored, dict) else None
@@ -158,9 +158,9 @@ def control_tokens_from_json(stored: Any) -> dict[str, str]:
 
 
 def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> TurnRenderer | TemplateRenderer:
-    """The renderer whose `to_json` was stored, or that of a preset's name, with a tokenizer opened from `spec`.
+    """Restore a renderer from the result of its `to_json`, or from a preset name, with a tokenizer opened from `spec`.
 
-    It renders exactly as the stored one did; `DataError` if it cannot.
+    It renders exactly like the stored one; raise `DataError` if that is not possible.
     """
     try:
         if isinstance(stored, dict) and stored.get("name") == TEMPLATE:
@@ -172,16 +172,16 @@ def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: s
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ChatmillError):
             raise
-        raise DataError(f"{where}: the format that it was trained with cannot be read; name it with --format") from None
+        raise DataError(f"{where}: cannot read the format that it was trained with; set it with --format") from None
     # `now` is stored only if the template uses it.
     if not isinstance(stored, str) and {**renderer.to_json(), "now": stored.get("now")} != {"now": None, **stored}:
         shown = one_line(str(stored.get("name")))
-        raise DataError(f"{where}: the format {shown} was stored by another version; name it with --format")
+        raise DataError(f"{where}: the format {shown} was stored by another version of chatmill; set it with --format")
     return renderer
 
 
 def _template_renderer(stored: dict[str, Any], tokenizer: Tokenizer, spec: str, where: str) -> TemplateRenderer:
-    """The inverse of `TemplateRenderer.to_json`."""
+    """Restore a renderer from `TemplateRenderer.to_json`."""
     path = Path(spec, "tokenizer.json") if Path(spec).is_dir() else Path(spec)
     stops = [tokenizer.token_id(token) for token in stored["ends"]]
     folder = HFFolder(

@@ -1,7 +1,7 @@
-"""The messages of records, as bodies and texts to encode, and in columns for a chunk of records.
+"""Messages of records as bodies and texts to encode, in columns for a chunk of records.
 
-A message with reasoning or tool calls has a body of several pieces. The text between two control
-tokens is encoded as one, so its parts are separated after encoding, by byte offsets.
+The body of a message with reasoning or tool calls has several pieces. The text between two control tokens is
+encoded as a whole, and its parts are separated after encoding by byte offsets.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from chatmill.tokenizer.tokenizer import token_positions
 
 
 class BodyPiece(NamedTuple):
-    """A control token inside of a body, or a stretch of its text that is of one part."""
+    """A control token inside a body, or a stretch of text with a single part."""
 
     part: Part
     token: str | None
-    """The key of the control token."""
+    """Key of the control token; None for text."""
     text: str
     content_at: int = -1
-    """The offset of the message's content in the text, if the text contains it."""
+    """Offset of the message's content in `text`; -1 if `text` does not contain it."""
 
 
 Body = list[BodyPiece]
 
 
 def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> Body:
-    """Reasoning, content and tool calls in the order in which a model writes them."""
+    """Return reasoning, content and tool calls in the order in which a model generates them."""
     body: Body = []
 
     def add(part: Part, *pieces: tuple[str | None, str], is_content: bool = False) -> None:
@@ -52,7 +52,7 @@ def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> B
                 body.append(BodyPiece(part, token, text, 0 if is_content else -1))
 
     def add_filled(part: Part, template: str, text: str) -> None:
-        # Only the template may hold control tokens; `text` is data.
+        # Only the template may contain control tokens; `text` is data.
         before, after = template.split("{}")
         add(part, *format.split(before), (None, text), *format.split(after))
 
@@ -69,13 +69,13 @@ def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> B
 
 
 def text_runs(body: Body) -> list[str]:
-    """The texts between the control tokens of a body, each of which is encoded as one."""
+    """Return the texts between the control tokens of a body; each is encoded as a whole."""
     runs = groupby(body, key=lambda piece: piece.token is None)
     return ["".join(piece.text for piece in pieces) for is_text, pieces in runs if is_text]
 
 
 def content_place(body: Body) -> tuple[int, int]:
-    """The text run that contains the content of a message, and its offset in that run."""
+    """Return the index of the text run that contains the message's content, and the content's offset in that run."""
     runs = groupby(body, key=lambda piece: piece.token is None)
     for number, pieces in enumerate([*pieces] for is_text, pieces in runs if is_text):
         start = 0
@@ -87,19 +87,19 @@ def content_place(body: Body) -> tuple[int, int]:
 
 
 def record_texts(record: Record) -> Iterator[str]:
-    """The texts of a conversation that are encoded, to train a tokenizer on."""
+    """Yield all texts of a conversation, to train a tokenizer on."""
     yield from record.tools
     for message in record.messages:
         yield from filter(None, (message.reasoning, message.content, *map(call_text, message.tool_calls)))
 
 
 def call_text(call: ToolCall) -> str:
-    """A call as compact JSON; the keys of its arguments keep their order."""
+    """Format a tool call as compact JSON; its arguments keep their key order."""
     return f'{{"name":{msgspec.json.encode(call.name).decode()},"arguments":{call.arguments}}}'
 
 
 def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
-    """The messages to render: with the format's default system message, and with tools in the system message."""
+    """Return the messages to render, with the default system message and the tool definitions added."""
     messages = record.messages
     if not messages:
         raise RecordError("the record has no messages", "give at least one", kind="empty").at(record.file, record.line)
@@ -118,10 +118,10 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
 def split_bodies(
     bodies: Sequence[Body], flat: Ids, text_start: Index, tokenizer: Tokenizer, control_start: Mapping[str, int]
 ) -> tuple[Index, Index, NDArray[np.uint8]]:
-    """Start, length and part of every piece of these bodies, whose runs are the last of the encoded texts.
+    """Return start, length and part of every piece of these bodies, whose runs are the last of the encoded texts.
 
-    Control tokens start at `control_start` behind the encoded ids. A run that the tokenizer normalizes has no exact
-    borders: it becomes one piece of content, its other pieces are empty.
+    Control tokens start at `control_start` after the encoded ids. If the tokenizer normalizes the text of a run, its
+    pieces have no exact boundaries: the whole run becomes one piece of content, and its other pieces are empty.
     """
     pieces = [piece for body in bodies for piece in body]
     parts = np.array([piece.part for piece in pieces], dtype=np.uint8)
@@ -156,9 +156,9 @@ def split_bodies(
 
 
 def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
-    """Each turn as text, in the order of the rendered row.
+    """Return each turn as text, in the order of the rendered row.
 
-    Text that holds a marker of the format is an error: it could not be distinguished from a turn.
+    Raise a `RecordError` if a text contains a marker of the format: it would be indistinguishable from a turn.
     """
     turns = []
     for number, message in enumerate(messages_of(record, format)):
@@ -168,8 +168,8 @@ def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
         for token in format.tokens.values():
             if any(token in text for text in text_runs(body)):
                 raise RecordError(
-                    f"message {number} holds the marker {token} in its text",
-                    "a transcript cannot quote its own markers; leave the record out",
+                    f"the text of message {number} contains the marker {token}",
+                    "a transcript cannot contain its own markers as text; remove the record",
                     kind="marker_in_text",
                 ).at(record.file, record.line, record.id)
         text = "".join(piece.text for piece in body)
@@ -178,7 +178,7 @@ def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
 
 
 EXTENDED = 8
-"""Added to the role code of an extended message; no role code is as large."""
+"""Added to the role code of an extended message; larger than every role code."""
 
 
 @dataclass(frozen=True)
@@ -187,21 +187,21 @@ class MessageColumns:
 
     records: Sequence[Record]
     messages: Sequence[Message]
-    """Empty for records that are in columns already."""
+    """Empty if the records are `ChatColumns`."""
     first_message: Index
-    """By record: its first message; one entry more for the end."""
+    """By record: index of its first message; one more entry for the end."""
     added: Index
-    """By record: how many messages the format puts in front."""
+    """By record: number of messages that the format adds at the start."""
     roles: NDArray[np.uint8]
     extended: list[int]
-    """Messages with tool calls, reasoning, a weight or ranges of their own, or without an end; few, as a rule."""
+    """Messages that have tool calls, reasoning, a weight or train ranges, or are incomplete; usually few."""
     bodies: dict[int, Body]
     """The bodies of messages with tool calls, reasoning or ranges."""
     texts: Sequence[str]
     text_of: Index
-    """By message: which of the texts its body is."""
+    """By message: index of its body in `texts`."""
     layout: int = 0
-    """Records with whitespace between turns that the format does not write."""
+    """Number of records with whitespace between turns that the format drops."""
 
     @property
     def outside(self) -> list[int]:
@@ -211,7 +211,7 @@ class MessageColumns:
 
 
 def message_columns(records: Sequence[Record], format: ChatFormat, compiled: CompiledFormat) -> MessageColumns:
-    """Everything that can be done before the texts are encoded."""
+    """Collect the messages of `records` in columns and list the texts to encode."""
     if isinstance(records, ChatColumns):
         before, after = ([text.encode() for text in texts] for texts in (compiled.prefix, compiled.suffix))
         columns = TextColumns(records.data, records.start, records.stop, records.roles, before, after)
@@ -259,7 +259,7 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
         for at in left_out:
             texts[at] = ""
         layout = len(np.unique(np.searchsorted(offsets(counts + added), left_out, side="right")))
-    # A recurring system text is encoded once.
+    # Encode a recurring system message only once.
     text_of = np.arange(len(texts), dtype=np.int64)
     first_with: dict[str, int] = {}
     for at in np.flatnonzero(roles == Role.SYSTEM).tolist():

@@ -17,16 +17,16 @@ from chatmill.rows import ORIGIN, File, Index, Rows, Rule, Table, TrainOn
 from chatmill.tokenizer import Tokenizer
 
 Mask = Literal["derived", "tags"]
-"""How the mask of a chat template is made: derived from its output, or from its `{% generation %}` tags."""
+"""How to compute the loss mask for a chat template: from its output, or from its `{% generation %}` tags."""
 TextTokens = Literal["as-transformers", "never"]
-"""How to encode added tokens in texts that are neither special nor used in headers or as ends, such as `<think>`."""
+"""How to encode non-special added tokens in text that no header or turn end uses, such as `<think>`."""
 OnReject = Callable[[RecordError], None]
 
 
 class Renderer(Protocol):
-    """Renders conversations to `Rows`: token ids, and for every span of them its role, part and weight.
+    """Renders conversations to `Rows`: token ids, and the role, part and weight of every span.
 
-    `TurnRenderer` renders presets and TOML formats, `TemplateRenderer` the chat template of a Hugging Face folder.
+    `TurnRenderer` implements presets and TOML formats, `TemplateRenderer` the chat template of a Hugging Face folder.
     `open_renderer` opens either.
 
     >>> from chatmill.format import open_renderer
@@ -49,23 +49,23 @@ class Renderer(Protocol):
         """Whether the rendered text depends on the current date."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that determines the rendered text, for the metadata of a dataset."""
+        """Everything that determines the rendered text, as JSON for the metadata of a dataset."""
 
     def renderable(
         self, records: Iterable[Record], on_reject: OnReject | None = None, *, last_only: bool = False
     ) -> Iterator[Record]:
-        """The records that can be rendered; errors of the others go to `on_reject`, or are raised without it.
+        """Yield the records that can be rendered. Pass errors to `on_reject`, or raise them if it is None.
 
-        `last_only`: of the assistant messages only the last is to be trained, so that the others need no exact answer.
+        `last_only`: only the last assistant message is trained, so the others need no exact answer.
         """
 
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
-        """The same records: `ChatColumns` if `render` takes them whole, without a `Record` for each, or a list."""
+        """Return the columns unchanged if `render` accepts them, else a list with one `Record` each."""
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
     ) -> Rows:
-        """One row for each record, all of them renderable. Conspicuous records are noted in the ledger."""
+        """Render each record to one row. All must be renderable; anomalies are noted in the ledger."""
 
     def render_chunks(
         self,
@@ -75,13 +75,13 @@ class Renderer(Protocol):
         ledger: Ledger | None = None,
         chunk: int = 512,
     ) -> Iterator[Rows]:
-        """Like `render`, in chunks, which are small so that their arrays stay in the CPU cache."""
+        """Like `render`, but in chunks that are small enough for the CPU cache."""
         stream = iter(records)
         while batch := list(islice(stream, chunk)):
             yield self.render(batch, train_on=train_on, ledger=ledger)
 
     def prompt_ids(self, record: Record) -> list[int]:
-        """The ids that precede the next answer: the same in training and in inference."""
+        """Token ids before the next answer; the same in training and inference."""
 
 
 def apply_record_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
@@ -93,19 +93,19 @@ def apply_record_weights(records: Sequence[Record], spans: Table, first_span: In
         return
     factor = np.repeat(np.array(weights, dtype=np.float32), np.diff(first_span))
     spans["weight"] *= factor
-    # A record that is not trained stays so if other roles are trained later.
+    # A record with weight 0 stays untrained even if other roles are trained later.
     spans["rule"][(factor == 0) & (spans["rule"] == Rule.ROLE)] = Rule.FLAG
 
 
 def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
-    """The origin of each record, for rows of one record each, and the files that they refer to."""
+    """Return the origin of each record, for rows of one record each, and the files that the origins refer to."""
     origins = np.zeros(len(records), dtype=ORIGIN)
     if isinstance(records, ChatColumns):
         origins["line"] = np.arange(records.line, records.line + len(records))
         return origins, (File(records.source, records.file),)
     sources = list(map(attrgetter("source", "file"), records))
     number = {key: at for at, key in enumerate(dict.fromkeys(sources))}
-    # Nearly always all records of a chunk are of one file.
+    # Usually all records of a chunk come from one file.
     if len(number) > 1:
         origins["file"] = [number[key] for key in sources]
     origins["line"] = [record.line for record in records]

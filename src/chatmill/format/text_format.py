@@ -2,11 +2,11 @@
 
     <s> Once upon a time … </s>
 
-Before and after the text stand the tokens that the tokenizer itself puts there, and the end token of its folder.
+The text is surrounded by the tokens that the tokenizer itself adds, and by the EOS token of its folder.
 
-A prompt and its completion are encoded one after the other, so that the prompt has the tokens that it has when a model
-continues it. Some tokenizers put a space before every text, which would then stand before the completion as well: with
-them both are encoded as one text, and a token across the border is not trained.
+A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. Some
+tokenizers add a space before every text, and would add one before the completion too. With these tokenizers both are
+encoded as one text, and a token that spans the boundary is not trained.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from chatmill.rows import TrainOn
 from chatmill.tokenizer import Tokenizer
 
 TEXT = "text"
-"""The name of the format."""
+"""Name of the format."""
 END_TOKEN = "<|endoftext|>"
-"""The end token of a tokenizer that names none."""
+"""The end token if the tokenizer does not define one."""
 BYTES_END = "<|EOS|>"
-"""That of the built-in tokenizer."""
+"""The end token of the built-in byte tokenizer."""
 
 
 def text_format(tokenizer: str) -> ChatFormat:
-    """The text format for one tokenizer."""
+    """Return the text format for one tokenizer."""
     if tokenizer == "bytes":
         return _format([], [BYTES_END])
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
@@ -55,27 +55,27 @@ def _format(begin: list[str], end: list[str]) -> ChatFormat:
 
 
 def _around(file: Path) -> tuple[list[str], list[str]]:
-    """The special tokens that a tokenizer.json puts before and after a text."""
+    """Return the special tokens that a tokenizer.json adds before and after a text."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(file))
         plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a")
     except Exception:
-        # No tokenizer of that library: opening it says what it is, or why it cannot be read.
+        # Not readable by `tokenizers`; opening the tokenizer later raises a precise error.
         return [], []
     start = next((at for at in range(len(whole.ids)) if whole.ids[at : at + len(plain)] == plain), 0)
     return whole.tokens[:start], whole.tokens[start + len(plain) :]
 
 
 def adds_space(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer puts a space before every text, as those of Llama 2 and Mistral do."""
+    """Whether a tokenizer adds a space before every text, like those of Llama 2 and Mistral."""
     ids = tokenizer.encode("a")
     return bool(ids) and tokenizer.piece(ids[0]).startswith(b" ")
 
 
 def joined(record: Record, train_on: TrainOn) -> Record:
-    """A prompt and its completion as one text, with ranges for what is trained of it."""
+    """Join a prompt and its completion to one text, with train ranges for the trained part."""
     if len(record.messages) == 1:
         return record
     prompt, completion = record.messages
@@ -88,15 +88,15 @@ def joined(record: Record, train_on: TrainOn) -> Record:
 
 
 def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
-    """Why a record cannot be written in a format: a text only without turns, a conversation only with them."""
+    """Return an error if the record is a text but the format has turns, or the other way round; else None."""
     if format.has_turns:
         if not record.is_text:
             return None
-        what = "the record is one text, without turns"
-        return RecordError(what, "write it with --format text", kind="text_record")
+        what = "the record is a single text without turns"
+        return RecordError(what, "use --format text", kind="text_record")
     roles = [message.role for message in record.messages]
     plain = not record.tools and not any(message.reasoning or message.tool_calls for message in record.messages)
     if plain and roles in (["user", "assistant"], ["assistant"]):
         return None
-    what = "the record is a conversation, which --format text cannot write"
-    return RecordError(what, "expected one text, or a prompt and its completion", kind="text_record")
+    what = "the record is a conversation, which --format text cannot render"
+    return RecordError(what, "expected a single text, or a prompt and its completion", kind="text_record")

@@ -1,11 +1,11 @@
-"""Parts of an answer that are trained or not, by ranges of its characters: from characters to tokens to spans.
+"""Train ranges: weights for character ranges of an answer, converted to tokens and spans.
 
     content    The| answer| is 4|.       train_ranges [[4, 10, 0]]: "answer" is not trained
     tokens     The  answer  is 4 .
     weight     own    0     own
 
-A token that holds characters of several weights has the lowest of them, so it is trained only if all of its characters
-are. Where one of these is left to the role, the role decides if ranges train the others. Such tokens are counted.
+A token that contains characters of several weights gets the lowest weight, so it is trained only if all its characters
+are. If ranges train some of its characters and do not cover the others, the role decides. Such tokens are counted.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ REWRITES = (
     "use a tokenizer that keeps text unchanged, or remove train_ranges",
 )
 CharWeights = NDArray[np.float32]
-"""By character, the weight that a range gives it; NaN where none does."""
+"""By character: the weight that a range sets; NaN outside all ranges."""
 
 
 class TokenPlaces(NamedTuple):
-    """By token, where it begins and ends in a text, in characters or in bytes."""
+    """By token: its start and end in a text, in characters or in bytes."""
 
     begin: Index
     end: Index
@@ -42,27 +42,27 @@ class TokenPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """By token, what ranges say about its characters."""
+    """By token: the weights that ranges give its characters."""
 
     lowest: NDArray[np.float32]
-    """The lowest weight that a range gives to one of them; NaN if none does."""
+    """The lowest weight of its characters; NaN if no range covers any of them."""
     whole: NDArray[np.bool_]
-    """Whether ranges give a weight to all of them."""
+    """Whether ranges cover all its characters."""
     split: NDArray[np.bool_]
-    """Whether their weights differ."""
+    """Whether the weights of its characters differ."""
 
     @staticmethod
     def none(count: int) -> TokenWeights:
-        """Tokens without ranges."""
+        """Return the weights of `count` tokens that no range covers."""
         flags = np.zeros((2, count), dtype=bool)
         return TokenWeights(np.full(count, np.nan, dtype=np.float32), flags[0], flags[1])
 
     def set(self, places: slice | Index, weights: TokenWeights) -> None:
-        """Write the weights of some tokens."""
+        """Set the weights of some tokens."""
         self.lowest[places], self.whole[places], self.split[places] = weights.lowest, weights.whole, weights.split
 
     def take(self, tokens: Index) -> TokenWeights:
-        """The weights of these tokens; of those beyond the end, none."""
+        """Return the weights of these tokens; indices past the end get no weight."""
         known = tokens < len(self.lowest)
         out = TokenWeights.none(len(tokens))
         at = tokens[known]
@@ -71,7 +71,7 @@ class TokenWeights:
 
 
 def char_weights(message: Message) -> CharWeights:
-    """The weights of the characters of a content."""
+    """Return the weight of each character of the message's content."""
     weights = np.full(len(message.content), np.nan, dtype=np.float32)
     for start, stop, weight in message.train_ranges:
         weights[start:stop] = weight
@@ -79,13 +79,13 @@ def char_weights(message: Message) -> CharWeights:
 
 
 def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
-    """The weights of the tokens at these places of a text; a token without characters has none."""
+    """Return the weights of the tokens at these places of a text; a token without characters gets none."""
     begin, end = (np.clip(each, 0, len(weights)) for each in places)
     by_range = ~np.isnan(weights)
     bounds = np.stack([begin, end], axis=1).ravel()
 
     def reduced(function: np.ufunc, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        # One value more, because a token may end at the end of the text.
+        # `reduceat` needs one more value, because a token may end at the end of the text.
         reduced: NDArray[np.float32] = function.reduceat(np.append(values, values[:1]), bounds)[::2]
         return reduced
 
@@ -100,9 +100,9 @@ def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
 
 
 def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> TokenPlaces | None:
-    """Where each token begins and ends in the UTF-8 bytes of a text; None if the tokens do not spell it.
+    """Return the start and end of each token in the UTF-8 bytes of a text; None if the tokens do not decode to it.
 
-    Some tokenizers put a space before a text: it is no character of it, and goes with the first one.
+    A space that the tokenizer adds before the text counts as part of the first character.
     """
     pieces = tokenizer.pieces(ids)
     spelled, data = b"".join(pieces), text.encode()
@@ -114,19 +114,19 @@ def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Token
 
 
 def by_byte(text: str, weights: CharWeights) -> CharWeights:
-    """The weight of each UTF-8 byte of a text, from those of its characters."""
+    """Return the weight of each UTF-8 byte of a text from its character weights."""
     sizes = [len(character.encode()) for character in text] if not text.isascii() else 1
     return np.repeat(weights, sizes)
 
 
 def apply_ranges(rows: Rows, weights: TokenWeights, ledger: Ledger | None) -> Rows:
-    """The same tokens, each with the weight that ranges give it, in spans of their own; `weights` are by token."""
+    """Apply the weights per token to `rows`, splitting spans where the weights change."""
     spans = rows.spans
     span_of = np.repeat(np.arange(len(spans)), spans["length"])
     rule, own = spans["rule"][span_of], spans["weight"][span_of]
     flagged = rule == Rule.FLAG
     decided = ~np.isnan(weights.lowest) & ((rule == Rule.ROLE) | flagged)
-    # Where a role decides about some of its characters, and ranges train the others, so does it about the token.
+    # If ranges train some characters of a token and the role decides about the others, the role decides.
     by_range = decided & (weights.whole | flagged | (weights.lowest == 0))
     weight = np.where(flagged & ~weights.whole, np.minimum(weights.lowest, own), weights.lowest)
     begins = np.zeros(len(span_of), dtype=bool)
@@ -144,6 +144,6 @@ def apply_ranges(rows: Rows, weights: TokenWeights, ledger: Ledger | None) -> Ro
 
 
 def vague(record: Record, number: int, why: str, right: str) -> RecordError:
-    """The fault of a message whose ranges cannot be told in its tokens."""
+    """Return the error for a message whose ranges cannot be mapped to tokens."""
     what = f"message {number} has train_ranges, but {why}"
     return RecordError(what, right, kind="vague_range").at(record.file, record.line, record.id)

@@ -1,14 +1,14 @@
-"""Rendering of presets and TOML formats: conversations to Rows, in bulk.
+"""Render conversations to Rows in bulk, with a preset or a TOML format.
 
-Each message is up to six pieces:
+Each message has up to six pieces:
 
     <|im_start|> user\\nHello <|im_end|> \\n     <|im_start|>assistant\\n  Hi   <|im_end|> \\n
     open         body         close      after   open                     body close      after
 
-and `begin` before the first, `end` after the last message of a conversation. The ids of all pieces but the body are
-known beforehand. The bodies of a whole chunk are encoded in one call; what remains is arithmetic on columns, and one
-copy of the tokens. The text between two control tokens is encoded as one, except that an assistant's header is encoded
-apart from its body: in inference it ends the prompt, so the ids of a prompt are a prefix of the ids of the row.
+plus `begin` before the first and `end` after the last message of a conversation. The ids of all pieces except the body
+are fixed. The bodies of a whole chunk are encoded in one call; the rest is arithmetic on columns and one copy of the
+tokens. The text between two control tokens is encoded as a whole, except that the assistant header is encoded
+separately from the body: it ends the prompt at inference, so the ids of a prompt are a prefix of the ids of the row.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TurnRenderer:
     format: ChatFormat
     tokenizer: Tokenizer
     masks_answers: bool = True
-    """Whether rows are masked by `requires_user` as they are rendered; see `before_cutting`."""
+    """Whether `render` applies the `requires_user` mask; see `before_cutting`."""
     uses_date = False
 
     @property
@@ -101,7 +101,7 @@ class TurnRenderer:
         return ControlTokens(self.tokenizer.control_ids)
 
     def _count_control_texts(self, records: Sequence[Record]) -> int:
-        """How many records have the name of a control token in their text, where it is text."""
+        """Count the records whose text contains a control token literally; it is encoded as text."""
         texts = ([message.content for message in record.messages] for record in records)
         return sum(map(self._control_tokens.any_in, texts))
 
@@ -118,7 +118,7 @@ class TurnRenderer:
                     self._check(record)
                 for message in record.messages:
                     if message.train_ranges or (self._joins and len(record.messages) > 1):
-                        # Only encoding shows whether ranges can be told in tokens.
+                        # Only encoding shows whether the ranges can be mapped to tokens.
                         self.render([record])
                         break
             except RecordError as fault:
@@ -129,15 +129,15 @@ class TurnRenderer:
                 yield record
 
     def _check(self, record: Record) -> None:
-        """Raise a `RecordError` where the format cannot write the record."""
+        """Raise a `RecordError` if the format cannot render the record."""
         if fault := text_fault(record, self.format):
             raise fault.at(record.file, record.line, record.id)
         turns = self.format.turns
         for number, message in enumerate(record.messages):
             if message.role not in turns and message.role != NO_ROLE:
                 raise RecordError(
-                    f"message {number} has role {message.role}, which the format {self.format.name} cannot write",
-                    f"it writes {', '.join(turns)}; add [{message.role}] to the format",
+                    f"message {number} has role {message.role}, which the format {self.format.name} does not define",
+                    f"expected {', '.join(turns)}; or add [{message.role}] to the format",
                     kind="role_not_in_format",
                 ).at(record.file, record.line, record.id)
 
@@ -168,7 +168,7 @@ class TurnRenderer:
         return mask_answers(rows) if self.format.requires_user and self.masks_answers else rows
 
     def _render_joined(self, records: Sequence[Record], train_on: TrainOn, ledger: Ledger | None) -> Rows:
-        """Rows of prompts with their completions, each as one text, which has the number of the completion."""
+        """Render each prompt and its completion as one text; its spans get the message index of the completion."""
         texts = [joined(record, train_on) for record in records]
         rows = _rows(self, message_columns(texts, self.format, self.compiled), train_on, ledger)
         numbers = np.repeat([len(record.messages) - 1 for record in records], np.diff(rows.first_span))
@@ -186,22 +186,22 @@ class TurnRenderer:
 
 
 def requires_user(renderer: Renderer) -> bool:
-    """Whether only whole answers after a complete user turn of their row are trained."""
+    """Whether only complete answers after a complete user turn in the same row are trained."""
     return isinstance(renderer, TurnRenderer) and renderer.format.requires_user
 
 
 def before_cutting(renderer: Renderer) -> Renderer:
-    """The renderer for rows that are cut and then masked: what is cut off must not decide what is trained."""
+    """Return a renderer that leaves the `requires_user` mask to the caller, who applies it after truncating rows."""
     return replace(renderer, masks_answers=False) if isinstance(renderer, TurnRenderer) else renderer
 
 
 def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, ledger: Ledger | None) -> Rows:
-    """Encode the texts of all messages at once, and lay out the rows around them."""
+    """Encode the texts of all messages in one call and assemble the rows."""
     compiled = renderer.compiled
     flat, text_start = renderer.tokenizer.encode_batch(columns.texts)
     by_range = _range_weights(columns, flat, text_start, renderer.tokenizer)
     roles, bodies, first_message, text_of = columns.roles, columns.bodies, columns.first_message, columns.text_of
-    # The body of a message is one piece, of a message in `bodies` several.
+    # The body of a message is one piece, except for messages in `bodies`.
     widths = np.full(len(roles), PIECES, dtype=np.int64)
     for at, body in bodies.items():
         widths[at] = PIECES - 1 + len(body)
@@ -210,7 +210,7 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
     parts, rules = np.empty((2, base[-1]), dtype=np.uint8)
 
     def places(piece: int) -> Index | slice:
-        """Where this piece of every message is; a slice where possible, since that is faster to write to."""
+        """Return the index of this piece in every message; a slice if possible, which is faster to write to."""
         if not bodies:
             return slice(piece, None, PIECES)
         return base[:-1] + piece if piece <= BODY else base[1:] + (piece - PIECES)
@@ -230,7 +230,7 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
 
     lengths[places(BODY)] = text_start[text_of + 1] - text_start[text_of]
     starts[places(BODY)] = text_start[text_of]
-    # Recurring texts are copied from a pool at the end, so that the others are read in their order.
+    # Copy recurring texts from a pool at the end, so that the other texts are read sequentially.
     again = np.flatnonzero(text_of != np.arange(len(text_of)))
     recurring, which = np.unique(text_of[again], return_inverse=True)
     size = text_start[recurring + 1] - text_start[recurring]
@@ -283,9 +283,9 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
 
 
 def _range_weights(columns: MessageColumns, flat: Ids, text_start: Index, tokenizer: Tokenizer) -> TokenWeights | None:
-    """What the ranges of messages say about the encoded tokens; None if no message has ranges.
+    """Return the weights that train ranges give the encoded tokens; None if no message has ranges.
 
-    A `RecordError` if the tokens of a message with ranges do not spell its text.
+    Raise a `RecordError` if the tokens of a message with ranges do not decode to its text.
     """
     ranged = {at for at in columns.extended if columns.messages[at].train_ranges}
     if not ranged:
@@ -311,7 +311,7 @@ def _range_weights(columns: MessageColumns, flat: Ids, text_start: Index, tokeni
 
 
 def _message_numbers(first_message: Index, added: Index) -> NDArray[np.uint32]:
-    """The index of each message in its record; of one that the format adds in front, -1, which is `NO_MESSAGE`."""
+    """Return the index of each message in its record; `NO_MESSAGE` for a system message added by the format."""
     counts = np.diff(first_message)
     number = np.arange(first_message[-1], dtype=np.int64) - np.repeat(first_message[:-1] + added, counts)
     return number.astype(np.uint32)

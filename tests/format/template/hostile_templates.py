@@ -1,4 +1,4 @@
-"""A good template, and what to put behind it to make it a bad one."""
+"""A good template, and text that turns it into a bad one when appended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDLESS = [
     "{{ '{:>999999999}'.format(1) }}",
     "{{ [1] | tojson(indent=999999999) }}",
 ]
-"""They loop or grow for ever."""
+"""Templates that loop or grow forever."""
 
 PRYING = [
     "{{ ''.__class__ }}",
@@ -62,7 +62,7 @@ PRYING = [
     "{{ range.__self__ }}",
     "{{ lipsum.__globals__ }}",
 ]
-"""They reach for what is not theirs."""
+"""Templates that access forbidden objects."""
 
 FAILING = [
     "{{ raise_exception('no\nway') }}",
@@ -79,7 +79,7 @@ FAILING = [
     "{{ [3, 'x', none] | sort }}",
     "{{ 'x' | int(base=99) }}{{ messages['x'].y }}",
 ]
-"""They break down."""
+"""Templates that fail."""
 
 GROWN = "{% set n = namespace(x=range(99999) | list) %}{% for i in range(3) %}{% set n.x = n.x + n.x %}{% endfor %}"
 NESTED = "{% set n = namespace(x=(1,)) %}{% for i in range(60000) %}{% set n.x = (n.x,) %}{% endfor %}"
@@ -129,7 +129,7 @@ EXHAUSTING = [
     "{{ '\\ud800' }}",
     "{{ messages[0].content * 900000 }}",
 ]
-"""They take time and memory inside of one operation, where no step is counted."""
+"""Templates that use much time or memory inside one operation, where no step is counted."""
 
 OBJECTS = (
     *("''", "messages", "messages[0]", "messages[0].content", "[]", "{}", "()", "1", "1.5", "none", "true", "range(3)"),
@@ -138,7 +138,7 @@ OBJECTS = (
     *("nothing", "messages[0].nothing", "''.join", "''.format", "'x'.upper", "{}.items()", "{}.get", "('x' | e)"),
     *("('x' | safe)", "(messages | map('length'))", "(messages | groupby('role') | first)", "(messages | items)"),
 )
-"""What a template can hold."""
+"""Objects that a template can access."""
 
 NAMES = (
     *("__class__", "__init__", "__globals__", "__builtins__", "__mro__", "__base__", "__subclasses__", "__dict__"),
@@ -148,7 +148,7 @@ NAMES = (
     *("_Namespace__attrs", "_iterable", "_recurse", "environment", "eval_ctx", "parent", "blocks", "exported_vars"),
     *("pieces", "trace", "plain", "observe", "format_map", "encode", "translate", "maketrans", "fromkeys", "real"),
 )
-"""What it could reach for."""
+"""Names that an attack could look up."""
 
 WAYS = (
     *("{{ S.N }}", "{{ S['N'] }}", "{{ S | attr('N') }}", "{{ (S.N)() }}", "{{ S.N.N }}", "{{ S.N['N'] }}"),
@@ -194,11 +194,11 @@ WAYS = (
     ),
     *("{% set S2 = S.N %}{{ S2 }}", "{{ strftime_now(S) }}", "{{ 'x'.join([S]) }}", "{{ 'x'.replace('x', S) }}"),
 )
-"""How: S is the object, N the name."""
+"""Forms of access: S is the object, N the name."""
 
 
 def prying(number: int) -> str:
-    """One of many templates that reach for something, all of which are different."""
+    """Return one of many different templates that try to access something."""
     way, number = WAYS[number % len(WAYS)], number // len(WAYS)
     subject, name = OBJECTS[number * 7 % len(OBJECTS)], NAMES[number * 11 % len(NAMES)]
     body = (

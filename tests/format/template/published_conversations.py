@@ -1,4 +1,4 @@
-"""Conversations to try chat templates with: all shapes that records have, as OpenAI-style messages."""
+"""Conversations for testing chat templates: all shapes of records, as OpenAI-style messages."""
 
 from __future__ import annotations
 
@@ -169,11 +169,11 @@ MAIN = (
     "two_assistants",
     "empty",
 )
-"""Tried once more without a generation_config.json."""
+"""Conversations that are also tested without a generation_config.json."""
 
 
 def conversation(name: str, tokens: Mapping[str, Any]) -> Messages:
-    """A conversation; that with control text has those of the template's own."""
+    """Return a conversation; the one with control text contains control tokens of the template itself."""
     messages = copy.deepcopy(CONVERSATIONS[name])
     if name == "control_text":
         header = next((token for token in tokens["control"] if token not in tokens["ends"]), "<|user|>")

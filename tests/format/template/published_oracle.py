@@ -1,7 +1,7 @@
-"""An oracle for chat templates: what must be trained, found from plain renderings of transformers alone.
+"""An oracle for chat templates: derives what must be trained only from plain renderings by transformers.
 
-It shares no code with chatmill. An answer begins behind the assistant header, as far as the row goes on like the prompt
-that a server would send; it ends with the first token that ends a turn behind the last text of its message.
+It shares no code with chatmill. An answer starts after the assistant header, where the row diverges from the prompt
+that a server would send; it ends with the first token that ends a turn after the last text of its message.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ ROLE_WORD = re.compile(r"(?i)\b(?:assistant|chatbot|bot|gpt)\b")
 class Verdict:
     text: str = ""
     answers: dict = field(default_factory=dict)
-    """For each assistant message (start, stop) of what is trained, in characters; None if it is not written."""
+    """By assistant message: (start, stop) of the trained text, in characters; None if it is not rendered."""
     problem: str = ""
-    """`unrenderable`, `no_end`, `mismatch`, `interleaved`, or nothing."""
+    """`unrenderable`, `no_end`, `mismatch`, `interleaved`, or ""."""
     detail: str = ""
     left_out: bool = False
-    """A reasoning is not written: what is written may be trained, or the conversation refused."""
+    """Reasoning is dropped: the rest may be trained, or the conversation rejected."""
     inner: dict = field(default_factory=dict)
-    """Ends between the texts of one answer: its stop, where it goes on behind a header, whether servers stop."""
+    """Ends between the texts of one answer: its stop, where it continues after a header, whether servers stop there."""
     loose: dict = field(default_factory=dict)
-    """Answers that may also begin here, at white space before them."""
+    """Other valid starts of answers, in the whitespace before them."""
 
     def ways(self) -> list[list[tuple[int, int]]]:
-        """All ways to train what is to be trained."""
+        """Return all valid ways to train the answers."""
         ways = [[]]
         for number, answer in self.answers.items():
             if answer is None:
@@ -40,7 +40,7 @@ class Verdict:
             inner = self.inner.get(number, ())
             choices = [self._parts(answer, inner)]
             if inner and not any(stops for _, _, stops in inner):
-                # The model writes the header itself: it may be trained, too.
+                # The model generates the header itself, so it may be trained too.
                 choices.append([answer])
             first = self.loose.get(number, answer[0])
             more = [
@@ -68,10 +68,10 @@ def common(left: str, right: str) -> int:
 
 
 def header_of(reference: Reference, messages, *, tools: bool) -> str:
-    """What asking for an answer adds to a rendering; empty where it adds nothing."""
+    """Return the text that the generation prompt adds; "" if it adds nothing."""
     prompt, plain = (reference.text(messages, prompt=generation, tools=tools) for generation in (True, False))
     if not prompt.startswith(plain):
-        # It may change more: what it adds behind the last text.
+        # It may change more text: take what it adds after the last text.
         prompt, plain = (
             behind_texts(locate(reference, messages, prompt=generation, tools=tools)) for generation in (True, False)
         )
@@ -85,18 +85,19 @@ def behind_texts(places: Places) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a template's assistant header from a plain conversation."""
+    """The assistant header of a template, as learned from a plain conversation."""
 
     whole: str = ""
-    """What asking for an answer adds; empty where a template adds it always, or never."""
+    """The text that the generation prompt adds; "" if the template always adds it, or never."""
     least: str = ""
-    """The part of it that stands before answers of a row, too."""
+    """The part of it that also precedes answers in a row."""
     of_users: int = 0
-    """How much of it user headers begin with."""
+    """The length of its common prefix with user headers."""
     tail: str = ""
-    """From the end of a question to its answer, as far as row and prompt agree: the user's end, and the header."""
+    """The text between a question and its answer that row and prompt share: the end of the user turn, and the header.
+    """
     opening: str = ""
-    """What stands between that and the answer's text: written by the model."""
+    """The text between that and the answer's text, which the model generates."""
 
 
 @lru_cache(None)
@@ -124,7 +125,7 @@ def plain_header(reference: Reference) -> Header:
 
 
 def best_match(reference: Reference, gap: str, header: str, *, first: bool = False) -> tuple[int, int]:
-    """Where in `gap` the longest beginning of `header` stands, and its length, which ends on a token's border."""
+    """Return the position in `gap` of the longest prefix of `header`, and its length, up to a token boundary."""
     best = (0, 0)
     if not header:
         return best
@@ -140,7 +141,7 @@ def best_match(reference: Reference, gap: str, header: str, *, first: bool = Fal
 
 
 def judge(reference: Reference, messages) -> Verdict:
-    """What the rules say of a conversation."""
+    """Apply the rules to a conversation."""
     tools = with_tools(messages)
     try:
         places = locate(reference, messages, tools=tools)
@@ -174,7 +175,7 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
         start = own[0][0]
         before = max((span[1] for span in others if span[1] <= start), default=0)
     else:
-        # An empty text whose place is not to be told stands behind the message before.
+        # An empty text with unknown position comes after the previous message.
         before = max((stop for owner in range(number) for _, stop in places.of(owner)), default=0)
         start = min((span[0] for span in others if span[0] > before), default=len(text))
     if any(own[0][0] < span[0] < own[-1][0] for span in others if own):
@@ -204,7 +205,7 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
 
 
 def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Ends, or headers behind another token, between two texts of an answer, as `Verdict.inner` has them."""
+    """Return the ends, or headers after another token, between two texts of an answer, as in `Verdict.inner`."""
     ends = [
         (match.end(), behind_header(reference, text, match.end(), stop), match[0] in reference.tokens["stops"])
         for match in reference.ends.finditer(text, start, stop)
@@ -215,7 +216,7 @@ def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[t
 
 
 def opens_turn(reference: Reference, messages: Messages, places: Places, text: str, answer: str) -> bool:
-    """Whether a text holds the special token that the header of a user begins with, which the answer itself has not."""
+    """Whether a text contains the special token that starts a user header, but the answer itself does not."""
     for number, message in enumerate(messages):
         if message["role"] == "user" and places.of(number):
             header = places.text[: places.of(number)[0][0]][-60:]
@@ -227,7 +228,7 @@ def opens_turn(reference: Reference, messages: Messages, places: Places, text: s
 
 
 def behind_header(reference: Reference, text: str, start: int, stop: int) -> int:
-    """The end of the header between an end and the next text: the assistant's, or up to its last added token."""
+    """Return the end of the header between an end and the next text: the assistant header, or its last added token."""
     least = plain_header(reference).least
     at = text.rfind(least, start, stop) if least else -1
     if at >= 0:
@@ -237,7 +238,7 @@ def behind_header(reference: Reference, text: str, start: int, stop: int) -> int
 
 
 def loosely_alike(reference: Reference, text: str, start: int, tail: str, least: int) -> int | None:
-    """Where a row stops going on like the tail of a prompt but for white space; None if before `least` characters."""
+    """Return where a row diverges from the tail of a prompt, ignoring whitespace; None if before `least` characters."""
     at, in_tail = start, 0
     for character in re.finditer(r"\S", tail):
         spaces = len(text[at:]) - len(text[at:].lstrip())
@@ -254,7 +255,7 @@ def loosely_alike(reference: Reference, text: str, start: int, tail: str, least:
 
 
 def asks_for_role(reference: Reference, known: Header, header: str) -> bool:
-    """Whether what a prompt adds begins with the header that plain conversations have."""
+    """Whether the text that a prompt adds starts with the header of plain conversations."""
     if known.least:
         return header.startswith(known.least.rstrip())
     token = reference.added.match(header)
@@ -262,7 +263,7 @@ def asks_for_role(reference: Reference, known: Header, header: str) -> bool:
 
 
 def answer_begin(reference, messages, number, text, before, start, written, *, tools):
-    """Where an answer begins, and where else it may; (None, why) where the row does not go on like its prompt."""
+    """Return the start of an answer and other valid starts; (None, reason) if the row does not follow its prompt."""
     known = plain_header(reference)
     begin, header, prompt, tail = None, known.whole, "", ""
     if number:
@@ -277,7 +278,7 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
         length = min(reference.border(text, before + length) - before, reference.border(tail, length))
         at, matched = best_match(reference, text[before:start], header, first=not written)
         if written and matched and before + at + matched == start:
-            # A text may go on like the prompt, too.
+            # The text may continue like the prompt, too.
             matched = common(text[before + at :], header)
             matched = min(
                 reference.border(text, before + at + matched) - before - at, reference.border(header, matched)
@@ -287,9 +288,9 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
         elif header and matched > known.of_users:
             begin = before + at + matched
         elif not asks_for_role(reference, known, header):
-            # No header of a role is asked for: the row goes on like the prompt but for white space, until they part.
+            # No role header is required: the row must equal the prompt, ignoring whitespace, until they diverge.
             begin = loosely_alike(reference, text, before, tail, len(tail) - len(header))
-    # A header between what the prompt holds and the answer belongs to no answer.
+    # A header between the text of the prompt and the answer belongs to no answer.
     least = known.least or known.tail.lstrip()
     first = before if begin is None else begin
     if least.strip() and written:
@@ -299,7 +300,7 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
             length = common(text[at:], tail[in_prompt:] if in_prompt >= 0 else least)
             begin = max(at + len(least), reference.border(text, at + length))
     if begin is None and not number and written:
-        # Nothing prompts for it, and no header stands before it; what opens other answers may open it.
+        # It has no prompt and no header; text that opens other answers may open it.
         opening = len(known.opening) if text[:start].endswith(known.opening) else 0
         return start, start - max(opening, len(text[:start]) - len(text[:start].rstrip()))
     if begin is not None and number and ROLE_WORD.search(text, begin, start) and not known.least:

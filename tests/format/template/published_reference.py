@@ -1,6 +1,6 @@
-"""Renderings of chat templates by transformers, with the places of all texts of a conversation in them.
+"""Renderings of chat templates by transformers, with the positions of all texts of a conversation.
 
-Words that occur nowhere else are put at both ends of every text; where they are written, the text is.
+Unique words are added at both ends of every text; their positions in the output are the positions of the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logging.set_verbosity_error()
 
 
 class FixedTime(datetime):
-    """A clock that stands still: some templates write the date, and the time."""
+    """A fixed clock: some templates print the date and the time."""
 
     @classmethod
     def now(cls, tz=None):
@@ -53,7 +53,7 @@ def vocabulary() -> str:
 
 
 def write_folder(folder: Path, source: str, tokens: dict, *, generation_config: bool) -> None:
-    """A model folder with this template, and a tokenizer that has its tokens."""
+    """Write a model folder with this template and a tokenizer that has its tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     bpe = Tokenizer.from_str(vocabulary())
     special = dict.fromkeys([*tokens["control"], tokens["bos"], tokens["eos"]])
@@ -72,14 +72,14 @@ def write_folder(folder: Path, source: str, tokens: dict, *, generation_config: 
 
 @dataclass(frozen=True)
 class Style:
-    """How messages are given to a template: as transformers' users would, unless it cannot take that."""
+    """The form of messages for a template: what users of transformers pass, unless it does not support that."""
 
     arguments_as_text: bool = False
     parts: bool = False
 
 
 class Reference:
-    """A template with transformers as its renderer."""
+    """A template rendered by transformers."""
 
     def __init__(self, folder: Path, source: str, tokens: dict) -> None:
         self.source, self.tokens = source, tokens
@@ -100,7 +100,7 @@ class Reference:
                     text = self.text(CONVERSATIONS["tool"], style=style)
                 except Exception:
                     continue
-                # An object printed as Python writes it is not taken as one.
+                # An object that is output as Python repr is not supported.
                 if "Lisboa" in text and "{'city': 'Lisboa'}" not in text:
                     return style
         for style in (Style(), Style(parts=True)):
@@ -112,7 +112,7 @@ class Reference:
         return Style()
 
     def given(self, messages, style=None) -> list[dict]:
-        """Messages as users of transformers pass them."""
+        """Convert messages to the form that users of transformers pass."""
         style = style or self.style
         out = []
         for message in messages:
@@ -143,7 +143,7 @@ class Reference:
         return self.apply(messages, prompt=prompt, style=style, tools=tools)
 
     def border(self, text: str, at: int) -> int:
-        """`at`, or the start of the added token that it is inside of."""
+        """Return `at`, or the start of the added token that contains it."""
         for match in self.added.finditer(text):
             if match.start() < at < match.end():
                 return match.start()
@@ -153,7 +153,7 @@ class Reference:
 
 
 def pieces(messages) -> list[tuple]:
-    """All texts of a conversation: (message, path to the text)."""
+    """Yield all texts of a conversation as (message, path to the text)."""
     out = []
     for number, message in enumerate(messages):
         if "reasoning_content" in message:
@@ -193,7 +193,7 @@ MARK = re.compile(r"Q[az][b-z]{3}X")
 
 @dataclass
 class Places:
-    """A rendering and, for each text of its messages, where that stands; None: it is not written, or not to be told."""
+    """A rendering and the position of each text of its messages; None if it is not rendered or cannot be located."""
 
     text: str
     spans: dict = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Places:
 
 
 def marked(text: str, number: int, *, first_word: bool = False) -> str:
-    """A text with a mark on each side, inside of white space around it; `first_word`: behind its first word."""
+    """Add a mark on each side of a text, inside the whitespace around it; `first_word`: after its first word."""
     stripped = text.strip()
     left = text.index(stripped) if stripped else len(text)
     if not first_word:
@@ -222,7 +222,7 @@ def marked(text: str, number: int, *, first_word: bool = False) -> str:
 
 
 def unmarked(text: str) -> tuple[str, dict]:
-    """A rendering without its marks, and the places of those."""
+    """Remove the marks from a rendering and return their positions."""
     out, places, last = [], {}, 0
     length = 0
     for match in MARK.finditer(text):
@@ -235,7 +235,7 @@ def unmarked(text: str) -> tuple[str, dict]:
 
 
 def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool = False) -> Places:
-    """The rendering of a conversation, with the places of its texts."""
+    """Render a conversation and locate its texts."""
     text = reference.text(messages, prompt=prompt, tools=tools)
     out = Places(text)
     texts = pieces(messages)
@@ -253,7 +253,7 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
             if not stops:
                 out.spans[texts[n]] = None
                 continue
-            # Names of functions are repeated beside results: the first place is that of the call.
+            # Function names are repeated next to results: the first position is that of the call.
             start, stop = (starts[0] if starts else stops[0]), stops[0]
             if first_word and starts:
                 own = read_piece(messages, texts[n]).strip()
@@ -266,15 +266,15 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
     if not attempt(everything, False):
         for n in everything:
             if not (attempt([n], False) or attempt([n], True)):
-                # A mark in it changes what else is written.
+                # A mark in it changes other output.
                 out.spans[texts[n]] = written_once(read_piece(messages, texts[n]).strip(), text)
     for piece, span in out.spans.items():
-        # An empty text beside others is nowhere, wherever a mark in it would be written.
+        # An empty text next to others has no position, wherever a mark in it would be rendered.
         if span is not None and span[0] == span[1] and any(stop > start for start, stop in out.of(piece[0])):
             out.spans[piece] = None
     return out
 
 
 def written_once(own: str, text: str) -> tuple[int, int] | None:
-    """The place of a text that is written as it is, once."""
+    """Return the position of a text that is rendered unchanged, once."""
     return (text.index(own), text.index(own) + len(own)) if own and text.count(own) == 1 else None

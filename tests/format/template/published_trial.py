@@ -1,4 +1,4 @@
-"""chatmill over published chat templates, held against the oracle."""
+"""Run chatmill on published chat templates and compare with the oracle."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from chatmill.format import TemplateOptions, TemplateRenderer, open_renderer
 from chatmill.records import Record
 
 WITHOUT_CONFIG = "-no-config"
-"""What the name of a conversation ends with where the folder has no generation_config.json."""
+"""Suffix of conversation names for folders without generation_config.json."""
 NAMES = (*CONVERSATIONS, *(name + WITHOUT_CONFIG for name in MAIN))
 EXCUSED = ("unrenderable", "no_end")
-"""Conversations that transformers does not render whole, or with an answer that nothing ends."""
+"""Problems for which a refusal is expected: transformers drops a part, or an answer has no end."""
 
 
 class Outcome(NamedTuple):
     verdict: str
-    """`exact`; `wrong`: something else is trained than the oracle says, or what must be refused; `ids`: the mask is
-    right, but the ids are not those of transformers; `refused`: without need, as far as the oracle sees; any other:
-    refused, for a problem that the oracle sees, too."""
+    """`exact`; `wrong`: the trained text differs from the oracle, or should have been rejected; `ids`: the mask is
+    right, but the ids differ from transformers; `refused`: rejected although the oracle sees no problem; any other:
+    rejected for a problem that the oracle sees, too.
+    """
     reason: str = ""
-    """The kind of the refusal."""
+    """The kind of the rejection."""
     detail: str = ""
 
 
 class TokenBytes:
-    """What each id stands for, read from tokenizer.json."""
+    """The bytes of each id, read from tokenizer.json."""
 
     def __init__(self, folder: Path) -> None:
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -49,7 +50,7 @@ class TokenBytes:
         return self._bytes[id]
 
     def stretches(self, ids: list[int], mask: list[bool]) -> list[str]:
-        """The texts that are trained."""
+        """Return the trained texts."""
         out: list[bytes] = []
         last = False
         for id, trained in zip(ids, mask, strict=True):
@@ -62,7 +63,7 @@ class TokenBytes:
 
 
 def as_record(messages: Messages) -> Record:
-    """Messages as a record has them: the arguments of a call are a JSON string."""
+    """Convert messages to the form of a record: the arguments of a call are a JSON string."""
     written = []
     for message in messages:
         message = dict(message)
@@ -78,7 +79,7 @@ def as_record(messages: Messages) -> Record:
 def compare(
     reference: Reference, tokens: TokenBytes, renderer: TemplateRenderer, messages: Messages, verdict: Verdict
 ) -> Outcome:
-    """What chatmill makes of a conversation, against the verdict of the oracle."""
+    """Compare chatmill's result for a conversation with the verdict of the oracle."""
     try:
         rows = renderer.render([as_record(messages)])
     except RecordError as fault:
@@ -106,7 +107,7 @@ def compare(
 
 
 def expected_mask(tokens: TokenBytes, ids: list[int], text: str, spans: list[tuple[int, int]]) -> list[bool]:
-    """Whether each token is trained, given what is in characters; a token across the border of an answer is not."""
+    """Return the mask per token for trained character ranges; a token across the start of an answer is not trained."""
     in_bytes = [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in spans]
     out, at = [], 0
     for id in ids:
@@ -117,7 +118,7 @@ def expected_mask(tokens: TokenBytes, ids: list[int], text: str, spans: list[tup
 
 
 def holds_control_text(reference: Reference, messages: Messages) -> bool:
-    """Whether a text holds a special token, or one of a header or an end."""
+    """Whether a text contains a special token, or one of a header or an end."""
     texts = "\n".join(read_piece(messages, piece) for piece in pieces(messages))
     given = reference.tokens
     header = plain_header(reference).tail
@@ -128,7 +129,7 @@ def holds_control_text(reference: Reference, messages: Messages) -> bool:
 def try_template(
     source: str, tokens: Mapping[str, Any], folder: Path, names: Collection[str] = NAMES
 ) -> Iterator[tuple[str, Outcome]]:
-    """The outcome of each of the named conversations, with and without a generation_config.json."""
+    """Return the outcome of each named conversation, with and without a generation_config.json."""
     verdicts: dict[str, Verdict] = {}
     for config in (True, False):
         chosen = [name for name in names if name.endswith(WITHOUT_CONFIG) != config]
@@ -163,7 +164,7 @@ def try_template(
 
 
 Results = dict[str, dict[str, Outcome]]
-"""By template and conversation."""
+"""Outcomes by template and conversation."""
 
 
 def counts(results: Results) -> Counter[str]:
@@ -171,14 +172,14 @@ def counts(results: Results) -> Counter[str]:
 
 
 def share_exact(results: Results) -> float:
-    """Exact ones of the conversations that transformers renders whole and in which each answer is ended."""
+    """Return the exact share of the conversations that transformers renders completely and with ended answers."""
     count = counts(results)
     whole = sum(number for verdict, number in count.items() if verdict not in EXCUSED)
     return count["exact"] / whole if whole else 1.0
 
 
 def refusals(results: Results) -> list[str]:
-    """A line for each template and reason: `template verdict kind: conversations`."""
+    """Return a line for each template and reason: `template verdict kind: conversations`."""
     lines = []
     for template, outcomes in sorted(results.items()):
         reasons: dict[tuple[str, str], list[str]] = {}

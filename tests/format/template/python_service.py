@@ -1,4 +1,4 @@
-"""A service for a locked-down process that runs any Python it is sent: what a template could do that has escaped."""
+"""A service for a locked-down process that runs arbitrary Python code, like a template that has escaped the sandbox."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FORBIDDEN = {
     "make code": "import mmap; out = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_EXEC)",
     "sleep": "import time; time.sleep(9)",
 }
-"""What Python in a locked-down process cannot do."""
+"""Things that Python code cannot do in a locked-down process."""
 
 
 def respond(frame: bytes) -> bytes:
-    """Run code; the value of its `out`, or its error."""
+    """Run code; return the value of its `out`, or its error."""
     names: dict[str, object] = {}
     try:
         exec(frame.decode(), names)  # noqa: S102  # that is what it is for
@@ -33,7 +33,7 @@ def respond(frame: bytes) -> bytes:
 
 
 def main() -> None:
-    # Imported now, since nothing can be opened later.
+    # Imported now, because nothing can be opened later.
     import ctypes  # noqa: F401
     import mmap  # noqa: F401
     import resource  # noqa: F401

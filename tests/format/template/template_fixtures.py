@@ -1,4 +1,4 @@
-"""What tests of chat templates share: the templates that TRL ships, a tokenizer that has their tokens, a peer."""
+"""Fixtures for tests of chat templates: the templates that TRL ships, a tokenizer that has their tokens, a peer."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TOOLS = (
 
 
 def control_strings(*sources: str) -> list[str]:
-    """The control tokens that templates write, as far as they read like some."""
+    """Substrings in template sources that look like control tokens."""
     return sorted({token for source in sources for token in _TOKEN.findall(source)} | {"<s>", "</s>"})
 
 
 def write_tokenizer(folder: Path, control: list[str], *, vocab_size: int = 700, **config: object) -> Path:
-    """A folder with a byte-level BPE that has these control tokens."""
+    """Write a folder with a byte-level BPE tokenizer that has these control tokens."""
     texts = ["The quick brown fox jumps over the lazy dog, and the answer is in the user's assistant. " * 3] * 4
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=vocab_size, control=control))
@@ -52,7 +52,7 @@ def read(name: str) -> str:
 
 @lru_cache(1)
 def trl_tokenizer() -> Path:
-    """One tokenizer for all templates of TRL, made once a process."""
+    """Return one tokenizer for all TRL templates, created once per process."""
     import tempfile
 
     control = control_strings(*(path.read_text("utf-8") for path in TEMPLATES.glob("*.jinja")))
@@ -68,7 +68,7 @@ def peer() -> PreTrainedTokenizerFast:
 
 
 def open_template(tokenizer: str, **options: object) -> TemplateRenderer:
-    """The template of a folder; the keywords are those of `TemplateOptions`."""
+    """Open the template of a folder; keywords are those of `TemplateOptions`."""
     renderer = open_renderer("template", tokenizer, template=TemplateOptions(**options))
     assert isinstance(renderer, TemplateRenderer)
     return renderer
@@ -81,14 +81,14 @@ def trl_format(name: str, mask: str = "derived", allow_no_end_token: bool = Fals
 
 
 def own_format(tmp_path: Path, source: str, *arguments: str, control: list[str] | None = None, **config: object):
-    """A template of the test's own with a tokenizer that has its control tokens."""
+    """Open a template with a tokenizer that has its control tokens."""
     folder = write_tokenizer(tmp_path / "own", control or control_strings(source), **config)
     (folder / "chat_template.jinja").write_text(source)
     return open_template(str(folder), arguments=arguments)
 
 
 def messages_of(format: TemplateRenderer, record: Record) -> tuple[list[dict], list[dict] | None]:
-    """A record as users of transformers would pass it; written apart from what chatmill does."""
+    """Convert a record to the form that users of transformers pass; independent of chatmill's code."""
     style = format.templates[bool(record.tools)].style
     messages = []
     for message in record.messages:
@@ -140,7 +140,7 @@ def answer(text: str, reasoning: str = "", *calls: ToolCall) -> Message:
 
 
 def trained_texts(format: TemplateRenderer, record: Record) -> dict[int, str]:
-    """What is trained of each message, decoded from the ids of its row."""
+    """Return the trained text of each message, decoded from the ids of its row."""
     rows = format.render([record])
     rows.check()
     out: dict[int, str] = {}

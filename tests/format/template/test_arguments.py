@@ -1,4 +1,4 @@
-"""The arguments of tool calls: objects for templates that take them, else the text of the record as it is."""
+"""Arguments of tool calls: objects for templates that support them, else the unchanged text of the record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTROL = ["<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 OWN = '{ "city":"Lisboa",  "days": 3.50 }'
 OBJECT = json.loads(OWN)
 WRITTEN = {
-    # What stands between the tags for an object and for a text, and whether the template gets the text.
+    # The text between the tags for an object and for a string, and whether the template gets the string.
     "c.function.arguments | tojson": ('{"city": "Lisboa", "days": 3.5}', '{"city": "Lisboa", "days": 3.5}', False),
     "c.function.arguments if c.function.arguments is string else c.function.arguments | tojson": (
         '{"city": "Lisboa", "days": 3.5}',
@@ -28,10 +28,10 @@ WRITTEN = {
     ),
     "c.function.arguments.items() | map('join', '=') | join(',')": ("city=Lisboa,days=3.5",) * 2 + (False,),
     "'' + c.function.arguments": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
-    # Python's form of an object is nothing that a model was trained on.
+    # No model was trained on the Python repr of an object.
     "c.function.arguments": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
     "c.function.arguments | string": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
-    # Neither an object nor a text is written well: it is given what servers give.
+    # Neither an object nor a string renders well: the template gets what servers pass.
     "c.function | string": (f"{{'name': 'weather', 'arguments': {OBJECT}}}",) * 2 + (False,),
 }
 
@@ -49,7 +49,7 @@ def conversation(arguments: object) -> Record:
 
 
 @pytest.mark.parametrize("expression", WRITTEN)
-def test_a_template_that_cannot_take_an_object_gets_the_text_of_the_record(tmp_path, expression):
+def test_a_template_that_cannot_render_an_object_gets_the_text_of_the_record(tmp_path, expression):
     of_object, of_text, as_text = WRITTEN[expression]
     format = own_format(tmp_path, HEAD + "{{ " + expression + " }}" + TAIL, control=CONTROL)
     assert format.templates[False].style == Style(arguments_as_text=as_text)
@@ -59,13 +59,13 @@ def test_a_template_that_cannot_take_an_object_gets_the_text_of_the_record(tmp_p
             f"<|user|>Rain?<|end|><|assistant|><call>{expected}</call><|end|><|tool|>no<|end|><|assistant|>No.<|end|>"
         )
         assert format.text(record) == text
-        # Derived, and twice from its trace.
+        # Derived, then replayed twice.
         for _ in range(3):
             rows = format.render([record])
             assert format.tokenizer.decode(rows.ids.tolist()) == text
 
 
-def test_a_template_that_writes_calls_but_no_results_is_asked_without_them():
+def test_a_template_that_renders_calls_but_no_results_is_probed_without_results():
     source = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
     source += "{% for c in m.tool_calls or [] %}{{ 'call ' + c.function.arguments }}{% endfor %}{% endfor %}"
     assert ChatTemplate(source, "t", variables={}).style == Style(arguments_as_text=True)
@@ -80,7 +80,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), st.sampled_from([None, 0, 2]), st.booleans())
 @settings(max_examples=60)
-def test_the_text_of_arguments_is_the_records_own_and_no_part_of_its_identity(arguments, indent, ascii):
+def test_the_text_of_arguments_is_kept_but_is_not_part_of_the_records_identity(arguments, indent, ascii):
     for separators in ((",", ":"), (", ", ": ")):
         own = json.dumps(arguments, indent=indent, separators=separators, ensure_ascii=ascii)
         given_text, given_object = conversation(own), conversation(arguments)

@@ -1,4 +1,4 @@
-"""Templates that raise, loop, grow or reach for what is not theirs: one line with its place, and nothing else."""
+"""Templates that raise, loop, grow or access forbidden objects: each gives one line with its location."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TALK = Record([user("Hi"), answer("Hello.")], file="chat.jsonl", line=7, id="a1"
 
 
 def refused(tmp_path, bad: str) -> RecordError:
-    """The fault of a conversation under a template that is good but for what stands behind it."""
+    """Return the error for a conversation under a good template with this text appended."""
     format = own_format(tmp_path, GOOD + PROMPT + "\n" + bad, control=["<|user|>", "<|assistant|>", "<|end|>"])
     with pytest.raises(RecordError) as found:
         format.lay_out(TALK)
@@ -33,50 +33,50 @@ def refused(tmp_path, bad: str) -> RecordError:
     [
         (
             "{{ raise_exception('no\nway') }}",
-            r'the template refuses the conversation: "no\\nway"',
+            r'the template rejects the conversation: "no\\nway"',
             "template_refuses",
         ),
         (
             "{{ 'mode: ' + safety_mode }}",
-            "uses what is not there: 'safety_mode' is undefined; give it with --template-arg safety_mode=…, or change",
+            "uses an undefined value: 'safety_mode' is undefined; set it with --template-arg safety_mode=…, or change",
             "template_undefined",
         ),
-        ("{{ nonsense.x }}", "'nonsense' is undefined; give it with --template-arg nonsense=…", "template_undefined"),
+        ("{{ nonsense.x }}", "'nonsense' is undefined; set it with --template-arg nonsense=…", "template_undefined"),
         (
             "{{ messages[0].nothing.x }}",
             "has no attribute 'nothing'; change the template: it fails",
             "template_undefined",
         ),
-        ("{{ messages[9].content }}", "the template uses what is not there", "template_undefined"),
+        ("{{ messages[9].content }}", "the template uses an undefined value", "template_undefined"),
         ("{{ messages[0].content + 1 }}", "the template fails with TypeError", "template_fails"),
         ("{{ 1 / 0 }}", "the template fails with ZeroDivisionError", "template_fails"),
-        ("{{ ''.__class__ }}", "reaches for what it may not see", "template_security"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "reaches for what it may not see", "template_security"),
-        ("{{ messages.append(1) }}", "reaches for what it may not see", "template_security"),
-        ("{{ messages[0].update(role='x') }}", "reaches for what it may not see", "template_security"),
-        ("{% set ns = namespace(__init__=1) %}", "reaches for what it may not see", "template_security"),
-        ("{{ raise_exception.__globals__ }}", "reaches for what it may not see", "template_security"),
-        ("{{ '{0.__class__}'.format(messages) }}", "reaches for|TypeError", None),
-        ("{{ [1, 2] | random }}", "draws at random", "template_refuses"),
-        ("{{ lipsum() }}", "draws at random", "template_refuses"),
+        ("{{ ''.__class__ }}", "blocked by the sandbox", "template_security"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "blocked by the sandbox", "template_security"),
+        ("{{ messages.append(1) }}", "blocked by the sandbox", "template_security"),
+        ("{{ messages[0].update(role='x') }}", "blocked by the sandbox", "template_security"),
+        ("{% set ns = namespace(__init__=1) %}", "blocked by the sandbox", "template_security"),
+        ("{{ raise_exception.__globals__ }}", "blocked by the sandbox", "template_security"),
+        ("{{ '{0.__class__}'.format(messages) }}", "blocked by the sandbox|TypeError", None),
+        ("{{ [1, 2] | random }}", "uses randomness", "template_refuses"),
+        ("{{ lipsum() }}", "uses randomness", "template_refuses"),
     ],
 )
-def test_what_a_template_does_wrong_is_one_line_with_its_place(tmp_path, bad, said, kind):
+def test_an_error_of_a_template_is_one_line_with_its_location(tmp_path, bad, said, kind):
     fault = refused(tmp_path, bad)
     assert re.search(said, str(fault)), str(fault)
     assert kind is None or fault.kind == kind
 
 
 @pytest.mark.parametrize("bad", ENDLESS)
-def test_a_template_that_loops_or_grows_for_ever_is_stopped(tmp_path, bad):
+def test_a_template_that_loops_or_grows_forever_is_stopped(tmp_path, bad):
     started = time.process_time()
     fault = refused(tmp_path, bad)
     assert fault.kind == "template_limit", str(fault)
-    # Processor time: a busy machine is no fault. What matters is that it ends, in memory that is there.
+    # CPU time, because the machine may be busy. It must end, within the available memory.
     assert time.process_time() - started < 120
 
 
-def test_a_long_conversation_is_no_growth(tmp_path):
+def test_a_long_conversation_does_not_exceed_the_growth_limit(tmp_path):
     format = own_format(tmp_path, GOOD + PROMPT, control=["<|user|>", "<|assistant|>", "<|end|>"])
     long = Record([user("x" * 2_000_000), answer("y" * 10)])
     assert format.text(long).count("x") == 2_000_000
@@ -88,11 +88,11 @@ def test_a_long_conversation_is_no_growth(tmp_path):
         ("{% for m in messages %}", "chat_template.jinja:1: Unexpected end of template"),
         ("line\n{{ a b }}", "chat_template.jinja:2: expected token 'end of print statement', got 'b'"),
         ("{% include 'other' %}", "chat_template.jinja:1: a chat template is one file"),
-        ("{% autoescape true %}x{% endautoescape %}", "chat_template.jinja:1: autoescape changes text"),
+        ("{% autoescape true %}x{% endautoescape %}", "chat_template.jinja:1: autoescape silently changes text"),
         ("{{ x | nofilter }}", "chat_template.jinja:1: No filter named 'nofilter'"),
     ],
 )
-def test_a_template_that_is_none_is_named_with_its_line(tmp_path, source, said):
+def test_an_invalid_template_is_reported_with_its_line(tmp_path, source, said):
     with pytest.raises(DataError) as refused:
         own_format(tmp_path, source)
     assert said in str(refused.value) and "\n" not in str(refused.value)
@@ -111,22 +111,22 @@ def test_a_template_that_is_none_is_named_with_its_line(tmp_path, source, said):
         "{% for x in safety_mode %}{{ x }}{% endfor %}",
     ],
 )
-def test_what_is_undefined_is_written_as_nothing(tmp_path, undefined):
+def test_an_undefined_variable_renders_as_nothing(tmp_path, undefined):
     format = own_format(tmp_path, GOOD + PROMPT + undefined, control=["<|user|>", "<|assistant|>", "<|end|>"])
     assert format.text(TALK) == "<|user|>Hi<|end|><|assistant|>Hello.<|end|>"
     assert format.derive(TALK).rendering.text == format.text(TALK)
 
 
-def test_only_a_template_that_renders_nothing_is_said_to_fail_always(tmp_path):
+def test_only_a_template_that_renders_nothing_is_reported_as_always_failing(tmp_path):
     source = "{% if messages | length > 2 %}{{ 1 / 0 }}{% endif %}" + GOOD + PROMPT
     format = own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
     with pytest.raises(RecordError, match=r"ZeroDivisionError.*; change the conversation or the template"):
         format.text(Record([user("Hi"), answer("Hello."), user("Bye")]))
 
 
-def test_a_turn_that_never_closed_and_an_empty_record_are_refused(tmp_path):
+def test_an_incomplete_turn_and_an_empty_record_are_rejected(tmp_path):
     format = own_format(tmp_path, GOOD + PROMPT, control=["<|user|>", "<|assistant|>", "<|end|>"])
-    with pytest.raises(RecordError, match="message 1 never closes"):
+    with pytest.raises(RecordError, match="message 1 is incomplete"):
         format.lay_out(Record([user("Hi"), Message("assistant", "Hel", complete=False)]))
     with pytest.raises(RecordError, match="the record has no messages"):
         format.lay_out(Record([]))
@@ -144,7 +144,7 @@ def test_a_turn_that_never_closed_and_an_empty_record_are_refused(tmp_path):
         ),
     ],
 )
-def test_a_template_inside_of_a_json_file_is_named_with_its_key_and_its_own_line(tmp_path, file, content, place):
+def test_a_template_inside_a_json_file_is_reported_with_its_key_and_line(tmp_path, file, content, place):
     def written(source):
         text = json.dumps({"chat_template": content}).replace('"SOURCE"', json.dumps(source))
         (folder / file).write_text(text)
@@ -163,14 +163,17 @@ def test_a_template_inside_of_a_json_file_is_named_with_its_key_and_its_own_line
     [
         ({}, "has no chat template; give one with --chat-template FILE"),
         ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": ""}]}'}, "rag but no default"),
-        ({"tokenizer_config.json": '{"chat_template": [{"name": "default"}]}'}, "else than names and templates"),
-        ({"tokenizer_config.json": '{"chat_template": 3}'}, "chat_template is 3; expected a text"),
-        ({"tokenizer_config.json": "[1]"}, "tokenizer_config.json: holds no JSON object"),
+        (
+            {"tokenizer_config.json": '{"chat_template": [{"name": "default"}]}'},
+            "must be a list of objects with a name and a template",
+        ),
+        ({"tokenizer_config.json": '{"chat_template": 3}'}, "chat_template is 3; expected a string"),
+        ({"tokenizer_config.json": "[1]"}, "tokenizer_config.json: not a JSON object"),
         ({"generation_config.json": '{"eos_token_id": "x"}', "chat_template.jinja": GOOD}, "eos_token_id is 'x'"),
         ({"chat_template.jinja": b"\xff"}, "chat_template.jinja: cannot be read"),
     ],
 )
-def test_a_folder_that_lacks_something_is_named(tmp_path, files, said):
+def test_a_folder_with_a_missing_or_invalid_part_is_reported(tmp_path, files, said):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises((DataError, UsageError), match=said):
@@ -178,6 +181,6 @@ def test_a_folder_that_lacks_something_is_named(tmp_path, files, said):
 
 
 @pytest.mark.parametrize("argument", ["enable", "=1", "messages=[]", "a b=1"])
-def test_an_argument_that_is_none_is_refused(tmp_path, argument):
-    with pytest.raises(UsageError, match="is no NAME=VALUE"):
+def test_an_invalid_template_argument_is_rejected(tmp_path, argument):
+    with pytest.raises(UsageError, match="is not NAME=VALUE"):
         own_format(tmp_path, GOOD + PROMPT, argument)

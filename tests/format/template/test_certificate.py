@@ -1,4 +1,4 @@
-"""Certificates of chat templates: which line says what, at which level."""
+"""Certificates of chat templates: the level and text of each line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def certificate(folder: Path, source: str, *arguments: str, stops: list[str] | N
     return lines(certify(renderer))
 
 
-def test_a_template_without_tools_definitions_passes_but_for_what_a_user_should_know(tmp_path):
+def test_a_template_without_tool_definitions_passes_with_warnings(tmp_path):
     found = certificate(tmp_path, CHATML, stops=["<|im_end|>"])
     levels = {name: finding.level for name, finding in found.items()}
     assert levels == {
@@ -45,16 +45,16 @@ def test_a_template_without_tools_definitions_passes_but_for_what_a_user_should_
         **dict.fromkeys(("ids", "null"), "SKIP"),
         "tools": "WARN",
     }
-    assert found["tools"].text == "calls are written, but the definitions of tools are left out"
+    assert found["tools"].text == "calls are rendered, but tool definitions are dropped"
     assert found["terminator"].text == "<|im_end|> is trained at the end of answers; the model stops there"
-    assert found["shapes"].text == "all 24 shapes of conversations are written"
+    assert found["shapes"].text == "all 24 shapes of conversations are rendered"
 
 
-def test_an_end_that_is_nowhere_fails_and_one_that_nobody_can_judge_is_skipped(tmp_path):
+def test_a_missing_end_fails_and_an_end_that_cannot_be_judged_is_skipped(tmp_path):
     found = certificate(tmp_path / "a", CHATML.replace("<|im_end|>", ""))
     assert found.keys() == {"terminator", "sandbox"} and not found["terminator"].passed
     assert "--allow-no-end-token" in found["terminator"].text
-    # The line of the template behind which an end is missing.
+    # The line of the template after which an end is missing.
     assert "chat_template.jinja:4: {{- message.content -}}" in found["terminator"].text
     found = lines(certify(open_template(str(tmp_path / "a" / "own"), allow_no_end_token=True)))
     assert found["terminator"].level is Level.WARN and found["answers"].level is Level.PASS
@@ -64,7 +64,7 @@ def test_an_end_that_is_nowhere_fails_and_one_that_nobody_can_judge_is_skipped(t
     assert found["terminator"].level is Level.FAIL and "the model stops at </s>" in found["terminator"].text
 
 
-def test_earlier_answers_that_end_otherwise_are_a_warning_with_its_remedy(tmp_path):
+def test_different_ends_of_earlier_answers_are_a_warning_with_a_fix(tmp_path):
     end = "('</s>' if message.role == 'assistant' and (loop.last or message.tool_calls) else '<|im_end|>')"
     found = certificate(tmp_path, CHATML.replace("'<|im_end|>\\n' -", end + " + '\\n' -"), stops=["</s>"])
     assert found["terminator"].level is Level.WARN
@@ -79,7 +79,7 @@ def test_a_bos_for_each_turn_passes_and_a_doubled_or_trained_one_fails(tmp_path)
     found = certificate(tmp_path / "a", turns)
     assert (found["bos"].level, found["bos"].text) == (
         Level.PASS,
-        "<s> is written in several turns, up to 8 times in one row",
+        "<s> occurs in several turns, up to 8 times in one row",
     )
     found = certificate(tmp_path / "b", "<s>{{- bos_token -}}" + CHATML)
     assert found["bos"].level is Level.FAIL and "doubled" in found["bos"].text
@@ -90,7 +90,7 @@ def test_a_bos_for_each_turn_passes_and_a_doubled_or_trained_one_fails(tmp_path)
     assert found["bos"].level is Level.FAIL and "trained in message 1" in found["bos"].text
 
 
-def test_what_only_the_prompt_or_only_the_row_has_behind_the_header_is_a_warning_with_its_count(tmp_path):
+def test_text_after_the_header_in_only_prompt_or_row_is_a_warning_with_its_count(tmp_path):
     found = certificate(
         tmp_path, CHATML.replace("'<|im_start|>assistant\\n' -", "'<|im_start|>assistant\\n<think>\\n' -")
     )
@@ -99,15 +99,15 @@ def test_what_only_the_prompt_or_only_the_row_has_behind_the_header_is_a_warning
     assert counts["parts_behind_header"] > 30 and "differs" not in counts
 
 
-def test_history_that_is_rewritten_is_a_warning_with_its_remedy(tmp_path):
+def test_rewritten_history_is_a_warning_with_a_fix(tmp_path):
     source = CHATML.replace("message.reasoning_content -%}", "message.reasoning_content and loop.last -%}")
     found = certificate(tmp_path, source)
     assert found["history"].level is found["reasoning"].level is Level.WARN
     assert "message 1 of probe reasoning" in found["history"].text and "--unroll" in found["history"].text
-    assert found["reasoning"].text.startswith("is trained in the last answer only")
+    assert found["reasoning"].text.startswith("is trained only in the last answer")
 
 
-def test_shapes_that_are_refused_are_warnings_with_their_reason(tmp_path):
+def test_rejected_shapes_are_warnings_with_their_reason(tmp_path):
     strict = "{%- if messages[0].role != 'user' -%}{{- raise_exception('begin with a user') -}}{%- endif -%}"
     found = certificate(tmp_path, strict + CHATML)
     assert found["system"].level is Level.WARN and "begin with a user" in found["system"].text
@@ -116,16 +116,16 @@ def test_shapes_that_are_refused_are_warnings_with_their_reason(tmp_path):
     assert "chat_template.jinja:1: " in found["shapes"].text
 
 
-def test_what_every_conversation_is_refused_for_is_one_line_with_its_remedy(tmp_path):
+def test_a_reason_to_reject_every_conversation_is_one_line_with_a_fix(tmp_path):
     source = CHATML + "{%- set reads = mode.name -%}"
     findings = certify(own_format(tmp_path, source, control=CONTROL))
     assert [(finding.name, finding.level) for finding in findings] == [("answers", "FAIL"), ("sandbox", "PASS")]
-    assert findings[0].text.startswith("every conversation is refused: ")
-    assert findings[0].text.endswith("give it with --template-arg mode=…, or change the template")
+    assert findings[0].text.startswith("every conversation is rejected: ")
+    assert findings[0].text.endswith("set it with --template-arg mode=…, or change the template")
     assert certificate(tmp_path, source, 'mode={"name": 1}')["answers"].passed
 
 
-def test_headers_that_end_in_a_space_are_a_warning_with_the_share_and_the_remedy(tmp_path):
+def test_headers_that_end_with_a_space_are_a_warning_with_the_share_and_a_fix(tmp_path):
     source = """{%- for m in messages -%}{{- m.role + ': ' + m.content + '</s>' -}}{%- endfor -%}
     {%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"""
     folder = write_tokenizer(tmp_path / "own", CONTROL)
@@ -141,7 +141,7 @@ def test_headers_that_end_in_a_space_are_a_warning_with_the_share_and_the_remedy
 
 
 class NullPeer:
-    """Stands for transformers: the ids of the renderer itself, and others where content is null."""
+    """Stands in for transformers: the ids of the renderer itself, and different ones for null content."""
 
     def __init__(self, renderer, text: str | None) -> None:
         self.renderer, self.text = renderer, text
@@ -154,13 +154,13 @@ class NullPeer:
 
 
 @pytest.mark.parametrize(("text", "level"), [("None", "WARN"), ("", "PASS"), (None, "WARN")])
-def test_null_content_that_transformers_writes_otherwise_is_a_warning(tmp_path, text, level):
+def test_null_content_that_transformers_renders_differently_is_a_warning(tmp_path, text, level):
     renderer = own_format(tmp_path, CHATML, control=CONTROL)
     found = lines(certify(renderer, peer=NullPeer(renderer, text), peer_name="transformers"))
     assert found["ids"].level is Level.PASS and found["ids"].details["different"] == 0
     assert found["null"].level == level
     if text == "None":
-        assert 'transformers writes null as "None' in found["null"].text
+        assert 'transformers renders null as "None' in found["null"].text
 
 
 def test_ids_that_differ_fail_and_name_the_conversations(tmp_path):

@@ -1,4 +1,4 @@
-"""Random conversations: replayed as derived, with the ids of transformers, each answer untouched by the others."""
+"""Random conversations: replayed traces give the derived rows, ids match transformers, and answers are independent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def not_caching(name: str) -> TemplateRenderer:
 
 
 def made(of: TemplateRenderer, record: Record):
-    """Ids, spans and all of a row; or the kind of fault."""
+    """Return ids, spans and everything else of a row; or the kind of error."""
     try:
         rows = of.render([record])
     except RecordError as fault:
@@ -61,7 +61,7 @@ def made(of: TemplateRenderer, record: Record):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cached_trace_gives_what_a_derivation_of_its_own_gives(name):
+def test_a_cached_trace_gives_the_same_row_as_a_derivation(name):
     caching = trl_format(name)
 
     @given(conversations())
@@ -77,7 +77,7 @@ def test_a_cached_trace_gives_what_a_derivation_of_its_own_gives(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "deepseekv3"])
-def test_ids_are_those_of_transformers_wherever_no_text_holds_a_control_token(name):
+def test_ids_match_transformers_if_no_text_contains_a_control_token(name):
     of = trl_format(name)
 
     @given(conversations())
@@ -95,7 +95,7 @@ def test_ids_are_those_of_transformers_wherever_no_text_holds_a_control_token(na
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_8", "gemma4_v2"])
 def test_the_trained_characters_of_an_answer_do_not_change_with_the_other_messages(name):
-    # Templates whose certificate says that answers stay as they were.
+    # Templates whose certificate states that answers do not change.
     of = trl_format(name)
 
     @given(conversations(), st.data())
@@ -118,7 +118,7 @@ def test_the_trained_characters_of_an_answer_do_not_change_with_the_other_messag
 
 @given(conversations())
 @settings(max_examples=60)
-def test_control_tokens_come_from_the_template_alone(record):
+def test_control_tokens_come_only_from_the_template(record):
     of = trl_format("qwen3")
     try:
         rows = of.render([record])
@@ -127,12 +127,12 @@ def test_control_tokens_come_from_the_template_alone(record):
     control = np.array(list(of.encoder.ids.values()))
     plain = Record([Message(m.role, "word", m.reasoning and "why") for m in record.messages])
     own = np.isin(of.render([plain]).ids, control).sum()
-    # A template that finds its own tags in a text writes others instead; it never lets the text's through.
+    # A template that finds its own tags in a text outputs others instead; it never passes on the text's tags.
     tags = sum(m.content.count("</think>") for m in record.messages if m.role == "assistant")
     assert own - 2 * tags <= np.isin(rows.ids, control).sum() <= own
 
 
-def test_many_conversations_at_once_are_the_same_rows_as_one_by_one():
+def test_rendering_many_conversations_gives_the_same_rows_as_one_by_one():
     of = trl_format("qwen3")
     records = [
         Record([user(f"q{n}" * (n % 7)), answer("ä" * n + "."), *([user("x"), answer("y", "z")] * (n % 3))])
@@ -145,8 +145,8 @@ def test_many_conversations_at_once_are_the_same_rows_as_one_by_one():
         assert row.ids.tolist() == one.ids.tolist() and row.spans.tolist() == one.spans.tolist()
 
 
-def test_a_kept_way_is_not_followed_where_prefixes_would_say_something_else(tmp_path):
-    # The prompt ends with "Well: "; an answer that says so begins behind it.
+def test_a_cached_trace_is_not_followed_if_prefixes_would_give_another_result(tmp_path):
+    # The prompt ends with "Well: "; an answer that starts with it begins after it.
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
         "{{ '<|assistant|>Well: ' if add_generation_prompt else '' }}"
@@ -159,7 +159,7 @@ def test_a_kept_way_is_not_followed_where_prefixes_would_say_something_else(tmp_
         assert trained_texts(of, Record([user("Hi"), answer(text)])) == {1: trained}
 
 
-def test_a_kept_way_does_not_lose_what_was_blank_when_it_was_kept(tmp_path):
+def test_a_cached_trace_does_not_drop_text_that_was_blank_when_it_was_cached(tmp_path):
     source = (
         "{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
         "{% endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}"
@@ -167,11 +167,11 @@ def test_a_kept_way_does_not_lose_what_was_blank_when_it_was_kept(tmp_path):
     of = own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
     for text in (" ", "\n", ""):
         of.lay_out(Record([Message("system", text), user("Hi"), answer("Hello.")]))
-    with pytest.raises(RecordError, match=r"leaves out the content of message 0 \(system\)"):
+    with pytest.raises(RecordError, match=r"drops the content of message 0 \(system\)"):
         of.lay_out(Record([Message("system", "Rules"), user("Hi"), answer("Hello.")]))
 
 
-def test_why_a_record_is_refused_does_not_depend_on_whether_its_trace_is_kept():
+def test_the_reason_of_a_rejection_does_not_depend_on_caching():
     record = Record([user("<think>\n\n</think>\n\n"), answer("</think>"), answer("b")])
     faults = []
     for cacheable in (False, True):
@@ -197,19 +197,19 @@ def test_a_conversation_of_many_messages_is_derived_like_a_short_one():
     assert trained[81] == "<think>\n\n</think>\n\nDone.<|im_end|>"
 
 
-def test_a_cached_trace_that_went_wrong_is_detected():
+def test_a_wrong_cached_trace_is_detected():
     of = open_template(str(trl_tokenizer()), chat_template=str(FOLDER / "llama3.jinja"))
     record = Record([user("Hi"), answer("Hello.")])
     of.lay_out(record)
     with (
         patch("chatmill.format.template.trace_cache.replay", lambda steps, texts: ["?"] * 9),
-        pytest.raises(RecordError, match="it is not written as others of its kind"),
+        pytest.raises(RecordError, match="the cached trace differs from the template"),
     ):
         of.lay_out(record)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3", "phi3"])
-def test_a_prompt_is_what_transformers_gives_a_server_and_the_beginning_of_the_row(name):
+def test_a_prompt_equals_that_of_transformers_and_is_a_prefix_of_the_row(name):
     of = trl_format(name)
     messages = [user("Hi"), answer("Hello."), user("Which way?")]
     for count in (1, 3):
@@ -222,7 +222,8 @@ def test_a_prompt_is_what_transformers_gives_a_server_and_the_beginning_of_the_r
 
 
 def test_a_question_that_quotes_control_tokens_is_rendered_whatever_came_before_it(tmp_path):
-    # The prompt adds no header, so the context of an answer is what follows the question: never a part of its text.
+    # The prompt adds no header, so the context of an answer is the text after the question, never a part of the
+    # question.
     source = (
         "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
         "{% endfor %}"

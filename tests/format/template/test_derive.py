@@ -1,4 +1,4 @@
-"""The two derivations of an answer share no code, and a difference of one character is enough to refuse."""
+"""The two derivations of an answer share no code, and a difference of one character is enough to reject a record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TALK = Record([user("Which way?"), answer("North."), user("And then?"), answer("
 
 
 def derived(name: str):
-    """The answers of a published template, derived in this process."""
+    """Derive the answers of a published template in this process."""
     template = ChatTemplate(read(name), name, variables={"bos_token": "<s>", "eos_token": "</s>"})
     tokens = ControlTokens(dict.fromkeys(control_strings(read(name)), 0))
     return derive.derive(TALK, template, tokens, ends=(), mask="derived", cacheable=False)
@@ -29,7 +29,7 @@ def imported(module) -> set[str]:
     return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
 
 
-def test_origins_and_prefixes_have_no_module_of_chatmill_in_common_but_errors():
+def test_both_derivations_share_no_chatmill_module_except_errors():
     shared = {name for name in imported(by_origin) & imported(by_prefix) if name.startswith("chatmill")}
     assert shared == {"chatmill.errors"}
 
@@ -38,7 +38,7 @@ def test_origins_and_prefixes_have_no_module_of_chatmill_in_common_but_errors():
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("edge", ["start", "stop"])
 @pytest.mark.parametrize("derivation", ["answers_by_origin", "answers_by_prefix"])
-def test_an_answer_shifted_by_one_character_in_either_derivation_is_refused(monkeypatch, name, by, edge, derivation):
+def test_an_answer_shifted_by_one_character_in_either_derivation_is_rejected(monkeypatch, name, by, edge, derivation):
     right = getattr(derive, derivation)
 
     def shifted(*args):
@@ -48,12 +48,12 @@ def test_an_answer_shifted_by_one_character_in_either_derivation_is_refused(monk
     assert derived(name).answers
     monkeypatch.setattr(derive, derivation, shifted)
     with pytest.raises(
-        RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .* is disputed"
+        RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .*: by origin"
     ):
         derived(name)
 
 
-def test_the_fault_shows_the_text_in_dispute_and_both_opinions(monkeypatch):
+def test_the_error_shows_the_disputed_text_and_both_results(monkeypatch):
     right = derive.answers_by_prefix
     monkeypatch.setattr(
         derive, "answers_by_prefix", lambda *args: [p._replace(start=p.start + 3) for p in right(*args)]
@@ -62,5 +62,6 @@ def test_the_fault_shows_the_text_in_dispute_and_both_opinions(monkeypatch):
         derived("llama3")
     assert refused.value.kind == "mask_disputed"
     assert refused.value.what == (
-        'whether the answer of message 1 begins before or after "Nor" is disputed: by origin before, by prefix after'
+        'cannot determine whether the answer of message 1 begins before or after "Nor": '
+        "by origin before, by prefix after"
     )

@@ -1,6 +1,6 @@
-"""Ten templates with one difficulty each, and the masks that they must have, written by hand.
+"""Ten templates with one difficulty each, and their masks, written by hand.
 
-In the expected text, what is trained stands between « and ».
+In the expected text, « and » enclose what is trained.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ STOPS = {"a turn is closed by the opener of the next": ["<|user|>"]}
 
 
 def marked(format, record: Record) -> str:
-    """The row as text, with marks around what is trained."""
+    """Return the row as text, with marks around what is trained."""
     rows = format.render([record])
     rows.check()
     out = []
@@ -162,14 +162,14 @@ EXTRA = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
     source, record, expected = GOLDEN[name]
     format = opened(tmp_path, source, name)
-    # Derived afresh, derived to be kept, and replayed.
+    # Derived, derived for the cache, and replayed.
     for _ in range(3):
         assert marked(format, record) == expected
 
 
 @pytest.mark.parametrize("written", ["{}", '{"eos_token_id": null}'])
 def test_a_generation_config_without_an_end_token_is_accepted(tmp_path, written):
-    # transformers writes such a file for a model whose config has no end token.
+    # transformers writes such a file for a model whose config has no EOS token.
     name = next(name for name in GOLDEN if name not in STOPS)
     source, record, expected = GOLDEN[name]
     opened(tmp_path, source, name)
@@ -177,8 +177,8 @@ def test_a_generation_config_without_an_end_token_is_accepted(tmp_path, written)
     assert marked(open_template(str(tmp_path / "own")), record) == expected
 
 
-def test_an_answer_that_comes_first_begins_behind_the_header_of_others(tmp_path):
-    # There is no prompt for it: the template fails without messages.
+def test_a_first_answer_starts_after_the_header_of_other_answers(tmp_path):
+    # It has no prompt: the template fails without messages.
     source = PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1)
     talk = Record([answer("Hello."), user("Go"), answer("Bye")])
     expected = (
@@ -189,8 +189,8 @@ def test_an_answer_that_comes_first_begins_behind_the_header_of_others(tmp_path)
         assert marked(own_format(tmp_path, source), talk) == expected
 
 
-def test_an_answer_that_begins_inside_of_a_literal_is_not_compared_with_the_text_behind_it(tmp_path):
-    """The prompt goes on with a line break, the row with the rest of the literal, and only then with a line break."""
+def test_an_answer_that_starts_inside_a_literal_is_not_compared_with_the_text_after_it(tmp_path):
+    """The prompt continues with a newline, the row with the rest of the literal and only then with a newline."""
     source = """{%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' + ('<think></think>' if message.role == 'assistant' else '') -}}
     {{- message.content + '<|im_end|>\\n' -}}
@@ -201,7 +201,7 @@ def test_an_answer_that_begins_inside_of_a_literal_is_not_compared_with_the_text
         assert trained_texts(format, Record([user("Where?"), answer(text)])) == {1: f"</think>{text}<|im_end|>"}
 
 
-def test_answers_without_an_end_are_trained_if_that_is_allowed(tmp_path):
+def test_answers_without_an_end_are_trained_if_allowed(tmp_path):
     source, record, _ = REFUSED["only the last turn is closed"]
     opened(tmp_path, source, "")
     format, ledger = open_template(str(tmp_path / "own"), allow_no_end_token=True), Ledger()
@@ -210,7 +210,7 @@ def test_answers_without_an_end_are_trained_if_that_is_allowed(tmp_path):
     assert ledger.entries["noted", "no_end_token"].rows == 1
 
 
-def test_what_stands_around_the_answers_is_the_rendering(tmp_path):
+def test_the_text_around_the_answers_is_the_rendering(tmp_path):
     for name, (source, record, expected) in GOLDEN.items():
         format = opened(tmp_path, source, name)
         assert expected.replace("«", "").replace("»", "") == format.text(record)
@@ -229,12 +229,12 @@ REFUSED = {
         {%- endfor -%}
         {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}""",
         Record([user("Hi"), answer("Hello.")]),
-        "what precedes message 1 in its prompt is missing from the row",
+        "the text before message 1 in its prompt is missing from the row",
     ),
     "a message is left out": (
         PLAIN.replace("{%- for message in messages -%}", "{%- for message in messages if message.role != 'user' -%}"),
         Record([user("Hi"), answer("Hello."), user("Go"), answer("Bye")]),
-        r"the template leaves out the content of message 0 \(user\)",
+        r"the template drops the content of message 0 \(user\)",
     ),
     "nothing is left of an answer": (
         PLAIN.replace("message.content + '<|im_end|>\\n'", "message.content"),
@@ -247,7 +247,7 @@ REFUSED = {
             "((message.content + '<|im_end|>\\n') | center(15) if loop.first else message.content + '<|im_end|>\\n')",
         ),
         TALK,
-        r'a control token may be of the template or of message 0 in " Hi<\|im_end\|>\\n "',
+        r'cannot tell whether a control token comes from the template or from message 0 in " Hi<\|im_end\|>\\n "',
     ),
     "only the last turn is closed": (
         """{%- for message in messages -%}
@@ -261,14 +261,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_known_is_refused_with_the_text_in_dispute(tmp_path, name):
+def test_an_undecidable_conversation_is_rejected_with_the_disputed_text(tmp_path, name):
     source, record, said = REFUSED[name]
     with pytest.raises(RecordError, match=said):
         opened(tmp_path, source, name).lay_out(record)
 
 
-def test_an_answer_of_which_a_part_is_written_elsewhere_is_refused():
-    # Gemma writes what was said with a call behind the result of the call.
+def test_an_answer_with_a_part_rendered_elsewhere_is_rejected():
+    # Gemma renders the content of a message with a tool call after the result of the call.
     talk = Record([CALLING.messages[0], answer("I look.", "", CALL), *CALLING.messages[2:]], tools=TOOLS)
-    with pytest.raises(RecordError, match=r'content of message 1 is written outside its turn: "I look\."'):
+    with pytest.raises(RecordError, match=r'content of message 1 is rendered outside its turn: "I look\."'):
         trl_format("gemma4").lay_out(talk)

@@ -1,4 +1,4 @@
-"""Tokens at the borders of answers, whichever way they are encoded; weights and notes of rows."""
+"""Tokens at the boundaries of answers, for both ways to encode; weights and notes of rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(folder: Path, made: Tokenizer, texts: list[str], **options: object) ->
 
 @pytest.fixture
 def greedy(tmp_path) -> str:
-    """A tokenizer that joins words across newlines: `assistant\\nHello` is one token."""
+    """Return a tokenizer that joins words across newlines: `assistant\nHello` is one token."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def greedy(tmp_path) -> str:
 
 @pytest.fixture
 def spaced(tmp_path) -> str:
-    """A tokenizer that puts a space before a text, but only before the first section of it."""
+    """Return a tokenizer that adds a space before a text, but only before its first section."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -75,31 +75,31 @@ def cells(format, record: Record, ledger: Ledger | None = None) -> list[tuple[st
 TALK = Record([user("Hi"), answer("Hello there")])
 
 
-def test_a_token_in_which_the_prompt_ends_is_context_and_is_noted(greedy):
+def test_a_token_that_spans_the_end_of_the_prompt_is_context_and_is_noted(greedy):
     ledger = Ledger()
     found = cells(opened(greedy), TALK, ledger)
     assert found[-3:] == [("assistant\nHello there", False), ("<|im_end|>", True), ("\n", False)]
     assert {reason: entry.tokens for bucket, reason, entry in ledger if bucket == "noted"} == {"straddling_token": 1}
 
 
-def test_the_certificate_counts_tokens_across_a_border(greedy):
+def test_the_certificate_counts_tokens_that_span_a_boundary(greedy):
     format = opened(greedy)
     found = {finding.name: finding for finding in certify(format)}
-    # No probe begins as that text does.
+    # No probe starts like that text.
     assert (found["borders"].level, found["borders"].details["straddling"]) == ("PASS", 0)
     found = {finding.name: finding for finding in certify(format, [TALK])}
     assert (found["borders"].level, found["borders"].details["of_records"]) == ("WARN", {"straddling": 1, "answers": 1})
     assert found["borders"].text == (
-        "the first token of 1 of 1 of your records starts in the header, and so is not trained"
+        "the first token of 1 of 1 of your records starts in the header and is not trained"
     )
 
 
-def test_under_tags_such_a_token_is_trained_as_in_transformers(greedy):
+def test_with_tags_such_a_token_is_trained_as_in_transformers(greedy):
     found = cells(opened(greedy, mask="tags"), TALK)
     assert found[-3:] == [("assistant\nHello there", True), ("<|im_end|>", True), ("\n", False)]
 
 
-def test_a_tokenizer_that_treats_the_first_section_apart_is_asked_for_the_whole(spaced):
+def test_a_tokenizer_that_treats_the_first_section_differently_encodes_the_whole(spaced):
     format = opened(spaced)
     assert not format.encoder.by_sections
     peer = PreTrainedTokenizerFast(tokenizer_file=f"{spaced}/tokenizer.json")
@@ -118,7 +118,7 @@ def test_a_tokenizer_that_treats_the_first_section_apart_is_asked_for_the_whole(
             assert trained.replace(" ", "") == said.replace(" ", "")
 
 
-def test_texts_that_a_tokenizer_rewrites_are_cut_by_what_it_reports(tmp_path):
+def test_texts_that_a_tokenizer_changes_are_split_by_its_offsets(tmp_path):
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -134,7 +134,7 @@ def test_texts_that_a_tokenizer_rewrites_are_cut_by_what_it_reports(tmp_path):
     ]
 
 
-def test_a_message_may_bring_its_own_weight(greedy):
+def test_a_message_can_have_its_own_weight(greedy):
     format = opened(greedy)
     record = Record(
         [
@@ -158,7 +158,7 @@ def test_a_message_may_bring_its_own_weight(greedy):
     assert "a" in format.tokenizer.decode(everyone.ids[everyone.mask()].tolist())
 
 
-def test_reasoning_and_tools_that_a_template_leaves_out_are_noted(greedy):
+def test_reasoning_and_tools_that_a_template_drops_are_noted(greedy):
     ledger = Ledger()
     record = Record([user("a"), answer("b", "why")], tools=TOOLS)
     opened(greedy).render([record, record, record], ledger=ledger)
@@ -168,8 +168,8 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_noted(greedy):
     }
 
 
-def test_a_text_whose_tokens_cannot_be_told_apart_is_refused_before_it_is_accepted(tmp_path):
-    # It writes full-width letters as plain ones, and has no tokenizer.json that could be asked.
+def test_a_text_whose_tokens_cannot_be_located_is_rejected_in_advance(tmp_path):
+    # The tokenizer normalizes full-width letters, and has no tokenizer.json to get offsets from.
     made, model = io.BytesIO(), tmp_path / "sp.model"
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["Hello full width user assistant dog fox"] * 20),
@@ -188,5 +188,5 @@ def test_a_text_whose_tokens_cannot_be_told_apart_is_refused_before_it_is_accept
     refused = []
     assert [record.messages for record in format.renderable([good, odd, good], refused.append)] == [good.messages] * 2
     assert [(fault.kind, fault.line) for fault in refused] == [("vague_border", 2)]
-    # The newline that ends the prompt becomes the space that begins the answer's first token.
+    # The newline at the end of the prompt becomes the space that starts the first token of the answer.
     assert [trained for _, trained in cells(format, good)][-2:] == [False, True]

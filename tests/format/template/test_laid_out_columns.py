@@ -1,4 +1,4 @@
-"""Conversations in columns give the rows, notes and faults that they give one by one, each derived by itself."""
+"""Conversations in columns give the same rows, notes and errors as records that are derived one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXTS = st.one_of(
 )
 NAMES = ("qwen2_5", "qwen3", "llama3", "gemma3", "phi3", "deepseekv3")
 PLAIN = ("qwen2_5", "phi3", "deepseek", "inst")
-"""Those that write every text as it is."""
+"""Templates that output every text unchanged."""
 SOURCES = {"chatml": CHATML, "deepseek": DEEPSEEK, "words": WORDS, "inst": INST}
 
 
@@ -57,7 +57,7 @@ def written(records: list[dict]) -> Path:
 
 
 def outcome(renderer: TemplateRenderer, records) -> tuple:
-    """The rows of the records that can be rendered, the notes of the ledger, and the faults of the others."""
+    """Return the rows of the records that can be rendered, the notes of the ledger, and the errors of the others."""
     faults: list[str] = []
     ledger = Ledger()
     if not isinstance(records, LaidOutColumns):
@@ -70,7 +70,7 @@ def outcome(renderer: TemplateRenderer, records) -> tuple:
 
 @cache
 def renderers(name: str) -> tuple[TemplateRenderer, TemplateRenderer]:
-    """Two of one template: for columns, and for records that are each derived by themselves."""
+    """Return two renderers of one template: one for columns, and one that derives every record."""
 
     def made() -> TemplateRenderer:
         if name in SOURCES:
@@ -81,7 +81,7 @@ def renderers(name: str) -> tuple[TemplateRenderer, TemplateRenderer]:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SOURCES])
-def test_columns_give_what_records_give(name):
+def test_columns_give_the_same_rows_as_records(name):
     in_columns, by_record = renderers(name)
     whole = []
 
@@ -103,7 +103,7 @@ def test_columns_give_what_records_give(name):
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
 
-def test_conversations_of_one_shape_share_a_layout_and_are_not_made_objects():
+def test_conversations_of_one_shape_share_a_layout_and_are_not_converted_to_records():
     renderer, _ = renderers("qwen2_5")
     path = written([{"messages": TALK}] * 9)
     renderer.lay_out_columns(columns_of(path))
@@ -133,17 +133,17 @@ def test_a_trace_is_compared_with_the_template_at_uses_1_2_4_8():
     assert compared == ["1", "2", "4", "8", "16"]
 
 
-def test_a_cached_trace_that_went_wrong_is_detected_in_columns():
+def test_a_wrong_cached_trace_is_detected_in_columns():
     renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
     path = written([{"id": "a", "messages": TALK}, {"id": "b", "messages": TALK}])
     with patch.object(TemplateRenderer, "text", lambda *args, **options: "other"):
         records = renderer.lay_out_columns(columns_of(path))
     assert isinstance(records, list)
-    with pytest.raises(RecordError, match=r"talk.jsonl:2 \(id=b\): it is not written as others of its kind"):
+    with pytest.raises(RecordError, match=r"talk.jsonl:2 \(id=b\): the cached trace differs from the template"):
         renderer.render(records)
 
 
-def test_records_beyond_a_refused_one_are_not_laid_out_yet():
+def test_records_after_a_rejected_one_are_not_laid_out_yet():
     renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "gemma3.jinja"))
     refused = [TALK[1], TALK[0], TALK[1]]
     path = written([{"messages": TALK}, {"id": "x", "messages": refused}, {"messages": TALK}, {"messages": refused}])
@@ -190,7 +190,7 @@ def test_the_search_finds_the_conversations_with_a_control_token(tokens, talks):
     st.lists(st.text(alphabet="<|ab", min_size=1, max_size=4), unique=True, max_size=3),
     *[st.text(alphabet="<|ab", max_size=4)] * 3,
 )
-def test_a_text_touches_no_token_with_literals_that_may_not_touch_one(tokens, before, text, after):
+def test_texts_between_safe_literals_never_form_a_token(tokens, before, text, after):
     control = ControlTokens({token: at for at, token in enumerate(tokens)})
     whole = before + text + after
     places = {match for token in tokens for match in range(len(whole)) if whole.startswith(token, match)}

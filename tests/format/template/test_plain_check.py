@@ -1,4 +1,4 @@
-"""The check of finished rows that a certificate rests on: faults planted into good rows are seen."""
+"""The check of finished rows behind a certificate finds faults that are planted into good rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INST = """{{- bos_token -}}{%- for m in messages -%}
 
 
 def with_mask(rows, mask):
-    """The one row with another mask, token by token."""
+    """Return the row with another mask, token by token."""
     spans = rows.spans.take(np.repeat(np.arange(len(rows.spans)), rows.spans["length"]))
     spans["length"], spans["weight"] = 1, mask
     return replace(rows, spans=spans, first_span=np.array([0, len(spans)]))
@@ -39,7 +39,7 @@ def runs(mask) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("source", [CHATML, INST])
 @pytest.mark.parametrize("stops", [True, False])
-def test_an_answer_that_is_off_by_one_token_at_either_end_is_seen_in_every_shape(tmp_path, source, stops):
+def test_an_answer_that_is_off_by_one_token_at_either_end_is_found_in_every_shape(tmp_path, source, stops):
     format = own_format(tmp_path, source)
     ends = (format.encoder.ids["<|im_end|>" if source == CHATML else "</s>"],)
     object.__setattr__(format.folder, "stops", ends if stops else None)
@@ -54,7 +54,7 @@ def test_an_answer_that_is_off_by_one_token_at_either_end_is_seen_in_every_shape
                 if 0 <= place < len(mask):
                     moved = mask.copy()
                     moved[place] = not moved[place]
-                    # A token that is added belongs to the message beside it.
+                    # An added token belongs to the message next to it.
                     rows = with_mask(probe.rows, moved)
                     rows.spans["message"][place] = probe.rows.per_token(probe.rows.spans["message"])[
                         min(max(place, start), stop - 1)
@@ -65,7 +65,7 @@ def test_an_answer_that_is_off_by_one_token_at_either_end_is_seen_in_every_shape
                     assert caught or len(answers) != len(probe.answers), (id, place, probe.text)
 
 
-def test_a_header_or_a_word_of_another_message_inside_an_answer_is_seen(tmp_path):
+def test_a_header_or_a_word_of_another_message_inside_an_answer_is_found(tmp_path):
     seen = Observations(own_format(tmp_path, CHATML), None, "")
     probe = seen.good[TURNS.id]
     mask = probe.rows.mask()
@@ -79,14 +79,14 @@ def test_a_header_or_a_word_of_another_message_inside_an_answer_is_seen(tmp_path
         rows.spans["message"] = np.where((np.arange(len(mask)) >= first) & (np.arange(len(mask)) < stop), 1, message)
         answer = seen.check.answers(TURNS, rows, text)[0]
         assert answer.faults or not seen.is_ended(answer)
-        # Once a word of the question is inside, it is named.
+        # Once a word of the question is inside, the error names it.
         if "Second" in answer.text:
             assert any('"second" of message 2 (user)' in fault for fault in answer.faults)
         if "<|im_start|>user" in answer.text:
             assert any("header" in fault or "ends a turn" in fault for fault in answer.faults)
 
 
-def test_every_shape_has_a_name_of_its_own_and_words_of_its_own():
+def test_every_shape_has_a_unique_name_and_unique_words():
     assert len({probe.id for probe in PROBES}) == len(PROBES) == 24
     for probe in PROBES:
         if probe.id not in ("equal texts", "role words as content"):

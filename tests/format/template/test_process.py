@@ -1,4 +1,4 @@
-"""The process that runs templates: what even Python of an attacker cannot do in it, and what the renderer believes."""
+"""The process that runs templates: what an attacker's Python code cannot do in it, and which responses are accepted."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def good(tmp_path: Path, more: str = ""):
     return own_format(tmp_path, GOOD + PROMPT + more, control=CONTROL)
 
 
-# What the process cannot do.
+# Things that the process cannot do.
 
 
 @pytest.fixture
 def python(monkeypatch):
-    """Runs Python in a locked-down process of its own."""
+    """Run Python code in its own locked-down process."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setattr(channel, "GRACE", 0.1)
 
@@ -72,7 +72,7 @@ def test_python_in_the_process_cannot(python, what):
 
 
 @pytest.mark.usefixtures("filtered")
-def test_system_calls_without_a_name_in_python_fail_too(python):
+def test_system_calls_without_a_python_function_fail_too(python):
     calls = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); out = (libc.%s, ctypes.get_errno())"
     for call in (
         "ptrace(0, 1, 0, 0)",
@@ -83,13 +83,13 @@ def test_system_calls_without_a_name_in_python_fail_too(python):
         assert python(calls % call) == "(-1, 1)", call
 
 
-def test_nothing_of_the_environment_is_in_the_process(python, monkeypatch):
+def test_the_process_has_no_environment_variables(python, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert "hf_secret" not in python("import os; out = dict(os.environ)")
     assert python("import os; out = os.getpid() != 0") == "True"
 
 
-def test_what_takes_time_memory_or_the_stack_ends_with_the_process(python):
+def test_excessive_time_memory_or_stack_ends_the_process(python):
     assert python("while True: pass", 0.2) == "EndedError -9"
     assert python("x = bytearray(1 << 28)").startswith("MemoryError")
     assert python("x = []\nwhile True: x.append(bytes(1 << 20))").startswith("MemoryError")
@@ -100,11 +100,11 @@ def test_what_takes_time_memory_or_the_stack_ends_with_the_process(python):
 
 def test_a_response_of_any_announced_size_is_not_waited_for(python):
     assert python("import os; os.write(0, b'\\xff' * 8)") == "EndedError -9"
-    # Some bytes of a response, and no more.
+    # The first bytes of a response, and no more.
     assert python("import os; os.write(0, b'\\x09' + bytes(9))\nwhile True: pass", 0.2) == "EndedError -9"
 
 
-def test_the_filter_of_either_processor_allows_its_calls_and_no_others():
+def test_the_filter_of_each_architecture_allows_its_calls_and_no_others():
     for architecture, allowed in SYSTEM_CALLS.values():
         code = filter_program(architecture, allowed)
         for number in range(512):
@@ -118,7 +118,7 @@ def test_the_filter_of_either_processor_allows_its_calls_and_no_others():
 
 
 def filtered_by(code: bytes, number: int, architecture: int, protection: int) -> int:
-    """What the kernel would make of a system call: an interpreter of the few instructions there are."""
+    """Interpret a filter program like the kernel; it uses only a few instructions."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, 0, 0, protection, 0, 0, 0)
     instructions = list(struct.iter_unpack("=HBBI", code))
     at, value = 0, 0
@@ -134,10 +134,10 @@ def filtered_by(code: bytes, number: int, architecture: int, protection: int) ->
             at += jump_true if holds else jump_false
 
 
-# Its life.
+# Life cycle of the process.
 
 
-def test_no_template_is_ever_run_here(tmp_path):
+def test_no_template_ever_runs_in_this_process(tmp_path):
     good(tmp_path)
     code = f"""
 import sys
@@ -152,7 +152,7 @@ print(renderer.text(record), [name for name in sys.modules if name.startswith("j
     assert done.stdout == f"{TEXT} []\n"
 
 
-def test_a_process_that_somebody_kills_is_replaced(tmp_path):
+def test_a_process_that_is_killed_is_replaced(tmp_path):
     format = good(tmp_path)
     os.kill(format.process._channel.pid, signal.SIGKILL)
     assert format.text(TALK) == TEXT
@@ -160,7 +160,7 @@ def test_a_process_that_somebody_kills_is_replaced(tmp_path):
     assert format.text(TALK) == TEXT
 
 
-def test_each_renderer_has_a_process_of_its_own_which_ends_with_it(tmp_path):
+def test_each_renderer_has_its_own_process_which_ends_with_it(tmp_path):
     one, other = good(tmp_path / "one"), good(tmp_path / "other")
     pids = [format.process._channel.pid for format in (one, other)]
     assert len(set(pids)) == 2
@@ -169,7 +169,7 @@ def test_each_renderer_has_a_process_of_its_own_which_ends_with_it(tmp_path):
     assert other.text(TALK) == TEXT
 
 
-def test_it_ends_when_its_user_is_killed(tmp_path):
+def test_the_process_ends_when_its_user_is_killed(tmp_path):
     good(tmp_path)
     code = f"""
 import time
@@ -206,23 +206,23 @@ def test_threads_share_a_process(tmp_path):
     assert texts == [TEXT] * 8
 
 
-def test_a_template_that_is_stopped_again_and_again_is_given_up(tmp_path, monkeypatch):
+def test_a_template_that_is_stopped_repeatedly_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "SECONDS", 0.2)
     monkeypatch.setattr(channel, "GRACE", 0.1)
     nested = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}"
     format = good(tmp_path, "{% if messages[0].content == 'Hi' %}" + nested + "{% endif %}")
     other = Record([user("Ho"), answer("Hello.")])
     for _ in range(client.MAX_KILLS - 1):
-        with pytest.raises(RecordError, match="the template was stopped: it ran for more than") as stopped:
+        with pytest.raises(RecordError, match="the template was stopped: it took more than") as stopped:
             format.lay_out(TALK)
         assert str(stopped.value).startswith("chat.jsonl:7: ") and stopped.value.kind == "template_limit"
         assert "Ho" in format.text(other)
-    with pytest.raises(DataError, match="no more is tried") as given_up:
+    with pytest.raises(DataError, match="giving up after 3 stops") as given_up:
         format.lay_out(TALK)
     assert not isinstance(given_up.value, RecordError) and "\n" not in str(given_up.value)
 
 
-# What is believed.
+# Checks of responses.
 
 
 PIECES = (
@@ -235,7 +235,7 @@ PIECES = (
 RIGHT = Derived(PIECES, (AnswerSpan(1, 30, 43, True),), (), (), (), ())
 
 
-def test_what_is_right_is_believed():
+def test_a_valid_response_is_accepted():
     derived = check_derived(RIGHT, TALK, 2)
     assert derived.rendering.text == TEXT and derived.steps == ()
 
@@ -264,7 +264,7 @@ def test_what_is_right_is_believed():
         {"steps": (TraceStep("eq", (0,), ({"x": 1},), True, True),)},
     ],
 )
-def test_what_cannot_be_is_not_believed(changes):
+def test_an_impossible_response_is_rejected(changes):
     with pytest.raises(BrokenResponseError):
         check_derived(msgspec.structs.replace(RIGHT, **changes), TALK, 2)
 
@@ -287,7 +287,7 @@ def test_a_trace_that_grows_with_every_step_is_not_replayed():
 
 @given(st.data())
 @settings(max_examples=200)
-def test_a_response_with_broken_bytes_is_a_limit_or_a_checked_one(data):
+def test_a_response_with_corrupted_bytes_is_rejected_or_valid(data):
     raw = bytearray(messages.encode(RIGHT))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
@@ -300,18 +300,18 @@ def test_a_response_with_broken_bytes_is_a_limit_or_a_checked_one(data):
         pass
 
 
-def test_a_process_that_answers_nonsense_is_ended(tmp_path, monkeypatch):
+def test_a_process_that_sends_an_invalid_response_is_killed(tmp_path, monkeypatch):
     format = good(tmp_path)
 
     def nonsense(self: Channel, frame: bytes, **limits: object) -> bytes:
         return b"\xc1"
 
     monkeypatch.setattr(Channel, "exchange", nonsense)
-    with pytest.raises(RecordError, match="answers what no template process answers"):
+    with pytest.raises(RecordError, match="its process sent an invalid response"):
         format.text(TALK)
 
 
-def test_the_sockets_of_a_fork_are_its_own(tmp_path):
+def test_a_fork_has_its_own_sockets(tmp_path):
     format = good(tmp_path)
     code = f"""
 import os

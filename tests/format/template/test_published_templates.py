@@ -1,7 +1,8 @@
-"""Published chat templates: each conversation is trained exactly as an independent oracle says, or refused as listed.
+"""Published chat templates: each conversation is trained exactly as an independent oracle requires, or rejected as
+listed.
 
-The templates are in ../shared/data/templates; without them only the oracle itself is tested. `make templates` tries all
-conversations with all of them, this file a sixth of them, another sixth for each second template.
+The templates are in ../shared/data/templates; without them only the oracle itself is tested. `make templates` tests all
+conversations with all templates; this file tests a sixth of them, a different sixth for every second template.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TOKENS = {
 
 
 def listed() -> dict[tuple[str, str], tuple[str, str]]:
-    """Verdict and kind of what is not exact, by template and conversation."""
+    """Return verdict and kind of all results that are not exact, by template and conversation."""
     out = {}
     for line in TABLE.read_text("utf-8").splitlines():
         reason, names = line.split(": ")
@@ -52,7 +53,7 @@ def listed() -> dict[tuple[str, str], tuple[str, str]]:
 
 @needs_templates
 @pytest.mark.parametrize("template", TEMPLATES[::2])
-def test_a_published_template_is_trained_exactly_or_refused_as_listed(template, tmp_path):
+def test_a_published_template_is_trained_exactly_or_rejected_as_listed(template, tmp_path):
     number = TEMPLATES.index(template) // 2
     names = [name for at, name in enumerate(CONVERSATIONS) if (at + number) % 6 == 0]
     tokens = json.loads((FOLDER / "tokens.json").read_text("utf-8"))[template]
@@ -65,13 +66,13 @@ def test_a_published_template_is_trained_exactly_or_refused_as_listed(template, 
     assert {name: outcome[:2] for name, outcome in outcomes.items() if outcome.verdict != "exact"} == expected
 
 
-def test_the_table_lists_nothing_wrong_and_95_percent_exact():
+def test_the_table_lists_no_wrong_result_and_95_percent_are_exact():
     table = listed()
     templates = {template for template, _ in table}
     verdicts = [verdict for verdict, _ in table.values()]
     assert not {"wrong", "ids"} & {*verdicts}
     excused = sum(verdict in EXCUSED for verdict in verdicts)
-    # Templates of which all is exact are not listed, and would only add to the share.
+    # Templates with only exact results are not listed, and would only increase the share.
     total = len(NAMES) * max(len(TEMPLATES), len(templates))
     assert (total - len(verdicts)) / (total - excused) >= 0.95
 
@@ -83,7 +84,7 @@ def chatml(tmp_path):
 
 
 def trained_by(chatml, name, change):
-    """The outcome of a conversation if what chatmill trains were changed so: `change` gets ids and mask."""
+    """Return the outcome of a conversation if `change` is applied to the ids and the mask of chatmill."""
     renderer = open_renderer("template", str(chatml), template=TemplateOptions())
     reference, tokens = Reference(chatml, CHATML, TOKENS), TokenBytes(chatml)
     messages = conversation(name, TOKENS)
@@ -97,7 +98,7 @@ def trained_by(chatml, name, change):
     return compare(reference, tokens, SimpleNamespace(render=render), messages, judge(reference, messages))
 
 
-def test_the_oracle_agrees_with_what_is_right(chatml):
+def test_the_oracle_agrees_with_correct_results(chatml):
     for name in ("turns", "system", "two_assistants", "assistant_first", "empty", "blank", "control_text", "equal"):
         assert trained_by(chatml, name, lambda *_: None).verdict == "exact"
 
@@ -110,7 +111,7 @@ def last(mask):
     return int(np.flatnonzero(mask)[-1])
 
 
-def test_the_oracle_notices_what_is_off_by_a_token_a_header_or_an_end(chatml):
+def test_the_oracle_finds_an_error_of_one_token_header_or_end(chatml):
     def late(ids, mask, id):
         mask[first(mask)] = False
 
@@ -135,7 +136,7 @@ def test_the_oracle_notices_what_is_off_by_a_token_a_header_or_an_end(chatml):
         assert trained_by(chatml, "turns", change).verdict == "wrong", change.__name__
 
 
-def test_the_oracle_wants_an_end_and_the_tokens_of_transformers(tmp_path):
+def test_the_oracle_requires_an_end_and_the_tokens_of_transformers(tmp_path):
     without_end = CHATML.replace("<|im_end|>", "")
     assert dict(try_template(without_end, TOKENS, tmp_path / "a", ["one_turn"]))["one_turn"].verdict in (
         "wrong",

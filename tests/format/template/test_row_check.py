@@ -1,4 +1,4 @@
-"""The invariant of trained answers: a derivation that is off by a little is caught, on the text and on the ids."""
+"""The invariant of trained answers: a derivation that is slightly off is caught, both in the text and in the ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPLATE_NAMES = ("qwen2_5", "llama3", "gemma3", "phi3", "cohere", "deepseek_r1_
 
 
 def renderer_of(name: str) -> TemplateRenderer:
-    """A renderer without cached traces; deriving nothing, its opening is the same whatever derivations give."""
+    """Open a renderer without cached traces; opening derives nothing, so that patched derivations do not affect it."""
     renderer = opened(name)
     renderer._cache.clear()
     return renderer
@@ -32,7 +32,7 @@ def opened(name: str) -> TemplateRenderer:
 
 
 def with_fault(renderer: TemplateRenderer, fault: str, derived: DerivedAnswers) -> DerivedAnswers:
-    """The derivation with its last answer off by one token, one header or one end token."""
+    """Return the derivation with its last answer off by one token, one header or one end token."""
     if len(derived.answers) < 2:
         return derived
     text, last = derived.rendering.text, derived.answers[-1]
@@ -47,7 +47,7 @@ def with_fault(renderer: TemplateRenderer, fault: str, derived: DerivedAnswers) 
     elif fault == "ends before its end token":
         last = last._replace(stop=max(begin for begin, end in tokens if end <= last.stop), closed=False)
     else:
-        # The first answer runs through its end token into the header of the next turn.
+        # The first answer extends past its end token into the header of the next turn.
         first = derived.answers[0]
         stop = min(end for _, end in tokens if end > first.stop)
         return replace(derived, answers=(first._replace(stop=stop), *derived.answers[1:]))
@@ -65,7 +65,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("by_text", [True, False], ids=["on the text", "on the ids alone"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_derivation_that_is_off_by_a_little_is_refused(monkeypatch, fault, by_text):
+def test_a_derivation_that_is_slightly_off_is_rejected(monkeypatch, fault, by_text):
     right = TemplateRenderer.derive
     monkeypatch.setattr(
         TemplateRenderer,
@@ -81,7 +81,7 @@ def test_a_derivation_that_is_off_by_a_little_is_refused(monkeypatch, fault, by_
         assert (refused.value.file, refused.value.line) == ("talk.jsonl", 7), name
 
 
-def test_a_header_of_another_turn_inside_an_answer_is_found_wherever_it_stands():
+def test_a_header_of_another_turn_inside_an_answer_is_found_at_any_position():
     renderer = renderer_of("qwen2_5")
     laid_out = [renderer.lay_out(TALK), renderer.lay_out(TALK)]
     rows = renderer.render(laid_out)

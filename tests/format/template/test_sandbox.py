@@ -1,4 +1,4 @@
-"""What templates may do inside of Jinja: the text of transformers, or an error; never another text."""
+"""Jinja in the sandbox gives the text of transformers or an error, never a different text."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_an_expression_gives_the_text_of_transformers_or_an_error(expression):
 
 
 def traced(value, path, texts, trace):
-    """The same value with traced texts."""
+    """Return the same value with traced texts."""
     if isinstance(value, str):
         texts.append(value)
         return field(value, FieldPath(0, path), len(texts) - 1, trace)
@@ -204,7 +204,7 @@ SAFE = (
 
 @pytest.mark.parametrize("expression", SAFE)
 def test_a_safe_text_escapes_what_it_is_joined_with_as_in_transformers(expression):
-    """Written, traced, and replayed from the trace of another text."""
+    """Rendered, traced, and replayed from the trace of another text."""
     source = "{{ " + expression + " }}"
     content, other = '"a" <i>&amp;\'é', "ba <z>"
     expected = _compile_jinja_template(source).render(content=content)
@@ -225,8 +225,8 @@ def test_a_safe_text_escapes_what_it_is_joined_with_as_in_transformers(expressio
 @pytest.mark.parametrize(
     "program", [lambda source: Program(source, "t", Sandbox()), lambda source: TracedProgram(source, "t")]
 )
-def test_formatting_with_a_safe_pattern_is_refused(expression, program):
-    with pytest.raises(RecordError, match="of a safe text is not available to templates"):
+def test_formatting_with_a_safe_pattern_is_rejected(expression, program):
+    with pytest.raises(RecordError, match="on safe text is not available to templates"):
         list(program("{{ " + expression + " }}").run({"content": "<"}, Meter()))
 
 
@@ -243,7 +243,7 @@ def test_a_large_number_is_data_unless_it_is_a_width():
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_nothing_of_python_is_in_what_a_prying_template_writes_or_says(number):
+def test_the_output_and_errors_of_a_prying_template_expose_nothing_of_python(number):
     try:
         written = "".join(Program(prying(number), "t", Sandbox()).run(VARIABLES, Meter()))
     except RecordError as error:
@@ -263,7 +263,7 @@ def test_no_filter_changes_the_data_of_a_conversation(filter):
 
 
 @pytest.mark.parametrize("value", OBJECTS)
-def test_an_attribute_that_is_not_listed_is_never_handed_out(value):
+def test_an_attribute_that_is_not_listed_is_never_accessible(value):
     if value in ("f", "caller", "loop", "loop.cycle"):
         return
     sandbox = Sandbox()
@@ -298,7 +298,7 @@ OF_LINES = (
 
 
 @pytest.mark.parametrize("filter", OF_LINES)
-def test_no_filter_makes_a_literal_of_text(filter):
+def test_no_filter_turns_text_into_a_literal(filter):
     """A literal may be a control token; text never is. Traced, and replayed from the trace of another text."""
     source = "{{ ('a ' + content) | " + filter + " }}"
     trace, items = Trace([]), []

@@ -1,4 +1,4 @@
-"""`--mask tags`: what a template encloses in generation tags, token by token as transformers counts it."""
+"""`--mask tags`: the text inside generation tags is trained, with the same tokens as in transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_the_mask_of_tags_is_that_of_transformers(name):
+def test_the_mask_of_tags_matches_transformers(name):
     format = trl_format(name, "tags")
     compared = 0
     for record in RECORDS:
@@ -47,14 +47,14 @@ def test_the_mask_of_tags_is_that_of_transformers(name):
     assert compared >= 2
 
 
-def test_a_template_without_tags_is_refused(tmp_path):
+def test_a_template_without_tags_is_rejected(tmp_path):
     source = "{% for m in messages %}{{ '<|a|>' + m.content + '<|b|>' }}{% endfor %}{# {% generation %} #}"
     own_format(tmp_path, source)
-    with pytest.raises(UsageError, match="has no generation tags; leave out --mask tags"):
+    with pytest.raises(UsageError, match="has no generation tags; remove --mask tags"):
         open_template(str(tmp_path / "own"), mask="tags")
 
 
-def test_an_answer_outside_of_all_tags_is_refused_and_not_an_empty_mask(tmp_path):
+def test_an_answer_outside_all_tags_is_rejected_instead_of_masked(tmp_path):
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if loop.last %}{% generation %}{{ m.content }}<|end|>"
         "{% endgeneration %}{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""`train_ranges` with chat templates: against the offsets that `tokenizers` reports for the whole text."""
+"""`train_ranges` with chat templates, compared with the offsets that `tokenizers` reports for the whole text."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def chatml(tmp_path: Path, content: str) -> TemplateRenderer:
 
 
 def conversation(text: str, ranges: object, flag: float | None = None) -> Record:
-    """A question and its answer, whose text occurs nowhere else."""
+    """Return a question and its answer, whose text occurs only once."""
     answer = Message("assistant", text, weight=flag, train_ranges=ranges)
     return Record([Message("user", "Question?"), answer], file="chat.jsonl", line=4)
 
 
 def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng: random.Random, text: str) -> int:
-    """Compare one row with what `tokenizers` says of the same text; returns the number of split tokens."""
+    """Compare one row with the offsets of `tokenizers` for the same text; return the number of split tokens."""
     flag, train_on = rng.choice([None, None, 0, 0.25]), rng.choice(["assistant", "last", "all"])
     ranges = random_ranges(rng, len(text))
     plain, ranged = conversation(text, (), flag), conversation(text, ranges, flag)
@@ -51,7 +51,7 @@ def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng:
     (start,) = [at for at in range(len(written)) if written.startswith(text.strip(), at)]
     begin = start - (len(text) - len(text.lstrip())) * (not written.startswith(text, start))
     if not written.startswith(text, begin):
-        # The template trims: characters of the text that are not there.
+        # The template trims: some characters of the text are missing.
         ranges = [[max(a, start - begin), min(b, start - begin + len(text.strip())), w] for a, b, w in ranges]
     moved = [[begin + a, begin + b, weight] for a, b, weight in ranges if a < b]
     encoding = engine.encode(written, add_special_tokens=False)
@@ -69,7 +69,7 @@ def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng:
 
 
 def plain_text(rng: random.Random) -> str:
-    """A text that no template writes, without control tokens, which `tokenizers` would read as such."""
+    """Return a text that no template contains, without control tokens, which `tokenizers` would encode as such."""
     return f"{random_text(rng)}ZZ{random_text(rng)}".replace("<|", "<")
 
 
@@ -100,13 +100,13 @@ def parts(renderer: TemplateRenderer, rows: Rows) -> list[tuple[str, float, str]
     ]
 
 
-def test_what_a_template_trims_has_no_tokens_and_moves_the_others(tmp_path):
+def test_trimmed_text_has_no_tokens_and_shifts_the_rest(tmp_path):
     renderer = chatml(tmp_path, "m.content | trim")
     rows = renderer.render([conversation("\n  😀 YES \n", [[0, 4, 0], [8, 10, 0]])])
     assert parts(renderer, rows) == [("😀", 0.0, "RANGE"), (" YES", 1.0, "ROLE"), ("<|im_end|>", 1.0, "ROLE")]
 
 
-def test_a_content_written_twice_has_its_ranges_twice(tmp_path):
+def test_content_that_is_rendered_twice_has_its_ranges_twice(tmp_path):
     renderer = chatml(tmp_path, "m.content ~ (' / ' ~ m.content if m.role == 'assistant' else '')")
     rows = renderer.render([conversation("A B", [[0, 1, 0]])])
     assert parts(renderer, rows) == [
@@ -121,12 +121,12 @@ def test_a_content_written_twice_has_its_ranges_twice(tmp_path):
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("m.content.replace(' ', '_')", "the chat template does not write character 1 of its content"),
+        ("m.content.replace(' ', '_')", "the chat template drops character 1 of its content"),
         ("m.content | upper", "the chat template changes its text"),
         ("m.content | replace('q', 'y')", None),
     ],
 )
-def test_a_character_that_the_template_replaces_is_refused_if_it_is_in_a_range(tmp_path, content, fault):
+def test_a_character_that_the_template_replaces_is_rejected_if_it_is_in_a_range(tmp_path, content, fault):
     renderer = chatml(tmp_path, content)
     record = conversation("a x z", [[0, 3, 0]])
     if fault is None:
@@ -139,13 +139,13 @@ def test_a_character_that_the_template_replaces_is_refused_if_it_is_in_a_range(t
     assert refused[0].kind == "vague_range"
 
 
-def test_a_text_that_json_escapes_is_refused_for_ranges(tmp_path):
+def test_a_text_that_json_escapes_is_rejected_for_ranges(tmp_path):
     renderer = chatml(tmp_path, "m.content | tojson")
     with pytest.raises(RecordError, match="message 1 has train_ranges, but the chat template changes its text"):
         renderer.render([conversation('say "x"', [[0, 3, 0]])])
 
 
-def test_a_text_token_in_a_range_is_one_token_of_it(tmp_path):
+def test_a_text_token_in_a_range_counts_as_one_token(tmp_path):
     source = CHATML.replace("CONTENT", "m.content")
     folder = write_tokenizer(tmp_path / "own", ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<think>", "</think>"])
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -164,7 +164,7 @@ def test_a_text_token_in_a_range_is_one_token_of_it(tmp_path):
 
 
 def test_a_row_that_is_encoded_as_a_whole_has_the_same_weights(tmp_path):
-    # With a token that normalizes, and so changes the bytes of the text, only `tokenizers` knows the offsets.
+    # With a normalized token, which changes the bytes of the text, only `tokenizers` knows the offsets.
     folder = write_tokenizer(tmp_path / "own", ["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
     content = json.loads((folder / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "NFC"}
@@ -176,7 +176,7 @@ def test_a_row_that_is_encoded_as_a_whole_has_the_same_weights(tmp_path):
     assert sum(check_weights(renderer, engine, rng, plain_text(rng) + "e\u0301x") for _ in range(10)) > 0
 
 
-def test_unrolled_rows_train_ranges_where_their_answer_is_the_last(tmp_path):
+def test_unrolled_rows_train_ranges_in_the_row_of_their_answer(tmp_path):
     renderer = chatml(tmp_path, "m.content | trim")
     turns = [Message("user", "Q"), Message("assistant", " XX YY", train_ranges=[[0, 3, 0]])]
     (made,) = unrolled([Record([*turns, *turns])], renderer, train_on="assistant", on_reject=raise_it, ledger=Ledger())

@@ -1,4 +1,4 @@
-"""Added tokens in the text of messages: special ones and those of headers and ends are text, others are tokens."""
+"""Added tokens in the text of messages: special ones and those of headers and ends stay text, others become tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Call a tool within <tool_call></tool_call>:{% for tool in tools %}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"""
-# Its headers are not special, and its prompt holds a tag that is in every answer.
+# Its headers are not special, and its prompt contains a tag that is in every answer.
 DEEPSEEK = """{{- '<s>' -}}{%- for message in messages -%}
 {%- if message.role == 'system' -%}{{- message.content -}}
 {%- elif message.role == 'user' -%}{{- '<｜User｜>' + message.content -}}
@@ -53,7 +53,7 @@ DEEPSEEK = """{{- '<s>' -}}{%- for message in messages -%}
 {{- '<tool_call>' + call.function.name + '<｜sep｜>' + (call.function.arguments | tojson) + '</tool_call>' -}}
 {%- endfor -%}{{- '</s>' -}}{%- endif -%}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<｜Assistant｜></think>' -}}{%- endif -%}"""
-# Its headers are words around which a text can become a token, and its prompt ends with a tag.
+# Its headers are words with which a text can form a token, and its prompt ends with a tag.
 WORDS = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- 'ASSISTANT: <thi' + message.content + 'nk></s>' -}}
 {%- else -%}{{- 'USER: ' + message.content + 'nk>\\n' -}}{%- endif -%}{%- endfor -%}
@@ -106,7 +106,7 @@ TEXTS = [
 
 @cache
 def folder(kind: str, normalizer: str = "NFC") -> str:
-    """A byte-level BPE with special tokens, tags and headers."""
+    """Return a byte-level BPE tokenizer with special tokens, tags and headers."""
     path = Path(mkdtemp())
     made = Tokenizer.from_buffer(
         train_bpe(["the user asks, the assistant answers"] * 4, vocab_size=400, control=SPECIAL)
@@ -140,7 +140,7 @@ def peer_ids(renderer: TemplateRenderer, record: Record, kind: str, normalizer: 
 
 
 def rows_of(renderer: TemplateRenderer, *records: Record) -> Rows:
-    """The rows of conversations; one that is refused, since its text is that of the prompt, is not tried."""
+    """Render conversations; skip those that are rejected because their text equals that of the prompt."""
     try:
         return renderer.render(records)
     except RecordError:
@@ -148,7 +148,7 @@ def rows_of(renderer: TemplateRenderer, *records: Record) -> Rows:
 
 
 def conversations(tokens: list[str], *, calls: bool = True) -> st.SearchStrategy[Record]:
-    """Conversations of all roles whose texts hold these tokens, and pieces of them."""
+    """Generate conversations of all roles whose texts contain these tokens and pieces of them."""
     texts = st.lists(st.sampled_from([*tokens, *TEXTS]), min_size=1, max_size=6).map("".join).filter(str.strip)
 
     @st.composite
@@ -169,14 +169,14 @@ def test_headers_and_ends_are_learned_from_the_template(template):
     assert opened(template).text_tokens.ids.keys() == LEARNED[template]
 
 
-# The last answer ends otherwise than earlier ones, and the header of an assistant has a token, that of a user has none.
+# The last answer ends differently, and only the assistant header has a token, not the user header.
 LAST = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- '[INST]' + message.content + ('</think>' if loop.last else '[/INST]') -}}
 {%- else -%}{{- 'Q: ' + message.content + '\\n' -}}{%- endif -%}
 {%- endfor -%}{%- if add_generation_prompt -%}{{- '[INST]' -}}{%- endif -%}"""
-# It takes no conversation of these roles.
+# The template rejects all conversations of these roles.
 REFUSES = """{{- raise_exception('no') if messages[0].role in ('user', 'system') else '<think>' -}}"""
-# One exchange, whose prompt ends with a tag that rows lack.
+# One exchange; its prompt ends with a tag that rows lack.
 ONCE = """{%- if messages | length > 2 -%}{{- raise_exception('one exchange') -}}{%- endif -%}
 {{- '<s>You think within <think></think>.\\n<｜User｜>' + messages[0].content -}}
 {%- if messages | length > 1 -%}{{- '<｜Assistant｜>' + messages[1].content + '</s>' -}}
@@ -192,7 +192,7 @@ ONCE = """{%- if messages | length > 2 -%}{{- raise_exception('one exchange') -}
     ],
     ids=["last", "refuses", "once"],
 )
-def test_unusual_templates_are_learned_too(template, never):
+def test_headers_of_unusual_templates_are_learned_too(template, never):
     assert opened(template).text_tokens.ids.keys() == {*TAGS, *HEADERS} - never
 
 
@@ -207,7 +207,7 @@ NAMES = {CHATML: "chatml", DEEPSEEK: "deepseek", WORDS: "words", INST: "inst"}
 @pytest.mark.parametrize(("template", "kind"), CASES, ids=[f"{NAMES[template]}-{kind}" for template, kind in CASES])
 @settings(max_examples=15)
 @given(data=st.data())
-def test_ids_are_those_of_transformers(template, kind, data):
+def test_ids_match_transformers(template, kind, data):
     renderer = opened(template, kind)
     tokens = sorted(renderer.text_tokens.ids)
     record = data.draw(conversations(tokens, calls=template in (CHATML, DEEPSEEK)))
@@ -218,7 +218,7 @@ def test_ids_are_those_of_transformers(template, kind, data):
 
 
 def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
-    """Role, part, message and weight of each character that the tokens of a row spell."""
+    """Return role, part, message and weight of each character of a row."""
     out: list[tuple[int, ...]] = []
     fields = ("role", "part", "message", "weight")
     for span, start, stop in zip(rows.spans, rows.span_start[:-1], rows.span_start[1:], strict=True):
@@ -230,9 +230,9 @@ def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("template", [CHATML, DEEPSEEK, INST], ids=["chatml", "deepseek", "inst"])
 @settings(max_examples=12)
 @given(data=st.data())
-def test_they_change_no_mask(template, data):
+def test_text_tokens_do_not_change_the_mask(template, data):
     calls = template is not INST
-    # An answer that begins with a tag in which its prompt ends begins behind that: here no prompt does.
+    # If a prompt ends with a tag and its answer starts with it, the answer starts after the tag; here no prompt does.
     template = re.sub(r"<think>(?:\\n)?' -}}{%- endif -%}$", "' -}}{%- endif -%}", template)
     renderer = opened(template)
     record = data.draw(conversations(sorted(renderer.text_tokens.ids), calls=calls))
@@ -257,7 +257,7 @@ def test_special_tokens_and_those_of_headers_never_come_from_text(data):
 
 @settings(max_examples=12)
 @given(data=st.data())
-def test_never_encodes_all_of_them_as_text(data):
+def test_never_encodes_all_added_tokens_as_text(data):
     renderer = opened(CHATML, text_tokens="never")
     assert not renderer.text_tokens.ids
     record = data.draw(conversations([*TAGS, *HEADERS]))
@@ -285,7 +285,7 @@ def test_the_ledger_counts_rows_with_either_kind():
     assert noted == {"control_text": 2, "text_token": 2}
 
 
-def test_a_stored_format_keeps_them_and_an_older_one_has_none():
+def test_a_stored_format_keeps_text_tokens_and_an_older_one_has_none():
     renderer = opened(DEEPSEEK)
     stored = renderer.to_json()
     assert stored["text_tokens"] == sorted(LEARNED[DEEPSEEK])
@@ -308,7 +308,7 @@ def test_a_stored_format_keeps_them_and_an_older_one_has_none():
         {"pad_token": {"content": "<think>"}},
     ],
 )
-def test_a_token_that_the_config_calls_special_never_comes_from_text(tmp_path, config):
+def test_a_token_that_the_config_marks_special_never_comes_from_text(tmp_path, config):
     (tmp_path / "tokenizer.json").write_bytes(Path(folder("plain"), "tokenizer.json").read_bytes())
     id = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<think>")
     if "added_tokens_decoder" in config:

@@ -1,4 +1,4 @@
-"""Traced strings: equal to plain strings under every method, and every character of a field keeps its field."""
+"""Traced strings: equal to plain strings under every method, and every character of a field keeps its origin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUESTIONS = st.tuples(st.sampled_from(["startswith", "endswith", "find", "count"
 
 
 def program(texts, steps):
-    """The same steps on plain strings or on traced texts; what came out, and what was asked."""
+    """Run the same steps on plain strings or on traced texts; return the results and the observations."""
     value, asked = texts[0], []
     for number, (kind, step) in enumerate(steps):
         if kind == "join":
@@ -58,7 +58,7 @@ def fields(texts, trace):
 
 @given(st.lists(WORDS, min_size=2, max_size=3), STEPS)
 @settings(max_examples=300)
-def test_a_traced_text_is_what_a_plain_one_would_be(texts, steps):
+def test_a_traced_text_equals_the_plain_one(texts, steps):
     traced, asked = program(fields(texts, Trace(texts)), steps)
     plain, plainly = program(texts, steps)
     assert isinstance(traced, str) and str.__str__(traced) == plain and asked == plainly
@@ -68,8 +68,8 @@ def test_a_traced_text_is_what_a_plain_one_would_be(texts, steps):
 
 @given(st.lists(WORDS, min_size=2, max_size=3), STEPS)
 @settings(max_examples=300)
-def test_a_piece_of_a_field_holds_only_characters_of_that_field(texts, steps):
-    # Each field is written in letters of its own, words of the template in others.
+def test_a_piece_of_a_field_contains_only_characters_of_that_field(texts, steps):
+    # Each field uses its own letters, and words of the template use others.
     own = [
         text.translate({ord(ch): chr(0xE000 + 64 * number + ord(ch) % 64) for ch in set(text)})
         for number, text in enumerate(texts)
@@ -88,7 +88,7 @@ def test_a_piece_of_a_field_holds_only_characters_of_that_field(texts, steps):
 
 @given(st.lists(WORDS, min_size=2, max_size=3), st.lists(WORDS, min_size=3, max_size=3), STEPS)
 @settings(max_examples=400)
-def test_a_trace_that_another_conversation_follows_gives_what_it_would_have_given_itself(texts, others, steps):
+def test_a_replayed_trace_gives_the_same_result_as_rendering(texts, others, steps):
     others = others[: len(texts)]
     trace = Trace(texts)
     traced, _ = program(fields(texts, trace), steps)
@@ -120,13 +120,13 @@ def test_joining_and_formatting_keep_every_piece():
         assert not any(piece.mixed for piece in made.pieces)
 
 
-def test_every_method_of_a_string_is_followed_or_gives_the_trace_up():
+def test_every_string_method_is_traced_or_disables_the_cache():
     for name in dir(str):
         if not name.startswith("_"):
             assert name in TracedStr.__dict__, name
 
 
-def test_words_that_are_left_of_a_text_when_its_field_is_cut_away_need_no_trace():
+def test_literals_that_remain_after_a_field_is_cut_away_need_no_trace():
     trace = Trace(["why"])
     (why,) = fields(["why"], trace)
     rest = ("<think>" + why + "</think>\n ").split("</think>")[-1]
@@ -136,14 +136,14 @@ def test_words_that_are_left_of_a_text_when_its_field_is_cut_away_need_no_trace(
     assert replay(ready(trace.steps), ["an</think>other"]) is None
 
 
-def test_what_is_looked_up_by_a_text_cannot_be_asked_again():
+def test_a_lookup_by_text_cannot_be_replayed():
     trace = Trace(["a"])
     (one,) = fields(["a"], trace)
     assert {"a": 1}.get(one) == 1
     assert not trace.cacheable
 
 
-def test_a_field_that_was_empty_is_kept_where_the_next_may_be_full():
+def test_an_empty_field_is_kept_because_it_may_have_text_in_another_conversation():
     trace = Trace(["", "b"])
     one, two = fields(["", "b"], trace)
     made = one.strip() + two

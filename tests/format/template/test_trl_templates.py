@@ -1,4 +1,4 @@
-"""Every template that TRL ships: the ids of transformers, and of each answer exactly what the model must write."""
+"""All TRL templates: ids match transformers, and exactly the tokens that the model must generate are trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from chatmill.records import Message, Record, ToolCall
 ROOT = Path(__file__).resolve().parents[3]
 CALL = ToolCall("lookup", '{"word":"gammaword","deep":true}', "call12345")
 RESULT = Message("tool", "deltaword", name="lookup", tool_call_id="call12345")
-# Every message holds a word of its own, so that a stray character of one is seen in another.
+# Every message contains a unique word, so that a stray character of one is found in another.
 CONVERSATIONS = {
     "plain": Record([user("alphaword one"), answer("betaword two")]),
     "system": Record([Message("system", "omegaword rules"), user("alphaword one"), answer("betaword two")]),
@@ -54,7 +54,7 @@ NO_TOOLS = {
     *("cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next"),
     *("phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
 }
-# How each family opens an answer, and with what it may end one. Written by hand from the templates.
+# How each family opens an answer, and the tokens that may end one. Written by hand from the templates.
 CHATML = ("<|im_start|>assistant\n", {"<|im_end|>"})
 FAMILIES = {
     "cohere": ("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", {"<|END_OF_TURN_TOKEN|>"}),
@@ -75,13 +75,13 @@ FAMILIES = {
     "qwen": CHATML,
     "smolvlm": ("Assistant:", {"<end_of_utterance>"}),
 }
-# After a tool result these write no header: the turn goes on.
+# After a tool result these templates have no header: the turn continues.
 GOES_ON = {
     "deepseekv3": "<｜tool▁outputs▁end｜>",
     **{f"gemma4{v}": "<tool_response|>" for v in ("", "_v3", "_v4", "_v5")},
 }
 
-# What prompts put behind the header.
+# Text that prompts add after the header.
 GIVEN = ("", "<think>", "<think>\n", "<think>\n\n</think>\n\n")
 
 
@@ -98,27 +98,27 @@ def supported(name: str) -> dict[str, Record]:
 
 
 NO_END = {"glm4moe"}
-"""Templates that end no answer."""
+"""Templates without a token at the end of answers."""
 # All tests of one template run before those of the next, which is opened then.
 each_template = pytest.mark.parametrize("name", ORIGINALS, scope="module")
 
 
 @each_template
-def test_ids_and_text_are_those_of_transformers(name):
+def test_ids_and_text_match_transformers(name):
     format = trl_format(name, allow_no_end_token=name in NO_END)
     for kind, record in supported(name).items():
         assert format.text(record) == peer_text(format, record), kind
-        # The first time a shape is derived, the next it is replayed.
+        # The first time a shape is derived, the next time it is replayed.
         ids = peer_ids(format, record)
         for _ in range(3):
-            # Every row is held against the invariant of test_row_check.py.
+            # Every row is checked against the invariant of test_row_check.py.
             rows = format.render([record])
             rows.check()
             assert rows.ids.tolist() == ids, kind
 
 
 @each_template
-def test_of_each_answer_everything_after_the_header_up_to_its_end_is_trained_and_nothing_of_others(name):
+def test_exactly_the_text_from_the_header_to_the_end_of_each_answer_is_trained(name):
     format = trl_format(name, allow_no_end_token=name in NO_END)
     header, terminators = family(name)
     for kind, record in supported(name).items():
@@ -133,7 +133,7 @@ def test_of_each_answer_everything_after_the_header_up_to_its_end_is_trained_and
                 m.reasoning for n, m in enumerate(record.messages) if n != number
             ]
             assert not [other for other in others if other.strip() and other.strip() in got], (kind, number)
-            # It ends with the content and the terminator; between them stand control tokens at most.
+            # It ends with the content and the terminator, with at most control tokens between them.
             said = message.content.strip() or "gammaword"
             assert said in got, (kind, number)
             rest = got[got.rindex(said) + len(said) :]
@@ -141,8 +141,8 @@ def test_of_each_answer_everything_after_the_header_up_to_its_end_is_trained_and
             rest = rest.removesuffix(terminator)
             if message.content:
                 assert rest.strip() in ("", "<|END_RESPONSE|>"), (kind, number)
-            # It starts after the header, or after what the prompt puts behind that.
-            # gpt-oss writes an answer as several turns: the headers between them are not trained.
+            # It starts after the header, or after the text that the prompt adds after the header. gpt-oss renders an
+            # answer as several turns: the headers between them are not trained.
             first = re.split(r"(?<=<\|end\|>|<\|eom\|>)", trained[number], maxsplit=1)[0]
             place = text.index(first, place)
             goes_on = number > 0 and record.messages[number - 1].role == "tool" and name in GOES_ON
@@ -151,7 +151,7 @@ def test_of_each_answer_everything_after_the_header_up_to_its_end_is_trained_and
             place += len(first)
 
 
-def test_an_answer_that_is_written_as_several_turns_is_trained_without_the_headers_between_them():
+def test_an_answer_in_several_turns_is_trained_without_the_headers_between_them():
     trained = trained_texts(trl_format("gptoss"), CONVERSATIONS["reasoning"])
     assert trained == {
         1: "<|channel|>final<|message|>betaword<|end|>",
@@ -160,13 +160,13 @@ def test_an_answer_that_is_written_as_several_turns_is_trained_without_the_heade
 
 
 @pytest.mark.parametrize("name", sorted(NO_END))
-def test_answers_that_no_token_ends_are_refused(name):
+def test_answers_without_an_end_token_are_rejected(name):
     with pytest.raises(RecordError, match="no token ends the answer of message 1"):
         trl_format(name).lay_out(CONVERSATIONS["plain"])
 
 
 @each_template
-def test_tool_calls_that_a_template_cannot_write_are_refused_and_not_lost(name):
+def test_tool_calls_that_a_template_cannot_render_are_rejected_instead_of_lost(name):
     format = trl_format(name, allow_no_end_token=name in NO_END)
     with pytest.raises(RecordError) if name in NO_TOOLS else nullcontext():
         format.lay_out(CONVERSATIONS["tools"])
@@ -182,7 +182,7 @@ IN_THE_TABLE = [
 
 @pytest.fixture(scope="module")
 def table():
-    """The command that makes the table of the page, and its lines for a part of the templates."""
+    """Run the command that makes the table of the page; return its lines for a part of the templates."""
     path = ROOT / "scripts" / "template_table.py"
     spec = importlib.util.spec_from_file_location("template_table", path)
     module = importlib.util.module_from_spec(spec)
@@ -191,7 +191,7 @@ def table():
     return module, module.lines(IN_THE_TABLE)
 
 
-def test_all_originals_but_one_certify_and_a_refusal_quotes_the_template(table):
+def test_all_originals_except_one_certify_and_a_rejection_quotes_the_template(table):
     _, lines = table
     refused = {line.name: [f for f in line.findings if not f.passed] for line in lines if not line.certified}
     assert [line.name for line in lines] == IN_THE_TABLE
@@ -201,10 +201,10 @@ def test_all_originals_but_one_certify_and_a_refusal_quotes_the_template(table):
     assert "glm4moe.jinja:66: {{ '\\n' + content.strip() }}" in finding.text
 
 
-def test_a_template_that_writes_calls_and_never_the_definitions_of_tools_is_told_apart(table):
+def test_a_template_that_renders_calls_but_no_tool_definitions_gets_a_warning(table):
     _, lines = table
     found = {line.name: finding for line in lines for finding in line.findings if finding.name == "tools"}
-    left_out = [name for name, finding in found.items() if "definitions of tools are left out" in finding.text]
+    left_out = [name for name, finding in found.items() if "tool definitions are dropped" in finding.text]
     assert left_out == ["deepseekv3"] and found["deepseekv3"].level == "WARN"
     assert (found["qwen3"].level, found["gemma"].level) == ("PASS", "WARN")
 
@@ -214,7 +214,7 @@ def test_both_derivations_apply_to_at_least_half_of_the_templates(table):
     assert sum(line.starts == line.origin and line.stops > 0 for line in lines) * 2 >= len(lines)
 
 
-def test_the_page_on_templates_has_the_table_that_the_command_makes(table):
+def test_the_page_on_templates_has_the_table_that_the_command_prints(table):
     module, lines = table
     page = (ROOT / "docs" / "explanation" / "templates.md").read_text("utf-8").split(module.BEGIN)[1]
     shown = {row.split("`")[1]: row for row in re.findall(r"^\| `.*$", page.split(module.END)[0], re.MULTILINE)}
@@ -222,7 +222,7 @@ def test_the_page_on_templates_has_the_table_that_the_command_makes(table):
     certified = sum("| yes |" in row for row in shown.values())
     assert certified == 40 and f"\n{certified} of {len(ORIGINALS)} certify; both derivations apply to " in page
     made = module.markdown(lines)
-    # The sums at its top are those of all templates.
+    # The totals at its top cover all templates.
     head, _, rows = made.partition("|---|---|---:|---:|---|\n")
     assert head.split("\n", 1)[1] in page
     rows, _, refusals = rows.partition("\n\n")

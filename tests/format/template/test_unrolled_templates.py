@@ -1,4 +1,4 @@
-"""Templates that forget earlier reasoning: unrolled, each answer is trained once, as the server is to give it."""
+"""Templates that drop earlier reasoning: unrolled, each answer is trained once, as a server expects it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check(renderer, records: list[Record]) -> None:
 def test_every_answer_is_trained_once_with_its_reasoning_by_a_small_template(forgets):
     turns = Record([*CHAT.messages[:4], user("three?"), answer("3", "why three")])
     check(forgets, [turns, turns, Record([user("?"), answer("no", "hm")])])
-    # Not so without unrolling.
+    # Without unrolling, it is not.
     assert "why one" not in forgets.tokenizer.decode(forgets.render([CHAT]).ids.tolist())
 
 
@@ -83,7 +83,7 @@ def test_every_answer_is_trained_once_with_its_reasoning_by_qwen3():
     check(trl_format("qwen3"), [AGENT, CHAT, AGENT])
 
 
-def test_reasoning_that_the_template_never_writes_is_noted_for_each_answer_that_has_some(tmp_path):
+def test_dropped_reasoning_is_noted_for_each_answer_that_has_some(tmp_path):
     silent = own_format(tmp_path, FORGETS.replace("message.reasoning_content and loop.last", "false"))
     ledger = Ledger()
     rows = rows_of(silent, [CHAT, Record([user("?"), answer("no")])], ledger)
@@ -91,7 +91,7 @@ def test_reasoning_that_the_template_never_writes_is_noted_for_each_answer_that_
     assert ledger.entries["noted", "reasoning_left_out"].rows == 3
 
 
-def test_a_template_that_refuses_one_prefix_refuses_the_conversation(tmp_path):
+def test_a_template_that_rejects_one_prefix_rejects_the_conversation(tmp_path):
     strict = own_format(
         tmp_path, FORGETS + "{%- if messages | length == 2 -%}{{ raise_exception('too short') }}{%- endif -%}"
     )
@@ -111,7 +111,7 @@ ENDS_THE_LAST = """{%- for message in messages -%}
 """
 
 
-def test_a_template_that_ends_only_the_last_answer_ends_each_in_a_row_of_its_own(tmp_path):
+def test_a_template_that_ends_only_the_last_answer_ends_each_in_its_own_row(tmp_path):
     renderer = own_format(tmp_path, ENDS_THE_LAST, control=["<|user|>", "<|assistant|>", "</s>"])
     with pytest.raises(RecordError, match="no token ends the answer of message 1"):
         renderer.render([CHAT])
@@ -129,7 +129,7 @@ def test_differences_from_the_prompts_of_earlier_answers_are_not_those_of_the_ro
     assert {reason for bucket, reason in rows.entries if bucket == "noted"} == set()
 
 
-def test_context_that_no_row_trains_says_why(forgets):
+def test_context_that_no_row_trains_has_a_rule_with_the_reason(forgets):
     messages = [
         user("one?"),
         Message("assistant", "1", weight=0.0),
@@ -147,7 +147,7 @@ def test_context_that_no_row_trains_says_why(forgets):
         assert spans["weight"].tolist() == [0, 0, 1]
 
 
-def test_what_belongs_to_an_answer_in_an_earlier_row_says_so():
+def test_parts_of_an_answer_in_an_earlier_row_have_the_rule_earlier_row():
     renderer = trl_format("qwen3")
     rows = rows_of(renderer, [AGENT], Ledger())[2:]
     earlier = {

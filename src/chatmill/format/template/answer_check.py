@@ -1,7 +1,7 @@
 """The invariant of every trained answer, checked on the derived answers. `row_check` checks finished rows.
 
 Each answer
-(a) starts where its prompt ends, compared from the assistant header on,
+(a) starts where its prompt ends (both are compared starting at the assistant header),
 (b) contains no header and no text of another message,
 (c) ends with a token that ends a turn.
 """
@@ -24,9 +24,9 @@ NO_END: Final = "no_end_token"
 def check_answers(
     derived: DerivedAnswers, tokens: ControlTokens, turns: TurnMarks, *, allow_no_end: bool
 ) -> tuple[Note, ...]:
-    """Raise a `RecordError` unless all answers keep the invariant; returns notes for the ledger.
+    """Raise a `RecordError` unless all answers satisfy the invariant; return notes for the ledger.
 
-    Answers between generation tags are not checked: the template itself marks what is trained.
+    Answers between generation tags are not checked, because the template itself marks what is trained.
     """
     if not derived.contexts:
         return ()
@@ -36,18 +36,18 @@ def check_answers(
         if not text.endswith(context.text, 0, answer.start) or (not context.text and answer.start):
             what = f"message {answer.message} starts after {shown_end(text[: answer.start])}, but its prompt ends with"
             raise _broken(f"{what} {shown_end(context.text + context.prompt_only)}", "prompt_mismatch")
-        # Where an answer continues in another turn, a server need not stop between the two.
+        # If an answer continues in another turn, the server does not have to stop between the two.
         ended = _check_text(derived, answer, tokens, turns) or (after is not None and after.message == answer.message)
         if not ended and not allow_no_end:
             what = f"no token ends the answer of message {answer.message}, after {shown_end(text[: answer.stop])}"
-            right = "use a template that ends it, or train without an end token: --allow-no-end-token"
+            right = "use a template that writes one, or train without it: --allow-no-end-token"
             raise RecordError(what, right, kind=NO_END)
         unended |= not ended
     return (NO_END,) if unended else ()
 
 
 def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
-    """For --strip-prompt-space: move the spaces that the assistant header ends in from the context to the answer."""
+    """Implement --strip-prompt-space: move trailing spaces of the assistant header from the prompt to the answer."""
     answers, contexts = [], []
     for answer, context in zip(derived.answers, derived.contexts, strict=False):
         text = context.text if context.prompt_only else context.text.rstrip(" ")
@@ -57,7 +57,7 @@ def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
 
 
 def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlTokens, turns: TurnMarks) -> bool:
-    """Raise if an answer contains text of another message or a header; returns whether an end token ends it."""
+    """Raise if an answer contains text of another message or a header; return whether it ends with an end token."""
     begin = 0
     literals = []
     for piece in derived.rendering.pieces:
@@ -72,7 +72,7 @@ def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlToke
     text = "".join(literals)
     last = tokens.find(text)[-1:]
     ended = bool(last) and last[0].end() == len(text) and last[0][0] in turns.ends
-    # The token that opens the next turn may end this one, if a server stops there.
+    # If the server stops at the token that opens the next turn, that token ends this turn.
     body = text[: last[0].start()] if ended else text
     for match in tokens.find(body):
         if match[0] in turns.ends:
@@ -86,4 +86,4 @@ def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlToke
 
 
 def _broken(what: str, kind: str) -> RecordError:
-    return RecordError(what, "use a template whose rows agree with its prompts, or leave the record out", kind=kind)
+    return RecordError(what, "use a template whose rows match its prompts, or remove the record", kind=kind)

@@ -1,4 +1,4 @@
-"""Records with their layouts to Rows, many at a time."""
+"""Encode records to Rows in bulk, by their layouts."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _NOTES, _LAYOUT, _WEIGHT = attrgetter("notes"), attrgetter("layout"), attrgetter
 
 
 class LaidOut(NamedTuple):
-    """How a conversation is encoded."""
+    """The layout of a conversation and the texts to fill in."""
 
     layout: TokenLayout
     slots: list[str] | None
-    """The texts for the slots of the layout; None: those of the conversation, which is in columns."""
+    """Texts for the slots of the layout; None for a conversation in columns, whose own texts are used."""
     notes: tuple[str, ...]
-    """Reasons for entries in the ledger."""
+    """Reasons to note in the ledger."""
     expected: ExpectedAnswers | None
-    """What must precede its answers; None if they are between generation tags."""
+    """What must precede the answers; None if generation tags mark them."""
     char_weights: CharWeights | None = None
-    """The weights that `train_ranges` give to characters of its rendering; None if it has no ranges."""
+    """Weights from `train_ranges` by character of the rendering; None without ranges."""
 
 
 class LaidOutRecord(Record, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ def encode_rows(
     check: RowCheck | None,
     ledger: Ledger,
 ) -> Rows:
-    """One row for each record; `tags`: a token across the border of an answer belongs to the answer."""
+    """Encode each record to one row. `tags`: a token that spans the boundary of an answer belongs to the answer."""
     if not len(records):
         return EMPTY
     rows_encoder = _RowEncoder(
@@ -101,7 +101,7 @@ def encode_rows(
 
 
 def _apply_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
-    """The weight of a message overrides that of its role."""
+    """Apply the weights of messages, which override those of their roles."""
     if isinstance(records, ChatColumns):
         return
     for row, record in enumerate(records):
@@ -120,15 +120,15 @@ class _Sections(NamedTuple):
     """The encoded sections of all rows."""
 
     ids: Ids
-    """Of all of them, in any order."""
+    """Token ids of all sections, in any order."""
     first: Index
     last: Index
     size: Index
-    """The bytes of the text of each."""
+    """By section: size of its text in bytes."""
     literal_bytes: Index
-    """Those of literals, in simple sections."""
+    """By simple section: size of its literals in bytes."""
     stripped: dict[int, int]
-    """How many characters a control token before it has stripped, by section; empty if control tokens strip none."""
+    """By section: number of characters stripped by the control token before it; empty if no token strips."""
 
 
 @dataclass
@@ -140,10 +140,10 @@ class _RowEncoder:
     columns: ChatColumns | None
     """The conversations, if they are in columns."""
     straddling: int = 0
-    """Tokens that begin before the border of an answer and end after it."""
+    """Number of tokens that span the boundary of an answer."""
 
     def by_sections(self, laid_out: Sequence[LaidOut]) -> tuple[Rows, NDArray[np.bool_]]:
-        """All rows at once; and which of them have a border without an exact token position."""
+        """Encode all rows together. Also return which rows have a boundary without an exact token position."""
         laid_out, inexact = self._with_text_tokens(laid_out)
         rows = self.tables.rows([*map(_LAYOUT, laid_out)])
         table = rows.table
@@ -167,7 +167,7 @@ class _RowEncoder:
             border = table.border[cells][in_section]
             inner = np.flatnonzero(border >= 0)
             border = border[inner] + np.repeat(offsets(num_borders)[:-1], num_cells)[in_section[inner]]
-            # A cell begins where the one before it in its section ends.
+            # A cell starts where the previous cell of its section ends.
             last[inner] = first[inner + 1] = position[border]
         starts[in_section], lengths[in_section] = first, last - first
         return rows.rows(lengths, copy_tokens(encoded.ids, starts, lengths, table.ids)), inexact
@@ -175,7 +175,7 @@ class _RowEncoder:
     def _encoded(
         self, laid_out: Sequence[LaidOut], table: LayoutTable, numbers: Index, num_sections: Index
     ) -> _Sections:
-        """Encode the sections of all rows; `numbers` are those in the table, `num_sections` how many each row has."""
+        """Encode the sections of all rows; `numbers` index the table, `num_sections` counts those of each row."""
         in_columns = np.array([one.slots is None for one in laid_out], dtype=bool)
         of_columns = np.repeat(in_columns, num_sections)
         ids, literal_bytes = EMPTY.ids, table.literal_bytes[numbers]
@@ -208,10 +208,10 @@ class _RowEncoder:
         return _Sections(ids, first, last, size, literal_bytes, stripped)
 
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
-        """The rows, those whose texts hold text tokens with layouts of their own.
+        """Give rows whose texts contain text tokens their own layouts.
 
-        And which rows must be encoded as a whole: those with such a token across a border, or with a text that is
-        normalized before tokens are found in it. Texts in columns hold none.
+        Also return which rows must be encoded as a whole: those where such a token spans a boundary, or whose text is
+        normalized before tokens are searched in it. Texts in columns contain no text tokens.
         """
         whole = np.zeros(len(laid_out), dtype=bool)
         filled = [at for at, one in enumerate(laid_out) if one.slots is not None] if self.text_tokens.ids else []
@@ -243,9 +243,9 @@ class _RowEncoder:
         borders: Index,
         section: Index,
     ) -> tuple[Index, NDArray[np.bool_]]:
-        """For each border its token position, and whether that is exact; `section` is that of each border.
+        """Return the token position of each border and whether it is exact; `section` is the section of each border.
 
-        A token across the end of the prompt is context. With generation tags it belongs to the answer, as in
+        A token that spans the end of the prompt is context. With generation tags it belongs to the answer, as in
         transformers.
         """
         size = encoded.size[section]
@@ -266,7 +266,7 @@ class _RowEncoder:
         return np.where(straddles, position - 1, position) if self.tags else position, exact
 
     def range_weights(self, records: Sequence[Record], laid_out: Sequence[LaidOut], rows: Rows) -> TokenWeights | None:
-        """What ranges say about the tokens of the rows; None if no record has ranges."""
+        """Return the weights that train ranges give the tokens of the rows; None if no record has ranges."""
         ranged = [at for at, one in enumerate(laid_out) if one.char_weights is not None]
         if not ranged:
             return None
@@ -293,7 +293,7 @@ class _RowEncoder:
         return whole_weights(one.char_weights, *self._parts(one.layout, one.slots), ids, self.encoder)
 
     def _parts(self, layout: TokenLayout, slots: Sequence[str]) -> tuple[list[str], list[bool]]:
-        """The texts of all cells, and which of them are control tokens that no text becomes."""
+        """Return the texts of all cells, and which cells are control tokens that never come from text."""
         texts = [fill_slots(text, slots) for text in layout.texts]
         return texts, [token is not None and token not in self.text_tokens.ids for token in layout.tokens]
 
@@ -304,10 +304,10 @@ class _RowEncoder:
         return self.columns.texts(row)
 
     def as_whole(self, one: LaidOut, row: int) -> Rows:
-        """One row, encoded as one text, with the offsets that `tokenizers` reports."""
+        """Encode one row as a single text, with the offsets that `tokenizers` reports."""
         if not self.encoder.can_encode_whole:
-            what = "the start of its tokens cannot be located: the tokenizer changes its text"
-            raise RecordError(what, "use a tokenizer.json, or leave it out", kind="vague_border")
+            what = "cannot locate the start of its tokens: the tokenizer changes its text"
+            raise RecordError(what, "use a tokenizer.json, or remove the record", kind="vague_border")
         layout = one.layout
         texts, is_control = self._parts(layout, self._slots(one, row))
         ids, begins = self.encoder.encode_whole(texts, is_control)
@@ -324,7 +324,7 @@ class _RowEncoder:
 
 
 def _section_texts(laid_out: Sequence[LaidOut]) -> list[str]:
-    """The texts of the sections of all rows that have slots."""
+    """Return the section texts of all rows that have slots."""
     texts: list[str] = []
     for layout, slots, *_ in laid_out:
         if slots is not None:

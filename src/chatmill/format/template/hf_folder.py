@@ -14,13 +14,13 @@ from chatmill.format.template.template_input import SPECIAL_NAMES
 from chatmill.remote.named_files import TOKENIZER_LIMIT, given_name, local_file
 
 TOOL_USE = "tool_use"
-"""The name of a folder's template for conversations with tools."""
+"""Name of the folder's template for conversations with tools."""
 
 
 @dataclass(frozen=True)
 class TemplateSource:
     name: str
-    """Its path, and its key if it stands in a JSON file; messages add the line of the template itself."""
+    """Its path, plus its key if it comes from a JSON file; error messages add the line in the template."""
     source: str
 
 
@@ -30,18 +30,18 @@ class HFFolder:
     with_tools: TemplateSource | None = None
     """The template for conversations with tools, if the folder has one."""
     special: Mapping[str, str] = field(default_factory=dict)
-    """`bos_token` and the like."""
+    """`bos_token`, `eos_token` and so on."""
     stops: tuple[int, ...] | None = None
-    """The ids that a server stops at, from generation_config.json; None if there is no such file."""
+    """Ids at which a server stops, from generation_config.json; None without that file."""
     tokenizer_json: Path | None = None
     marked_special: frozenset[str] = frozenset()
-    """The tokens that tokenizer_config.json and special_tokens_map.json call special."""
+    """The tokens that tokenizer_config.json and special_tokens_map.json mark as special."""
     declared: tuple[dict[str, Any], ...] = ()
-    """The added tokens of tokenizer_config.json, which a tokenizer.json may lack."""
+    """Added tokens of tokenizer_config.json, which may be missing in tokenizer.json."""
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
-    """Everything but the vocabulary; `chat_template` is a file to use instead of the folder's template."""
+    """Read everything except the vocabulary; `chat_template` is a file to use instead of the folder's template."""
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     is_folder = tokenizer != "bytes" and path.is_dir()
     files = [_json(path / name) for name in ("special_tokens_map.json", "tokenizer_config.json")] if is_folder else []
@@ -72,20 +72,20 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """`bos_token`, `eos_token` and the like that a folder names."""
+    """Return the `bos_token`, `eos_token` and so on that a folder defines."""
     files = [_json(folder / name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
     config: dict[str, Any] = {key: value for file in files for key, value in file.items()}
     return {name: token for name in SPECIAL_NAMES if (token := _token(config.get(name))) is not None}
 
 
 def has_template(tokenizer: str) -> bool:
-    """Whether this is a folder with a chat template, even if none of its templates is the default."""
+    """Whether `tokenizer` is a folder with a chat template, even if it has no default template."""
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     return tokenizer != "bytes" and path.is_dir() and bool(_templates(path, _json(path / "tokenizer_config.json")))
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSource]:
-    """The templates of a folder by name; chat_template.jinja takes precedence over tokenizer_config.json."""
+    """Return the templates of a folder by name; chat_template.jinja takes precedence over tokenizer_config.json."""
     file = folder / "tokenizer_config.json"
     listed = config.get("chat_template")
     templates: dict[str, TemplateSource] = {}
@@ -94,12 +94,12 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSou
     elif isinstance(listed, list):
         for entry in listed:
             if not (isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))):
-                raise DataError(f"{_shown(file)}: chat_template holds something else than names and templates")
+                raise DataError(f"{_shown(file)}: chat_template must be a list of objects with a name and a template")
             key = f"{_shown(file)}:chat_template.{one_line(str(entry['name']))}"
             templates[entry["name"]] = TemplateSource(key, entry["template"])
     elif listed is not None:
         raise DataError(
-            f"{_shown(file)}: chat_template is {one_line(repr(listed))}; expected a text, or a list of them"
+            f"{_shown(file)}: chat_template is {one_line(repr(listed))}; expected a string or a list of templates"
         )
     if (own := folder / "chat_template.jinja").is_file():
         templates["default"] = TemplateSource(_shown(own), _text(own))
@@ -113,7 +113,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSou
 
 
 def _stops(path: Path) -> tuple[int, ...] | None:
-    """`eos_token_id`: one id, or a list of ids; None if the file has none."""
+    """Return `eos_token_id`, which is one id or a list of ids; None if it is missing."""
     given = _json(path).get("eos_token_id") if path.is_file() else None
     if given is None:
         return None
@@ -124,7 +124,7 @@ def _stops(path: Path) -> tuple[int, ...] | None:
 
 
 def declared_tokens(folder: Path) -> tuple[dict[str, Any], ...]:
-    """The added tokens that the tokenizer_config.json of a folder lists, in the order of their ids."""
+    """Return the added tokens listed in the folder's tokenizer_config.json, ordered by id."""
     listed = _json(folder / "tokenizer_config.json").get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return ()
@@ -133,7 +133,7 @@ def declared_tokens(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 def _marked_special(config: Mapping[str, Any]) -> Iterator[str]:
-    """The tokens that a file lists as special: `bos_token` and the like, additional ones, marked added tokens."""
+    """Yield the tokens that a config file marks as special."""
     given = [config.get(name) for name in SPECIAL_NAMES]
     for name in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
         listed = config.get(name)
@@ -158,7 +158,7 @@ def _is_tokenizer(path: Path) -> bool:
 
 
 def _token(given: Any) -> str | None:
-    """A special token, given as text or as an object with its content."""
+    """Return a special token that is given as a string or as an object with `content`."""
     if isinstance(given, dict):
         given = given.get("content")
     return given if isinstance(given, str) else None
@@ -172,7 +172,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise DataError(f"{_shown(path)}: cannot be read ({one_line(str(error))}); expected a JSON object") from None
     if not isinstance(content, dict):
-        raise DataError(f"{_shown(path)}: holds no JSON object")
+        raise DataError(f"{_shown(path)}: not a JSON object")
     return content
 
 

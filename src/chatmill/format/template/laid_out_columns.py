@@ -1,4 +1,4 @@
-"""Conversations in columns with their layouts: those of one shape share a layout, and most are never made objects."""
+"""Conversations in columns with their layouts. Those of one shape share a layout; most never become `Record`s."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from chatmill.records.record import new_message, new_record
 
 @dataclass(frozen=True, eq=False)
 class LaidOutColumns(ChatColumns):
-    """Conversations in columns, none of them refused, with the layout of each."""
+    """Conversations in columns, none of them rejected, with their layouts."""
 
     laid_out: list[LaidOut]
 
 
 class RefusedRecord(Record, frozen=True, kw_only=True):
-    """A record that cannot be rendered, and why."""
+    """A record that cannot be rendered, with the error."""
 
     fault: Any
     """A `RecordError`."""
@@ -38,13 +38,13 @@ class ColumnSearch:
     def __init__(self, tokens: ControlTokens) -> None:
         self._search = tokens.pattern.search
         self._beginnings: dict[int, NDArray[np.bool_]] = {}
-        """The first bytes of control tokens, each with the bytes that may follow it."""
+        """First bytes of control tokens, each with the set of possible second bytes."""
         for token in map(str.encode, filter(None, tokens.ids)):
             is_second = self._beginnings.setdefault(token[0], np.zeros(256, dtype=bool))
             is_second[token[1] if len(token) > 1 else slice(None)] = True
 
     def rows(self, columns: ChatColumns) -> set[int]:
-        """The conversations with a control token in a text."""
+        """Return the indices of conversations with a control token in a text."""
         data, start, stop = columns.data, columns.start, columns.stop
         content = np.frombuffer(data, dtype=np.uint8)
         places = [np.empty(0, dtype=np.int64)]
@@ -57,7 +57,7 @@ class ColumnSearch:
 
 
 def conversation(columns: ChatColumns, row: int, texts: Sequence[str]) -> Record:
-    """The record of a row, without its id, which is not in columns."""
+    """Return the record of a row, without its id, which columns do not store."""
     first, stop = columns.first_message[row : row + 2].tolist()
     roles = columns.roles[first:stop].tolist()
     messages = [new_message(ROLES[role], text) for role, text in zip(roles, texts, strict=True)]
@@ -72,10 +72,10 @@ def lay_out_columns(
     confirm: Callable[[CachedTrace, Sequence[str], Callable[[], Record]], None],
     lay_out: Callable[[ShapeKey, list[str], Callable[[], Record]], LaidOut],
 ) -> ChatColumns | list[Record]:
-    """The conversations with their layouts, as columns; as a list if one of them is refused, not laid out beyond it.
+    """Lay out the conversations, as columns; if one is rejected, return a list that is laid out up to that record.
 
-    `holding` are those with control tokens in their texts. `plain` gives the trace that all others of a shape follow,
-    `confirm` compares a trace with the template, `lay_out` lays out a conversation for which there is no plain trace.
+    `holding` are the rows with control tokens in their texts. `plain` returns the trace that all other rows of a shape
+    follow, `confirm` compares a trace with the template, `lay_out` lays out a conversation without a plain trace.
     """
     has_empty = columns.start == columns.stop
     odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}
@@ -101,7 +101,7 @@ def lay_out_columns(
 
 
 def _up_to_refused(columns: ChatColumns, laid_out: Sequence[LaidOut], fault: RecordError) -> list[Record]:
-    """The records: those that are laid out, the one after them, which is refused, and the others."""
+    """Return the laid-out records, then the rejected one, then the remaining ones unchanged."""
     records: list[Record] = [
         laid_out_record(record, one if one.slots is not None else one._replace(slots=columns.texts(row)))
         for row, (record, one) in enumerate(zip(columns, laid_out, strict=False))

@@ -1,7 +1,7 @@
-"""Token layouts: how a rendering is divided for encoding, for one conversation or for all that follow a trace.
+"""Token layouts: how to divide a rendering for encoding, for one conversation or for all that follow a trace.
 
-A layout is a sequence of cells. A cell is one control token, or a stretch of text of one kind: the header of a turn, a
-content, the reasoning of an answer. The text between two control tokens is a section, which is encoded as one.
+A layout is a sequence of cells. A cell is one control token, or a stretch of text of one kind: the header of a turn,
+content, or reasoning. The text between two control tokens is a section, which is encoded as a whole.
 
     cells      <|im_start|> | assistant\\n | Hi | <|im_end|> | \\n
     sections                  ----------------                --
@@ -34,9 +34,9 @@ PARTS = {"content": Part.CONTENT, "reasoning": Part.REASONING, "tool_calls": Par
 
 
 MAX_SECTION = 2**13
-"""Cells between two control tokens: the work of encoding them grows with the square of it."""
+"""Maximum number of cells between two control tokens; encoding takes quadratic time in it."""
 MAX_SPLITS = 8
-"""Layouts that are kept for the text tokens of conversations that follow one trace."""
+"""Maximum number of cached layouts with text tokens per trace."""
 
 
 class SpanKind(NamedTuple):
@@ -49,18 +49,18 @@ class SpanKind(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Text between two control tokens, to be encoded when its slots are filled."""
+    """Text between two control tokens, encoded once its slots are filled."""
 
     text: tuple[TextItem, ...]
     before: str | None
     after: str | None
-    """The control tokens on its sides."""
+    """The control tokens before and after it."""
     first_cell: int
     stop_cell: int
 
 
 class SimpleSections(NamedTuple):
-    """Sections that each hold the text of one slot between two literals.
+    """Sections that each contain the text of one slot between two literals.
 
     assistant\\n | Hi |       around ("assistant\\n", ""), slot 1
     """
@@ -68,14 +68,14 @@ class SimpleSections(NamedTuple):
     slots: tuple[int, ...]
     around: tuple[tuple[str, str], ...]
     literal_bytes: Index
-    """By section: the bytes of its literals."""
+    """By section: size of its literals in bytes."""
     border_bytes: Index
-    """By border: the bytes of literals before it."""
+    """By border: size of the literals before it in bytes."""
     after_text: NDArray[np.bool_]
-    """By border: whether the text is before it."""
+    """By border: whether the slot's text comes before it."""
     takes_columns: bool
-    """Whether texts of the conversation are encoded as they are: none is computed or stripped, and none becomes a
-    text token together with the literals around it."""
+    """Whether texts of the conversation are encoded unchanged: none is computed or stripped, and none can form a text
+    token together with the literals around it."""
 
     def texts(self, slots: Sequence[str]) -> list[str]:
         return [before + slots[at] + after for at, (before, after) in zip(self.slots, self.around, strict=True)]
@@ -87,35 +87,35 @@ class TokenLayout:
 
     sections: tuple[Section, ...]
     tokens: tuple[str | None, ...]
-    """By cell: the control token, if it is one."""
+    """By cell: its control token, or None for text."""
     texts: tuple[tuple[TextItem, ...], ...]
     """By cell: its text."""
     section: Index
     """By cell: its section, or -1 if its ids are known."""
     border: Index
-    """By cell: the border that it ends at, or -1 at the end of a section."""
+    """By cell: the border at its end, or -1 at the end of a section."""
     ids: Ids
     """The known ids of all cells, concatenated."""
     lengths: Index
-    """By cell: how many of the known ids it has."""
+    """By cell: its number of known ids."""
     starts: Index
-    """By cell: the first of them."""
+    """By cell: offset of its known ids in `ids`."""
     border_section: Index
-    """By border between two cells of a section: that section."""
+    """By border between two cells of a section: its section."""
     border_text: tuple[tuple[TextItem, ...], ...]
-    """By border: the text of the section up to there."""
+    """By border: the text of its section before it."""
     border_bytes: Index
-    """By border: its byte offset in the section; -1 where that depends on slots."""
+    """By border: its byte offset in the section; -1 if that depends on slots."""
     border_of_answer: NDArray[np.bool_]
-    """By border: whether an answer starts or stops there."""
+    """By border: whether an answer starts or ends there."""
     first_cell: Index
-    """By span, and the end."""
+    """By span: its first cell; one more entry for the end."""
     spans: Table
     """The spans, without their lengths."""
     simple: SimpleSections | None = None
-    """Its sections, if each has the text of one slot; only for conversations that follow a trace."""
+    """Its sections if each has exactly one slot; only for layouts of traces."""
     splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
-    """Layouts with text tokens in some cells, by what those consist of."""
+    """Cached layouts in which some cells are split at text tokens, by the pieces of those cells."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class _Cell:
     text: list[TextItem]
     token: str | None
     at_border: bool
-    """Whether an answer starts or stops before it."""
+    """Whether an answer starts or ends before the cell."""
 
 
 def token_layout(
@@ -135,10 +135,10 @@ def token_layout(
     text_tokens: ControlTokens,
     encoder: ControlEncoder | None = None,
 ) -> TokenLayout:
-    """The layout of a record whose answers are known; `text_tokens` are those of `tokens` that may come from text.
+    """Return the layout of a record with derived answers; `text_tokens` are the `tokens` that may come from text.
 
-    Without `encoder` it is for this conversation only, and its slots are filled. With it, slots stay open, and sections
-    without slots are encoded here, once.
+    Without `encoder` the layout is for this conversation only, with its slots filled. With it, the slots stay open, and
+    sections without slots are encoded here, once.
     """
     cells: list[_Cell] = []
     for cell in _CellSplitter(record, derived, tokens, text_tokens, filled=encoder is None).cells():
@@ -153,9 +153,9 @@ def token_layout(
 def split_text_tokens(
     layout: TokenLayout, slots: list[str], sections: Sequence[int], tokens: ControlTokens, encoder: ControlEncoder
 ) -> tuple[TokenLayout, list[str]] | None:
-    """A layout in which the text tokens of these sections are cells, and its slots; None if one lies across a border.
+    """Return a layout in which the text tokens of these sections are cells, and its slots; None if one spans a border.
 
-    A token that removes the whitespace before or after it is as long as both.
+    The whitespace that lstrip/rstrip removes counts as part of a token.
     """
     pieces: list[tuple[int, str | None]] = []
     texts: list[str] = []
@@ -189,7 +189,7 @@ def _split(
     tokens: ControlTokens,
     encoder: ControlEncoder,
 ) -> TokenLayout:
-    """The layout with some cells in pieces: (cell, text token) or (cell, None) for a text, whose slot is a new one."""
+    """Split some cells into pieces: (cell, text token), or (cell, None) for a text, which gets a new slot."""
     kinds = [SpanKind(*(int(span[field]) for field in SpanKind._fields)) for span in layout.spans]
     kind_of = np.repeat(np.arange(len(kinds)), np.diff(layout.first_cell)).tolist()
     in_pieces = {at: [token for _, token in group] for at, group in groupby(pieces, key=itemgetter(0))}
@@ -203,14 +203,14 @@ def _split(
         for number, piece in enumerate(in_pieces.get(at, ())):
             item = next(new_slots) if piece is None else piece
             cells.append(_Cell(kinds[kind], [item], piece, at_border and number == 0))
-    # The literals of a layout that has slots are encoded once.
+    # If the layout has slots, its literals are encoded only once.
     return _layout(cells, encoder.ids, tokens, encoder if num_slots else None)
 
 
 def _layout(
     cells: Sequence[_Cell], ids: Mapping[str, int], text_tokens: ControlTokens, encoder: ControlEncoder | None
 ) -> TokenLayout:
-    """The layout of cells; with `encoder`, sections without slots and without text tokens are encoded."""
+    """Build the layout from cells. With `encoder`, sections without slots and text tokens are encoded here."""
     sections: list[Section] = []
     borders: list[tuple[int, tuple[TextItem, ...], bool]] = []
     section, border = np.full((2, len(cells)), -1, dtype=np.int64)
@@ -223,11 +223,11 @@ def _layout(
             continue
         stop = next((n for n in range(at, len(cells)) if cells[n].token is not None), len(cells))
         if stop - at > MAX_SECTION:
-            what = f"the template changes between its own words and those of messages more than {MAX_SECTION:,} times"
-            right = "write control tokens between them, or leave the record out"
+            what = f"the template alternates between its own text and message text more than {MAX_SECTION:,} times"
+            right = "put control tokens between them, or remove the record"
             raise RecordError(f"{what} without a control token", right, kind="template_limit")
         around = (cells[at - 1].token if at else None, cells[stop].token if stop < len(cells) else None)
-        # The section up to the end of each of its cells.
+        # The text of the section up to the end of each cell.
         texts = [merge_literals(item for cell in cells[at : n + 1] for item in cell.text) for n in range(at, stop)]
         text = fill_slots(texts[0], ()) if len(texts) == 1 and _is_literal(texts[0]) else None
         if encoder and encoder.by_sections and text and not text_tokens.any_in([text]) and encoder.is_normal(text):
@@ -268,7 +268,7 @@ def _layout(
 
 
 class _CellSplitter:
-    """Splits a rendering wherever the kind of its characters changes."""
+    """Splits a rendering at each change of the kind of its characters."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class _CellSplitter:
         self.edges = {edge for answer in self.answers for edge in (answer.start, answer.stop)}
         self.answered = {answer.message for answer in derived.answers}
         self.written: set[int] = set()
-        """Messages of which a field has been written."""
+        """Messages with at least one field in the rendering so far."""
         self.last = OUTSIDE
         """The message of the last field."""
         self.fields = [at for at, piece in enumerate(self.pieces) if piece.source is not None]
@@ -306,7 +306,8 @@ class _CellSplitter:
         piece = self.pieces[number]
         assert piece.source is not None
         if piece.mixed and any(match[0] not in self.text_tokens.ids for match in self.tokens.find(piece.text)):
-            what = f"a control token may be of the template or of message {piece.source.message} in {shown(piece.text)}"
+            text = f"{piece.source.message} in {shown(piece.text)}"
+            what = f"cannot tell whether a control token comes from the template or from message {text}"
             raise disputed(what)
         kind = self._kind(number, place, None)
         if piece.source.message >= 0:
@@ -316,7 +317,7 @@ class _CellSplitter:
         return _Cell(kind, [item], None, place in self.edges)
 
     def _literals(self, first: int, stop: int, place: int) -> Iterator[_Cell]:
-        """The literals between two fields: control tokens, and text between them."""
+        """Yield cells for the literals between two fields: control tokens and the text between them."""
         text = "".join(piece.text for piece in self.pieces[first:stop])
         ends = [*accumulate((len(piece.text) for piece in self.pieces[first:stop]), initial=place)][1:]
         matches = {place + match.start(): match for match in self.tokens.find(text)}
@@ -329,7 +330,7 @@ class _CellSplitter:
             yield _Cell(kind, [text[begin - place : end - place]], token, begin in self.edges)
 
     def _kind(self, number: int, place: int, token_stop: int | None) -> SpanKind:
-        """The kind of the characters at a place, which are of a piece; `token_stop`: where a control token stops."""
+        """Return the kind of the characters of a piece at a place; `token_stop` is the end of a control token there."""
         source, owner = self.pieces[number].source, self.pieces[number].owner
         at = bisect_right(self.starts, place) - 1
         if at >= 0 and place < self.answers[at].stop:
@@ -350,12 +351,12 @@ class _CellSplitter:
         # An answer may be empty.
         is_after = message in self.written or (at >= 0 and self.answers[at].message == message)
         part = Part.CLOSE if is_after else Part.OPEN
-        # What follows the text of an answer that is context is context as its text is.
+        # The end of an answer that is context is context too.
         context = self.roles[message] == Role.ASSISTANT and message not in self.answered and part == Part.CLOSE
         return SpanKind(self.roles[message], part, Rule.EARLIER_ROW if context else Rule.HEADER, message)
 
     def _part(self, number: int, answer: AnswerSpan) -> int:
-        """The part of a piece of an answer; literals belong to the field that follows, or else precedes."""
+        """Return the part of a piece of an answer; literals belong to the next field, else to the previous one."""
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):
             source = self.pieces[at].source

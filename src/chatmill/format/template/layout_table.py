@@ -1,4 +1,4 @@
-"""Layouts of many rows in columns: the rows of all of them are put together at once.
+"""Layouts of many rows in columns, to assemble all rows together.
 
 rows        0  1  2  3            which layout each row has: [0 1 0 0]
 layouts     [<|im_start|> user\\n · <|im_end|> \\n …]  [<|im_start|> system\\n · …]
@@ -19,15 +19,15 @@ from chatmill.rows import EMPTY, Ids, Index, Rows, Table, joined, offsets, ragge
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 MAX_KINDS = 2**8
-"""Different literals around texts that the columns of one batch may have."""
+"""Maximum number of different literals around texts in one batch of columns."""
 MAX_KEPT = 2**14
-"""Cells of a table that is kept for the next batch."""
+"""Maximum number of cells in a table that is kept for the next batch."""
 
 
 def simple_sections(
     layout: TokenLayout, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
 ) -> SimpleSections | None:
-    """The sections of a layout for conversations of `num_texts` texts, if each of them has one slot."""
+    """Return the sections of a layout for conversations of `num_texts` texts; None unless each has one slot."""
     slots: list[int] = []
     around: list[tuple[str, str]] = []
     takes_columns = encoder.by_sections and not encoder.normalizes and encoder.normalized is None
@@ -59,42 +59,42 @@ def _literals(text: Sequence[TextItem]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayoutTable:
-    """Several layouts in columns; `first_…` give the first cell, section, border and span of each, and the end."""
+    """Several layouts in columns; `first_…` are the offsets of each layout's cells, sections, borders and spans."""
 
     first_cell: Index
     section: Index
     border: Index
     lengths: Index
     starts: Index
-    """By cell: the first of its known ids in `ids`."""
+    """By cell: offset of its known ids in `ids`."""
     ids: Ids
     first_section: Index
     slot: Index
     """By section: its slot; -1 in a layout whose sections are not simple."""
     kind: NDArray[np.uint8]
-    """By section: which of `around` it has; only where it takes columns."""
+    """By section: its index in `around`; only for sections that take columns."""
     around: list[tuple[str, str]]
     literal_bytes: Index
     first_border: Index
     border_section: Index
     border_bytes: Index
-    """By border: the bytes of literals before it; -1 where other texts are before it than that of a simple section."""
+    """By border: bytes of literals before it; -1 if its section is not simple and it follows a slot."""
     after_text: NDArray[np.bool_]
     border_of_answer: NDArray[np.bool_]
     first_span: Index
     spans: Table
     span_cell: Index
-    """By span: its first cell in its layout."""
+    """By span: its first cell within the layout."""
 
 
 class LayoutTables:
-    """The table of the layouts of each batch, kept for those that follow: most rows of most batches share a few."""
+    """Builds the layout table of each batch and keeps it for the next: most rows share a few layouts."""
 
     def __init__(self) -> None:
         self._kept: tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]] | None = None
 
     def rows(self, layouts: Sequence[TokenLayout]) -> RowCells:
-        """The cells of rows that have these layouts."""
+        """Return the cells of rows with these layouts."""
         by_id = {id(layout): layout for layout in layouts}
         if self._kept is None or not by_id.keys() <= self._kept[1].keys():
             self._kept = self._with(by_id)
@@ -102,7 +102,7 @@ class LayoutTables:
         return RowCells(table, np.array([numbers[key][0] for key in map(id, layouts)], dtype=np.int64))
 
     def _with(self, by_id: dict[int, TokenLayout]) -> tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]:
-        """The kept table with further layouts; of these alone if it would be large."""
+        """Return the kept table extended by new layouts, or a table of only the new ones if it would grow too large."""
         every = {key: layout for key, (_, layout) in self._kept[1].items()} | by_id if self._kept else by_id
         if sum(len(layout.tokens) for layout in every.values()) > MAX_KEPT:
             every = by_id
@@ -113,7 +113,7 @@ class LayoutTables:
 
 
 def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:
-    """The columns of several layouts."""
+    """Combine several layouts into columns."""
 
     def column(name: str) -> NDArray[np.int64]:
         return np.concatenate([getattr(layout, name) for layout in layouts])
@@ -162,19 +162,19 @@ def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:
 
 @dataclass(frozen=True, eq=False)
 class RowCells:
-    """The cells of rows that have layouts of a table, one row after the other."""
+    """The cells of consecutive rows, by their layouts in a table."""
 
     table: LayoutTable
     which: Index
-    """By row: its layout."""
+    """By row: index of its layout."""
 
     def items(self, first: Index) -> tuple[Index, Index]:
-        """The numbers in the table of what each row has, in order, and how many each row has."""
+        """Return the table indices of the items of all rows, in order, and the number of items of each row."""
         counts = np.diff(first)[self.which]
         return ragged_index(first[self.which], counts), counts
 
     def rows(self, lengths: Index, ids: Ids) -> Rows:
-        """Rows of one conversation each, from the lengths of their cells; origins are empty."""
+        """Build rows of one conversation each from the lengths of their cells; origins stay empty."""
         table = self.table
         numbers, counts = self.items(table.first_span)
         spans = table.spans.take(numbers)

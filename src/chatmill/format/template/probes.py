@@ -1,6 +1,6 @@
-"""Small conversations that show what a chat template does, one for each shape that records come in.
+"""Small conversations that show how a chat template behaves, one for each shape of records.
 
-Every message has words of its own, so that a word of one message in another is noticed.
+The words of every message are unique, so that text of one message in another is noticed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from chatmill.records.record import Message, Record, ToolCall, new_message, new_
 
 
 def probe_record(name: str, *messages: Message, tools: tuple[str, ...] = ()) -> Record:
-    """A small conversation; its id is the name of its shape."""
+    """Return a small conversation whose id is the name of its shape."""
     return new_record(list(messages), id=name, tools=tools, file="probe", line=0)
 
 
@@ -26,7 +26,7 @@ def result(text: str, call: ToolCall) -> Message:
 
 
 def dialog(*texts: str) -> list[Message]:
-    """A question, its answer, the next question, and so on."""
+    """Return alternating user and assistant messages."""
     return [answer(text) if number % 2 else user(text) for number, text in enumerate(texts)]
 
 
@@ -75,9 +75,9 @@ SIXTEEN = probe_record(
     *(message for at in range(8) for message in (user(f"Question q{at}x?"), answer(f"Answer a{at}x."))),
 )
 BASIC = (QUESTION, TURNS, SYSTEM, SPACES, REASONING, TOOL, TOOL_REASONING)
-"""What most templates write."""
+"""Shapes that most templates support."""
 PLAIN = (QUESTION, TURNS, SIXTEEN)
-"""What every template must write; all other shapes may be refused."""
+"""Shapes that every template must support; all other shapes may be rejected."""
 TOOL_SHAPES = (
     TOOL,
     TOOL_REASONING,

@@ -27,10 +27,10 @@ LEAVE_OUT = "remove train_ranges, or use a template that writes the content unch
 
 
 def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | None:
-    """The weights of the characters of a rendering; None if no answer has ranges.
+    """Return the weights by character of the rendering; None if no answer has ranges.
 
-    Raises `RecordError` if the template changes a character in a range. What it trims
-    from the ends of a content has no tokens.
+    Raise `RecordError` if the template changes a character in a range. Whitespace that it trims from the ends of the
+    content has no tokens.
     """
     answers = {answer.message for answer in derived.answers}
     by_message = {at: char_weights(record.messages[at]) for at in answers if record.messages[at].train_ranges}
@@ -51,12 +51,12 @@ def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | N
     for number, weights in by_message.items():
         lost = _lost(record.messages[number].content, ~np.isnan(weights) & ~written[number])
         if lost is not None:
-            raise vague(record, number, f"the chat template does not write character {lost} of its content", LEAVE_OUT)
+            raise vague(record, number, f"the chat template drops character {lost} of its content", LEAVE_OUT)
     return out
 
 
 def _lost(content: str, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-    """The first missing character, except for whitespace that is trimmed."""
+    """Return the index of the first missing character that is not trimmed whitespace."""
     trimmed = np.ones(len(content), dtype=bool)
     trimmed[len(content) - len(content.lstrip()) : len(content.rstrip())] = False
     lost = np.flatnonzero(missing & ~trimmed)
@@ -66,7 +66,7 @@ def _lost(content: str, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> 
 def section_weights(
     weights: CharWeights, layout: TokenLayout, slots: Sequence[str], ids: Ids, encoder: ControlEncoder
 ) -> TokenWeights | None:
-    """The weights of the tokens of a row that is encoded by sections; None if its tokens do not spell its text."""
+    """Return the token weights of a row encoded by sections; None if its tokens do not decode to its text."""
     starts = offsets(np.array([len(fill_slots(text, slots)) for text in layout.texts]))
     out = TokenWeights.none(len(ids))
     at = 0
@@ -97,6 +97,6 @@ def section_weights(
 def whole_weights(
     weights: CharWeights, texts: Sequence[str], is_control: Sequence[bool], ids: Ids, encoder: ControlEncoder
 ) -> TokenWeights | None:
-    """The weights of the tokens of a row that is encoded as a whole; None if `tokenizers` gives other tokens."""
+    """Return the token weights of a row encoded as a whole; None if `tokenizers` returns different tokens."""
     whole, begin, end = encoder.whole_places(texts, is_control)
     return token_weights(weights, TokenPlaces(begin, end)) if whole.tolist() == ids.tolist() else None

@@ -1,4 +1,4 @@
-"""The renderer of a Hugging Face chat template. Traces of renderings are cached and replayed on other conversations."""
+"""The renderer of a Hugging Face chat template. It caches traces of renderings and replays them for similar records."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from chatmill.tokenizer import Tokenizer
 from chatmill.tokenizer.control_encoder import ControlEncoder, unmarked_tokens, with_declared
 
 MAX_KWARGS = 16
-"""Renderers that are kept for `chat_template_kwargs` of records; each has traces and a process of its own."""
+"""Maximum number of cached renderers for `chat_template_kwargs`; each has its own traces and process."""
 ANSWER = "Yes."
-"""Placeholder for an answer that is not there yet; any text would do."""
+"""Placeholder for the next answer; any text would do."""
 _KWARGS, _RANGES = attrgetter("template_kwargs"), attrgetter("train_ranges")
 
 
@@ -65,9 +65,9 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens`: the added tokens that may come from text; None: as transformers, learned from the template.
+        """`text_tokens`: added tokens that may come from text; None: as in transformers, learned from the template.
 
-        `kwargs`: the `chat_template_kwargs` of the records that it renders, which are among the arguments.
+        `kwargs`: the `chat_template_kwargs` of the records to render, which are also in `arguments`.
         """
         self.folder, self.mask, self.now = folder, mask, now
         self.allow_no_end, self.strip_prompt_space = allow_no_end, strip_prompt_space
@@ -80,7 +80,7 @@ class TemplateRenderer:
         self.control_tokens = ControlTokens(tokenizer.control_ids)
         names = {id: token for token, id in tokenizer.control_ids.items()}
         self.ends = frozenset(names[id] for id in folder.stops or () if id in names)
-        """The tokens that a server stops at."""
+        """The tokens at which a server stops."""
         self.process = TemplateProcess(
             [source for source in (folder.template, folder.with_tools) if source is not None],
             variables={**folder.special, **self.arguments},
@@ -93,12 +93,12 @@ class TemplateRenderer:
         """By whether the conversation has tools."""
         for template in templates:
             if mask == "tags" and not template.has_tags:
-                raise UsageError(f"{template.name}: has no generation tags; leave out --mask tags")
+                raise UsageError(f"{template.name}: has no generation tags; remove --mask tags")
         if text_tokens is None:
             added = unmarked_tokens(raw) if raw is not None else frozenset()
             text_tokens = learn_text_tokens(self._probe, self.control_tokens, added - folder.marked_special - self.ends)
         self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in sorted(text_tokens)})
-        """Added tokens that may come from text; all others never do."""
+        """Added tokens that may come from text."""
         self.encoder = ControlEncoder(tokenizer, raw, text_tokens=self.text_tokens.ids)
         self._tokenizer = tokenizer
         self._cache = TraceCache()
@@ -111,7 +111,7 @@ class TemplateRenderer:
 
     @cached_property
     def tokens(self) -> dict[str, str]:
-        """Control tokens by key: the special tokens of the tokenizer, and `eot` for the one that ends an answer."""
+        """Control tokens by key: the special tokens of the tokenizer, and `eot` for the end of an answer."""
         special = {
             name.removesuffix("_token"): token
             for name, token in self.folder.special.items()
@@ -120,7 +120,7 @@ class TemplateRenderer:
         end = self.terminator or special.get("eos") or special.get("pad")
         if end is None:
             what = f"{self.folder.template.name}: no control token of {self._tokenizer.name} ends an answer"
-            raise UsageError(f"{what}; give the tokenizer that the template was made for")
+            raise UsageError(f"{what}; use the tokenizer that the template was written for")
         return {**special, "eot": end}
 
     @cached_property
@@ -193,14 +193,14 @@ class TemplateRenderer:
         return rows
 
     def _encode_variants(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
-        """Encode the records of each renderer together, then bring the rows into the order of the batch."""
+        """Encode the records of each renderer together, then restore the order of the batch."""
         renderers = [self._for_record(record) for record in batch]
         order: list[int] = []
         parts: list[Rows] = []
         for renderer in dict.fromkeys(renderers):
             chosen = [at for at, each in enumerate(renderers) if each is renderer]
             for with_tools in {bool(batch[at].tools) for at in chosen}:
-                # For the check of rows; a renderer may be newer than the layout of its records.
+                # The row check needs these marks; the renderer may have been created after its records were laid out.
                 renderer.turn_marks(with_tools)
             own = [batch[at] for at in chosen]
             parts.append(renderer._encode(own, [record.laid_out for record in own], **options))
@@ -210,13 +210,13 @@ class TemplateRenderer:
     render_chunks = Renderer.render_chunks
 
     def _for_record(self, record: Record) -> TemplateRenderer:
-        """The renderer with the variables of the record's `chat_template_kwargs`; this one if it has none."""
+        """Return the renderer with the record's `chat_template_kwargs`; this renderer if it has none."""
         if record.template_kwargs == self._kwargs:
             return self
         renderer = self._variants.pop(record.template_kwargs, None)
         if renderer is None:
             while len(self._variants) >= MAX_KWARGS:
-                # The one that was not used for longest; which records are rendered must not depend on those before.
+                # Evict the least recently used one. The result for a record must not depend on earlier records.
                 del self._variants[next(iter(self._variants))]
             renderer = TemplateRenderer(
                 self.folder,
@@ -237,7 +237,7 @@ class TemplateRenderer:
         return ids
 
     def prompt_row(self, record: Record) -> Rows:
-        """The tokens that precede the next answer, with their spans."""
+        """Render the tokens before the next answer, with their spans."""
         if (renderer := self._for_record(record)) is not self:
             return renderer.prompt_row(record)
         answered = msgspec.structs.replace(record, messages=[*record.messages, Message("assistant", ANSWER)])
@@ -247,22 +247,22 @@ class TemplateRenderer:
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
         start = next(answer.start for answer in derived.answers if answer.message == len(record.messages))
-        # Without the answer, so that no token spans its start.
+        # Cut the answer off, so that no token spans its start.
         before = replace(derived, rendering=derived.rendering.before(start), answers=(), contexts=(), steps=None)
         return self.render([laid_out_record(answered, self.lay_out_derived(answered, before))])
 
     def template_input(self, record: Record) -> TemplateInput:
-        """The variables of the template for a record."""
+        """Return the template variables for a record."""
         return plain_input(record, self.templates[bool(record.tools)].style)
 
     def text(self, record: Record, messages: int | None = None, *, prompt: bool = False) -> str:
-        """The rendering of the first `messages` as text, like `apply_chat_template`."""
+        """Render the first `messages` as text, like `apply_chat_template`."""
         return self.process.text(self.templates[bool(record.tools)].number, record, messages, prompt=prompt)
 
     def derive(
         self, record: Record, *, mask: Mask | None = None, cacheable: bool = False, last_only: bool = False
     ) -> DerivedAnswers:
-        """The answers of one record, without the cache."""
+        """Derive the answers of one record without the cache."""
         template = self.templates[bool(record.tools)]
         texts = len(shape_and_texts(record, template.style)[1])
         derived = self.process.derive(
@@ -277,12 +277,12 @@ class TemplateRenderer:
         return without_prompt_space(derived) if self.strip_prompt_space else derived
 
     def check(self, record: Record, derived: DerivedAnswers) -> tuple[Note, ...]:
-        """Raise a `RecordError` unless the answers keep the invariant; returns notes for the ledger."""
+        """Raise a `RecordError` unless the answers satisfy the invariant; return notes for the ledger."""
         turns = self.turn_marks(bool(record.tools))
         return check_answers(derived, self.control_tokens, turns, allow_no_end=self.allow_no_end)
 
     def turn_marks(self, with_tools: bool) -> TurnMarks:
-        """How the template for conversations with or without tools opens and ends turns."""
+        """Return how the template for conversations with or without tools opens and ends turns."""
         number = self.templates[with_tools].number
         if number not in self._turn_marks:
 
@@ -299,15 +299,15 @@ class TemplateRenderer:
         return self._turn_marks[number]
 
     def lay_out(self, record: Record, *, last_only: bool = False) -> LaidOutRecord:
-        """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
+        """Return the record with its layout, ready to encode; raise a `RecordError` if it is rejected."""
         if isinstance(record, LaidOutRecord):
             return record
         if isinstance(record, RefusedRecord):
             raise record.fault
         try:
             if record.is_text:
-                what = "the record is one text, without turns"
-                raise RecordError(what, "write it with --format text", kind="text_record")
+                what = "the record is a single text without turns"
+                raise RecordError(what, "use --format text", kind="text_record")
             if (renderer := self._for_record(record)) is not self:
                 return renderer.lay_out(record, last_only=last_only)
             turns = only_turns(record)
@@ -315,7 +315,7 @@ class TemplateRenderer:
             if turns is not record:
                 laid_out = laid_out._replace(notes=(*laid_out.notes, LEFT_OUT))
             if self.encoder.normalizes or laid_out.char_weights is not None:
-                # Only encoding shows whether its borders are exact.
+                # Only encoding shows whether the boundaries are exact.
                 self._encode([turns], [laid_out], train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
@@ -326,7 +326,7 @@ class TemplateRenderer:
         shape, texts = shape_and_texts(record, self.templates[with_tools].style)
         key = (with_tools, shape + LAST_ONLY if last_only else shape)
         if any(map(_RANGES, record.messages)):
-            # A cached trace does not say which characters of a text it writes.
+            # A cached trace does not record which characters of a text are in the output.
             derived = self._derive_checked(record, cacheable=False, last_only=last_only)
             notes = token_notes((*texts, *record.tools), self.control_tokens, self.text_tokens)
             return self.lay_out_derived(record, derived, notes)
@@ -335,7 +335,7 @@ class TemplateRenderer:
     def _lay_out_texts(
         self, key: ShapeKey, texts: list[str], record: Callable[[], Record], *, last_only: bool = False
     ) -> LaidOut:
-        """Lay out by a cached trace whose guards hold; else derive, and cache the trace if others may follow it."""
+        """Lay out with a cached trace whose guards hold; else derive, and cache the trace if it may be reused."""
         followed = self._cache.follow(key, texts)
         if followed is not None:
             trace, slots = followed
@@ -358,7 +358,7 @@ class TemplateRenderer:
         trace = cached_trace(derived.steps, laid_out, len(texts), self.text_tokens, self.encoder)
         slots = replay(trace.steps, texts.copy())
         if slots is None:
-            # A trace that its own conversation does not follow is none.
+            # The trace does not hold for its own conversation, so it cannot be reused.
             return self.lay_out_derived(record, derived)
         self._cache.add(key, trace)
         return trace.laid_out._replace(slots=slots)
@@ -368,32 +368,32 @@ class TemplateRenderer:
         return replace(derived, notes=derived.notes + self.check(record, derived))
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOut:
-        """The layout of a record by its own derivation."""
+        """Lay out a record by its own derivation, without a cached trace."""
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
         expected, weights = self._headers.expected(derived), rendered_weights(record, derived)
         return LaidOut(layout, [], notes + derived.notes, expected, weights)
 
     def _row_check(self) -> RowCheck | None:
-        """The check of finished rows, for the templates used so far; None for generation tags."""
+        """Return the check of finished rows for the templates used so far; None with generation tags."""
         return None if self.mask == "tags" else self._headers.row_check(self._turn_marks)
 
     def _encode(self, records: Sequence[Record], laid_out: Sequence[LaidOut], **options: Any) -> Rows:
-        # Records that are laid out without their answers, as for a prompt, have nothing to check.
+        # Records laid out without answers, such as prompts, have nothing to check.
         check = self._row_check() if all(one.expected is not None for one in laid_out) else None
         options |= {"text_tokens": self.text_tokens, "check": check}
         return encode_rows(records, laid_out, self.encoder, self._tables, **options)
 
     def _probe(self, record: Record, messages: int, prompt: bool) -> str | None:
-        """A rendering of a small conversation; None where the template refuses it."""
+        """Render a small conversation; return None if the template rejects it."""
         try:
             return self.text(record, messages, prompt=prompt)
         except RecordError as fault:
             if fault.kind == "template_limit":
-                raise DataError(f"{fault.what}, on a small conversation; fix the template") from None
+                raise DataError(f"{fault.what}, for a small conversation; fix the template") from None
             return None
 
     def _confirm(self, trace: CachedTrace, slots: Sequence[str], record: Callable[[], Record]) -> None:
         """Compare a cached trace with the template itself."""
         if fill_slots(chain.from_iterable(trace.laid_out.layout.texts), slots) != self.text(record()):
-            what = "it is not written as others of its kind; this is a fault of chatmill, please report it"
-            raise RecordError(what, "leave it out", kind="not_alike")
+            what = "the cached trace differs from the template; this is a bug in chatmill, please report it"
+            raise RecordError(what, "remove the record", kind="not_alike")

@@ -1,9 +1,9 @@
-"""The invariant of every trained answer, checked on the token ids of finished rows, many at a time.
+"""Check the invariant of trained answers on the token ids of finished rows, in bulk.
 
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …
                                header of the prompt         trained, ends with an end token
 
-This check does not know how answers were derived: it reads what is trained from the spans of the rows.
+The check is independent of how answers are derived: it reads what is trained from the spans of the rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from chatmill.records import Record
 from chatmill.rows import Ids, Index, Role, Rows, Rule, offsets, run_positions
 
 Encode = Callable[[str], tuple[list[int], list[bool], str]]
-"""The ids of a text with control tokens, which of them are control tokens, and the text after the last of those."""
+"""Token ids of a text with control tokens, which of them are control tokens, and the text after the last one."""
 NOT_PROMPTED = "does not start where its prompt ends"
 MAX_TAIL = 256
-"""Most tokens of text at the end of a header."""
+"""Maximum number of text tokens at the end of a header."""
 
 
 NEARBY = 64
-"""Ids of control tokens are looked for together if they are this close: most vocabularies have them side by side."""
+"""Control tokens whose ids are this close are searched together; in most vocabularies they are adjacent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class ExpectedAnswers:
     """What must precede the answers of a row.
 
     Text at the end of a header may be tokenized differently in a row, because an answer follows. So the size of that
-    text is compared, not its ids.
+    text is compared instead of its ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
         compared by id                      by size
@@ -45,15 +45,15 @@ class ExpectedAnswers:
     ids: Ids
     """The headers from their first to their last control token, concatenated."""
     lengths: Index
-    """For each answer, how many ids its header has; 0 if it has no control token, and cannot be compared."""
+    """By answer: number of ids in its header; 0 if it has no control token and cannot be compared."""
     tail_bytes: Index
-    """For each answer, the bytes of text at the end of its header; -1 if the tokenizer changes them."""
+    """By answer: bytes of text at the end of its header; -1 if the tokenizer changes them."""
 
 
 def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
-    """What must precede answers with these contexts.
+    """Return what must precede answers with these contexts.
 
-    `rewrites`: the tokenizer normalizes text, so that the bytes of tokens are not those of the text.
+    `rewrites`: the tokenizer normalizes text, so that the bytes of its tokens differ from the text.
     `strips`: some control tokens remove the whitespace before them (lstrip).
     """
     headers, tails = [], []
@@ -81,7 +81,7 @@ class RowCheck:
         byte_lengths: Callable[[Ids], NDArray[np.int32]],
         allow_no_end: bool,
     ) -> None:
-        """`other_headers` open turns of users and tools, each from a control token on; `byte_lengths` of token ids."""
+        """`other_headers` open user and tool turns and start with a control token; `byte_lengths` maps ids to sizes."""
         self.other_headers, self.allow_no_end = tuple(map(tuple, other_headers)), allow_no_end
         self._byte_lengths = byte_lengths
         self._is_end = np.zeros(vocab_size, dtype=bool)
@@ -91,7 +91,7 @@ class RowCheck:
         self._is_mark[self._marks] = True
 
     def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers]) -> None:
-        """Raise a `RecordError` for the first record whose row breaks the invariant."""
+        """Raise a `RecordError` for the first record whose row violates the invariant."""
         distinct = {id(one): one for one in expected}
         answers = _answers(rows)
         number = {key: at for at, key in enumerate(distinct)}
@@ -99,10 +99,10 @@ class RowCheck:
         counts = np.array([len(one.lengths) for one in distinct.values()])
         other = np.flatnonzero(np.bincount(answers.row, minlength=len(rows)) != counts[which])
         if len(other):
-            raise _fault(records[other[0]], "its row does not have the answers that were derived", "foreign_text")
+            raise _fault(records[other[0]], "its row does not have the derived answers", "foreign_text")
         if not len(answers.row):
             return
-        # For each answer of a row: its index among the answers of all distinct expectations.
+        # By answer of a row: its index among the answers of all distinct `expected`.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
         ids, places = rows.ids, self._places(rows.ids)
         for broken, what, kind in (
@@ -116,10 +116,10 @@ class RowCheck:
                 raise _fault(records[answers.row[at]], f"the answer of message {answers.message[at]} {what}", kind)
 
     def _places(self, ids: Ids) -> Index:
-        """Where the tokens are that begin a header or end a turn."""
+        """Return the positions of tokens that start a header or end a turn."""
         if not self._marks:
             return np.zeros(0, dtype=np.int64)
-        # Comparisons are faster than a lookup for each token; below the first number the difference wraps around.
+        # Comparisons are faster than a table lookup per token; for ids below `first` the difference wraps around.
         first, last = self._marks[0], self._marks[-1]
         if last - first < NEARBY:
             nearby = np.flatnonzero((ids - np.uint32(first)) <= np.uint32(last - first))
@@ -154,7 +154,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each start have `size` bytes; the last one may extend past the header."""
+        """Whether the `count` tokens before each start have `size` bytes; the last token may extend past the header."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]
@@ -172,7 +172,7 @@ class RowCheck:
                 begins = begins[ids[begins + at] == id]
             which = np.searchsorted(answers.start, begins, side="right") - 1
             stop = begins + len(header)
-            # The token that opens the next turn may end an answer, if a server stops there.
+            # If the server stops at the token that opens the next turn, that token ends the answer.
             is_end = (stop == answers.stop[which]) & (len(header) == 1) & self._is_end[ids[begins]]
             holds[which[(which >= 0) & (stop <= answers.stop[which]) & ~is_end]] = True
         return holds
@@ -187,7 +187,7 @@ class RowCheck:
     def _ends(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
         if self.allow_no_end:
             return np.ones(len(answers.stop), dtype=bool)
-        # An answer may be written as several turns.
+        # An answer may consist of several turns.
         goes_on = (answers.row[1:] == answers.row[:-1]) & (answers.message[1:] == answers.message[:-1])
         ended: NDArray[np.bool_] = self._is_end[ids[answers.stop - 1]] | np.append(goes_on, False)
         return ended
@@ -195,7 +195,7 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The token ranges of rows that are answers, in order."""
+    """Token ranges of the answers in all rows, in order."""
 
     row: Index
     message: Index
@@ -216,12 +216,12 @@ def _answers(rows: Rows) -> _Answers:
 
 
 def _fault(record: Record, what: str, kind: str) -> RecordError:
-    right = "this is a bug in chatmill: please report it with the template, and leave the record out"
+    right = "this is a bug in chatmill: please report it with the template; remove the record to continue"
     return RecordError(what, right, kind=kind).at(record.file, record.line, record.id)
 
 
 def header_ids(headers: Collection[str], encode: Encode) -> tuple[tuple[int, ...], ...]:
-    """Headers as ids, without a last token of text, which may be part of a longer token in a row."""
+    """Encode headers, without a text token at the end, which may be part of a longer token in a row."""
     out = []
     for header in headers:
         ids, is_control, _ = encode(header)

@@ -1,4 +1,4 @@
-"""A chat template, compiled: it renders conversations, plain and traced. Only processes made for it import this."""
+"""A compiled chat template that renders conversations, plain or traced. Only template processes import this module."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from chatmill.format.template.tracing.traced_str import field
 from chatmill.records.record import Record
 
 ARGUMENTS_IN_PYTHON = str(json.loads(WEATHER_CALL.arguments))
-FAILS_ALWAYS = "change the template: it fails for a question with its answer, too"
-"""What to do about a template that renders no conversation at all."""
+FAILS_ALWAYS = "change the template: it fails even for one question and its answer"
+"""The fix to suggest for a template that cannot render any conversation."""
 
 
 class ChatTemplate:
-    """A chat template with its variables; renders conversations, or their first messages."""
+    """A chat template with its variables; renders a conversation or its first messages."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ChatTemplate:
     ) -> None:
         self._variables = dict(variables)
         self.deadline = deadline
-        """When renderings are stopped, in seconds of this process's processor time."""
+        """CPU time of this process, in seconds, at which renderings are stopped."""
         self._plain = Program(source, name, Sandbox(now=now))
         self._traced = TracedProgram(source, name, now=now)
         self._renders_something = False
@@ -54,15 +54,15 @@ class ChatTemplate:
         return self._plain.sandbox.has_tags
 
     def render(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> str:
-        """The text of the first `messages` (default: all), with the generation prompt if `prompt`."""
+        """Render the first `messages` (default: all), with the generation prompt if `prompt`."""
         return "".join(self._plain.run(*self._arguments(given, messages, prompt)))
 
     def trace(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> Rendering:
-        """Like `render`, as pieces with their origin; `given` is from `traced_input`."""
+        """Like `render`, but return pieces with their origins; `given` comes from `traced_input`."""
         return self._traced.trace(*self._arguments(given, messages, prompt))
 
     def headers(self, token: re.Pattern[str]) -> Headers:
-        """What it writes between the messages of a plain conversation; `token` matches control tokens."""
+        """Return the text between the messages of a plain conversation; `token` matches control tokens."""
         if self._headers is None:
             given, words = plain_input(TURNS, self.style), [message.content for message in TURNS.messages]
             self._headers = template_headers(
@@ -82,10 +82,10 @@ class ChatTemplate:
         return variables, meter_for(given.characters, len(chosen), self.deadline)
 
     def _find_style(self) -> Style:
-        """How the template writes the contents and the tool calls of a conversation.
+        """Find the form of contents and tool calls that the template expects.
 
-        Arguments are an object, as servers give them, unless the template cannot take one: it fails, leaves the
-        arguments out, or writes Python's form of the object. Such a template gets the text of the record.
+        Tool arguments are passed as an object, like servers do, unless the template cannot handle one: it fails, drops
+        the arguments, or outputs the object's Python repr. Such a template gets the arguments as a string.
         """
         parts = next((parts for parts in (False, True) if self._written(QUESTION, Style(parts))), False)
         for probe in (CALL, CALL_WITHOUT_RESULT):
@@ -93,13 +93,13 @@ class ChatTemplate:
             if as_object and ARGUMENTS_IN_PYTHON not in as_object:
                 return Style(parts)
             as_text = self._written(probe, Style(parts, True))
-            # A template that writes a whole call in Python's form would write the text so, too.
+            # A template that outputs the Python repr of a whole call would also output the repr of the string.
             if as_text and (not as_object or repr(WEATHER_CALL.arguments_text) not in as_text):
                 return Style(parts, True)
         return Style(parts)
 
     def _written(self, record: Record, style: Style) -> str:
-        """The text of a probe; empty if the template fails, or leaves out contents or tool calls."""
+        """Render a probe; return "" if the template fails or drops contents or tool calls."""
         try:
             text = self.render(plain_input(record, style))
         except RecordError:
@@ -112,7 +112,7 @@ class ChatTemplate:
 
 
 def traced_input(record: Record, style: Style, trace: Trace) -> TemplateInput:
-    """The record with traced texts, in the slots of the texts that `shape_and_texts` gives."""
+    """Build the variables with traced texts, in the slot order of `shape_and_texts`."""
     slots = iter(range(trace.num_slots))
 
     def text_of(text: str, source: FieldPath) -> str:

@@ -1,4 +1,4 @@
-"""What finished rows are checked against: the headers that a template writes, as ids of a tokenizer."""
+"""Headers of a chat template as token ids, to check finished rows against."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from chatmill.format.template.turn_marks import TurnMarks
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 TemplateTextIds = tuple[list[int], list[bool], str]
-"""The ids of a text of the template, which of them are control tokens, and the text after the last one."""
+"""Token ids of a text of the template, which of them are control tokens, and the text after the last one."""
 
 
 def template_text_ids(
     text: str, encoder: ControlEncoder, control_tokens: ControlTokens, text_tokens: ControlTokens
 ) -> TemplateTextIds:
-    """Encode a text that the template writes, such as a header, as in a row."""
+    """Encode a text of the template, such as a header, the same way as in a row."""
     parts: list[tuple[str, bool]] = []
     start = 0
     for match in control_tokens.find(text):
@@ -56,14 +56,14 @@ class TemplateHeaders:
     _check: tuple[tuple[int, ...], RowCheck] | None = field(default=None, init=False)
 
     def expected(self, derived: DerivedAnswers) -> ExpectedAnswers | None:
-        """What must precede the answers of a row; None if they are between generation tags."""
+        """Return what must precede the answers of a row; None if generation tags mark them."""
         if not derived.contexts:
             return None
         rewrites = not self.encoder.by_sections or self.encoder.normalizes
         return expected_answers(derived.contexts, self._ids, rewrites=rewrites, strips=bool(self.encoder.lstrip))
 
     def row_check(self, turn_marks: Mapping[int, TurnMarks]) -> RowCheck:
-        """The check of finished rows, for templates that open and end turns with these marks."""
+        """Return the check of finished rows for templates with these turn marks."""
         used = tuple(sorted(turn_marks))
         if self._check is None or self._check[0] != used:
             marks = [turn_marks[number] for number in used]

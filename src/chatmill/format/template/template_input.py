@@ -1,7 +1,7 @@
 """Records as the variables that a chat template is rendered with.
 
-The shape of a record is everything but its texts: roles, which fields there are, the keys and numbers of tool calls,
-the tools. Two records of one shape differ in their texts only.
+The shape of a record is everything except its texts: roles, which fields are present, keys and numbers in tool calls,
+and the tools. Two records of one shape differ only in their texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chatmill.format.template.tracing.trace import OUTSIDE, FieldPath
 from chatmill.records.record import NO_ROLE, ROLES, Message, Record, ToolCall, is_layout
 
 TextOf = Callable[[str, FieldPath], str]
-"""What stands in the variables for a text of the record."""
+"""Maps a text of the record to its value in the template variables."""
 
 _DECODE = msgspec.json.Decoder().decode
 _ENCODE = msgspec.json.Encoder().encode
@@ -25,17 +25,17 @@ _ENCODE = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True)
 class Style:
-    """How a template expects its messages."""
+    """The form in which a template expects messages."""
 
     parts: bool = False
-    """Content as a list of parts, as for vision-language models."""
+    """Pass content as a list of parts, as for vision-language models."""
     arguments_as_text: bool = False
-    """The arguments of a tool call as the record's own text instead of an object."""
+    """Pass the arguments of a tool call as the record's JSON string instead of an object."""
 
 
 @dataclass(frozen=True)
 class TemplateInput:
-    """The variables of one record."""
+    """Template variables of one record."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -43,32 +43,32 @@ class TemplateInput:
 
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Variables that a tokenizer may define for its template; undefined ones are written as an empty text."""
+"""Variables that a tokenizer may define for its template; undefined ones render as an empty string."""
 LEFT_OUT = "whitespace_left_out"
-"""Noted for a record with whitespace between turns, which a template does not write."""
+"""Ledger reason for a record with whitespace between turns, which templates drop."""
 _ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
 
 
 def only_turns(record: Record) -> Record:
-    """The record without whitespace between turns of a transcript; other text between turns is refused."""
+    """Remove whitespace between the turns of a transcript; raise `RecordError` for other text between turns."""
     if all(message.role != NO_ROLE for message in record.messages):
         return record
     for number, message in enumerate(record.messages):
         if message.role == NO_ROLE and not is_layout(message):
-            what = f"message {number} is text outside turns, which a chat template cannot write"
+            what = f"message {number} is text outside turns, which a chat template cannot render"
             raise RecordError(what, "use --format post-training, or remove it", kind="text_outside_turns")
     return msgspec.structs.replace(record, messages=[each for each in record.messages if each.role != NO_ROLE])
 
 
 def plain_input(record: Record, style: Style) -> TemplateInput:
-    """The record with its texts as they are."""
+    """Build the variables with the record's texts unchanged."""
     return build_input(record, style, _unchanged, _unchanged)
 
 
 def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
-    """What is the same in all records of a shape, and the texts in which they differ.
+    """Return the part that all records of a shape share, and the texts in which they differ.
 
-    A shape of roles alone is their codes; one with other fields or with tools begins with 255.
+    If a shape has only roles, it is their codes; one with other fields or with tools starts with byte 255.
     """
     codes = [
         255
@@ -93,7 +93,7 @@ def _unchanged(text: str, source: FieldPath) -> str:
 
 
 def build_input(record: Record, style: Style, text_of: TextOf, of_shape: TextOf) -> TemplateInput:
-    """The variables; `text_of` gives the texts of the record, `of_shape` those that belong to its shape."""
+    """Build the variables; `text_of` maps the texts of the record, `of_shape` those that belong to its shape."""
     messages = [_message(message, number, style, text_of, of_shape) for number, message in enumerate(record.messages)]
     tools = [
         _json_value(_DECODE(tool), OUTSIDE, ("tools", at), of_shape, of_shape) for at, tool in enumerate(record.tools)
@@ -113,7 +113,7 @@ def _message(message: Message, number: int, style: Style, text_of: TextOf, of_sh
         "content": [{"type": "text", "text": content}] if style.parts else content,
     }
     if message.reasoning:
-        # Under both names that templates use, like transformers.
+        # Set both names that templates use, like transformers.
         reasoning = text_of(message.reasoning, FieldPath(number, ("reasoning",)))
         out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
     if message.tool_calls:
@@ -140,7 +140,7 @@ def _call(call: ToolCall, at: FieldPath, style: Style, text_of: TextOf, of_shape
 
 
 def _json_value(value: Any, number: int, path: tuple[str | int, ...], text_of: TextOf, of_shape: TextOf) -> Any:
-    """A JSON value with its strings replaced; keys belong to the shape."""
+    """Replace the strings in a JSON value; keys belong to the shape."""
     if isinstance(value, str):
         return text_of(value, FieldPath(number, path))
     if isinstance(value, dict):

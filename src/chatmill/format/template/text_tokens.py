@@ -1,8 +1,8 @@
-"""Which added tokens may come from the text of messages, learned from what a template writes.
+"""Learn which added tokens may come from the text of messages.
 
-A token that the tokenizer marks special never comes from text, nor does one that the template writes in the header of a
+A token that the tokenizer marks special never comes from text, nor does one that the template uses in the header of a
 role or as the end of a turn (DeepSeek's `<｜User｜>` is not special). All others are tags inside answers: `<think>`,
-`<tool_call>`. Headers and ends are learned from small conversations whose texts are words that no template writes:
+`<tool_call>`. Headers and ends are learned from small conversations whose texts are words that no template contains:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
@@ -18,10 +18,10 @@ from chatmill.format.template.probes import TOOLS, probe_record
 from chatmill.records.record import Message, Record, ToolCall, new_message
 
 Render = Callable[[Record, int, bool], str | None]
-"""The text of the first n messages, with or without the generation prompt; None if the template refuses them."""
+"""Renders the first n messages, with or without the generation prompt; None if the template rejects them."""
 
 MAX_WORDS = 2
-"""Most words between two tokens of a header; a token among more words is mentioned in a sentence."""
+"""Maximum number of words between two tokens of a header; a token among more words is part of a sentence."""
 
 PUNCTUATION = frozenset(".,;:!?")
 """Characters that occur in sentences, not in headers."""
@@ -29,7 +29,7 @@ ID = "call00001"
 
 
 def _turns(*roles: str) -> list[Message]:
-    """Messages whose texts are `QzUser0`, `QzAssistant1` and so on."""
+    """Return messages with the texts `QzUser0`, `QzAssistant1` and so on."""
     return [
         new_message(
             role, f"Qz{role.title()}{at}", **({"name": "weather", "tool_call_id": ID} if role == "tool" else {})
@@ -52,18 +52,18 @@ _CALLS = probe_record(
 
 
 def learn_text_tokens(render: Render, tokens: ControlTokens, unmarked: Collection[str]) -> frozenset[str]:
-    """Those of the unmarked tokens that the template does not write in headers or as ends."""
+    """Return the unmarked tokens that the template does not use in headers or as turn ends."""
     unmarked = tokens.ids.keys() & unmarked
     return frozenset(unmarked - tokens_of_turns(render, tokens, tokens.ids.keys() - unmarked) if unmarked else ())
 
 
 def tokens_of_turns(render: Render, tokens: ControlTokens, special: Collection[str]) -> frozenset[str]:
-    """The tokens that a template writes in headers and as ends of turns; tokens in `special` are never tags."""
+    """Return the tokens that a template uses in headers and as turn ends; tokens in `special` are never tags."""
     return _Turns(render, tokens, special).learn()
 
 
 def token_notes(texts: Sequence[str], tokens: ControlTokens, text_tokens: ControlTokens) -> tuple[str, ...]:
-    """Notes for the ledger on texts that contain control tokens."""
+    """Return notes for the ledger about texts that contain control tokens."""
     if not tokens.any_in(texts):
         return ()
     matches = {match[0] for text in texts for match in tokens.find(text)}
@@ -76,7 +76,7 @@ class _Turns:
         self.tokens, self.special = tokens, special
         self._render, self._rendered = render, dict[tuple[str | None, int, bool], str | None]()
 
-        # Some templates write one exchange only.
+        # Some templates support only one exchange.
         self.row = self.render(_DIALOG, 4, False) or self.render(_DIALOG, 2, False) or ""
         self.opening = _between(self.row, "QzUser0", "QzAssistant1")
 
@@ -97,32 +97,32 @@ class _Turns:
         return frozenset(turns | (self._tool_turns(tags) - reasoning) | (self._system_turn() - tags))
 
     def _closing_and_header(self, record: Record, following: str) -> tuple[list[str], list[str]]:
-        """The tokens that close the answer of message 1, and those of the header between it and the next text."""
+        """Return the tokens that close the answer of message 1, and those of the header before the next text."""
         between = self._names(_between(self.render(record, len(record.messages), False), "QzAssistant1", following))
         alone = self.render(record, 2, False)
         if alone is None:
-            # The template refuses to end here: the header starts with the last special token.
+            # The template rejects a conversation that ends here: take the last special token as start of the header.
             special = [at for at, token in enumerate(between) if token in self.special]
             return [], between[special[-1] if special else -1 :]
         size = _common(between, self._names(_after(alone, "QzAssistant1")))
         return between[:size], between[size:]
 
     def _ends(self, closing: Sequence[str]) -> list[str]:
-        """The tokens that end a turn: those before a special one are tags of the answer, `</response><|im_end|>`."""
+        """Return the tokens that end a turn; those before a special one are tags (`</response><|im_end|>`)."""
         last = max((at for at, token in enumerate(closing) if token in self.special), default=-1)
         return [*closing[last + 1 :]]
 
     def _before_answers(self, size: int, tags: Collection[str]) -> set[str]:
-        """The end of a user's turn, and the header of an assistant's: as many tokens (`size`) as that of a user."""
+        """Return the tokens of the user turn's end and of the assistant header, which has at most `size` tokens."""
         prompt, alone = (_after(self.render(_DIALOG, 1, prompt), "QzUser0") for prompt in (True, False))
         ends = self._names(alone)
         if prompt == alone:
-            # The template ignores add_generation_prompt: it has no header, or always writes it.
+            # The template ignores add_generation_prompt: it has no header, or always includes it.
             return ({*self._names(self.opening)[: max(1, size)], *ends} & self._in_all_openings()) - {*tags}
         shared = _common(self._names(prompt), ends)
         header = self._names(prompt)[shared:]
         if size == 0 and header and self._word_before(prompt, shared):
-            # Headers are words.
+            # Headers are plain words without tokens.
             header = []
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
 
@@ -132,7 +132,7 @@ class _Turns:
         return bool(text[matches[number - 1].end() if number else 0 : matches[number].start()].strip())
 
     def _in_all_openings(self) -> set[str]:
-        """The tokens between a user's text and an answer without reasoning, in each row and each prompt."""
+        """Return the tokens that occur between user text and plain answer in every row and every prompt."""
         openings = []
         for record, answers in ((_DIALOG, (1, 3)), (_SYSTEM, (2,))):
             row = self.render(record, len(record.messages), False)
@@ -144,19 +144,19 @@ class _Turns:
         return set.intersection(*({*self._names(text)} for text in openings)) if openings else set()
 
     def _reasoning_tags(self) -> set[str]:
-        """The tokens after the reasoning of an answer, and the one before it unless it also precedes plain answers."""
+        """Return the tokens after the reasoning of an answer, and the one before it unless plain answers have it."""
         row = self.render(_REASONING, 2, False)
         opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(self.opening)}
         return opening | {*self._names(_between(row, "QzReasoning", "QzAssistant1"))}
 
     def _call_tags(self) -> set[str]:
-        """The tokens around the tool call of an answer that do not precede a plain answer."""
+        """Return the tokens around the tool call of an answer that do not precede a plain answer."""
         row = self.render(_CALLS, 2, False)
         around = _between(row, "QzUser0", "QzAssistant1"), _after(row, "QzAssistant1")
         return {token for text in around for token in self._names(text)} - {*self._names(self.opening)}
 
     def _tool_turns(self, tags: Collection[str]) -> set[str]:
-        """The tokens of the headers and ends of tool results."""
+        """Return the tokens in the headers and ends of tool results."""
         out: set[str] = set()
         for record, last in ((_CALLS, 3), (_RESULT, 2)):
             row = self.render(record, len(record.messages), False)
@@ -168,13 +168,13 @@ class _Turns:
         return out
 
     def _system_turn(self) -> set[str]:
-        """The tokens before and after the text of a system message, except those mentioned in sentences."""
+        """Return the tokens before and after the text of a system message, except those inside sentences."""
         row = self.render(_SYSTEM, 3, False) or ""
         texts = (row.partition("QzSystem0")[0], _between(row, "QzSystem0", "QzUser1")) if "QzSystem0" in row else ()
         return {token for text in texts for token in self._near(text)}
 
     def _near(self, text: str) -> list[str]:
-        """The tokens at the beginning and the end of a text, with few words between them."""
+        """Return the tokens at the start and the end of a text, with few words between them."""
         matches = self.tokens.find(text)
         starts, stops = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
         gaps = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
@@ -187,7 +187,7 @@ class _Turns:
         if key not in self._rendered:
             text = self._render(record, messages, prompt)
             if text is None and not record.tools:
-                # Some templates are for conversations with tools only.
+                # Some templates support only conversations with tools.
                 text = self._render(probe_record("", *record.messages, tools=TOOLS), messages, prompt)
             self._rendered[key] = text
         return self._rendered[key]
@@ -196,23 +196,23 @@ class _Turns:
         return [match[0] for match in self.tokens.find(text)]
 
     def _last(self, text: str) -> list[str]:
-        """The token that a text ends with, ignoring whitespace."""
+        """Return the token at the end of a text, ignoring whitespace."""
         return [match[0] for match in self.tokens.find(text)[-1:] if not text[match.end() :].strip()]
 
 
 def _between(text: str | None, before: str, after: str) -> str:
-    """The text between two words; empty if one of them is missing."""
+    """Return the text between two words; "" if one of them is missing."""
     _, word, tail = (text or "").partition(before)
     between, end, _ = tail.partition(after)
     return between if word and end else ""
 
 
 def _after(text: str | None, word: str) -> str:
-    """The text after the last occurrence of a word; empty if it is missing."""
+    """Return the text after the last occurrence of a word; "" if it is missing."""
     _, there, after = (text or "").rpartition(word)
     return after if there else ""
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """The length of the common prefix of two lists of tokens."""
+    """Return the length of the common prefix of two lists of tokens."""
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])

@@ -1,4 +1,4 @@
-"""Cached traces of renderings, by the shape of the conversations that may follow them."""
+"""Cache of rendering traces, by the shape of the conversations that may reuse them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from chatmill.format.template.tracing.trace import ReadyStep, TraceStep, merge_g
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 MAX_MESSAGES = 64
-"""Messages of a conversation whose trace is cached: the number of prefixes to guard grows with the square of it."""
+"""Maximum number of messages for a cached trace; the cost of guarding its prefixes is quadratic in it."""
 MAX_TRACES = 16
-"""Cached traces of one shape; conversations that follow none of them are derived each time."""
+"""Maximum number of cached traces per shape; conversations that match none of them are derived each time."""
 MAX_CELLS = 2**20
-"""Cells and steps of all cached traces together."""
+"""Maximum total number of cells and steps in all cached traces."""
 MAX_SHAPES = 2**17
-"""Shapes that are remembered as met."""
+"""Maximum number of shapes remembered as seen."""
 LAST_ONLY = b"\xfe"
-"""Suffix of the shapes of conversations of which only the last answer is derived; no other shape ends so."""
+"""Suffix for shapes of conversations in which only the last answer is derived; no other shape ends with it."""
 
 ShapeKey = tuple[bool, bytes]
 """Whether a conversation has tools, and its shape."""
@@ -28,19 +28,19 @@ ShapeKey = tuple[bool, bytes]
 
 @dataclass
 class CachedTrace:
-    """The trace of a rendering, with the layout of all conversations that follow it."""
+    """The trace of a rendering, with the layout for all conversations that follow it."""
 
     steps: tuple[ReadyStep, ...]
     laid_out: LaidOut
-    """Without the texts for its slots."""
+    """Its slots have no texts."""
     is_plain: bool
-    """Whether every conversation of its shape without an empty text follows it, and is encoded with its own texts."""
+    """Whether all conversations of its shape without empty texts follow it and are encoded with their own texts."""
     needs_empty: bool
     """Whether only conversations with an empty text follow it."""
     uses: int = 0
 
     def use(self) -> bool:
-        """Count a use: whether it is one at which the trace is compared with the template, 1, 2, 4, 8, …"""
+        """Count a use; return whether to compare the trace with the template this time (uses 1, 2, 4, 8, …)."""
         self.uses += 1
         return not self.uses & (self.uses - 1)
 
@@ -48,7 +48,7 @@ class CachedTrace:
 def cached_trace(
     steps: Sequence[TraceStep], laid_out: LaidOut, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
 ) -> CachedTrace:
-    """A trace of a conversation with `num_texts` texts."""
+    """Build the cached trace of a conversation with `num_texts` texts."""
     simple = simple_sections(laid_out.layout, num_texts, text_tokens, encoder)
     merged = merge_guards(steps, num_texts)
     guards_of_texts = [step for step in merged if step.is_guard and all(slot < num_texts for slot in step.slots)]
@@ -73,12 +73,12 @@ class TraceCache:
         return len(self._traces)
 
     def clear(self) -> None:
-        """Forget all traces."""
+        """Remove all traces."""
         self._traces.clear()
         self._plain.clear()
 
     def follow(self, key: ShapeKey, texts: list[str]) -> tuple[CachedTrace, list[str]] | None:
-        """The trace that a conversation follows, with the texts for its slots."""
+        """Return the trace that a conversation follows and the texts for its slots; None if there is none."""
         for trace in self._traces.get(key, ()):
             slots = replay(trace.steps, texts.copy())
             if slots is not None:
@@ -86,11 +86,11 @@ class TraceCache:
         return None
 
     def plain(self, key: ShapeKey) -> CachedTrace | None:
-        """The trace that every conversation of a shape follows that has no empty text, if there is such a trace."""
+        """Return the trace that all conversations of a shape without empty texts follow; None if there is none."""
         return self._plain.get(key)
 
     def may_add(self, key: ShapeKey, num_messages: int) -> bool:
-        """Whether to cache the trace of a conversation that follows none of those of its shape."""
+        """Whether to cache the trace of a conversation that follows no cached trace."""
         recurs = num_messages <= MAX_MESSAGES and self._may_recur(key)
         return recurs and len(self._traces.get(key, ())) < MAX_TRACES and self._cells < MAX_CELLS
 
@@ -102,7 +102,7 @@ class TraceCache:
         self._plain[key] = first if first is not None and first.is_plain else None
 
     def _may_recur(self, key: ShapeKey) -> bool:
-        """Whether other records of this shape are likely: if it has only roles, or has been met before."""
+        """Whether this shape is likely to recur: it has only roles, or was seen before."""
         hashed = hash(key)
         met = hashed in self._met_shapes
         if len(self._met_shapes) < MAX_SHAPES:

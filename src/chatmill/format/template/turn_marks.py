@@ -1,7 +1,7 @@
-"""How a template opens and ends turns, learned from small conversations.
+"""Learn from small conversations how a template opens and ends turns.
 
 An answer must not contain the header of another turn, and must end with a token that ends a turn. Both are learned from
-what the template writes, because the names of tokens do not tell.
+the output of the template, because the names of tokens are not reliable.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from chatmill.format.template.probes import CALL, TURNS
 from chatmill.records import Record
 
 Render = Callable[[Record, int, bool], str]
-"""The text of the first n messages of a record, with or without the generation prompt."""
+"""Renders the first n messages of a record, with or without the generation prompt."""
 Derive = Callable[[Record], DerivedAnswers]
 
 
 class TurnMarks(NamedTuple):
     headers: tuple[str, ...]
-    """The headers of users and tools, each from a control token on."""
+    """Headers of user and tool turns; each starts with a control token."""
     ends: frozenset[str]
     """The tokens that end an answer."""
 
@@ -32,7 +32,7 @@ class TurnMarks(NamedTuple):
 def learn_turn_marks(
     render: Render, derive: Derive, tokens: ControlTokens, *, stops: Iterable[str] | None, eos: str | None
 ) -> TurnMarks:
-    """What a template opens and ends turns with; `stops` are the tokens that a server stops at, if they are known."""
+    """Learn the turn marks of a template; `stops` are the tokens at which a server stops, if known."""
     derived = {}
     for record in (TURNS, CALL):
         try:
@@ -56,11 +56,11 @@ def learn_turn_marks(
             elif stops is None and not _closes_tag(
                 end, [match[0] for match in matches[:-1] if match.start() >= answer.start]
             ):
-                # What surrounds it tells whether the last token of a call ends the turn or only the call.
+                # The surrounding text shows whether the last token of a call ends the turn or only the call.
                 closes_call = len(matches) > 1 and matches[-2].end() == matches[-1].start()
                 if closes_call or result.rendering.text[answer.stop :].lstrip().startswith(opening):
                     ends.add(end)
-    # What also stands inside of a call opens no turn.
+    # A header that also occurs inside a call does not open a turn.
     calling = derived.get(CALL.id)
     calls = [calling.rendering.text[answer.start : answer.stop] for answer in calling.answers] if calling else []
     tool = _without_ends(tool_header, ends, tokens) if tool_header else ""
@@ -72,7 +72,7 @@ def learn_turn_marks(
 
 
 def _closes_tag(token: str, before: Collection[str]) -> bool:
-    """Whether a token closes what another one opens: `</tool_call>`, `<tool_call|>`, `<|tools_suffix|>`."""
+    """Whether a token closes a tag that another token opens: `</tool_call>`, `<tool_call|>`, `<|tools_suffix|>`."""
     return token.startswith("</") or _name(token) in map(_name, before)
 
 
@@ -81,14 +81,14 @@ def _name(token: str) -> str:
 
 
 def _without_ends(header: str, ends: Collection[str], tokens: ControlTokens) -> str:
-    """A header without the end of the previous turn: from after the last token that ends a turn."""
+    """Remove the end of the previous turn from a header."""
     matches = tokens.find(header)
     last = max((at for at, match in enumerate(matches[:-1]) if match[0] in ends), default=-1)
     return header[matches[last + 1].start() :]
 
 
 def _user_header(render: Render, tokens: ControlTokens) -> str:
-    """What precedes the second user message, without what ends the answer before it."""
+    """Return the text before the second user message, without the end of the answer before it."""
     words = [message.content for message in TURNS.messages]
     token = tokens.pattern
     headers = template_headers(lambda count, prompt: render(TURNS, count, prompt), words, token)
@@ -101,7 +101,7 @@ def _user_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _tool_header(render: Render, tokens: ControlTokens) -> str:
-    """What separates a tool call from its result, without what the template writes when the call is last."""
+    """Return the text between a tool call and its result, without the text that follows a call at the end."""
     try:
         alone, row = render(CALL, 2, False), render(CALL, 4, False)
         call = re.search(r"(?s)Lisbon(?!.*Lisbon)(.*)", alone.split("Rain?", 1)[1])
@@ -111,12 +111,12 @@ def _tool_header(render: Render, tokens: ControlTokens) -> str:
     if call is None or between is None:
         return ""
     header = _opening(between[1][common_prefix(between[1], call[1], tokens.pattern) :], tokens)
-    # What also occurs in the call itself does not open a turn.
+    # A header that also occurs in the call itself does not open a turn.
     return "" if header in alone.split("Rain?", 1)[1] else header
 
 
 def _opening(header: str, tokens: ControlTokens) -> str:
-    """A header from its first to its last control token, and the word after it; "" if it has no token."""
+    """Cut a header to its first through last control token and the word after it; "" if it has no token."""
     matches = tokens.find(header)
     if not matches:
         return ""

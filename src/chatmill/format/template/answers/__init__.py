@@ -1,8 +1,8 @@
-"""Which characters of a rendering are answers, that is trained.
+"""Derive which characters of a rendering are answers, that is, trained.
 
-by_origin    from where each character came from
-by_prefix    from the prompts that a server would send, as plain text; shares no code with by_origin
-contexts     what must precede each answer: the end of its prompt, from the assistant header on
-derive       both, which must agree; or the generation tags of the template
-guards       what keeps the result valid for other conversations
+by_origin    derives answers from the origin of each character
+by_prefix    derives answers from the prompts that a server would send, as plain text; shares no code with by_origin
+contexts     what must precede each answer: the end of its prompt, starting at the assistant header
+derive       runs both derivations, which must agree; or reads the generation tags of the template
+guards       conditions under which the result is valid for other conversations
 """

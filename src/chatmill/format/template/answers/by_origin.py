@@ -1,15 +1,15 @@
-"""Answers by origin: where the characters came from tells where an answer starts and stops.
+"""Derive answers by origin: the source of each character shows where an answer starts and ends.
 
-Between the last field of the messages before it and its own first field, a rendering holds only literals of the
-template; so does the prompt that a server would send after those messages. Their common prefix is given to the model;
-the answer starts where the rendering diverges from it.
+Between the last field of the previous messages and the first field of the answer, a rendering has only literals of the
+template. The same holds for the prompt that a server would send after those messages. Their common prefix is given to
+the model; the answer starts where the rendering diverges from it.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
     rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
                      common                              | trained
 
-It stops with the last control token among the literals that the template writes for this message after its last
-field. Earlier messages may differ in the prompt and in the rendering: only the literals in between count.
+The answer ends with the last control token among the literals that the template writes for this message after its last
+field. Earlier messages may differ between prompt and rendering: only the literals in between count.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class AnswerSpan(NamedTuple):
     """Whether it ends with a control token."""
 
 
-def disputed(what: str, right: str = "rewrite the conversation, or leave it out") -> RecordError:
+def disputed(what: str, right: str = "rewrite the conversation, or remove it") -> RecordError:
     return RecordError(what, right, kind="mask_disputed")
 
 
 def shown(text: str) -> str:
-    """The beginning of a text, in quotes."""
+    """Return the start of a text, in quotes."""
     return f'"{one_line(text, SHOWN)}"'
 
 
 def shown_end(text: str) -> str:
-    """The end of a text, in quotes."""
+    """Return the end of a text, in quotes."""
     return f'"{"…" if len(text) > SHOWN else ""}{one_line(text[-SHOWN:], SHOWN)}"'
 
 
 RenderTraced = Callable[[int, bool], Rendering]
-"""The traced rendering of the first n messages, with or without the generation prompt."""
+"""Renders the first n messages with tracing, with or without the generation prompt."""
 PromptEnds = Callable[[int, str], bool]
 """Whether the prompt after n messages ends with a text."""
 
@@ -66,18 +66,18 @@ def answers_by_origin(
     eos: str | None = None,
     prompt_ends: PromptEnds | None = None,
 ) -> list[AnswerSpan]:
-    """The answer of each of these messages; `ends` are the tokens that a server stops at, where they are known.
+    """Return the answer of each message in `assistants`; `ends` are the tokens at which a server stops, if known.
 
     `prompts` are the message counts whose prompts may show the usual header.
 
-    With `prompt_ends`, the prompt of an answer that starts like an earlier one is not traced if it also ends like it.
+    With `prompt_ends`, a prompt is not traced if the answer starts, and the prompt ends, like an earlier one.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]
 
 
 class _OriginSearch:
-    """The search for the answers of one conversation."""
+    """Searches the answers of one conversation."""
 
     def __init__(
         self,
@@ -93,18 +93,18 @@ class _OriginSearch:
         self.render_traced, self.tokens, self.prompt_ends = render_traced, tokens, prompt_ends
         self.ends, self.eos = ends, eos
         self.places = list(accumulate((len(piece.text) for piece in full.pieces), initial=0))
-        """The offset of each piece, and the length of the text."""
+        """Offset of each piece; one more entry for the length of the text."""
         self.fields = [at for at, piece in enumerate(full.pieces) if piece.source is not None]
         self.visited = {
             piece.owner
             for piece in full.pieces
             if piece.source is not None and piece.source.message not in (piece.owner, OUTSIDE)
         }
-        """Messages in whose loop iteration the template writes a field of another message."""
+        """Messages in whose loop iteration the template outputs a field of another message."""
         self.known_starts: dict[str, tuple[str, int]] = {}
-        """Keyed by the literals before an answer: the literals that end its prompt, and their common prefix length."""
+        """By the literals before an answer: the literals at the end of its prompt, and their common prefix length."""
         self.known_closings: dict[str, int] = {}
-        """Keyed by the literals after an answer, from the first control token on: how many characters close it."""
+        """By the literals after an answer, starting at the first control token: how many characters close it."""
 
     def answer(self, message: int) -> AnswerSpan:
         start = self._start(message)
@@ -133,7 +133,7 @@ class _OriginSearch:
         after = next((at for at in self.fields if at > before), len(self.pieces))
         literals = self._between(before, after)
         if own < len(self.pieces) and after != own:
-            what = f"text of message {self._message_of(after)} comes between message {message} and what it answers"
+            what = f"text of message {self._message_of(after)} separates message {message} from the message it answers"
             raise disputed(f"{what}: {shown(self.pieces[after].text)}")
         begin = self.places[before + 1]
         common = self._common(literals, prompt_end)
@@ -141,13 +141,13 @@ class _OriginSearch:
             header = self._visible_header(message, prompt_end)
             place = len(prompt_end) - len(header)
             if common == place and self._opening(self._usual_header()) not in header:
-                # The turn continues, as after a tool result: what the prompt adds is not a header.
+                # The turn continues, as after a tool result: the text that the prompt adds is not a header.
                 return begin + common
             if common <= place:
                 header_at = self._header_place(literals, prompt_end, header)
                 if header_at is None:
                     what = f"message {message} starts with {shown(literals[common:])}, but its prompt ends with"
-                    right = "use a template whose rows open answers as its prompts do"
+                    right = "use a template whose rows open answers like its prompts"
                     raise disputed(f"{what} {shown_end(prompt_end)}", right)
                 place = header_at
             return begin + place + self._common(literals[place:], header)
@@ -160,29 +160,29 @@ class _OriginSearch:
         return begin + common
 
     def _usual_header(self) -> str:
-        """The header of the first prompt of this conversation that has one."""
+        """Return the header of the first prompt of this conversation that has one."""
         headers = map(self._header, self.prompts)
         return next((header for header in headers if header), "").lstrip()
 
     def _start_without_prompt(self, message: int, own: int, error: RecordError) -> int:
-        """The start of an answer whose prompt the template refuses, as for a first message: after the usual header."""
+        """Find the start after the usual header, if the template rejects the prompt, for example of a first message."""
         before = max((at for at in self.fields if at < own), default=-1)
         literals = self._between(before, own)
         header = self._usual_header()
         opening = self._opening(header)
         places = [match.start() for match in re.finditer(re.escape(opening), literals)] if header else []
-        # Of several openings, as after a default system message, take the one with most of the header.
+        # There may be several openings, for example after a default system message; take the one closest to the header.
         common, place = max(((self._common(literals[at:], header), at) for at in places), default=(0, -1))
         if not common:
-            what = f"the template refuses the prompt for message {message}: {error.what}"
+            what = f"the template rejects the prompt for message {message}: {error.what}"
             raise disputed(what, "start the conversation with the message that it answers")
         return self.places[before + 1] + place + common
 
     def _visible_header(self, message: int, prompt_end: str) -> str:
-        """The header that a prompt ends with; its last control token if the prompt adds nothing of its own."""
+        """Return the header at the end of a prompt; the last control token if the generation prompt adds nothing."""
         if header := (self._header(message) or "").lstrip():
             return header
-        # The template may ignore add_generation_prompt and always write the header: then the row ends with it, too.
+        # The template may ignore add_generation_prompt and always output the header; then the row ends with it too.
         last = _tail(self.full)[1]
         always = next((at for at in range(len(prompt_end)) if last.endswith(prompt_end[at:])), len(prompt_end))
         matches = [match.start() for match in self.tokens.find(prompt_end)]
@@ -190,12 +190,12 @@ class _OriginSearch:
         return prompt_end.lstrip() if at is None else prompt_end[at:]
 
     def _opening(self, header: str) -> str:
-        """A header up to its first control token, or all of it if it has none."""
+        """Return a header through its first control token, or all of it if it has none."""
         matches = self.tokens.find(header)
         return header[: matches[0].end()] if matches else header.rstrip()
 
     def _header_place(self, literals: str, prompt_end: str, header: str) -> int | None:
-        """Where its header starts in the literals before an answer; whitespace before it may differ."""
+        """Find the header in the literals before an answer; whitespace before it may differ."""
         prompted = "".join(prompt_end[: len(prompt_end) - len(header)].split())
         opening = self._opening(header)
         places = [match.start() for match in re.finditer(re.escape(opening), literals)]
@@ -203,7 +203,7 @@ class _OriginSearch:
         return alike[0] if alike else places[0] if len(places) == 1 else None
 
     def _header(self, message: int) -> str | None:
-        """The literals that the prompt for a message adds."""
+        """Return the literals that the generation prompt adds before a message."""
         try:
             prompt_end = _tail(self.render_traced(message, True))[1]
             without = _tail(self.render_traced(message, False))[1]
@@ -212,12 +212,12 @@ class _OriginSearch:
         return prompt_end[self._common(prompt_end, without) :]
 
     def _anchor(self, message: int, source: FieldPath | None, own: int) -> int:
-        """The last piece before the answer that comes from the last field of the prompt."""
+        """Return the last piece before the answer that comes from the last field of the prompt."""
         if source is None:
             return -1
         anchor = max((at for at in self.fields if at < own and self.pieces[at].source == source), default=None)
         if anchor is None:
-            what = f"what precedes message {message} in its prompt is missing from the row"
+            what = f"the text before message {message} in its prompt is missing from the row"
             raise disputed(f"{what} ({'.'.join(map(str, source.path))} of message {source.message})")
         return anchor
 
@@ -233,24 +233,24 @@ class _OriginSearch:
         matches = self.tokens.find(closing) or self.tokens.find(own or "")
         is_tag = bool(matches) and matches[-1][0].startswith("</") and matches[-1][0] not in (*self.ends, self.eos)
         if own is not None and (is_tag if matches else not own.strip()):
-            # What the template writes behind its loop, or for the next message, may close it. A tag does not.
+            # Text after the loop, or of the next message, may close the answer. A tag does not.
             further = self.tokens.find(self._closing(message, start, literals))[len(matches) :]
             if further and not literals[len(own) : further[0].start()].strip():
                 matches = further[:1]
         if matches:
-            # The first token that a server stops at, or the first EOS, or the last of all.
+            # Take the first token at which a server stops, else the first EOS, else the last token.
             stops = [match for match in matches if match[0] in self.ends]
             end = (stops or [match for match in matches if match[0] == self.eos] or matches[-1:])[0]
             return begin + end.end(), True
         following = self.tokens.find(literals)
         between = literals[len(own or "") : following[0].start()] if following else ""
         if following and following[0][0] in self.ends and not between.strip():
-            # The token that opens the next turn closes this one: a server stops there, so the model must write it.
+            # The token that opens the next turn closes this one: a server stops there, so the model must generate it.
             return begin + following[0].end(), True
         return begin + len((own if own is not None else closing).rstrip()), False
 
     def _last_field(self, message: int, start: int) -> int | None:
-        """The last piece of this message in its answer: the one it ends with when it is the last message."""
+        """Return the last piece of this message in its answer: the piece that ends it if no message follows."""
         run: list[int] = []
         for at in self.fields:
             if self.places[at] >= start:
@@ -271,14 +271,14 @@ class _OriginSearch:
         return ending[-1]
 
     def _alone(self, message: int) -> Rendering:
-        """The rendering that ends with this message."""
+        """Render the conversation up to and including this message."""
         try:
             return self.render_traced(message + 1, False)
         except RecordError:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """The literals from `begin` on that were written for this message; None if no loop iteration tells."""
+        """Return the literals after `begin` that belong to this message; None if no loop iteration shows it."""
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""
@@ -292,7 +292,7 @@ class _OriginSearch:
         return literals[: max(0, stop - begin)]
 
     def _own_closing(self, message: int, own: str) -> str:
-        """The literals written for this message that also close it when it is the last one."""
+        """Return the literals of this message that also close it when it is the last one."""
         matches = self.tokens.find(own)
         if len(matches) < 2:
             return own
@@ -302,11 +302,11 @@ class _OriginSearch:
         return own[: max(0, first + known[own[first:]])]
 
     def _closing(self, message: int, start: int, literals: str) -> str:
-        """Of literals that no loop iteration owns, those that close this message whatever follows it."""
+        """Return those literals outside loop iterations that close this message independently of what follows."""
         alone = self._alone(message)
         source, tail = _tail(alone, of=message)
         if source is None:
-            # The template writes no field of it: take what follows its start.
+            # The output has no field of this message: take the text after its start.
             tail = alone.text[start:] if alone.text.startswith(self.full.text[:start]) else ""
         closing = literals[: self._common(literals, tail)]
         try:
@@ -326,7 +326,7 @@ class _OriginSearch:
         return self.full.text[self.places[before + 1] : self.places[after]]
 
     def _common(self, one: str, other: str) -> int:
-        """The length of the common prefix of two texts, without splitting a control token."""
+        """Return the length of the common prefix of two texts, without splitting a control token."""
         common = common_length(one, other)
         for text in (one, other):
             for match in self.tokens.find(text):
@@ -336,7 +336,7 @@ class _OriginSearch:
 
 
 def _tail(rendering: Rendering, *, of: int | None = None) -> tuple[FieldPath | None, str]:
-    """The last field of a rendering (`of`: of one message), and the text after it."""
+    """Return the last field of a rendering, or of message `of`, and the text after it."""
     texts: list[str] = []
     for piece in reversed(rendering.pieces):
         if piece.source is not None and (of is None or piece.source.message == of):

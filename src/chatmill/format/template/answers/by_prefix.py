@@ -1,8 +1,8 @@
-"""Answers by prefix: the prompts that a server would send are compared with the rendering, as plain text.
+"""Derive answers by prefix: compare the prompts that a server would send with the rendering, as plain text.
 
-This derivation does not know the origin of characters. Where the prompt for an answer is a prefix of the rendering, the
-answer starts at its end. Where the conversation up to the answer, alone or with the next prompt, is a prefix of the
-rendering, the answer stops with the control tokens there.
+This derivation does not use the origin of characters. If the prompt for an answer is a prefix of the rendering, the
+answer starts at its end. If the conversation up to and including the answer, alone or with the next prompt, is a prefix
+of the rendering, the answer ends with the control tokens there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from chatmill.errors import RecordError
 
 RenderText = Callable[[int, bool], str]
-"""The text of the first n messages, with or without the generation prompt."""
+"""Renders the first n messages as text, with or without the generation prompt."""
 
 
 class PrefixAnswer(NamedTuple):
-    """Where one answer starts and stops by prefix; None where no prefix matches."""
+    """Start and stop of one answer by prefix; None if no prefix matches."""
 
     message: int
     start: int | None
@@ -34,7 +34,7 @@ def answers_by_prefix(
     ends: Collection[str],
     eos: str | None = None,
 ) -> list[PrefixAnswer]:
-    """The answer of each of these messages, where prefixes match; a server stops at the tokens `ends`.
+    """Return the answer of each message in `assistants`, if prefixes match; a server stops at the tokens `ends`.
 
     `prompts` are the message counts whose prompts may show the usual header.
     """
@@ -47,22 +47,22 @@ def answers_by_prefix(
             return None
 
     def added(message: int) -> str:
-        """What the generation prompt adds after these messages."""
+        """Return the text that the generation prompt adds."""
         prompt, before = rendered(message, True), rendered(message, False)
         return "" if prompt is None or before is None else header_of(prompt, before, token)
 
     usual = next(filter(None, map(added, prompts)), "")
 
     def header(message: int, prompt: str) -> str:
-        """The header of this prompt: the usual one if it ends with that, else what it adds."""
+        """Return the usual header if the prompt ends with it, else the text that the generation prompt adds."""
         return usual if usual and prompt.endswith(usual) else added(message)
 
     def end_of(message: int, prompt: str) -> int | None:
-        """How much of the text precedes what follows the message."""
+        """Return the offset in the text at which the message ends."""
         alone = rendered(message + 1, False)
         last = [match[0] for match in token.finditer(prompt)][-1:]
         if not usual and alone is not None and last and alone.rstrip().endswith(last[0]):
-            # The template ignores add_generation_prompt and always writes the header.
+            # The template ignores add_generation_prompt and always outputs the header.
             return None
         if alone is not None and alone != text and text.startswith(alone):
             return len(alone)
@@ -72,7 +72,7 @@ def answers_by_prefix(
         return min(lengths, default=None)
 
     def closing_tokens(body: str) -> list[re.Match[str]]:
-        """The control tokens that a text ends with, between which there is only whitespace."""
+        """Return the control tokens at the end of a text, with only whitespace between them."""
         closing: list[re.Match[str]] = []
         end = len(body)
         for match in reversed(list(token.finditer(body))):
@@ -104,12 +104,12 @@ def answers_by_prefix(
 
 
 def token_pattern(tokens: Collection[str]) -> re.Pattern[str]:
-    """Matches any of the tokens, the longest first."""
+    """Return a pattern that matches any of the tokens, longest first."""
     return re.compile("|".join(re.escape(name) for name in sorted(tokens, key=len, reverse=True) if name) or r"(?!)")
 
 
 def header_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
-    """What a generation prompt adds; a control token in which both renderings diverge counts as added."""
+    """Return the text that a generation prompt adds, including a control token in which the renderings diverge."""
     parting = (at for at, (one, other) in enumerate(zip(prompt, before, strict=False)) if one != other)
     common = len(before) if prompt.startswith(before) else next(parting, len(prompt))
     split = [match.start() for match in token.finditer(prompt) if match.start() < common < match.end()]

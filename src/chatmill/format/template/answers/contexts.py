@@ -1,16 +1,16 @@
-"""The context that must precede an answer: the end of its prompt, from the assistant header on, as plain text.
+"""The context that must precede an answer: the end of its prompt, starting at the assistant header, as plain text.
 
-The prompt for an answer ends with the assistant header: what the template adds for `add_generation_prompt`. In the
+The prompt for an answer ends with the assistant header, which the template adds for `add_generation_prompt`. In the
 row, the answer starts where this header ends:
 
     prompt   … Hi<|im_end|>\\n<|im_start|>assistant\\n
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
                               context              |answer
 
-Whitespace before the header may differ. Where row and prompt diverge after it (only one of them has `<think>\\n`), the
-answer starts where they diverge. What precedes the header is not compared: templates rewrite earlier messages.
+Whitespace before the header may differ. If row and prompt diverge after it (only one of them has `<think>\\n`), the
+answer starts where they diverge. Text before the header is not compared, because templates rewrite earlier messages.
 
-This module uses plain renderings only. It shares no code with the derivations, and does not know how they found an
+This module uses only plain renderings. It shares no code with the derivations and does not depend on how they find an
 answer.
 """
 
@@ -26,29 +26,29 @@ from chatmill.format.template.tracing.trace import Rendering
 FIELD = "\0"
 """Placeholder for one character of a field of the conversation."""
 PlainText = Callable[[int, bool], str]
-"""The text of the first n messages, with or without the generation prompt; `RecordError` if the template refuses."""
+"""Renders the first n messages, with or without the generation prompt; `RecordError` if the template rejects them."""
 
 
 class Context(NamedTuple):
-    """What precedes an answer, from the assistant header on."""
+    """The text before an answer, starting at the assistant header."""
 
     text: str
-    """What row and prompt have in common."""
+    """The part that row and prompt have in common."""
     prompt_only: str = ""
-    """What only the prompt has after it."""
+    """The part after it that only the prompt has."""
 
 
 class Headers(NamedTuple):
-    """What a template writes between the messages of a plain conversation."""
+    """Text that a template outputs between the messages of a plain conversation."""
 
     assistant: str
-    """What a generation prompt adds, without leading whitespace."""
+    """The text that a generation prompt adds, without leading whitespace."""
     user: str
     """The text between an answer and the next user message."""
 
 
 def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[str]) -> Headers:
-    """The headers of a template; `plain` renders a conversation of at least three messages with these contents."""
+    """Find the headers of a template; `plain` renders at least three messages with the contents `words`."""
     try:
         user = plain(3, False).split(words[1], 1)[1].split(words[2], 1)[0]
     except (RecordError, IndexError):
@@ -57,12 +57,12 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
         prompt = plain(1, True)
         header = _added(prompt, plain(1, False), token)
         if words[0] in header:
-            # A prompt may differ before the messages, too: in its system message, say.
+            # A prompt may also differ before the messages, for example in its system message.
             after_question, after_answer = prompt.rsplit(words[0], 1)[1], plain(2, True).rsplit(words[1], 1)[1]
             header = _common_end(after_question, after_answer, token).lstrip()
         if not header:
-            # The template may ignore add_generation_prompt and end every rendering with the header. Then what follows
-            # the last answer does not precede the next message.
+            # The template may ignore add_generation_prompt and end every rendering with the header. Then the text after
+            # the last answer is not the text before the next message.
             after_question, after_answer = (
                 plain(1, False).rsplit(words[0], 1)[1],
                 plain(2, False).rsplit(words[1], 1)[1],
@@ -85,16 +85,16 @@ class ContextFinder:
         token: re.Pattern[str],
         text_tokens: Collection[str],
     ) -> None:
-        """`token` matches control tokens; `text_tokens` are those that text of messages may become."""
+        """`token` matches control tokens; `text_tokens` are those that may come from message text."""
         self.text = full.text
         self.literals = "".join(
             piece.text if piece.source is None else FIELD * len(piece.text) for piece in full.pieces
         )
-        """The text with null characters in place of the fields of the conversation."""
+        """The text with the fields of the conversation replaced by null characters."""
         self.plain, self.headers, self.token, self.text_tokens = plain, headers, token, text_tokens
 
     def context(self, message: int, start: int) -> tuple[Context, tuple[str, ...]]:
-        """The context of the answer that starts at `start`, and notes on how row and prompt differ."""
+        """Return the context of the answer at `start`, and notes on how row and prompt differ."""
         prompt, header = self._prompt(message)
         if prompt is None:
             return self._common_with(header, message, start), ()
@@ -103,7 +103,7 @@ class ContextFinder:
                 return Context(usual[:size], usual[size:]), ("header_not_in_prompt",)
             return self._without_header(message, start, prompt, "")
         if not self._is_context(header, self._before(header, start), start) and not self._is_usual(header):
-            # The turn continues, as after a tool result: what the prompt adds is not a header.
+            # The turn continues, as after a tool result: the text that the prompt adds is not a header.
             return self._without_header(message, start, prompt[: -len(header)], header)
         context = self._common_with(header, message, start)
         notes = ["parts_behind_header"] if context.prompt_only else []
@@ -115,24 +115,24 @@ class ContextFinder:
         return context, tuple(notes)
 
     def repeated_header(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Start and stop of the next assistant header inside of an answer; None if there is none."""
+        """Return start and stop of the next assistant header inside an answer; None if it contains none."""
         header = self.headers.assistant
         core = header[: self._core(header)]
         at = self.literals.find(core, start, stop) if core else -1
         return None if at < 0 else (at, at + common_prefix(self.literals[at:stop], header, self.token))
 
     def continued(self, message: int, start: int) -> Context:
-        """The context of a further turn of an answer, which starts after a repeated header."""
+        """Return the context of a further turn of an answer, which starts after a repeated header."""
         return self._common_with(self.headers.assistant, message, start)
 
     def _prompt(self, message: int) -> tuple[str | None, str]:
-        """The prompt and its header; if the template refuses it, as for a first message: the usual header."""
+        """Return the prompt and its header; None and the usual header if the template rejects the prompt."""
         usual = self.headers.assistant
         try:
             prompt = self.plain(message, True)
         except RecordError as error:
             if not usual:
-                what = f"the template refuses the prompt for message {message}: {error.what}"
+                what = f"the template rejects the prompt for message {message}: {error.what}"
                 right = "start the conversation with the message that it answers"
                 raise RecordError(what, right, kind="prompt_mismatch") from None
             return None, usual
@@ -144,12 +144,12 @@ class ContextFinder:
             return prompt, ""
 
     def unmatched(self, message: int, start: int) -> str:
-        """The part of the prompt's header that does not precede `start` in the row."""
+        """Return the part of the prompt's header that does not precede `start` in the row."""
         header = self._prompt(message)[1]
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """The header, or as much of it as row and prompt share."""
+        """Return the part of the header that row and prompt share; raise if they do not share its core."""
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)
@@ -159,7 +159,7 @@ class ContextFinder:
         """Whether `size` characters of a header identify an assistant turn, and row and prompt diverge after them."""
         common = common_prefix(self.text[start - size :][: len(header) + 1], header, self.token)
         if self.literals[start : start + 1] == FIELD:
-            # Text of a message equals a token of the prompt only if it may become that token.
+            # Message text equals a token of the prompt only if that token may come from text.
             tokens = (match for match in self.token.finditer(header, size) if match[0] not in self.text_tokens)
             common = min(common, next((match.start() for match in tokens), common))
         return size > 0 and size >= self._core(header) and size == common
@@ -170,11 +170,11 @@ class ContextFinder:
         return header.startswith(usual[: self._core(usual)])
 
     def _before(self, header: str, start: int) -> int:
-        """How many characters of a header directly precede `start`."""
+        """Return how many characters of a header directly precede `start`."""
         return next((size for size in range(len(header), 0, -1) if self.text.endswith(header[:size], 0, start)), 0)
 
     def _core(self, header: str) -> int:
-        """How much of a header tells it apart from that of a user: through the first word or token that differs."""
+        """Return the length of a header through the first word or token that differs from the user header."""
         same = next((n for n in range(len(header), 0, -1) if header[:n] in self.headers.user), 0)
         if same == len(header):
             return same
@@ -184,9 +184,9 @@ class ContextFinder:
         return len(header)
 
     def _without_header(self, message: int, start: int, prompt: str, added: str) -> tuple[Context, tuple[str, ...]]:
-        """The context where a prompt adds no header: what follows the previous message, from its last token on.
+        """Return the context if a prompt adds no header: the text after the previous message, from its last token.
 
-        `added` is what the prompt adds instead. Only literals of the row are looked at: text of messages differs.
+        `added` is the text that the prompt adds instead. Only literals of the row are compared: message text differs.
         """
         before = self.text[:start]
         tail = before[self.literals.rfind(FIELD, 0, start) + 1 :]
@@ -194,11 +194,11 @@ class ContextFinder:
         opening = self.literals[start : first_field if first_field >= 0 else len(self.literals)]
         tokens = list(self.token.finditer(tail))
         header = tail[tokens[-1].start() :] if tokens else tail.lstrip()
-        # They may diverge in whitespace at the end of the prompt.
+        # Whitespace at the end of the prompt may differ.
         ends_alike = prompt.endswith(header) or prompt.rstrip().endswith(header)
         same = before == prompt or (bool(header) and ends_alike and _visible(prompt).endswith(_visible(tail)))
         if not same or (not message and opening.strip() and (self.headers.assistant or not prompt)):
-            # A first answer continues no turn: what the template writes before its text is a header.
+            # A first answer does not continue a turn, so the literals before its text are a header.
             raise self._mismatch(message, start, prompt)
         if before == prompt:
             return Context(header, added), (("parts_behind_header",) if added else ())
@@ -210,17 +210,17 @@ class ContextFinder:
     def _mismatch(self, message: int, start: int, header: str) -> RecordError:
         before = one_line(self.text[max(0, start - 40) : start], 60)
         what = f'message {message} starts after "{before}", but its prompt ends with "{one_line(header[-60:], 80)}"'
-        right = "use a template whose rows open answers as its prompts do, or leave the record out"
+        right = "use a template whose rows open answers like its prompts, or remove the record"
         return RecordError(what, right, kind="prompt_mismatch")
 
 
 def _added(prompt: str, without: str, token: re.Pattern[str]) -> str:
-    """What a prompt adds, without leading whitespace; a token in which they diverge counts as added."""
+    """Return the text that a prompt adds, without leading whitespace; a token in which they diverge counts as added."""
     return prompt[common_prefix(prompt, without, token) :].lstrip()
 
 
 def common_prefix(one: str, other: str, token: re.Pattern[str]) -> int:
-    """The length of the common prefix, without splitting a token."""
+    """Return the length of the common prefix, without splitting a token."""
     size = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     for text in (one, other):
         size = next((match.start() for match in token.finditer(text) if match.start() < size < match.end()), size)
@@ -228,7 +228,7 @@ def common_prefix(one: str, other: str, token: re.Pattern[str]) -> int:
 
 
 def _common_end(one: str, other: str, token: re.Pattern[str]) -> str:
-    """The common suffix, without splitting a token."""
+    """Return the common suffix, without splitting a token."""
     inside = {at for match in token.finditer(one) for at in range(match.start() + 1, match.end())}
     return next((one[at:] for at in range(len(one)) if at not in inside and other.endswith(one[at:])), "")
 

@@ -1,7 +1,7 @@
-"""The answers of one conversation: derived twice, and refused with the disputed text where the results differ.
+"""Derive the answers of one conversation in two ways, and reject it if the results differ.
 
 One derivation uses the origin of the characters, the other the prompts that a server would send. They share no code.
-Where both find an answer they must agree.
+If both find an answer, they must agree.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def derive(
     text_tokens: Collection[str] = (),
     eos: str | None = None,
 ) -> DerivedAnswers:
-    """The answers of a conversation; a `RecordError` says why they cannot be determined.
+    """Derive the answers of a conversation; raise a `RecordError` if they cannot be determined.
 
-    `ends` are the tokens that a server stops at, `text_tokens` those that text of messages may become, `eos` is the
+    `ends` are the tokens at which a server stops, `text_tokens` those that may come from message text, `eos` is the
     end-of-sequence token.
-    `cacheable`: the trace is to be replayed on other conversations, so it gets guards for everything observed.
-    `last_only`: only the last assistant message is an answer, those before it are context; generation tags ignore this.
+    `cacheable`: record guards for everything observed, so that other conversations can reuse the trace.
+    `last_only`: only the last assistant message is an answer, earlier ones are context; ignored with generation tags.
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
@@ -79,7 +79,7 @@ def derive(
     text, full = render_text(count, False), render_traced(count, False)
     if full.text != text:
         at = common_length(full.text, text)
-        raise disputed(f"the origin of its text is unknown from character {at} on, {shown(text[at:])}")
+        raise disputed(f"the origin of its text is unknown starting at character {at}, {shown(text[at:])}")
 
     def prompt_ends(messages: int, end: str) -> bool:
         try:
@@ -88,7 +88,7 @@ def derive(
             return False
 
     assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
-    # Prompts that may show the usual header, where the prompt of an answer lacks it.
+    # Prompts that may show the usual header if the prompt of an answer lacks it.
     prompts = (*assistants, count)
     if last_only and mask == "derived":
         assistants = assistants[-1:]
@@ -98,7 +98,7 @@ def derive(
     if mask == "tags":
         answers = answers_by_tags(full, assistants)
     else:
-        # The guards need the trace of every prompt; without them, a prompt that ends like another is not traced.
+        # Guards need the trace of every prompt; without guards, a prompt that ends like another one is not traced.
         skip = None if cacheable else prompt_ends
         answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, eos, skip)
         headers = template.headers(pattern)
@@ -107,7 +107,7 @@ def derive(
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
         prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends, eos)
         for answer, prefix in zip(answers, prefixes, strict=True):
-            # In plain text, a control token quoted in a message looks like one that the template writes.
+            # In plain text, a control token quoted in a message looks like one of the template.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)
@@ -124,7 +124,7 @@ def derive(
 
 
 def _ended_by(eos: str | None, full: Rendering, answer: AnswerSpan) -> AnswerSpan:
-    """Extend an answer that no token ends by the end-of-sequence token, if the template writes that after it."""
+    """Extend an answer without an end token by the EOS token, if the template outputs one after it."""
     following = full.text[answer.stop :]
     if answer.closed or not eos or not following.lstrip().startswith(eos):
         return answer
@@ -146,8 +146,8 @@ def _enter_fields(
 ) -> tuple[Rendering, list[AnswerSpan]]:
     """Move the start of an answer into its own text, as far as the prompt continues with the same text.
 
-    A prompt may end with `<think>\\n`, and the content of the answer start with it. The piece is split there. A token
-    of the prompt equals text of the answer only if text may become it (`text_tokens`).
+    A prompt may end with `<think>\\n`, and the content of the answer may start with it. The piece is split there. A
+    token of the prompt equals text of the answer only if it may come from text (`text_tokens`).
     """
     pieces, entered = list(full.pieces), list(answers)
     for number, answer in enumerate(answers):
@@ -177,7 +177,7 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """How much of `prompt_only` the answer starts with, if it starts with its own text; guarded."""
+    """Return how much of `prompt_only` the answer starts with, if it starts with its own text; adds guards."""
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)
@@ -208,9 +208,9 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
 def _split_turns(
     full: Rendering, answers: Sequence[AnswerSpan], finder: ContextFinder, tokens: ControlTokens
 ) -> list[AnswerSpan]:
-    """Split answers that the template writes as several turns, so that the headers between them are not trained.
+    """Split answers that the template renders as several turns, so that the headers between them are not trained.
 
-    gpt-oss writes the reasoning and the content of one message as two turns, each with a header.
+    gpt-oss renders the reasoning and the content of one message as two turns, each with a header.
     """
     split: list[AnswerSpan] = []
     for answer in answers:
@@ -220,7 +220,7 @@ def _split_turns(
             if not matches or start + matches[-1].end() != start + len(full.text[start : header[0]].rstrip()):
                 what = f"message {answer.message} contains a header, {shown(full.text[header[0] : header[1]])}, after"
                 what += f" {shown_end(full.text[start : header[0]])}, which does not end a turn"
-                raise RecordError(what, "leave the record out", kind="foreign_text")
+                raise RecordError(what, "remove the record", kind="foreign_text")
             split.append(AnswerSpan(answer.message, start, start + matches[-1].end(), True))
             start = header[1]
         split.append(answer._replace(start=start))
@@ -228,7 +228,7 @@ def _split_turns(
 
 
 def _contexts(answers: Sequence[AnswerSpan], finder: ContextFinder) -> tuple[list[Context], tuple[Note, ...]]:
-    """The context that must precede each answer, and notes on how row and prompts differ."""
+    """Return the context that must precede each answer, and notes on how row and prompts differ."""
     contexts: list[Context] = []
     notes: set[str] = set()
     messages: set[int] = set()
@@ -245,7 +245,7 @@ def _contexts(answers: Sequence[AnswerSpan], finder: ContextFinder) -> tuple[lis
 
 
 def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[AnswerSpan]:
-    """The text between generation tags, each stretch as an answer of the message it was written for."""
+    """Return each stretch of text between generation tags as an answer of the message that it belongs to."""
     answers: list[AnswerSpan] = []
     place = 0
     start: int | None = None
@@ -267,7 +267,7 @@ def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[Answer
 
 
 def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
-    """The rendering without empty pieces; a guard notes which slots are empty."""
+    """Remove empty pieces from the rendering; a guard records which slots are empty."""
     for piece in rendering.pieces:
         if piece.slot is not None:
             trace.guard("bool", (piece.slot,), expected=bool(piece.text))
@@ -283,8 +283,8 @@ def _check_complete(record: Record) -> None:
         raise RecordError("the record has no messages", "give at least one", kind="empty")
     for number, message in enumerate(record.messages):
         if not message.complete:
-            what = f"message {number} never closes, which a template cannot write"
-            raise RecordError(what, "use another format, or leave it out", kind="unfinished")
+            what = f"message {number} is incomplete, which a template cannot render"
+            raise RecordError(what, "use another format, or remove the message", kind="unfinished")
 
 
 def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> None:
@@ -292,15 +292,15 @@ def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> Non
     for name, one, other in (("begins", answer.start, prefix.start), ("ends", answer.stop, prefix.stop)):
         if other is not None and one != other:
             low, high = sorted((one, other))
-            what = f"whether the answer of message {answer.message} {name} before or after {shown(text[low:high])} is"
+            what = f"the answer of message {answer.message} {name} before or after {shown(text[low:high])}"
             by = f"by origin {'before' if one < other else 'after'}, by prefix {'before' if other < one else 'after'}"
-            raise disputed(f"{what} disputed: {by}")
+            raise disputed(f"cannot determine whether {what}: {by}")
     if answer.start >= answer.stop:
         raise disputed(f"nothing of message {answer.message} would be trained", "give the answer some text")
 
 
 def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
-    """Raise if the template writes part of a message outside its answer, as after the result of its tool call."""
+    """Raise if part of a message is rendered outside its answer, for example after the result of its tool call."""
     answer_of = {answer.message: answer for answer in answers}
     inside: set[FieldPath] = set()
     outside: dict[FieldPath, str] = {}
@@ -314,9 +314,9 @@ def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
                 outside[piece.source] = piece.text
         place += len(piece.text)
     for source, text in outside.items():
-        # A field that is repeated outside, like the name of a tool before its result, is not lost.
+        # A field may be repeated outside, like the name of a tool before its result.
         if source not in inside and source.path[0] in ("content", "reasoning", "tool_calls"):
-            what = f"{source.path[0]} of message {source.message} is written outside its turn: {shown(text)}"
+            what = f"{source.path[0]} of message {source.message} is rendered outside its turn: {shown(text)}"
             raise disputed(what)
 
 
@@ -327,7 +327,7 @@ def _check_written(
     assistants: Collection[int],
     answers: Sequence[AnswerSpan],
 ) -> tuple[Note, ...]:
-    """Raise if the template leaves out a field of a message; note reasoning and tools that it leaves out."""
+    """Raise if the template drops a field of a message; note dropped reasoning and tools."""
     paths = {piece.source for piece in full.pieces if piece.source is not None}
     written = {(at, path[0]) for at, path in paths}
     trained = {answer.message for answer in answers}
@@ -335,7 +335,7 @@ def _check_written(
         lost = []
         content = given["content"][0]["text"] if isinstance(given["content"], list) else given["content"]
         assert isinstance(content, TracedStr)
-        # A blank content may be left out; that it is blank is guarded.
+        # Blank content may be dropped; a guard records that it is blank.
         if (number, "content") not in written and not content.observe("is_blank"):
             lost.append("content")
         calls = {path[1] for at, path in paths if at == number and path[0] == "tool_calls"}
@@ -343,8 +343,8 @@ def _check_written(
         if missing:
             lost.append("tool_calls" if not calls else f"tool call {missing[0]}")
         if lost:
-            what = f"the template leaves out the {' and '.join(lost)} of message {number} ({message.role})"
-            raise RecordError(what, "use a template that writes it, or leave the record out", kind="not_written")
+            what = f"the template drops the {' and '.join(lost)} of message {number} ({message.role})"
+            raise RecordError(what, "use a template that renders it, or remove the record", kind="not_written")
         if number in assistants and number not in trained:
             what = f"nothing of message {number} (assistant) is trained"
             raise RecordError(what, "put it between generation tags, or use --mask derived", kind="not_trained")

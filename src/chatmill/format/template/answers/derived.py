@@ -1,4 +1,4 @@
-"""The result of deriving answers: plain data, which the template's process sends to the renderer."""
+"""The result of deriving answers: plain data that the template process sends to the renderer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Note = Literal[
     "several_turns",
     "no_end_token",
 ]
-"""What a user should know about a rendering.
+"""Reasons that are noted in the ledger about a rendering.
 
-reasoning_left_out, tools_left_out    the template does not write them
+reasoning_left_out, tools_left_out    the template drops them
 space_before_header                   row and prompt differ in whitespace before the assistant header
 parts_behind_header                   row and prompt diverge after the assistant header
 header_not_in_prompt                  the row has an assistant header where the prompt has none
 history_rewritten                     row and prompt differ before the header in more than whitespace
-several_turns                         an answer is written as several turns; headers between them are context
+several_turns                         an answer is rendered as several turns; headers between them are context
 no_end_token                          no token ends an answer (with --allow-no-end-token)
 """
 
@@ -39,9 +39,9 @@ class DerivedAnswers:
     rendering: Rendering
     answers: tuple[AnswerSpan, ...]
     prefixes: tuple[PrefixAnswer, ...]
-    """The answers by prefix; empty for generation tags."""
+    """The answers by prefix; empty with generation tags."""
     contexts: tuple[Context, ...]
-    """For each answer, what must precede it, from the assistant header on; empty for generation tags."""
+    """By answer: the text that must precede it, starting at the assistant header; empty with generation tags."""
     steps: tuple[TraceStep, ...] | None
-    """The steps and guards of the trace; None if it cannot be replayed on other conversations."""
+    """The steps and guards of the trace; None if other conversations cannot reuse it."""
     notes: tuple[Note, ...]

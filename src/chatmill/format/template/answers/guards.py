@@ -1,7 +1,7 @@
-"""Guards that keep a cached trace valid for other conversations: prefixes must give the same result for all of them.
+"""Guards that keep a cached trace valid for other conversations: the derivation by prefix must give the same result.
 
-Whether one rendering is a prefix of another is mostly decided by their literals and slots; where it depends on the text
-in a slot, a guard is added.
+Literals and slots usually decide whether one rendering is a prefix of another; if it depends on the text in a slot, a
+guard is added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def guard_prefixes(
     prompts: Sequence[int],
     token: re.Pattern[str],
 ) -> None:
-    """Add guards for everything on which the result of `answers_by_prefix` depends, or mark the trace not cacheable."""
+    """Add guards for everything that `answers_by_prefix` depends on, or mark the trace as not cacheable."""
     whole = _items(full)
     usual = ""
 
@@ -43,7 +43,7 @@ def guard_prefixes(
         if prompt is not None and before is not None:
             (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
             if head != head_before:
-                # The header depends on texts of the conversation: it may differ in others.
+                # The header depends on texts of the conversation, so it may differ in others.
                 trace.cacheable = False
                 return
             usual = header_of(end, end_before, token)
@@ -73,7 +73,7 @@ def guard_prefixes(
 
 
 def _split_end(items: Items) -> tuple[Items, str]:
-    """Items without the literal that they end in, and that literal."""
+    """Split off the literal at the end of `items`."""
     return (items[:-1], items[-1]) if items and isinstance(items[-1], str) else (items, "")
 
 
@@ -82,7 +82,7 @@ def _items(rendering: Rendering) -> Items:
 
 
 def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:
-    """Guard whether `prefix` is a prefix of `whole`, unless their items decide it."""
+    """Add a guard for whether `prefix` is a prefix of `whole`, unless the literals decide it."""
     whole, prefix = _without_common(whole, prefix)
     if not prefix or not whole or (isinstance(whole[0], str) and isinstance(prefix[0], str)):
         return
@@ -92,10 +92,10 @@ def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:
 
 
 def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
-    """The arguments of `Trace.evaluate` for whether `whole` begins with `prefix`."""
+    """Return the arguments of `Trace.evaluate` that test whether `whole` begins with `prefix`."""
     literals = [item for item in prefix if isinstance(item, str)]
     if len(literals) == len(prefix):
-        # Only as much of `whole` is needed as `prefix` has characters; no text in it is empty.
+        # Only the first `len(prefix)` characters of `whole` are needed; none of its texts is empty.
         size = 0
         for number, item in enumerate(whole):
             size += len(item) if isinstance(item, str) else 1
@@ -108,7 +108,7 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
 
 
 def _without_common(whole: Items, prefix: Items) -> tuple[Items, Items]:
-    """Both without their common prefix."""
+    """Remove the common prefix of both."""
     one, other = list(whole), list(prefix)
     while one and other:
         if one[0] == other[0]:

@@ -1,9 +1,9 @@
 """Certificates of chat templates.
 
 certificate      the lines of a certificate, in their order
-finding          one line: PASS, WARN, FAIL or SKIP
-observe          the conversations that are rendered for it
+finding          one line of a certificate: PASS, WARN, FAIL or SKIP
+observe          renders the conversations that are checked
 plain_check      compares finished rows with prompts, as plain text; shares no code with answers/
 trained_lines    lines about what is trained: ids, answers, their starts and ends
-template_lines   lines about what the template writes: roles, tools, reasoning, shapes that it refuses
+template_lines   lines about what the template renders: roles, tools, reasoning, shapes that it rejects
 """

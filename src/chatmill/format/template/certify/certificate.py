@@ -1,6 +1,6 @@
 """Certificates of chat templates: one line for each property that training relies on.
 
-Every line is checked on one conversation per shape of records and, if given, on a user's own records.
+Every line is checked on one conversation per shape of records and, if given, on the user's records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINES = (
 def certify(
     renderer: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
 ) -> list[Finding]:
-    """The lines of the certificate, in order; `peer_name` names the peer in them."""
+    """Return the lines of the certificate, in order; `peer_name` is the name of the peer in their text."""
     seen = Observations(renderer, peer, peer_name)
     seen.read(records)
     return list(_findings(seen))
@@ -43,9 +43,9 @@ def _findings(seen: Observations) -> Iterator[Finding]:
 
 
 def _all_refused(seen: Observations) -> Finding:
-    """One line for a template that refuses every conversation."""
+    """Return the only line for a template that rejects every conversation."""
     record = PLAIN[0]
     fault = seen.faults[record.id]
     details = {"kind": fault.kind, "what": fault.what, "right": fault.right}
-    what = f"every conversation is refused: {trained_lines.reason(seen, record, fault)}"
+    what = f"every conversation is rejected: {trained_lines.reason(seen, record, fault)}"
     return Finding(line_of(fault), Level.FAIL, what, details)

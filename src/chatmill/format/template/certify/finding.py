@@ -1,9 +1,9 @@
 """The lines of a certificate.
 
 PASS   the property holds
-WARN   it works, but the user should know: a choice of the template, or a shape of records that will be refused
+WARN   it works, but the user should know: a choice of the template, or a shape of records that will be rejected
 FAIL   something would be trained wrongly, or cannot be trained
-SKIP   not checked; the line says why
+SKIP   not checked; the line gives the reason
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from chatmill.errors import RecordError, one_line
 
 EXAMPLES = 3
-"""How many examples a line names."""
+"""Number of examples in a line."""
 
 
 LINE_OF_KIND = {"no_end_token": "terminator", "prompt_mismatch": "prompt"}
-"""The line that reports a kind of refusal of plain conversations; `answers` for all other kinds."""
+"""The line that reports an error of this kind in a plain conversation; `answers` for all other kinds."""
 
 
 class Level(StrEnum):
@@ -49,7 +49,7 @@ def some(places: Sequence[str]) -> str:
 
 
 def refused(records: str, fault: RecordError) -> str:
-    return f"records {records} will be refused: {fault.what}"
+    return f"records {records} will be rejected: {fault.what}"
 
 
 def shown(text: str) -> str:
@@ -61,5 +61,5 @@ def shown_end(text: str) -> str:
 
 
 def line_of(fault: RecordError) -> str:
-    """The name of the line that reports this refusal of a plain conversation."""
+    """Return the name of the line that reports this error in a plain conversation."""
     return LINE_OF_KIND.get(fault.kind, "answers")

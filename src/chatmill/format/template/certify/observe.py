@@ -1,4 +1,4 @@
-"""Conversations rendered to observe what a chat template does: one per shape, and a user's own."""
+"""Render conversations to observe a chat template: one per shape of records, and the user's records."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from chatmill.records import Record
 from chatmill.rows import Rows
 
 CONTROL_TEXT = "control_text"
-"""The note of rows whose texts contain control tokens, which transformers encodes differently."""
+"""Note on rows whose texts contain control tokens, which transformers encodes differently."""
 
 
 class Peer(Protocol):
-    """Another program that renders records."""
+    """Another program that renders records, such as transformers."""
 
     def __call__(self, record: Record, *, null_content: bool = False) -> Sequence[int]:
-        """The ids of a record, empty if refused; `null_content`: null instead of empty content next to tool calls."""
+        """Return the ids of a record, empty if rejected; `null_content`: null for empty content next to tool calls."""
 
 
 class Rendered(NamedTuple):
@@ -35,7 +35,7 @@ class Rendered(NamedTuple):
     rows: Rows
     answers: list[CheckedAnswer]
     notes: frozenset[str]
-    """The notes that the ledger has of it."""
+    """The notes in the ledger about it."""
 
     @property
     def place(self) -> str:
@@ -45,7 +45,7 @@ class Rendered(NamedTuple):
 
 @dataclass
 class OwnRecords:
-    """What was observed on a user's own records; places are `file:line`."""
+    """Observations of the user's records; places are `file:line`."""
 
     rendered: int = 0
     refused: list[RecordError] = field(default_factory=list)
@@ -64,7 +64,7 @@ class OwnRecords:
 
 
 class Observations:
-    """What was observed on the probes, by their ids, and on a user's own records."""
+    """Observations of the probes, by id, and of the user's records."""
 
     def __init__(self, renderer: TemplateRenderer, peer: Peer | None, peer_name: str) -> None:
         self.renderer, self.peer, self.peer_name = renderer, peer, peer_name
@@ -105,7 +105,7 @@ class Observations:
         return Rendered(record, text_of(len(record.messages), False), rows, answers, notes)
 
     def differs(self, one: Rendered) -> bool:
-        """Whether the peer gives different ids; rows whose texts contain control tokens are not compared."""
+        """Whether the peer returns different ids; rows whose texts contain control tokens are not compared."""
         return (
             self.peer is not None
             and CONTROL_TEXT not in one.notes
@@ -116,7 +116,7 @@ class Observations:
         return answer.ids[-1] in self.control_ids
 
     def read(self, records: Iterable[Record]) -> None:
-        """Observe a user's own records."""
+        """Observe the user's records."""
         own = self.own
         for record in self.renderer.renderable(records, own.refused.append):
             one = self.rendered(record)
@@ -135,7 +135,7 @@ class Observations:
                     own.unended.append(f"{one.place}: message {answer.message}")
 
     def text_of(self, record: Record) -> TextOf:
-        """The plain renderings of a record."""
+        """Return a cached function for plain renderings of a record."""
 
         @cache
         def text_of(messages: int, prompt: bool) -> str:

@@ -1,7 +1,7 @@
 """Compare finished rows with the prompts of the template, as plain text: the independent check of a certificate.
 
-It sees the ids of a row, which of them are trained, and the text that the template writes. It does not know how answers
-were derived, so that it finds errors of the derivation.
+It uses the ids of a row, which of them are trained, and the text that the template renders. It does not use the
+derivation of answers, so it can find errors of the derivation.
 
     prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
     row       … Hi <|im_end|>\\n<|im_start|>assistant\\n | Well … <|im_end|> | \\n
@@ -39,22 +39,22 @@ Relation = Literal[
 
 same                   the prompt is a prefix of the row
 space_before_header    whitespace before the header differs
-parts_behind_header    row and prompt diverge after the header: only one of them has `<think>`, say
+parts_behind_header    row and prompt diverge after the header, for example if only one of them has `<think>`
 header_not_in_prompt   the row has the usual header where the prompt has none
-history_rewritten      more than whitespace differs before the header; both agree from the header on
+history_rewritten      more than whitespace differs before the header; both agree starting at the header
 several_turns          the answer continues in another turn, after a header
 differs                the header differs: the model would be prompted differently from how it is trained
-unknown                decoding the ids does not give back the text of the row
+unknown                decoding the ids does not restore the text of the row
 """
 MARK = "\0"
-"""Follows every control token in marked text, to tell it from text that only looks like one."""
+"""Follows every control token in marked text, to distinguish it from text that only looks like one."""
 _WORD = re.compile(r"\w{2,}")
 _LONG_WORD = re.compile(r"\w{4,}")
 
 
 @dataclass(frozen=True)
 class CheckedAnswer:
-    """A run of trained tokens of one message."""
+    """A run of trained tokens from one message."""
 
     message: int
     text: str
@@ -65,11 +65,11 @@ class CheckedAnswer:
     straddles: bool
     """Whether its first token starts in the header, and is therefore not trained."""
     faults: tuple[str, ...]
-    """What is trained wrongly; empty for a correct answer."""
+    """Descriptions of what is trained wrongly; empty for a correct answer."""
 
 
 class _Run(NamedTuple):
-    """Consecutive tokens that are trained for one message, or not trained."""
+    """Consecutive trained tokens of one message, or consecutive untrained tokens."""
 
     message: int | None
     start: int
@@ -82,7 +82,7 @@ class _Run(NamedTuple):
 
 
 TextOf = Callable[[int, bool], str]
-"""The plain rendering of the first n messages, with or without the generation prompt."""
+"""Renders the first n messages as plain text, with or without the generation prompt."""
 
 
 class PlainCheck:
@@ -104,7 +104,7 @@ class PlainCheck:
         self._control = np.array(list(tokenizer.control_ids.values()), dtype=np.uint32)
         self._source = "\n".join(sources).casefold()
         self.header = ""
-        """What the prompt for the first answer adds."""
+        """The text that the prompt for the first answer adds."""
         self._marks: tuple[str, ...] = ()
         """Texts that occur only in headers."""
         self._openers: frozenset[str] = frozenset()
@@ -120,12 +120,12 @@ class PlainCheck:
         row = text_of(len(turns.messages), False)
         first, answer, second = (message.content.strip() for message in turns.messages[:3])
         before, gap = row.partition(first)[0], row.partition(answer)[2].partition(second)[0]
-        # The user header is what both user turns start with, without a token that ends the previous turn.
+        # The user header is the common start of both user turns, without a token that ends the previous turn.
         of_user = self._without_ends(self._common_end(before, gap))
         self._ends |= {match[0] for match in self._tokens.find(gap[: len(gap) - len(of_user)])[-1:]}
         self.header = self._added(text_of(1, True), text_of(1, False))
         if not self.header.strip():
-            # The template may ignore add_generation_prompt and always write the header.
+            # The template may ignore add_generation_prompt and always output the header.
             tails = (text_of(count, False).rpartition(word)[2] for count, word in ((1, first), (2, answer)))
             self.header = self._without_ends(self._common_end(*tails))
         self._marks = tuple(filter(None, (self._opener(self.header), of_user.strip())))
@@ -133,17 +133,17 @@ class PlainCheck:
         self._openers = frozenset(name for name in names if self._tokens.ids[name] not in self._stops)
 
     def _common_end(self, one: str, other: str) -> str:
-        """The common end of two texts, without splitting a control token."""
+        """Return the common end of two texts, without splitting a control token."""
         start = len(one) - _common(one[::-1], other[::-1])
         inside = [match.end() for match in self._tokens.find(one) if match.start() < start < match.end()]
         return one[inside[0] if inside else start :]
 
     def _without_ends(self, header: str) -> str:
-        """A header from after the last token that ends a turn."""
+        """Return the part of a header after the last token that ends a turn."""
         return header[max((match.end() for match in self._tokens.find(header) if match[0] in self._ends), default=0) :]
 
     def _opener(self, header: str) -> str:
-        """The first control token of a header, with the text up to the next one or the end of the line."""
+        """Return the first control token of a header, with the text up to the next token or the end of the line."""
         header = header.strip()
         tokens = self._tokens.find(header)
         if not tokens or tokens[0].start():
@@ -151,7 +151,7 @@ class PlainCheck:
         return header[: tokens[1].start() if len(tokens) > 1 else None].partition("\n")[0].rstrip()
 
     def answers(self, record: Record, rows: Rows, text_of: TextOf) -> list[CheckedAnswer]:
-        """The trained runs of tokens of the one row of a record."""
+        """Check the trained runs of tokens in the single row of a record."""
         runs = list(self._runs(rows))
         text, marked = text_of(len(record.messages), False), "".join(run.marked for run in runs)
         decoded = marked.replace(MARK, "")
@@ -196,7 +196,7 @@ class PlainCheck:
             yield _Run(None if of < 0 else of, start, stop, self._marked(rows.ids[start:stop]))
 
     def _marked(self, ids: Ids) -> str:
-        """The text of ids, with a mark after each control token."""
+        """Decode ids, with a mark after each control token."""
         edges = [0, *(np.flatnonzero(np.isin(ids, self._control)) + 1).tolist()]
         parts = [self._tokenizer.decode(ids[start:stop].tolist()) for start, stop in pairwise(edges)]
         return "".join(part + MARK for part in parts) + self._tokenizer.decode(ids[edges[-1] :].tolist())
@@ -206,11 +206,11 @@ class PlainCheck:
     def _relation(
         self, record: Record, message: int, before: str, after: str, token: str, text_of: TextOf, exact: bool
     ) -> tuple[Relation, bool]:
-        """How the row before an answer compares with its prompt, and whether `token`, its last one, straddles both."""
+        """Compare the row before an answer with its prompt; also return whether its last token spans the start."""
         try:
             prompt = text_of(message, True)
         except RecordError:
-            # The template refuses this prompt; the answer must start like others.
+            # The template rejects this prompt; the answer must start like others.
             own = self._mark(self.header)
             known = own.strip() and self._relate(before, after, own, own) != "differs"
             return "header_not_in_prompt" if known else "differs", False
@@ -242,7 +242,7 @@ class PlainCheck:
         return "differs", False
 
     def _goes_on(self, before: str) -> Relation:
-        """Whether an answer continues after the header of a further turn."""
+        """Check that an answer continues after the header of a further turn."""
         opener = self._mark(self._opener(self.header))
         gap = before[before.rindex(opener) :] if opener and opener in before else None
         return "differs" if gap is None or _WORD.search(gap.removeprefix(opener)) else "several_turns"
@@ -263,13 +263,13 @@ class PlainCheck:
         return "differs"
 
     def _mark(self, text: str) -> str:
-        """Text that only the template writes, with a mark after each control token."""
+        """Add a mark after each control token of a text that comes only from the template."""
         for match in reversed(self._tokens.find(text)):
             text = f"{text[: match.end()]}{MARK}{text[match.end() :]}"
         return text
 
     def _is_whole(self, header: str, size: int) -> bool:
-        """Whether the first `size` characters of what a prompt adds contain the whole header of the role."""
+        """Whether the first `size` characters of the text that a prompt adds contain the whole role header."""
         tokens = self._tokens.find(header)
         if not tokens or tokens[0].start():
             after = header[size:].replace(MARK, "").strip()
@@ -278,7 +278,7 @@ class PlainCheck:
         return size >= len(self._opener(header)) and not inside
 
     def _added(self, prompt: str, without: str) -> str:
-        """What a prompt adds; a control token in which both renderings diverge counts as added."""
+        """Return the text that a prompt adds, including a control token in which both renderings diverge."""
         common = _common(prompt, without)
         split = [match.start() for match in self._tokens.find(prompt) if match.start() < common < match.end()]
         return prompt[split[0] if split else common :]
@@ -289,7 +289,7 @@ class PlainCheck:
         assert run.message is not None
         message = record.messages[min(run.message, len(record.messages) - 1)]
         if message.role != "assistant":
-            yield f"is of the {message.role}"
+            yield f"is from the {message.role}"
             return
         own_text = "\n".join(_texts(message)).casefold()
         trained = (straddling + run.text).casefold()
@@ -314,14 +314,14 @@ class PlainCheck:
             yield f"continues after {shown(self._tokenizer.decode([inner]))}, which ends a turn"
 
     def _lost(self, message: Message, trained: str) -> Iterator[str]:
-        """Words of an answer that are not trained: the last one of its content, and those of its tool calls."""
+        """Yield a fault for each word that is not trained: the last word of the content, and words of tool calls."""
         last_words = [] if "<think" in message.content else _WORD.findall(message.content)[-1:]
         for word in (*last_words, *(word for call in message.tool_calls for word in _WORD.findall(call.arguments))):
             if word.casefold() not in trained.casefold():
                 yield f"lacks {shown(word)}"
 
     def _cut_off(self, last: int, following: str) -> Iterator[str]:
-        """Whether an answer stops before the token that ends its turn."""
+        """Yield a fault if an answer stops before the token that ends its turn."""
         end = next((name for name in self._ends if following.lstrip().startswith(name + MARK)), None)
         if end is not None and last not in (self._tokens.ids[name] for name in self._ends):
             yield f"stops before {shown(end)}, which ends the turn"
@@ -333,7 +333,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
-    """Whether row and prompt end alike except for whitespace with which the row does not continue."""
+    """Whether row and prompt end alike, ignoring whitespace that the row does not continue with."""
     space, own = (text[len(text.rstrip()) :] for text in (prompt, before))
     goes_on = own + after[: len(after) - len(after.lstrip())]
     same = _common(space, goes_on) == len(own)
@@ -341,14 +341,14 @@ def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
 
 
 def _after_words(prompt: str, messages: Sequence[Message]) -> str:
-    """The text of a prompt after the last word of its messages."""
+    """Return the text of a prompt after the last word of its messages."""
     words = (word for message in reversed(messages) for word in reversed(_WORD.findall(message.content)))
     word = next((word for word in words if word in prompt), "")
     return prompt.rpartition(word)[2] if word else prompt
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the common prefix."""
+    """Return the length of the common prefix."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""Lines of a certificate about what a template writes: roles, tools, reasoning, and the shapes that it refuses."""
+"""Lines of a certificate about what a template renders: roles, tools, reasoning, and the shapes that it rejects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chatmill.format.template.probes import (
 def space(seen: Observations) -> Finding:
     probe = seen.good.get(SPACES.id)
     if probe is None:
-        return Finding("space", Level.SKIP, f"probe {SPACES.id} is refused")
+        return Finding("space", Level.SKIP, f"probe {SPACES.id} is rejected")
     changed = {message.role for message in probe.record.messages if message.content not in probe.text}
     stripped = [role for role in ("user", "assistant") if role in changed]
     if not stripped:
@@ -43,9 +43,9 @@ def history(seen: Observations) -> Finding:
     ]
     details = {"rewritten": len(places), "examples": places[:EXAMPLES]}
     if not places:
-        return Finding("history", Level.PASS, "answers are written the same when more messages follow", details)
-    what = f"answers are rewritten when more messages follow: {some(places)}"
-    return Finding("history", Level.WARN, f"{what}; --unroll trains each as it was prompted", details)
+        return Finding("history", Level.PASS, "answers stay the same when more messages follow", details)
+    what = f"answers change when more messages follow: {some(places)}"
+    return Finding("history", Level.WARN, f"{what}; --unroll trains each as it is prompted", details)
 
 
 def _is_rewritten(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> bool:
@@ -64,13 +64,13 @@ def _is_rewritten(seen: Observations, probe: Rendered, answer: CheckedAnswer) ->
 def system(seen: Observations) -> Finding:
     if (fault := seen.faults.get(SYSTEM.id)) is not None:
         return Finding("system", Level.WARN, refused("with a system message", fault), {"kind": fault.kind})
-    return Finding("system", Level.PASS, "messages are written")
+    return Finding("system", Level.PASS, "messages are rendered")
 
 
 def tools(seen: Observations) -> Finding:
     if (fault := seen.faults.get(TOOL.id)) is not None:
         if fault.kind == "not_written":
-            what = f"not supported by the template: records with tool calls will be refused ({fault.what})"
+            what = f"not supported by the template: records with tool calls will be rejected ({fault.what})"
             return Finding("tools", Level.SKIP, what, {"kind": fault.kind})
         return Finding("tools", Level.WARN, refused("with tool calls", fault), {"kind": fault.kind})
     probe = seen.good[TOOL.id]
@@ -78,8 +78,8 @@ def tools(seen: Observations) -> Finding:
     if seen.renderer.templates[True].style.arguments_as_text and not all(text in probe.text for text in calls):
         return Finding("tools", Level.FAIL, f"the arguments {calls[0]} of a call are rewritten")
     if "tools_left_out" in probe.notes:
-        return Finding("tools", Level.WARN, "calls are written, but the definitions of tools are left out")
-    return Finding("tools", Level.PASS, "definitions, calls and results are written")
+        return Finding("tools", Level.WARN, "calls are rendered, but tool definitions are dropped")
+    return Finding("tools", Level.PASS, "definitions, calls and results are rendered")
 
 
 def reasoning(seen: Observations) -> Finding:
@@ -88,32 +88,32 @@ def reasoning(seen: Observations) -> Finding:
     probe = seen.good[REASONING.id]
     is_trained = [probe.record.messages[answer.message].reasoning in answer.text for answer in probe.answers]
     if not any(is_trained):
-        return Finding("reasoning", Level.WARN, "is left out: the template has no place for it")
+        return Finding("reasoning", Level.WARN, "is dropped: the template does not render it")
     if not all(is_trained):
-        return Finding("reasoning", Level.WARN, "is trained in the last answer only; --unroll trains all of it")
+        return Finding("reasoning", Level.WARN, "is trained only in the last answer; --unroll trains all of it")
     return Finding("reasoning", Level.PASS, "is trained in every answer")
 
 
 def null_content(seen: Observations) -> Finding:
     if seen.peer is None:
-        return Finding("null", Level.SKIP, "no transformers to compare with")
+        return Finding("null", Level.SKIP, "not compared: transformers is not installed or cannot open the tokenizer")
     probe = seen.good.get(TOOL.id)
     if probe is None:
-        return Finding("null", Level.SKIP, "content is null only next to tool calls, which are refused")
+        return Finding("null", Level.SKIP, "content is null only next to tool calls, which are rejected")
     theirs = list(seen.peer(probe.record, null_content=True))
     if theirs == probe.rows.ids.tolist():
-        return Finding("null", Level.PASS, 'content next to tool calls is written as ""')
+        return Finding("null", Level.PASS, 'content next to tool calls is rendered as ""')
     if not theirs:
-        what = f'content next to tool calls is written as ""; {seen.peer_name} refuses null'
+        what = f'content next to tool calls is rendered as ""; {seen.peer_name} rejects null'
         return Finding("null", Level.WARN, what)
     ours, other = probe.text, seen.renderer.encoder.tokenizer.decode(theirs)
     at = next((n for n, (a, b) in enumerate(zip(ours, other, strict=False)) if a != b), 0)
-    what = f'content next to tool calls is written as ""; {seen.peer_name} writes null as {shown(other[at:])}'
+    what = f'content next to tool calls is rendered as ""; {seen.peer_name} renders null as {shown(other[at:])}'
     return Finding("null", Level.WARN, what)
 
 
 def shapes(seen: Observations) -> Iterator[Finding]:
-    """One line for each reason to refuse shapes that no other line reports."""
+    """Yield one line per reason for rejected shapes that no other line reports."""
     hidden = {SYSTEM.id, REASONING.id, *(record.id for record in PLAIN)}
     if TOOL.id in seen.faults:
         hidden |= {record.id for record in TOOL_SHAPES}
@@ -123,7 +123,7 @@ def shapes(seen: Observations) -> Iterator[Finding]:
             reasons.setdefault(fault.kind, []).append((str(id), fault))
     for kind, faults in reasons.items():
         names = [id for id, _ in faults]
-        text = f"{', '.join(names)}: records of this shape will be refused: {faults[0][1].what}"
+        text = f"{', '.join(names)}: records of this shape will be rejected: {faults[0][1].what}"
         yield Finding("shapes", Level.WARN, text, {"kind": kind, "refused": names})
     if not reasons:
-        yield Finding("shapes", Level.PASS, f"all {len(seen.probes)} shapes of conversations are written")
+        yield Finding("shapes", Level.PASS, f"all {len(seen.probes)} shapes of conversations are rendered")

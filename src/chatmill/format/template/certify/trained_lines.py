@@ -22,20 +22,20 @@ RELATIONS = {
     "history_rewritten": "has a different history from the row",
     "several_turns": "covers only the first of several turns of an answer, with headers that are not trained,",
 }
-"""What the line `prompt` says, followed by the number of answers."""
+"""Text of the line `prompt`, followed by the number of answers."""
 
 
 def _plain_refused(seen: Observations, line: str) -> Finding | None:
-    """The FAIL of a line that reports why a plain conversation is refused; None if it has none to report."""
+    """Return a FAIL for `line` if it reports the rejection of a plain conversation; else None."""
     for record in PLAIN:
         if (fault := seen.faults.get(record.id)) is not None and line_of(fault) == line:
             details = {"refused": record.id, "kind": fault.kind}
-            return Finding(line, Level.FAIL, f"probe {record.id} is refused: {reason(seen, record, fault)}", details)
+            return Finding(line, Level.FAIL, f"probe {record.id} is rejected: {reason(seen, record, fault)}", details)
     return None
 
 
 def reason(seen: Observations, record: Record, fault: RecordError) -> str:
-    """Why a probe is refused and what to do, with the line of the template that should end the answer."""
+    """Return why a probe is rejected and the fix, with the template line that should end the answer."""
     text = f"{fault.what}; {fault.right}"
     if fault.kind != "no_end_token":
         return text
@@ -46,7 +46,7 @@ def reason(seen: Observations, record: Record, fault: RecordError) -> str:
 
 def ids(seen: Observations) -> Finding:
     if seen.peer is None:
-        return Finding("ids", Level.SKIP, "no transformers to compare with, or no tokenizer that it can open")
+        return Finding("ids", Level.SKIP, "not compared: transformers is not installed or cannot open the tokenizer")
     places = [probe.place for probe in seen.probes if seen.differs(probe)] + seen.own.different
     compared = sum(CONTROL_TEXT not in probe.notes for probe in seen.probes) + seen.own.compared
     details = {"compared": compared, "different": len(places), "examples": places[:EXAMPLES]}
@@ -64,7 +64,7 @@ def answers(seen: Observations) -> Finding:
         f"message {answer.message} of {probe.place} {text}"
         for probe, answer in seen.answers
         for text in answer.faults
-        if is_derived or text.startswith("is of")
+        if is_derived or text.startswith("is from")
     ]
     faults += seen.own.wrong if is_derived else []
     count = len(seen.answers) + seen.own.answers
@@ -72,7 +72,7 @@ def answers(seen: Observations) -> Finding:
     if faults:
         return Finding("answers", Level.FAIL, f"are trained wrongly: {some(faults)}", details)
     if all(answer.relation == "unknown" for _, answer in seen.answers):
-        return Finding("answers", Level.SKIP, "the tokenizer does not give the text of its ids back", details)
+        return Finding("answers", Level.SKIP, "decoding the ids does not restore the text", details)
     if not is_derived:
         return Finding("answers", Level.PASS, f"{count} spans between generation tags are trained", details)
     what = f"{count} answers in {len(seen.probes) + seen.own.rendered} conversations start where their prompt ends"
@@ -92,7 +92,7 @@ def terminator(seen: Observations) -> Finding:
             what = f"no control token ends {where}, after {shown_end(answer.text)}"
             details: dict[str, Any] = {"example": where}
             if seen.renderer.mask == "tags":
-                return Finding("terminator", Level.WARN, f"the tags leave out the end: {what}", details)
+                return Finding("terminator", Level.WARN, f"the tags exclude the end: {what}", details)
             if "no_end_token" in probe.notes:
                 return Finding("terminator", Level.WARN, what, details)
             return Finding("terminator", Level.FAIL, f"{what}; {_quote_end(seen, probe, answer)}", details)
@@ -109,23 +109,23 @@ def terminator(seen: Observations) -> Finding:
     text = f"{' or '.join(ends)} is trained at the end of answers"
     details = {"ends": list(ends), "ends_of_earlier_answers": list(earlier), "stops": None}
     if stops is None:
-        what = f"{text}; no generation_config.json says whether the model stops there"
+        what = f"{text}; without generation_config.json it is unknown whether the model stops there"
         return Finding("terminator", Level.SKIP, what, details)
     details["stops"] = [names.get(stop, str(stop)) for stop in stops]
     others = [token for token in earlier if seen.renderer.encoder.ids[token] not in stops]
     if others:
         what = f"{text}, but earlier answers end with {', '.join(others)}, where the model does not stop"
-        return Finding("terminator", Level.WARN, f"{what}; --unroll writes each answer as the last", details)
+        return Finding("terminator", Level.WARN, f"{what}; --unroll renders each answer as the last one", details)
     return Finding("terminator", Level.PASS, f"{text}; the model stops there", details)
 
 
 def _quote_end(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> str:
-    """The line of the template that wrote the end of an answer."""
+    """Quote the template line that produced the end of an answer."""
     return _quote(seen, probe.record, probe.text.find(answer.text) + len(answer.text))
 
 
 def _quote(seen: Observations, record: Record, stop: int) -> str:
-    """The line of the template that wrote the text before `stop`."""
+    """Quote the template line that produced the text before `stop`."""
     template = seen.renderer.templates[bool(record.tools)]
     pieces = seen.renderer.derive(record).rendering.pieces
     ends = accumulate(len(piece.text) for piece in pieces)
@@ -137,11 +137,11 @@ def bos(seen: Observations) -> Finding:
     token = seen.renderer.folder.special.get("bos_token")
     id = seen.renderer.encoder.ids.get(token) if token is not None else None
     if id is None:
-        return Finding("bos", Level.SKIP, "the tokenizer has none")
+        return Finding("bos", Level.SKIP, "the tokenizer has no BOS token")
     for probe in seen.probes:
         if probe.rows.ids[:2].tolist() == [id, id]:
             return Finding("bos", Level.FAIL, f"{token} is doubled at the start of {probe.place}")
-    # The same token may be BOS and end turns.
+    # The same token may be BOS and the end of turns.
     inside = [(probe, answer) for probe, answer in seen.answers if id in answer.ids[:-1]]
     if inside:
         probe, answer = inside[0]
@@ -154,7 +154,7 @@ def bos(seen: Observations) -> Finding:
         if all(counts)
         else "nowhere"
     )
-    return Finding("bos", Level.PASS, f"{token} is written {often}", {"most": max(counts)})
+    return Finding("bos", Level.PASS, f"{token} occurs {often}", {"most": max(counts)})
 
 
 def prompt(seen: Observations) -> Finding:
@@ -178,7 +178,7 @@ def prompt(seen: Observations) -> Finding:
     if texts:
         return Finding("prompt", Level.WARN, "; ".join(texts), details)
     if counts["unknown"]:
-        return Finding("prompt", Level.SKIP, "the tokenizer does not give the text of its ids back", details)
+        return Finding("prompt", Level.SKIP, "decoding the ids does not restore the text", details)
     return Finding("prompt", Level.PASS, "is always a prefix of the row", details)
 
 
@@ -191,7 +191,7 @@ def borders(seen: Observations) -> Finding:
         shares += [f"{seen.own.straddling} of {seen.own.answers} of your records"] if seen.own.straddling else []
     if not shares:
         return Finding("borders", Level.PASS, "no token spans the start of an answer", details)
-    what = f"the first token of {' and '.join(shares)} starts in the header, and so is not trained"
+    what = f"the first token of {' and '.join(shares)} starts in the header and is not trained"
     if seen.check.header.endswith(" "):
         what += "; the header ends in a space: --strip-prompt-space trains it as part of the answer instead"
     return Finding("borders", Level.WARN, what, details)
@@ -204,7 +204,7 @@ def text_tokens(seen: Observations) -> Finding:
     from_text = seen.renderer.text_tokens.ids
     ids = {token: id for token, id in seen.renderer.encoder.ids.items() if token not in from_text}
     count = written = 0
-    # Some vocabularies have thousands, and the cost of a text grows faster than the number of tokens in it.
+    # Some vocabularies have thousands of tokens, and the cost grows faster than the number of tokens in a text.
     for first in range(0, len(ids), TOKENS_IN_TEXT):
         text = " ".join(list(ids)[first : first + TOKENS_IN_TEXT])
         record = probe_record("control text", *dialog(f"Say {text} twice.", f"{text} and {text}."))
@@ -212,13 +212,13 @@ def text_tokens(seen: Observations) -> Finding:
             rows = seen.rendered(seen.renderer.lay_out(record)).rows
             pieces = seen.renderer.derive(record).rendering.pieces
         except RecordError as fault:
-            return Finding("text_tokens", Level.WARN, f"text that contains control tokens is refused: {fault.what}")
+            return Finding("text_tokens", Level.WARN, f"text that contains control tokens is rejected: {fault.what}")
         count += int(np.isin(rows.ids, np.array(list(ids.values()), dtype=np.uint32)).sum())
         literals = "".join("\0" if piece.source is not None else piece.text for piece in pieces)
         written += sum(match[0] in ids for match in seen.renderer.control_tokens.find(literals))
     details = {"control_tokens": len(ids), "written": written, "in_row": count, "from_text": list(from_text)}
     if count != written:
-        what = f"rows have {count} control tokens, but the template writes only {written}: text became control tokens"
+        what = f"rows have {count} control tokens, but the template has only {written}: text became control tokens"
         return Finding("text_tokens", Level.FAIL, what, details)
     what = f"all {len(ids)} control tokens are plain text inside messages"
     if from_text:
@@ -241,18 +241,18 @@ def own_records(seen: Observations) -> Finding:
     text = f"{own.count:,} records"
     if own.refused:
         reasons = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-        what = f"{text}; refused: {reasons}; the first: {own.refused[0]}"
+        what = f"{text}; rejected: {reasons}; the first: {own.refused[0]}"
         return Finding("records", Level.FAIL, what, details)
     if own.wrong and seen.renderer.mask == "derived":
         return Finding("records", Level.FAIL, f"{text}, trained wrongly: {some(own.wrong)}", details)
     if own.unended:
         allowed = "no_end_token" in own.notes or seen.renderer.mask == "tags"
-        what = f"{text}, {len(own.unended):,} answers that no control token ends: {some(own.unended)}"
+        what = f"{text}, {len(own.unended):,} answers without a control token at the end: {some(own.unended)}"
         return Finding("records", Level.WARN if allowed else Level.FAIL, what, details)
     if own.notes[CONTROL_TEXT]:
         text += f", {own.notes[CONTROL_TEXT]:,} of them with control text"
     left_out = [f"{what.removesuffix('_left_out')} of {n:,}" for what, n in own.notes.items() if "_left_out" in what]
     if left_out:
-        what = f"{text}, every answer trained; the template leaves out the {' and the '.join(left_out)}"
+        what = f"{text}, every answer trained; the template drops the {' and the '.join(left_out)}"
         return Finding("records", Level.WARN, what, details)
     return Finding("records", Level.PASS, f"{text}, every answer trained", details)

@@ -1,4 +1,4 @@
-"""The process that runs chat templates: a template is somebody else's program.
+"""The process that runs chat templates, because a template is untrusted code.
 
     renderer ── requests ──> template process      a fork of the server, locked down before it reads a template
        │  <── plain data ──        │
@@ -6,8 +6,8 @@
 
 client        the renderer's side: sends requests, enforces limits on time and memory
 channel       starts fork servers and processes, and exchanges frames with them
-messages      what is sent, and the checks of what comes back
-fork_server   the server, and the loop of a process
-engine        what a template process does
-lockdown      limits and system call filter of a process
+messages      the messages of the protocol, and the checks of responses
+fork_server   the fork server, and the request loop of a process
+engine        opens templates and answers requests in a template process
+lockdown      resource limits and system call filter of a process
 """

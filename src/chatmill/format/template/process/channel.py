@@ -1,4 +1,4 @@
-"""Starting template processes and exchanging frames with them, within limits that hold whatever a process does."""
+"""Start template processes and exchange frames with them, within limits that a process cannot evade."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from chatmill.errors import DataError, one_line
 from chatmill.format.template.process import messages
 
 WAITING = 20.0
-"""Time on the clock that a process may take, as a multiple of processor time: a busy machine is no fault of its own."""
+"""Maximum wall-clock time of a process as a multiple of its CPU time limit; the machine may be busy."""
 GRACE = 1.0
-"""Seconds more than are asked for: a process that stops in time by itself can name the line."""
+"""Extra seconds before a process is killed; one that stops itself can report the line of the template."""
 START_SECONDS = 600.0
-"""For a server to get ready, on a machine that may be busy."""
+"""Maximum time for a fork server to start; the machine may be busy."""
 POLL_SECONDS = 0.1
 HEADER = struct.Struct("<Q")
 
@@ -35,18 +35,18 @@ import_module(sys.argv[1]).main()
 
 
 class EndedError(Exception):
-    """Why a process was ended, or ended itself."""
+    """A process was killed or exited; the message gives the reason."""
 
 
 class ForkServer:
-    """A fork server for processes that do what a module does: a fresh interpreter that calls its `main`."""
+    """A fork server: a fresh interpreter that calls the `main` function of a module."""
 
     def __init__(self, module: str) -> None:
         self._owner = os.getpid()
         self._control, theirs = socket.socketpair()
         paths = [str(Path(__file__).resolve().parents[4]), *(str(Path(path).absolute()) for path in sys.path if path)]
         options = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-        # The loader's paths may be needed to start Python at all.
+        # Python may not start without the loader's paths.
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         try:
             with theirs:
@@ -60,13 +60,13 @@ class ForkServer:
                     start_new_session=True,
                 )
         except (OSError, TypeError) as error:
-            # Without a path to it, `sys.executable` is None.
+            # `sys.executable` is None if its path is unknown.
             self._control.close()
             what = f"the process that runs chat templates cannot be started ({one_line(str(error), 200)})"
             raise DataError(f"{what}; check that {one_line(str(sys.executable), 200)} can be run") from None
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
-        """The channel and the leash of a new process."""
+        """Return the channel and the leash of a new process."""
         channel, its_channel = socket.socketpair()
         leash, its_leash = socket.socketpair()
         with its_channel, its_leash:
@@ -79,7 +79,7 @@ class ForkServer:
         return channel, leash
 
     def close(self) -> None:
-        """End it, and its processes with it."""
+        """Kill the server and its processes."""
         self._control.close()
         if self._owner == os.getpid():
             self._process.kill()
@@ -91,9 +91,9 @@ _servers_lock = threading.Lock()
 
 
 def fork_server(module: str) -> ForkServer:
-    """The server of this process, and of those forked from it, for a module; started if there is none.
+    """Return the fork server for a module, starting it if needed; forked processes share it.
 
-    It gets ready while its caller goes on.
+    It starts in the background.
     """
     with _servers_lock:
         if module not in _servers:
@@ -102,7 +102,7 @@ def fork_server(module: str) -> ForkServer:
 
 
 def stop_servers() -> None:
-    """End all servers and their processes; who needs one later starts another."""
+    """Kill all servers and their processes; they are started again when needed."""
     with _servers_lock:
         servers = list(_servers.values())
         _servers.clear()
@@ -114,7 +114,7 @@ atexit.register(stop_servers)
 
 
 class Channel:
-    """One process of a fork server, which may use so many bytes of memory; `arguments` are what it begins with."""
+    """One process of a fork server that may use `memory` bytes; `arguments` are passed to its start function."""
 
     def __init__(self, server: ForkServer, memory: int, *arguments: str) -> None:
         self.memory, self.pid = memory, 0
@@ -131,7 +131,7 @@ class Channel:
         self.pid, self.protections = ready.pid, ready.protections
 
     def exchange(self, frame: bytes, *, seconds: float, limit: int) -> bytes:
-        """Send a request and receive its response, within so many seconds and bytes."""
+        """Send a request and receive its response, within limits on seconds and bytes."""
         clock = _Clock(self.pid, seconds)
         for part in (HEADER.pack(len(frame)), frame):
             data = memoryview(part)
@@ -140,7 +140,7 @@ class Channel:
                 data = data[self._socket.send(data) :]
         (size,) = HEADER.unpack(self._receive(HEADER.size, clock))
         if size > limit:
-            raise EndedError(f"it answers with more than {limit >> 20:,} MiB")
+            raise EndedError(f"its response has more than {limit >> 20:,} MiB")
         return self._receive(size, clock)
 
     def _receive(self, size: int, clock: _Clock) -> bytes:
@@ -161,7 +161,7 @@ class Channel:
         clock.check_sometimes()
 
     def end(self) -> int | None:
-        """Kill the process if it has not ended; its exit code, negative for a signal, if that is known."""
+        """Kill the process if it is still running; return its exit code (negative for a signal), or None if unknown."""
         try:
             self._leash.shutdown(socket.SHUT_WR)
             self._leash.settimeout(60)
@@ -172,13 +172,13 @@ class Channel:
         return int(struct.unpack("<i", status)[0]) if len(status) == 4 else None
 
     def close(self) -> None:
-        """Close the sockets; the server kills the process if this was the last process that had them."""
+        """Close the sockets; the server kills the process once no process holds them."""
         self._socket.close()
         self._leash.close()
 
 
 class _Clock:
-    """The time that a process uses for one request."""
+    """Measures the time that a process uses for one request."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         self._pid, self._seconds = pid, seconds
@@ -191,7 +191,7 @@ class _Clock:
             self.check()
 
     def check(self) -> None:
-        """Raise if the time is up: of the processor, or many times as much on the clock."""
+        """Raise if the CPU time limit, or the much larger wall-clock limit, is exceeded."""
         waited = time.monotonic() - self._began
         cpu = _cpu_time(self._pid)
         used = waited if cpu is None or self._cpu is None else cpu - self._cpu
@@ -204,18 +204,18 @@ def too_long(seconds: float) -> str:
 
 
 def _cpu_time(pid: int) -> float | None:
-    """Seconds of processor time that a process has used; None where the system does not tell."""
+    """Return the CPU seconds that a process has used; None if the system does not report it."""
     if not pid or sys.platform != "linux":
         return None
     try:
-        # The clock of a process, as clock_getcpuclockid(3) names it.
+        # The clock id of the process, as computed by clock_getcpuclockid(3).
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
         return None
 
 
 def _after_fork() -> None:
-    """The lock may be held by a thread that does not exist here."""
+    """Replace the lock, which may be held by a thread that does not exist in the child."""
     global _servers_lock
     _servers_lock = threading.Lock()
 

@@ -1,8 +1,8 @@
-"""The renderer's side of a template process: it starts one, sends requests, and ends it at a limit.
+"""The renderer's side of a template process: it starts one, sends requests, and kills it at a limit.
 
-Limits of one request, enforced from here whatever the process does: processor time, size of the response, and memory,
-for which a process is started with a limit that fits the conversation. A process that reaches one is killed and
-replaced; after a few of those the template is given up.
+The limits of a request are enforced here, independently of the process: CPU time, size of the response, and memory, for
+which a process is started with a limit that fits the conversation. A process that reaches a limit is killed and
+replaced. After a few kills no more requests are sent for the template.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from chatmill.format.renderer import Mask
 
 SECONDS = 3.0
-"""Processor time for a small conversation; a normal template needs a few milliseconds."""
+"""CPU time limit for a small conversation; a normal template needs a few milliseconds."""
 SECONDS_PER_CHARACTER = 2e-6
 SECONDS_PER_PAIR = 5e-4
-"""For each pair of messages: a template may run on every beginning of a conversation, and look at all of it."""
+"""Added per pair of messages: every prefix of a conversation is rendered, and the template may visit all of it."""
 MEMORY = 512 << 20
 MEMORY_PER_BYTE = 64
 MEMORY_PER_MESSAGE = 4
-"""And for each byte of the conversation, for each of its messages: every beginning of it is rendered."""
+"""Added per byte and message of the conversation, because every prefix is rendered."""
 RESPONSE = 16 << 20
 RESPONSE_PER_BYTE = 64
 MAX_KILLS = 3
-"""After so many processes of one renderer were killed at a limit, or crashed, its template is given up."""
+"""After this many killed or crashed processes, a renderer gives up on its template."""
 ENGINE = "chatmill.format.template.process.engine"
 _RIGHT = "change the conversation or the template"
 
 
 @dataclass(frozen=True)
 class OpenedTemplate:
-    """A chat template as the renderer knows it."""
+    """A chat template that is open in the template process."""
 
     number: int
     name: str
@@ -60,14 +60,14 @@ class OpenedTemplate:
     style: Style
 
     def quote(self, line: int) -> str:
-        """A line of the template with its number, for messages."""
+        """Return a line of the template with its number, for messages."""
         lines = self.source.split("\n")
         text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
         return f"{self.name}:{line}: {one_line(text, 160)}"
 
 
 class TemplateProcess:
-    """The chat templates of one renderer, in a process that can do nothing but run them."""
+    """The chat templates of one renderer, in a process that can only run them."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class TemplateProcess:
 
     @property
     def protections(self) -> list[str]:
-        """What is in force in the process, as `lock_down` names it."""
+        """The protections in force in the process, as named by `lock_down`."""
         with self._lock:
             if self._channel is None:
                 self._started(MEMORY)
@@ -109,7 +109,7 @@ class TemplateProcess:
             return [one_line(name) for name in self._channel.protections]
 
     def text(self, template: int, record: Record, count: int | None = None, *, prompt: bool = False) -> str:
-        """The first `count` messages as text, with the generation prompt if `prompt`."""
+        """Render the first `count` messages as text, with the generation prompt if `prompt`."""
         request = messages.RenderText(template, _sent(record), count, prompt, _seconds(record))
         response = self._request(request)
         if not isinstance(response, messages.Text):
@@ -127,7 +127,7 @@ class TemplateProcess:
         last_only: bool = False,
         text_tokens: Iterable[str] = (),
     ) -> DerivedAnswers:
-        """The answers of a record that has so many texts; `text_tokens` are those that its text may become."""
+        """Derive the answers of a record with `texts` texts; `text_tokens` are the tokens that may come from text."""
         may_hold, seconds = sorted(text_tokens), _seconds(record)
         request = messages.Derive(template, _sent(record), mask, cacheable, last_only, may_hold, seconds)
         response = self._request(request)
@@ -139,7 +139,7 @@ class TemplateProcess:
             raise self._broken() from None
 
     def close(self) -> None:
-        """End the process; the next request starts another."""
+        """Kill the process; the next request starts a new one."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -147,17 +147,17 @@ class TemplateProcess:
     __del__ = close
 
     def after_fork(self) -> None:
-        """In a forked process: leave the process of the parent alone."""
+        """In a forked child: drop the connection without killing the parent's template process."""
         self._lock = threading.Lock()
         self.close()
 
     def _request(self, request: messages.RenderText | messages.Derive) -> messages.Response:
-        """Send a request about one record; faults are raised as what the renderer raises."""
+        """Send a request about one record; raise its errors as `RecordError` or `DataError`."""
         try:
             frame = messages.encode(request)
         except UnicodeEncodeError:
-            what = "a text holds half of a character (a lone surrogate)"
-            raise RecordError(what, "write it as valid Unicode", kind="not_text") from None
+            what = "a text contains a lone surrogate"
+            raise RecordError(what, "use valid Unicode", kind="not_text") from None
         with self._lock:
             try:
                 response = self._exchange(frame, len(request.record.messages), request.seconds)
@@ -184,7 +184,7 @@ class TemplateProcess:
             except (EOFError, OSError):
                 code = self._end()
                 if code in (None, -signal.SIGKILL, -signal.SIGXCPU) and not attempt:
-                    # Killed by somebody else: for want of memory, or at the end of its time in all.
+                    # Killed from outside: by the out-of-memory killer, or at its total CPU limit.
                     continue
                 raise EndedError(f"its process ended with {_shown_exit(code)}") from None
             except BaseException:
@@ -214,7 +214,7 @@ class TemplateProcess:
             is_time = isinstance(response, messages.Stopped) and response.limit == "time"
             why = too_long(SECONDS) if is_time else f"it needs more than {memory >> 20:,} MiB of memory"
         self._end()
-        raise DataError(f"{self._name}: the template was stopped: {why}; mend it")
+        raise DataError(f"{self._name}: the template was stopped: {why}; fix the template")
 
     def _memory(self) -> int:
         return MEMORY if self._channel is None else self._channel.memory
@@ -224,17 +224,17 @@ class TemplateProcess:
         return None if channel is None else channel.end()
 
     def _stopped(self, why: str, place: str = "") -> DataError:
-        """End the process; the fault of the record, or of the template if this has happened too often."""
+        """Kill the process; return an error about the record, or about the template after too many kills."""
         self._end()
         self._kills += 1
         what = f"{one_line(place, 300) or self._name}: the template was stopped: {why}"
         if self._kills >= MAX_KILLS:
-            return DataError(f"{what}; this was the {self._kills}rd time, so no more is tried; mend the template")
+            return DataError(f"{what}; giving up after {self._kills} stops; fix the template")
         return RecordError(what, _RIGHT, kind="template_limit")
 
     def _broken(self) -> DataError:
         with self._lock:
-            return self._stopped("its process answers what no template process answers")
+            return self._stopped("its process sent an invalid response")
 
 
 _processes: weakref.WeakSet[TemplateProcess] = weakref.WeakSet()
@@ -249,7 +249,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def start_server() -> None:
-    """Start the server of template processes, which gets ready while its caller goes on."""
+    """Start the fork server of template processes in the background."""
     fork_server(ENGINE)
 
 
@@ -257,17 +257,17 @@ def _new_channel(memory: int) -> Channel:
     try:
         return Channel(fork_server(ENGINE), memory)
     except (EOFError, OSError):
-        # The server may have been killed since it was started.
+        # The server may have been killed in the meantime.
         stop_servers()
     try:
         return Channel(fork_server(ENGINE), memory)
     except EOFError:
         stop_servers()
-        what = "the process that runs chat templates ends as soon as it starts"
+        what = "the process that runs chat templates exits right after its start"
         raise DataError(f"{what}; check that {one_line(sys.executable, 200)} can import jinja2 and msgspec") from None
     except OSError as error:
         raise DataError(
-            f"no process for a chat template can be started: {error.strerror}; free what it lacks"
+            f"cannot start a process for the chat template: {error.strerror}; free memory or processes"
         ) from None
 
 
@@ -275,17 +275,17 @@ def _decoded(frame: bytes) -> messages.Response:
     try:
         response: messages.Response = messages.decode_response(frame)
     except (msgspec.DecodeError, ValueError, RecursionError):
-        raise EndedError("its process answers what no template process answers") from None
+        raise EndedError("its process sent an invalid response") from None
     return response
 
 
 def _sent(record: Record) -> Record:
-    """What a process is told of a record."""
+    """Return the part of a record that is sent to the process."""
     return new_record(record.messages, None, record.tools)
 
 
 def _seconds(record: Record) -> float:
-    """Processor time for a request about a record."""
+    """Return the CPU time limit for a request about a record."""
     count = len(record.messages)
     size = sum(len(message.content) + len(message.reasoning) for message in record.messages)
     return SECONDS + SECONDS_PER_CHARACTER * size * count + SECONDS_PER_PAIR * count**2

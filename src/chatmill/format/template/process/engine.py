@@ -1,8 +1,8 @@
-"""What a template process does: it opens the templates of one renderer, and answers requests about records."""
+"""The work of a template process: open the templates of one renderer and answer requests about records."""
 
 from __future__ import annotations
 
-# These are imported by Jinja when it needs them, and then it is too late.
+# Jinja imports these lazily, which fails after the lockdown.
 import html  # noqa: F401
 import pprint  # noqa: F401
 import time
@@ -41,7 +41,7 @@ class TemplateEngine:
         self.eos: str | None = None
 
     def __call__(self, frame: bytes) -> bytes:
-        """The response to a request."""
+        """Return the response to a request."""
         request = messages.decode_request(frame)
         try:
             return messages.encode(self.answer(request))
@@ -49,7 +49,7 @@ class TemplateEngine:
             return messages.encode(messages.Stopped("memory", ""))
         except UnicodeEncodeError:
             name = "" if isinstance(request, messages.OpenTemplates) else f"{self.names[request.template]}: "
-            what = f"{name}the template writes half of a character (a lone surrogate)"
+            what = f"{name}the output of the template contains a lone surrogate"
             return messages.encode(messages.RecordFault(what, "change the template", "template_fails"))
 
     def answer(self, request: messages.Request) -> messages.Response:
@@ -104,14 +104,14 @@ class TemplateEngine:
         except RecordError:
             if not request.cacheable:
                 raise
-            # A trace with guards looks at more prompts. Whether and why a record is refused must not depend on that.
+            # A trace with guards renders more prompts. Whether and why a record is rejected must not depend on that.
             derived = attempt(False)
         steps = derived.steps
         if steps is not None:
             try:
                 messages.encode(steps)
             except (OverflowError, TypeError):
-                # Numbers that have no place in a message, as in `content[:10 ** 30]`.
+                # Numbers too large for a message, as in `content[:10 ** 30]`.
                 steps = None
         return messages.Derived(
             derived.rendering.pieces, derived.answers, derived.prefixes, derived.contexts, steps, derived.notes
@@ -119,7 +119,7 @@ class TemplateEngine:
 
 
 def _warm_up() -> None:
-    """Use what is imported or made only when it is needed, while it still can be."""
+    """Trigger lazy imports and caches before the lockdown."""
     engine = TemplateEngine()
     record: Any = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     opened = messages.OpenTemplates([("warm", WARM_UP)], b"{}", "2000-01-01", ["x"], [], 60.0)

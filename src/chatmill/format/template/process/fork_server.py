@@ -1,9 +1,9 @@
-"""A fork server: a fresh interpreter that forks a locked-down process for whoever asks.
+"""A fork server: a fresh interpreter that forks locked-down processes on request.
 
-It has imported what its processes need, and read nothing that a stranger wrote. Its standard input is a socket: each
-byte on it comes with two sockets, for which it forks a process. The first is the channel of that process. The second
-is its leash, which stays with the server: when the other end is closed, by whatever end the renderer comes to, the
-process is killed; how the process ended is written to it.
+It has imported everything that its processes need, and has read no untrusted data. Its standard input is a socket: each
+byte on it comes with two sockets, for which the server forks a process. The first is the channel of that process. The
+second is its leash, which the server keeps: when the other end is closed, however the renderer ends, the server kills
+the process. The exit code of the process is written to the leash.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from chatmill.format.template.process import messages
 from chatmill.format.template.process.lockdown import lock_down
 
 CHANNEL = 0
-"""The descriptor of a process's channel, its only one."""
+"""The file descriptor of a process's channel, the only one that it has."""
 HEADER = struct.Struct("<Q")
 
 Service = Callable[[bytes], bytes]
-"""What a process does: the response to a request."""
+"""Maps a request to its response."""
 
 
 def run_server(start: Callable[..., Service]) -> None:
     """Fork a process for every byte on standard input, until its other end is closed.
 
-    Each calls `start` for what it does, and is locked down before it reads a request.
+    Each process calls `start` to get its service, and is locked down before it reads a request.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # All that was imported is shared with the processes, and never collected.
+    # Imported objects are shared with the processes and never garbage-collected.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -45,7 +45,7 @@ def run_server(start: Callable[..., Service]) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     control = socket.socket(fileno=CHANNEL)
     children: dict[int, socket.socket] = {}
-    """Processes that were not waited for yet, so that their numbers are theirs, each with its leash."""
+    """Processes that have not been reaped, so that their pids cannot be reused, each with its leash."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(woken, select.POLLIN)
@@ -86,7 +86,7 @@ def _tell(leash: socket.socket, code: int) -> None:
 
 
 def _fork(channel: int, highest: int, start: Callable[..., Service]) -> int:
-    """A process with `channel` as its only descriptor; `highest` is the last one of the server."""
+    """Fork a process with `channel` as its only descriptor; `highest` is the highest descriptor of the server."""
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -107,7 +107,7 @@ def _fork(channel: int, highest: int, start: Callable[..., Service]) -> int:
 
 
 def _read() -> bytes:
-    """The next frame; empty at the end."""
+    """Return the next frame; empty at the end."""
     header = _read_exactly(HEADER.size)
     return _read_exactly(HEADER.unpack(header)[0]) if header else b""
 

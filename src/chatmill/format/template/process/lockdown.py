@@ -1,8 +1,8 @@
-"""What a template process gives up before it reads a template, without any privilege.
+"""Restrict a template process before it reads a template, without needing privileges.
 
-Each protection is taken where the system has it; `lock_down` returns those that are in force. The system call filter
-(seccomp) leaves a process what computing and answering need: memory, locks, clocks, and its one socket. It opens no
-file, makes no socket, starts no program, and sees no other process.
+Each protection is applied if the system supports it; `lock_down` returns those in force. The system call filter
+(seccomp) allows only what computing and answering need: memory, locks, clocks, and the one socket. The process cannot
+open files, create sockets, start programs or see other processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 CPU_SECONDS = 3600
-"""Processor time of a process in all; the renderer enforces a limit of its own for each request."""
+"""Total CPU time of a process; the renderer enforces a separate limit for each request."""
 STACK = 8 << 20
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -26,10 +26,10 @@ SECCOMP_MODE_FILTER = 2
 LOAD, JUMP_IF_EQUAL, JUMP_IF_GREATER_OR_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 KILL_PROCESS, FAIL, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 NUMBER, ARCHITECTURE, THIRD_ARGUMENT = 0, 4, 32
-"""Offsets in what a filter sees of a system call."""
+"""Offsets in `seccomp_data`, the input of a filter."""
 PROT_EXEC = 4
 X32 = 0x40000000
-"""Numbers from here on are those of another calling convention of x86-64."""
+"""Numbers at or above this one belong to the x32 ABI of x86-64."""
 
 SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
@@ -94,11 +94,11 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
         },
     ),
 }
-"""By processor: the number that filters know it by, and the system calls that are allowed."""
+"""By architecture: its audit number for filters, and the allowed system calls."""
 
 
 def lock_down(memory: int, parent: int) -> list[str]:
-    """Give up all that running a template does not need; `memory`: bytes that may be used beyond those in use.
+    """Drop everything that running a template does not need; `memory`: additional bytes that may be used.
 
     `parent` is the process that this one must not outlive.
     """
@@ -146,7 +146,7 @@ def _set_limit(name: str, limit: int) -> bool:
 
 
 def _mapped() -> int:
-    """Bytes of address space in use."""
+    """Return the bytes of address space in use."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
@@ -160,7 +160,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> bool:
-    """Install the filter; False where the kernel or the processor has none."""
+    """Install the filter; return False if the kernel or the architecture does not support it."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if machine not in SYSTEM_CALLS or sys.maxsize < 2**32:
         return False
@@ -170,11 +170,11 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 
 
 def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
-    """A BPF program: the allowed calls, none of which makes memory executable; any other fails with EPERM."""
+    """Return a BPF program that allows these calls, without executable memory; any other call fails with EPERM."""
     names = sorted(allowed, key=lambda name: allowed[name])
     executable = [allowed[name] for name in ("mmap", "mprotect")]
     others = [allowed[name] for name in names if allowed[name] not in executable]
-    # Behind the comparisons: check protection; fail; allow.
+    # After the comparisons: check protection; fail; allow.
     checks = len(others) + len(executable)
     instructions = [
         (LOAD, 0, 0, ARCHITECTURE),
@@ -186,7 +186,7 @@ def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     ]
     for at, number in enumerate([*others, *executable]):
         left = checks - at - 1
-        # From here: `left` comparisons, a failure, the check of protection, an allowance.
+        # What follows: `left` comparisons, a failure, the check of protection, an allowance.
         instructions.append((JUMP_IF_EQUAL, left + (3 if number in others else 1), 0, number))
     instructions += [
         (RETURN, 0, 0, FAIL | errno.EPERM),

@@ -1,7 +1,7 @@
-"""What a renderer and its template process send to each other: frames of MessagePack, decoded into these types.
+"""Messages between a renderer and its template process: frames of MessagePack, decoded into these types.
 
-A template that has taken over its process can send anything. So what comes back is decoded by type and checked here: it
-may be wrong about its own template, but cannot make the renderer fail, grow, or read what is not there.
+A template that has taken over its process can send anything, so responses are decoded by type and checked here. A
+response may be wrong about its own template, but cannot make the renderer fail, exhaust memory, or read out of bounds.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPie
 from chatmill.records.record import Record
 
 MAX_STEPS = 2**14
-"""Steps of a trace that is replayed; longer ones are derived anew each time."""
+"""Maximum number of steps of a replayed trace; for longer ones, each record is derived."""
 MAX_COPIES = 2**7
-"""How often a replayed trace may copy a text of the conversation."""
+"""Maximum number of copies of a text of the conversation that a replayed trace may make."""
 MAX_GROWTH = 2**10
-"""The same for its characters, where functions may give several for one."""
+"""The same limit for its characters, because functions may map one character to several."""
 MAX_WRITTEN = 8
-"""How often it may write a text, which is no more than a template may write for a conversation that it is run on."""
+"""Maximum number of times that a text may be output; the same limit as for running the template."""
 MAX_LITERALS = 2**23
-"""Characters of the template's own that replaying a trace may copy."""
+"""Maximum number of template characters that replaying a trace may copy."""
 
 
 class Setup(msgspec.Struct, frozen=True):
     """The first message to a new process."""
 
     memory: int
-    """Bytes that it may use beyond what it has."""
+    """Bytes of memory that it may use in addition to the current."""
     arguments: tuple[str, ...] = ()
-    """What it begins with; it must be nothing that a stranger wrote."""
+    """Arguments of its start function; must not contain untrusted data."""
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Its answer, before it has read any template."""
+    """The response to `Setup`, sent before the process reads a template."""
 
     pid: int
     protections: list[str]
-    """What is in force."""
+    """The protections in force."""
 
 
 class OpenTemplates(msgspec.Struct, tag="open", frozen=True):
     sources: list[tuple[str, str]]
     """Names and texts of the templates."""
     variables: bytes
-    """As JSON, which has integers of any size."""
+    """JSON, because it allows integers of any size."""
     now: str
     tokens: list[str]
     """The control tokens."""
     ends: list[str]
-    """Those that a server stops at."""
+    """The tokens at which a server stops."""
     seconds: float
 
 
@@ -76,7 +76,7 @@ class Derive(msgspec.Struct, tag="derive", frozen=True):
     cacheable: bool
     last_only: bool
     text_tokens: list[str]
-    """The tokens that text of a message may become."""
+    """The tokens that may come from message text."""
     seconds: float
 
 
@@ -110,13 +110,13 @@ class RecordFault(msgspec.Struct, tag="record", frozen=True):
 
 
 class TemplateFault(msgspec.Struct, tag="template", frozen=True):
-    """A `DataError`: the template is none."""
+    """A `DataError`: the template cannot be used."""
 
     what: str
 
 
 class Stopped(msgspec.Struct, tag="stopped", frozen=True):
-    """A limit was reached, at this place of the template."""
+    """A limit was reached, at this line of the template."""
 
     limit: Literal["time", "memory"]
     place: str
@@ -132,11 +132,11 @@ decode_setup = msgspec.msgpack.Decoder(Setup).decode
 
 
 class BrokenResponseError(ValueError):
-    """A process sent what no template process of chatmill sends."""
+    """A process sent a response that a template process never sends."""
 
 
 def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswers:
-    """The answers of a record, checked; `texts` is the number of its texts."""
+    """Check a response and return the answers of the record; `texts` is the number of its texts."""
     count = len(record.messages)
     kinds = None
     steps = None
@@ -167,7 +167,7 @@ def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswe
 
 
 def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:
-    """What each slot holds."""
+    """Check the steps and return the kind of each slot."""
     kinds = [Kind.TEXT] * texts
     for step in steps:
         function = STEP_FUNCTIONS.get(step.function)
@@ -182,16 +182,16 @@ def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:
 
 
 def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], texts: int) -> bool:
-    """Whether replaying the steps on any conversation takes memory in proportion to it."""
+    """Whether replaying the steps takes memory proportional to the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
-    # By slot: how often it may hold each text of the conversation, and (under -1) characters of the template; then the
-    # same, each time with the growth of the functions.
+    # By slot: how often it may contain each text of the conversation, and (under -1) characters of the template; once
+    # without and once with the growth of the functions.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 
     def add(counts: list[dict[int, int]], held: dict[int, int], step: TraceStep, growth: int, limit: int) -> bool:
-        """Count the value of a step; whether all values together are within the limit."""
+        """Count the value of a step; return whether all values together are within the limit."""
         total = {-1: sum(map(_characters, step.args))}
         held[-1] += total[-1]
         for slot in step.slots:
@@ -205,7 +205,7 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
 
     all_copies, all_grown = dict.fromkeys(range(-1, texts), 0), dict.fromkeys(range(-1, texts), 0)
     for step in steps:
-        # All that the parts or cuts of a text hold is held by that text.
+        # The parts and cuts of a text contain nothing but that text.
         if not step.is_guard and not (
             add(copies, all_copies, step, 1, MAX_COPIES)
             and add(grown, all_grown, step, STEP_FUNCTIONS[step.function].growth, MAX_GROWTH)
@@ -222,7 +222,7 @@ def _characters(value: Any) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, which they were before they were sent; nothing else than texts, numbers and None."""
+    """Convert lists back to tuples; require that they contain only texts, numbers and None."""
     if isinstance(value, list | tuple):
         return tuple(_tuples(inner) for inner in value)
     _require(value is None or isinstance(value, str | int | float))

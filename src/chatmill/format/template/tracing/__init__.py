@@ -1,7 +1,7 @@
-"""Traced renderings of Jinja templates.
+"""Render Jinja templates and trace the origin of their output.
 
 sandbox       the Jinja environment and its limits
-trace         what a rendering computed and observed, for replay on other conversations; texts with their origin
+trace         what a rendering computed and observed, to replay for other conversations; texts with their origin
 traced_str    strings that record the origin of their characters
 program       compiled templates, plain and traced
 """

@@ -1,7 +1,7 @@
-"""`format` and `%` for templates: each field by itself, so that no pattern is ever given to Python as a whole.
+"""`format` and `%` for templates. Each field is formatted separately; Python never formats a whole pattern.
 
-Python's own `str.format` reads attributes of the values that it is given. Here a field names a value and nothing inside
-of it, a spec is short, and values are plain data.
+Python's `str.format` can read attributes of its arguments. Here a field names a value but cannot access anything inside
+it, a spec is short, and values are plain data.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jinja2.runtime import Undefined
 from chatmill.format.template.tracing.limits import LimitError
 
 MAX_DIGITS = 4
-"""Of a width or precision."""
+"""Maximum number of digits of a width or precision."""
 _SPEC = re.compile(r"(?:[^{}]?[<>=^])?[-+ ]?[z#]{0,2}(\d*)[,_]?(?:\.(\d+))?[a-zA-Z%]?")
 _PERCENT = re.compile(
     r"%(?:\((?P<key>[^()]*)\))?(?P<flags>[-+ #0]*)(?P<width>\*|\d*)(?:\.(?P<precision>\*|\d*))?(?P<type>.?)", re.DOTALL
 )
 MAX_DEPTH = 100
-"""Of lists in lists that are written."""
+"""Maximum nesting depth of lists and dicts that are converted to text."""
 _SCALARS = (str, int, float, bool, type(None))
 
 
 def format_fields(pattern: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """`pattern.format(*args, **kwargs)`: texts of the pattern (with None), and values as text (with the value)."""
+    """Yield the parts of `pattern.format(*args, **kwargs)`: (text of the pattern, None) or (formatted value, value)."""
     unnamed, has_numbers = 0, False
     for text, name, spec, conversion in string.Formatter().parse(pattern):
         if text:
@@ -36,15 +36,13 @@ def format_fields(pattern: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if name is None:
             continue
         if not re.fullmatch(r"\w*", name):
-            raise SecurityError(
-                f"the field {name!r} of a format: a template names its values and nothing inside of them"
-            )
+            raise SecurityError(f"format field {name!r}: a field can name a value, but not access anything inside it")
         if name and not name.isdecimal():
             value = kwargs[name]
         else:
             has_numbers = has_numbers or bool(name)
             if has_numbers and unnamed + (not name):
-                raise ValueError("fields are numbered by the template or in order, not both")
+                raise ValueError("cannot mix numbered and unnumbered fields")
             value = args[int(name) if name else unnamed]
             unnamed += not name
         yield _field(value, spec or "", conversion), value
@@ -53,7 +51,7 @@ def format_fields(pattern: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _field(value: Any, spec: str, conversion: str | None) -> str:
     match = _SPEC.fullmatch(spec)
     if match is None:
-        raise SecurityError(f"the format {spec!r} is not available to templates")
+        raise SecurityError(f"the format spec {spec!r} is not available to templates")
     _check_digits(match[1], match[2])
     check_plain(value)
     if isinstance(value, Undefined):
@@ -68,7 +66,7 @@ def _field(value: Any, spec: str, conversion: str | None) -> str:
 
 
 def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
-    """`pattern % values`, as `format_fields` gives it."""
+    """Yield the parts of `pattern % values`, like `format_fields`."""
     given = list(values) if isinstance(values, tuple) else [values]
     used, at = 0, 0
     for match in _PERCENT.finditer(pattern):
@@ -76,7 +74,7 @@ def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
             yield pattern[at : match.start()], None
         at = match.end()
         if "*" in (match["width"], match["precision"]):
-            raise SecurityError("a width that is an argument of % is not available to templates")
+            raise SecurityError("a width or precision given as argument of % is not available to templates")
         _check_digits(match["width"], match["precision"])
         if match["type"] == "%":
             yield match[0] % (), None
@@ -102,11 +100,11 @@ def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
 def _check_digits(*numbers: str | None) -> None:
     for number in numbers:
         if number and len(number) > MAX_DIGITS:
-            raise LimitError(f"it asks for a width of {number[:20]}")
+            raise LimitError(f"it requests a width of {number[:20]}")
 
 
 def check_plain(value: Any, depth: int = 0) -> None:
-    """Raise unless a value is data that Python writes the same way everywhere: no function, generator or type."""
+    """Raise unless a value is plain data: functions, generators and types have no reproducible text."""
     if isinstance(value, (*_SCALARS, Undefined)):
         return
     if isinstance(value, list | tuple) and depth < MAX_DEPTH:
@@ -117,6 +115,6 @@ def check_plain(value: Any, depth: int = 0) -> None:
             check_plain(key, depth + 1)
             check_plain(inner, depth + 1)
     elif isinstance(value, list | tuple | dict):
-        raise LimitError(f"it writes a list that is nested more than {MAX_DEPTH} deep")
+        raise LimitError(f"it outputs a value that is nested more than {MAX_DEPTH} levels deep")
     else:
-        raise SecurityError(f"it writes a {type(value).__name__}, which is not text or data")
+        raise SecurityError(f"it outputs a {type(value).__name__}, which is not plain data")

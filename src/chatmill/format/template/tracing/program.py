@@ -1,8 +1,7 @@
-"""Compiled templates, plain and traced; errors inside of them name the line of the template.
+"""Compiled templates, plain and traced. Errors inside them name the line of the template.
 
 A traced rendering has the origin of every character: the literals of the template become `TracedStr` before it is
-compiled, and filters that would lose the origin of a text are wrapped. Loops over messages record which message the
-template is at.
+compiled, and filters that would lose the origin of a text are wrapped. Loops over messages record the current message.
 """
 
 from __future__ import annotations
@@ -35,20 +34,21 @@ class Program:
     """A compiled template in its sandbox."""
 
     remedy = "change the conversation or the template"
-    """What to do about an error."""
+    """The fix that errors suggest."""
 
     def __init__(self, source: str, name: str, sandbox: Sandbox) -> None:
         self.name, self.sandbox = name, sandbox
         try:
             code = sandbox.compile(source, name, name)
         except TemplateSyntaxError as error:
-            raise DataError(f"{name}:{error.lineno}: {one_line(error.message or 'no template')}; mend it") from None
+            fault = one_line(error.message or "not a template")
+            raise DataError(f"{name}:{error.lineno}: {fault}; fix the template") from None
         except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
-            raise DataError(f"{name}: no template that Jinja can compile ({one_line(str(error))}); mend it") from None
+            raise DataError(f"{name}: Jinja cannot compile it ({one_line(str(error))}); fix the template") from None
         self._template = sandbox.template_class.from_code(sandbox, code, sandbox.make_globals(None))
 
     def run(self, variables: Mapping[str, Any], meter: Meter) -> Iterator[str]:
-        """The texts that the template writes, one after the other; any error is a `RecordError`."""
+        """Yield the output of the template piece by piece; any error becomes a `RecordError`."""
         self.sandbox.meter = meter
         written, texts = 0, self._texts(variables)
         try:
@@ -57,7 +57,7 @@ class Program:
                 try:
                     meter.check_size(written)
                 except LimitError as error:
-                    # Raised inside of the template, so that the line is known.
+                    # Raise it inside the template, so that the line is known.
                     texts.throw(error)
                 yield text
         except (ChatmillError, MemoryError):
@@ -68,11 +68,11 @@ class Program:
             what, kind = _explain(error)
             right = self.remedy
             if isinstance(error, UndefinedVariableError):
-                right = f"give it with --template-arg {one_line(error.variable)}=…, or change the template"
+                right = f"set it with --template-arg {one_line(error.variable)}=…, or change the template"
             raise RecordError(f"{self.name}:{self._line_of(error)}: {what}", right, kind=kind) from None
 
     def _line_of(self, error: Exception) -> int:
-        """The line of the template that raised an error."""
+        """Return the line of the template that raised the error."""
         frames = [
             (frame, line)
             for frame, line in traceback.walk_tb(error.__traceback__)
@@ -85,14 +85,14 @@ class Program:
 
 
 def _explain(error: Exception) -> tuple[str, str]:
-    """An error in a template as a message, and its kind for the ledger."""
+    """Return the message of a template error and its kind for the ledger."""
     text = one_line(str(error), 200)
     for type_, what, kind in (
         (LimitError, f"the template was stopped: {text}", "template_limit"),
-        (SecurityError, f"the template reaches for what it may not see: {text}", "template_security"),
-        (UndefinedError, f"the template uses what is not there: {text}", "template_undefined"),
-        (RecursionError, "the template was stopped: it calls itself too often", "template_limit"),
-        (TemplateError, f'the template refuses the conversation: "{text}"', "template_refuses"),
+        (SecurityError, f"blocked by the sandbox: {text}", "template_security"),
+        (UndefinedError, f"the template uses an undefined value: {text}", "template_undefined"),
+        (RecursionError, "the template was stopped: it recurses too deeply", "template_limit"),
+        (TemplateError, f'the template rejects the conversation: "{text}"', "template_refuses"),
     ):
         if isinstance(error, type_):
             return what, kind
@@ -132,11 +132,11 @@ TRACED_FILTERS = (
     ),
     *("unique", "upper"),
 )
-"""Filters that use only methods of a text that are traced, or do not look into texts."""
+"""Filters that use only traced methods of a text, or do not inspect texts."""
 
 
 OF_TRACED_METHODS = ("format", "truncate")
-"""Filters whose result is traced if they are given a traced text; that of any other is of unknown origin."""
+"""Filters whose result is traced if their input is; the result of other filters has no known origin."""
 
 
 class TracedSandbox(Sandbox):
@@ -145,9 +145,9 @@ class TracedSandbox(Sandbox):
     def __init__(self, *, now: datetime | None = None) -> None:
         super().__init__(now=now)
         self.literals: list[TracedStr] = []
-        """The literals of the template; the compiled code refers to them."""
+        """The literals of the template, which the compiled code refers to."""
         self.messages: Mapping[int, int] = {}
-        """The index of each message of this rendering, by the `id` of its object."""
+        """Index of each message of this rendering, by the `id` of its object."""
         self._message_of_loop: dict[int, int] = {}
         self.tests["in"] = lambda value, container: value in self.container(container)
 
@@ -171,7 +171,7 @@ class TracedSandbox(Sandbox):
         }
 
     def _soft_text(self, value: Any) -> TracedStr:
-        """A value as text; a safe text stays one."""
+        """Convert a value to text; safe text stays safe."""
         return value if isinstance(value, TracedStr) else self.to_text(value)
 
     def _untraced(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,11 +179,11 @@ class TracedSandbox(Sandbox):
         def called(*args: Any, **kwargs: Any) -> Any:
             given = list(texts_in([*args, kwargs]))
             if name in ("pprint", "urlencode"):
-                # They ask for the type of a text, or for its bytes.
+                # These filters check the exact type of a text, or use its bytes.
                 args = untraced(args)
             out = filter(*args, **kwargs)
             if isinstance(out, str) and name not in OF_TRACED_METHODS and all(out is not text for text in given):
-                # It may have joined traced texts with others that only look like literals.
+                # It may have joined traced texts with untraced ones that only look like literals.
                 return opaque(str.__str__(out), given) if given else out
             if given and not any(True for _ in texts_in(out)):
                 if isinstance(out, str):
@@ -209,11 +209,11 @@ class TracedSandbox(Sandbox):
         return opaque(str(value), inside) if inside else literal(str(value))
 
     def container(self, value: Any) -> Any:
-        """The right operand of `in`: a plain text would not guard the result."""
+        """Convert the right operand of `in`: with a plain text, the result would not be guarded."""
         return literal(value) if isinstance(value, str) else value
 
     def compared_length(self, value: Any, comparison: str, number: int) -> bool:
-        """`value | length > number`, with a guard for the result only instead of the length."""
+        """Evaluate `value | length > number` with a guard for the result instead of the length."""
         function = LENGTHS[comparison]
         if isinstance(value, TracedStr):
             return bool(value.observe(function, number))
@@ -238,7 +238,7 @@ class TracedSandbox(Sandbox):
     def tojson(
         self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> TracedStr:
-        """JSON whose strings keep their origin: placeholders are encoded and replaced by the traced texts."""
+        """Encode as JSON whose strings keep their origin: encode placeholders, then put in the traced texts."""
         mark, texts = os.urandom(8).hex(), list[TracedStr]()
 
         def with_placeholders(value: Any) -> Any:
@@ -273,7 +273,7 @@ class TracedSandbox(Sandbox):
         self._message_of_loop.pop(loop, None)
 
     def owner(self) -> int:
-        """The message of the innermost loop over messages."""
+        """Return the message of the innermost loop over messages."""
         return next(reversed(self._message_of_loop.values()), OUTSIDE)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -290,7 +290,7 @@ class TracedSandbox(Sandbox):
 
 
 def indented(s: TracedStr, width: int | str = 4, first: bool = False, blank: bool = False) -> TracedStr:
-    """Jinja's filter `indent`, which joins lines with a plain text."""
+    """Reimplement Jinja's filter `indent`, which would join lines with untraced text."""
     by = literal(width if isinstance(width, str) else " " * width)
     newline = literal("\n")
     head, *lines = (unmarked(s) + newline).splitlines()
@@ -300,7 +300,7 @@ def indented(s: TracedStr, width: int | str = 4, first: bool = False, blank: boo
 
 
 class _TracedRewriter(Rewriter):
-    """Literals are taken from the sandbox, and loops report the message that they are at."""
+    """Makes literals come from the sandbox, and loops report their current message."""
 
     def __init__(self, sandbox: TracedSandbox) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class _TracedRewriter(Rewriter):
         return node
 
     def _lookup(self, node: nodes.Getitem) -> nodes.Node:
-        # A constant key is looked up only, and never written.
+        # A constant key is only looked up, never output.
         name = node.arg
         self.generic_visit(node)
         if isinstance(name, nodes.Const):
@@ -359,7 +359,7 @@ class TracedProgram(Program):
         self._lines: dict[int, int] = {}
 
     def trace(self, variables: Mapping[str, Any], meter: Meter) -> Rendering:
-        """Render, and record the origin of every piece."""
+        """Render and record the origin of every piece."""
         self.sandbox.begin({id(message): number for number, message in enumerate(variables["messages"])})
         pieces: list[TracedPiece] = []
         for text in self.run(variables, meter):
@@ -372,7 +372,7 @@ class TracedProgram(Program):
         return Rendering(tuple(pieces))
 
     def _texts(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
-        """What the template writes; after each text, `_line` is the line that wrote it."""
+        """Yield the output; after each text, `_line` is the template line that produced it."""
         running: Any = self._template.root_render_func(self._template.new_context(dict(variables)))
         try:
             for text in running:

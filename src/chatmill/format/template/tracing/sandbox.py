@@ -1,9 +1,8 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
-Templates see plain data only and cannot change it. Of the objects that they hold they can use the attributes listed in
-`ATTRIBUTES`; another one that exists is an error, and never a text that differs from what transformers writes. Before a
-template is compiled, its syntax tree is rewritten so that its loops count steps; what would read other files or escape
-text is refused.
+Templates see only plain data and cannot change it. They can use only the attributes in `ATTRIBUTES`; using another
+existing one is an error, so that the output never differs silently from transformers. Before a template is compiled,
+its syntax tree is rewritten so that loops count steps; reading other files and autoescape are rejected.
 """
 
 from __future__ import annotations
@@ -49,20 +48,20 @@ ATTRIBUTES: dict[type, frozenset[str]] = {
     ),
     Cycler: frozenset(("current", "next", "reset")),
 }
-"""What a template may use of an object, by its type; of objects of any other type nothing."""
+"""Attributes that a template may use, by type; objects of other types have none."""
 
 WRITING_FILTERS = (
     *("capitalize", "center", "e", "escape", "filesizeformat", "forceescape", "format", "indent", "lower", "pprint"),
     *("replace", "safe", "string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize"),
     *("wordcount", "wordwrap", "xmlattr"),
 )
-"""Filters that write their value as text."""
+"""Filters that convert their value to text."""
 TEXT_FILTERS = ("indent", "striptags", "truncate", "urlize", "wordwrap")
-"""Filters of nothing but texts."""
+"""Filters that accept only texts."""
 
 
 class Generation(Extension):
-    """The tag `{% generation %}`; its content is passed through `Sandbox.tagged`."""
+    """The tag `{% generation %}`; passes its content through `Sandbox.tagged`."""
 
     tags = {"generation"}  # noqa: RUF012  # so the base class has it
 
@@ -80,7 +79,7 @@ class Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment for one template, and for one rendering at a time."""
+    """An environment for one template that runs one rendering at a time."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -105,17 +104,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # Overridden for tracing.
 
     def tagged(self, text: str) -> str:
-        """Text between generation tags."""
+        """Mark text as being between generation tags."""
         return text
 
     def to_text(self, value: Any) -> str:
-        """A value as the template writes it."""
+        """Convert a value to text for the output."""
         if not isinstance(value, str):
             check_plain(value)
         return str(value)
 
     def joined(self, *values: Any) -> str:
-        """The operator `~`."""
+        """Implement the operator `~`."""
         texts = [self.to_text(value) for value in values]
         self.meter.check_size(sum(map(_size, texts)))
         return self.concat(texts)
@@ -152,9 +151,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
 
     def percent(self, pattern: str, values: Any) -> str:
-        """The operator `%` of a text."""
+        """Implement the operator `%` for texts."""
         if isinstance(pattern, Markup):
-            raise SecurityError("'%' of a safe text is not available to templates")
+            raise SecurityError("'%' on safe text is not available to templates")
         return self._formatted(format_percent(pattern, values))
 
     def _formatted(self, parts: Iterable[tuple[str, Any]]) -> str:
@@ -165,7 +164,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             texts.append(text)
         return "".join(texts)
 
-    # Attributes and calls. Jinja's own checks name what is refused; these name what is allowed.
+    # Attributes and calls. Jinja's own checks list what is forbidden; these list what is allowed.
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict:
@@ -186,11 +185,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.undefined(obj=obj, name=argument)
 
     def attribute(self, obj: Any, name: str) -> Any:
-        """An attribute, and never an item; undefined if there is none, an error if it is not for templates."""
+        """Return an attribute, never an item; undefined if it does not exist, an error if templates may not use it."""
         if isinstance(obj, Undefined):
-            # It says itself what is undefined.
+            # Its own error names what is undefined.
             obj._fail_with_undefined_error()
-        # A traced or safe text is a text like others.
+        # Traced and safe texts are treated as plain texts.
         type_ = str if isinstance(obj, str) else type(obj)
         if name in ATTRIBUTES.get(type_, ()):
             if type_ is str and name == "format":
@@ -201,24 +200,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if not hasattr(type_ if type_ is str else obj, name):
             return self.undefined(obj=obj, name=name)
         if not super().is_safe_attribute(obj, name, None):
-            # Undefined in transformers, too, until it is used.
+            # In transformers, too, it is undefined until it is used.
             return self.unsafe_undefined(obj, name)
         raise SecurityError(f"{name!r} of a {type_.__name__} is not available to templates")
 
     def _format_of(self, text: str) -> Callable[..., str]:
-        """The method `format` of a text."""
+        """Return the method `format` of a text."""
         if isinstance(text, Markup):
-            raise SecurityError("'format' of a safe text is not available to templates")
+            raise SecurityError("'format' on safe text is not available to templates")
         return lambda *args, **kwargs: self._formatted(format_fields(text, args, kwargs))
 
     def is_safe_callable(self, obj: Any) -> bool:
-        # An undefined one says itself that it cannot be called.
+        # Calling an undefined value raises its own error.
         return type(obj) in _CALLABLE or isinstance(obj, Undefined) or obj in (TemplateNamespace, Cycler, Joiner)
 
     # Limits.
 
     def _metered(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that respects the limits."""
+        """Wrap a filter so that it respects the limits."""
         first = int(hasattr(filter, "jinja_pass_arg"))
 
         @wraps(filter)
@@ -231,7 +230,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                     self._check_growth(name, args[first], args[first + 1 :])
                 elif name in TEXT_FILTERS:
                     # `indent` would change a list.
-                    raise TypeError(f"{name} needs a text, not a {type(args[first]).__name__}")
+                    raise TypeError(f"{name} needs text, not a {type(args[first]).__name__}")
                 elif name in WRITING_FILTERS:
                     check_plain(args[first])
             out = filter(*args, **kwargs)
@@ -277,10 +276,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _check_numbers(self, values: tuple[Any, ...]) -> None:
         for value in values:
             if isinstance(value, int) and abs(value) > self.meter.max_characters:
-                raise LimitError(f"it asks for a width or count of {value}")
+                raise LimitError(f"it requests a width or count of {value}")
 
     def _check_growth(self, name: str, subject: str, args: tuple[Any, ...]) -> None:
-        """Check how long the result of a method may become before it is called."""
+        """Check the maximum length of a method's result before calling it."""
         if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
             self.meter.check_size(_size(subject) + str.count(subject, args[0]) * _size(args[1]))
         elif name == "join" and args and isinstance(args[0], list | tuple):
@@ -289,16 +288,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
             width = 8 if not args else args[0] if isinstance(args[0], int) else _size(args[0])
             self.meter.check_size(_size(subject) + (str.count(subject, "\t") + str.count(subject, "\n") + 1) * width)
 
-    # Functions of templates.
+    # Functions for templates.
 
     def _strftime(self, format: str) -> str:
         if re.search(r"\d{4}", format):
-            raise LimitError("it asks for a date of thousands of characters")
+            raise LimitError("it requests a date with thousands of characters")
         return (self._now or datetime.now()).strftime(format)
 
     @staticmethod
     def _random(*_: Any, **__: Any) -> Any:
-        raise TemplateError("it draws at random, and a dataset must come out the same every time")
+        raise TemplateError("it uses randomness, but a dataset must be reproducible")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = self.rewriter().visit(super()._parse(source, name, filename))
@@ -309,7 +308,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Rewriter(NodeTransformer):
-    """Rewrites a syntax tree: loops count steps, and `~` goes through the sandbox."""
+    """Rewrites a syntax tree: loops count steps, and `~` calls the sandbox."""
 
     def __init__(self) -> None:
         self.rules: dict[type[nodes.Node], Callable[[Any], Any]] = {
@@ -333,14 +332,14 @@ class Rewriter(NodeTransformer):
         return sandbox_call("joined", node.nodes, node)
 
     def _autoescape(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
-        raise TemplateSyntaxError("autoescape changes text behind the reader's back; leave it out", node.lineno)
+        raise TemplateSyntaxError("autoescape silently changes text; remove it", node.lineno)
 
     def _other_file(self, node: nodes.Stmt) -> nodes.Node:
         raise TemplateSyntaxError("a chat template is one file; it cannot read others", node.lineno)
 
 
 def statement(code: str, at: nodes.Node) -> nodes.Node:
-    """An attribute of the sandbox, evaluated for its effect."""
+    """Return a statement that evaluates an attribute of the sandbox for its side effect."""
     return nodes.ExprStmt(nodes.EnvironmentAttribute(code)).set_lineno(at.lineno)
 
 
@@ -355,13 +354,13 @@ _CALLABLE = (BuiltinMethodType, FunctionType, MethodType, Macro, LoopContext, Jo
 
 
 def _size(value: Any) -> int:
-    """The length of a text or list, without a guard for traced texts."""
+    """Return the length of a text or list, without adding a guard for traced texts."""
     return str.__len__(value) if isinstance(value, str) else len(value)
 
 
 def _check_bits(bits: int) -> None:
     if bits > MAX_INT_BITS:
-        raise LimitError(f"it made a number of more than {MAX_INT_BITS:,} bits")
+        raise LimitError(f"it computed a number with more than {MAX_INT_BITS:,} bits")
 
 
 def _raise(message: object = "") -> None:

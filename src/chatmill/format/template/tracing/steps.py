@@ -1,7 +1,7 @@
-"""The functions that steps of a trace may call, by name: all are plain functions of texts.
+"""Functions that trace steps may call, by name. All are plain functions of texts.
 
-A trace is data: it is made in the process that runs the template, and replayed in another one, which knows these
-functions and no others.
+A trace is data: the process that runs the template records it, and another process replays it, which can call only
+these functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 
 class Kind(IntEnum):
-    """What a slot holds."""
+    """The type of a slot's value."""
 
     TEXT = 0
     PARTS = 1
@@ -31,20 +31,20 @@ class StepFunction(NamedTuple):
     call: Callable[..., Any]
     takes: Kind = Kind.TEXT
     gives: Kind | None = None
-    """None for functions that only guards call."""
+    """None for functions used only by guards."""
     growth: int = 1
-    """Characters that it may give for one that it takes."""
+    """Maximum number of output characters per input character."""
 
 
 def fill_pattern(*args: Any) -> str:
-    """A pattern with its Nones replaced by the values before it."""
+    """Fill the Nones of a pattern with the values; the pattern is the last argument."""
     *values, pattern = args
     given = iter(values)
     return "".join([next(given) if literal is None else literal for literal in pattern])
 
 
 def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tuple[int, int, int]]]:
-    """For each range of characters: which of consecutive pieces are inside, and from where to where of each."""
+    """Return, for each range of characters, the consecutive pieces inside it as (index, start, stop)."""
     starts = [*accumulate(lengths, initial=0)]
     cuts = []
     for start, stop in ranges:
@@ -60,9 +60,9 @@ def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tup
 
 
 def cut_pattern(*args: Any) -> tuple[Any, ...]:
-    """How a method cuts a text of several pieces: ((index, literal or None) …) a result, and the texts of the Nones.
+    """Cut a text of several pieces with a method: return ((index, literal or None) …) per result, and the None texts.
 
-    `count`: how many results there were; with another number of them there is no need to cut.
+    `count` is the expected number of results; if it differs, nothing is cut.
     """
     *values, name, method_args, pattern, count = args
     given = iter(values)
@@ -81,7 +81,7 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 def begins_with(*args: Any) -> bool:
     """Whether the text of one pattern begins with that of another; the values before them fill their Nones, in order.
 
-    A step of a trace, so it builds no more of the first text than it compares.
+    It builds only as much of the first text as it compares, because it runs at every replay.
     """
     *values, pattern, other = args
     given = iter(values)
@@ -98,12 +98,12 @@ def begins_with(*args: Any) -> bool:
 
 
 def escape_json(text: str, ensure_ascii: bool) -> str:
-    """A text as it is written between the quotes of JSON."""
+    """Escape a text for use between JSON quotes."""
     return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
 
 
 def escape_html(text: str) -> str:
-    """A text as Jinja's filter `escape` writes it."""
+    """Escape a text like Jinja's filter `escape`."""
     for character, name in (("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ('"', "&#34;")):
         text = text.replace(character, name)
     return text
@@ -146,7 +146,7 @@ OBSERVED = (
 )
 ORDERED = ("lt", "le", "gt", "ge")
 LENGTHS = {name: f"length_{name}" for name in ("eq", "ne", "lt", "lteq", "gt", "gteq")}
-"""Jinja's comparisons, of a length with a number, each as the name of a function."""
+"""Function names for Jinja's comparisons of a length with a number."""
 
 STEP_FUNCTIONS: dict[str, StepFunction] = {
     # Texts from texts.
@@ -157,12 +157,12 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
     "at": StepFunction(operator.getitem, gives=Kind.TEXT),
     "escape_json": StepFunction(escape_json, gives=Kind.TEXT, growth=12),
     "escape_html": StepFunction(escape_html, gives=Kind.TEXT, growth=5),
-    # Several texts from one, and one of them.
+    # Several texts from one, and selecting one of them.
     **{name: StepFunction(getattr(str, name), gives=Kind.PARTS) for name in SPLIT},
     "part": StepFunction(operator.getitem, Kind.PARTS, Kind.TEXT),
     "cut_pattern": StepFunction(cut_pattern, gives=Kind.CUTS),
     "cut_text": StepFunction(_cut_text, Kind.CUTS, Kind.TEXT),
-    # What a template observes.
+    # Observations of a template.
     **{name: StepFunction(getattr(str, name)) for name in OBSERVED},
     **{name: StepFunction(getattr(operator, name)) for name in ("eq", *ORDERED, "contains")},
     **{
@@ -180,7 +180,7 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
 }
 
 
-# The ranges of characters that the methods of a string return.
+# Character ranges of the results of string methods.
 
 
 def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: bool = True) -> list[Range]:
@@ -190,7 +190,7 @@ def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: 
 
 
 def _consecutive(text: str, parts: Sequence[str], gap: int | None) -> list[Range]:
-    """Parts that follow each other, `gap` characters apart; None: each where it occurs next."""
+    """Locate consecutive parts, `gap` characters apart; None: at the next occurrence of each."""
     ranges, at = [], 0
     for part in parts:
         start = text.index(part, at) if gap is None else at

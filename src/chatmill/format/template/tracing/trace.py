@@ -1,15 +1,15 @@
-"""Traces of template renderings, replayed on other conversations while their guards hold, as in TorchDynamo.
+"""Traces of template renderings, replayed for other conversations if their guards hold, as in TorchDynamo.
 
 A rendering is a function of the conversation. A trace records what it computed from the texts of one conversation:
 
     texts     slot 0   slot 1  …            the texts of the conversation
     steps     slot n = lstrip(slot 1)       a text computed from others
-              "</think>" in slot 1: False   a guard: what the template observed
+              "</think>" in slot 1: False   a guard: a result that the template observed
 
 Another conversation of the same shape for which all guards give the same results is rendered the same way, with its
-own texts in the slots. So the steps are run on its texts, and the template is not run again.
+own texts in the slots. So chatmill runs the steps on its texts instead of running the template again.
 
-`TracedPiece` is a piece of text with its origin. All of it is plain data, which processes send to each other.
+`TracedPiece` is a piece of text with its origin. All of it is plain data that can be sent between processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TraceStep(NamedTuple):
     """`function(*slots, *args)`: a guard with its expected result, or the value of the next slot."""
 
     function: str
-    """A name of `STEP_FUNCTIONS`."""
+    """A key of `STEP_FUNCTIONS`."""
     slots: tuple[int, ...]
     args: tuple[Any, ...]
     is_guard: bool = False
@@ -34,7 +34,7 @@ class TraceStep(NamedTuple):
 
 
 class ReadyStep(NamedTuple):
-    """A step with its function, ready to be replayed."""
+    """A step with its function looked up, ready to replay."""
 
     call: Callable[..., Any]
     slots: tuple[int, ...]
@@ -51,11 +51,11 @@ class Trace:
         self.num_slots = len(texts)
         self.steps: list[TraceStep] = []
         self.cacheable = True
-        """False after an operation that cannot be replayed on another conversation."""
+        """False after an operation that cannot be replayed for another conversation."""
         self._recorded: dict[Any, int] = {}
 
     def value(self, function: str, slots: tuple[int, ...], *args: Any) -> int:
-        """The slot that holds `function(*slots, *args)`."""
+        """Return the slot of `function(*slots, *args)`."""
         key = (function, slots, args)
         if key not in self._recorded:
             self._recorded[key] = self.num_slots
@@ -71,7 +71,7 @@ class Trace:
             self.steps.append(TraceStep(function, slots, args, True, expected))
 
     def evaluate(self, function: str, slots: tuple[int, ...], *args: Any, guard_true: bool) -> bool:
-        """Evaluate a condition on the traced conversation and guard its result; a true one only if `guard_true`."""
+        """Evaluate a condition on the traced conversation; guard its result if it is false or `guard_true` is set."""
         values = replay(ready(self.steps), list(self._texts))
         assert values is not None
         result: bool = STEP_FUNCTIONS[function].call(*[values[slot] for slot in slots], *args)
@@ -81,7 +81,7 @@ class Trace:
 
 
 def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...]:
-    """The same steps, with all guards that a text of the conversation is not empty as one."""
+    """Merge all guards that a text of the conversation is not empty into one."""
     slots: list[int] = []
     others: list[TraceStep] = []
     for step in steps:
@@ -93,14 +93,14 @@ def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...
 
 
 def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
-    """The same steps, their functions looked up."""
+    """Look up the functions of the steps."""
     return tuple(ReadyStep(STEP_FUNCTIONS[step.function].call, *step[1:]) for step in steps)
 
 
 def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
-    """All slots for the texts of another conversation (the list is extended), or None if it does not follow them.
+    """Return all slots for other texts (extends the list), or None if their conversation does not follow the trace.
 
-    That is if a guard fails, or a function: a template that calls `index` fails where there is nothing to find.
+    It does not if a guard fails, or if a function raises: `index` in a template fails if there is no match.
     """
     slots = texts
     try:
@@ -119,14 +119,14 @@ def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
 
 
 OUTSIDE = -1
-"""In place of a message: for fields of no message, such as tool definitions, and text outside of message loops."""
+"""Message index of fields without a message, such as tool definitions, and of text outside message loops."""
 
 TextItem = str | int
-"""A literal text, or the slot of one."""
+"""A literal text, or a slot."""
 
 
 class FieldPath(NamedTuple):
-    """A field of the conversation: the index of its message, and the keys that lead to it."""
+    """A field of the conversation: the index of its message, and the path of keys to it."""
 
     message: int
     path: tuple[str | int, ...]
@@ -137,26 +137,26 @@ class TracedPiece(NamedTuple):
 
     text: str
     line: int = 0
-    """The line of the template that wrote it; 0: not known yet."""
+    """The template line that produced it; 0 if not known yet."""
     source: FieldPath | None = None
-    """The field that it came from; None for literals of the template."""
+    """The field that it comes from; None for literals of the template."""
     slot: int | None = None
     """Its slot in the trace; None for text that is the same in all conversations of this shape."""
     tagged: bool = False
-    """Whether it stands between generation tags."""
+    """Whether it is between generation tags."""
     mixed: bool = False
-    """Whether literals and fields are mixed in it inseparably."""
+    """Whether it mixes literals and fields that cannot be separated."""
     owner: int = OUTSIDE
-    """The message of the innermost loop that the template was in when it wrote the piece."""
+    """The message of the innermost message loop that produced the piece."""
     start: int = 0
-    """The character of the field at which its text begins; -1 if it is not a slice of the field."""
+    """Offset of its text in the field; -1 if it is not a slice of the field."""
 
     def sliced(self, start: int, stop: int) -> TracedPiece:
-        """Some of its characters."""
+        """Return a slice of its characters."""
         return self._replace(text=self.text[start:stop], start=-1 if self.start < 0 else self.start + start)
 
     def changed(self, text: str) -> TracedPiece:
-        """Another text that was made of it."""
+        """Return the piece with a text that was computed from it."""
         return self if text == self.text else self._replace(text=text, start=-1)
 
 
@@ -171,7 +171,7 @@ class Rendering:
         return "".join(piece.text for piece in self.pieces)
 
     def before(self, stop: int) -> Rendering:
-        """The rendering up to a character."""
+        """Cut the rendering at a character."""
         pieces, size = [], 0
         for piece in self.pieces:
             if size < stop:
@@ -185,12 +185,12 @@ def slots_of(pieces: Sequence[TracedPiece]) -> tuple[int, ...]:
 
 
 def pattern_of(pieces: Sequence[TracedPiece]) -> tuple[str | None, ...]:
-    """The literals, and None for each slot."""
+    """Return the literals, and None for each slot."""
     return tuple(None if piece.slot is not None else piece.text for piece in pieces)
 
 
 def merge_literals(items: Iterable[TextItem]) -> tuple[TextItem, ...]:
-    """The same items, neighbouring literals joined."""
+    """Join adjacent literals."""
     merged: list[TextItem] = []
     for item in items:
         if isinstance(item, str) and merged and isinstance(merged[-1], str):
@@ -201,7 +201,7 @@ def merge_literals(items: Iterable[TextItem]) -> tuple[TextItem, ...]:
 
 
 def common_length(one: str, other: str) -> int:
-    """The length of the common prefix of two texts."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -213,12 +213,12 @@ def common_length(one: str, other: str) -> int:
 
 
 def fill_slots(items: Iterable[TextItem], slots: Sequence[str]) -> str:
-    """The text of these items."""
+    """Return the text of these items, with slots filled in."""
     return "".join([item if isinstance(item, str) else slots[item] for item in items])
 
 
 def cut(pieces: Sequence[TracedPiece], ranges: Sequence[Range]) -> list[list[tuple[int, TracedPiece]]]:
-    """For each range of characters the pieces inside of it, each with its index."""
+    """Return the pieces inside each range of characters, each with its index."""
     return [
         [(at, pieces[at].sliced(start, stop)) for at, start, stop in inside]
         for inside in cut_ranges([len(piece.text) for piece in pieces], ranges)
@@ -226,7 +226,7 @@ def cut(pieces: Sequence[TracedPiece], ranges: Sequence[Range]) -> list[list[tup
 
 
 def slots_of_slices(trace: Trace, slot: int, name: str, args: tuple[Any, ...], count: int) -> list[int]:
-    """The slots of what a method makes of one field."""
+    """Return the slots of a method's results for one field."""
     if name not in SPLIT:
         return [trace.value(name, (slot,), *args)]
     parts = trace.value(name, (slot,), *args)

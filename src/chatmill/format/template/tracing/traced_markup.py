@@ -1,7 +1,7 @@
-"""Traced texts that a template has marked with `safe`, or escaped: they behave as Jinja's Markup does.
+"""Traced texts that a template has marked with `safe` or escaped. They behave like Jinja's Markup.
 
-Templates of transformers do not escape by themselves, but what is joined with such a text is: `('a' | safe) + '<'` is
-`a&lt;`. The text goes on being one until it is written, or joined by `~`, a filter or a plain text.
+Templates in transformers do not autoescape, but text joined with a safe text is escaped: `('a' | safe) + '<'` is
+`a&lt;`. A text stays safe until it is output, or joined by `~`, a filter or a plain text.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class TracedMarkup(TracedStr):
         return iter(unmarked(self))
 
     def __mod__(self, values: Any) -> TracedStr:
-        raise SecurityError("'%' of a safe text is not available to templates")
+        raise SecurityError("'%' on safe text is not available to templates")
 
     def format(self, *args: Any, **kwargs: Any) -> TracedStr:
-        raise SecurityError("'format' of a safe text is not available to templates")
+        raise SecurityError("'format' on safe text is not available to templates")
 
     def _slices(self, name: str, *args: Any) -> list[TracedStr]:
         return [marked(text) for text in super()._slices(name, *args)]
@@ -60,34 +60,34 @@ class TracedMarkup(TracedStr):
         return marked(super()._mapped(name))
 
     def _padded(self, *args: Any) -> TracedStr:
-        raise TypeError("padding of a safe text is not available to templates")
+        raise TypeError("padding of safe text is not available to templates")
 
     center = expandtabs = ljust = rjust = zfill = _padded  # type: ignore[assignment]
 
 
 def marked(text: TracedStr) -> TracedMarkup:
-    """The same text, as one that is safe."""
+    """Mark a text as safe."""
     safe = str.__new__(TracedMarkup, text.plain())
     safe.pieces, safe.trace = text.pieces, text.trace
     return safe
 
 
 def unmarked(text: TracedStr) -> TracedStr:
-    """The same text, as any other."""
+    """Return the text without the safe mark."""
     return made(text.pieces, text.trace) if isinstance(text, TracedMarkup) else text
 
 
 def escaped(text: str) -> TracedMarkup:
-    """A text with its HTML escaped, unless it is safe."""
+    """Escape HTML in a text, unless it is safe."""
     if isinstance(text, TracedMarkup):
         return text
     if not isinstance(text, str):
-        raise TypeError(f"expected a text, found {type(text).__name__}")
+        raise TypeError(f"expected text, found {type(text).__name__}")
     return marked(mapped(literal(text), "escape_html"))
 
 
 def mapped(text: TracedStr, function: str, *args: Any) -> TracedStr:
-    """The result of a function of `STEP_FUNCTIONS` that maps every character by itself."""
+    """Apply a function of `STEP_FUNCTIONS` that maps each character independently."""
     call = STEP_FUNCTIONS[function].call
     if text.trace is None:
         return made([piece.changed(call(piece.text, *args)) for piece in text.pieces], None)

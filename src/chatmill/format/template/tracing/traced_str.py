@@ -1,8 +1,8 @@
-"""Strings that record where each of their characters came from, whatever a template does to them.
+"""Strings that record the origin of each of their characters through the operations of a template.
 
 A `TracedStr` consists of pieces: literals of the template, and (slices of) fields of messages. Joining, slicing,
-stripping and splitting keep the pieces. What a template observes of a text (`in`, `==`, `len`, …) becomes a guard of
-its trace. The result of any other method has the whole field as its origin, and its trace is not cacheable.
+stripping and splitting keep the pieces. Observations of a text (`in`, `==`, `len`, …) become guards of its trace. The
+result of any other method has the whole field as its origin, and its trace is not cacheable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TracedStr(str):
 
     pieces: tuple[TracedPiece, ...]
     trace: Trace | None
-    """None where no piece has a slot, so that no guards are needed."""
+    """None if no piece has a slot, because then no guards are needed."""
 
     def plain(self) -> str:
         return str.__str__(self)
@@ -41,7 +41,7 @@ class TracedStr(str):
         return str.__repr__(self)
 
     def __reduce__(self) -> Any:
-        raise TypeError("a traced text stays in its process")
+        raise TypeError("a traced text cannot be sent to another process")
 
     # Joining.
 
@@ -60,7 +60,7 @@ class TracedStr(str):
         texts: list[TracedStr] = []
         for part in parts:
             if not isinstance(part, str):
-                raise TypeError(f"join needs texts, found {type(part).__name__}")
+                raise TypeError(f"join needs text, found {type(part).__name__}")
             texts += [self, literal(part)] if texts else [literal(part)]
         return joined(texts)
 
@@ -71,7 +71,7 @@ class TracedStr(str):
         return self._formatted(format_fields(self.plain(), args, kwargs))
 
     def _formatted(self, parts: Iterable[tuple[str, Any]]) -> TracedStr:
-        """Texts of this format string, and values as they are written with a spec."""
+        """Join the parts of this format string and its formatted values."""
         if any(piece.source is not None for piece in self.pieces):
             written = list(parts)
             return opaque("".join([text for text, _ in written]), (self, [value for _, value in written]))
@@ -110,7 +110,7 @@ class TracedStr(str):
         without_slots = made([piece._replace(slot=None) for piece in self.pieces], None)
         return literal(new).join(without_slots.split(_known(old), operator.index(count)))
 
-    # Observations; more of them below.
+    # Observations; more are defined below.
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, str):
@@ -139,7 +139,7 @@ class TracedStr(str):
         return str.__hash__(self)
 
     def observe(self, function: str, *args: Any) -> Any:
-        """The result of a function of `STEP_FUNCTIONS`, guarded if another conversation may give another one."""
+        """Return the result of a function of `STEP_FUNCTIONS`, guarded if it may differ for another conversation."""
         traces = [part.trace for part in texts_in((self, args)) if part.trace is not None]
         result = STEP_FUNCTIONS[function].call(self.plain(), *untraced(args))
         if traces:
@@ -158,7 +158,7 @@ class TracedStr(str):
         return result
 
     def _slices(self, name: str, *args: Any) -> list[TracedStr]:
-        """The slices that a method returns, each with its pieces."""
+        """Return the slices that a method returns, with their pieces."""
         ranges = RANGES[name](self.plain(), *args)
         if self.trace is None:
             return [made([piece for _, piece in inside], None) for inside in cut(self.pieces, ranges)]
@@ -184,7 +184,7 @@ class TracedStr(str):
         return [made([with_slot(piece) for _, piece in inside], trace) for inside in cuts]
 
     def _mapped(self, name: str) -> TracedStr:
-        """The result of a method that maps every character, such as `upper`."""
+        """Return the result of a method that maps every character, such as `upper`."""
         method: Callable[..., str] = getattr(str, name)
         if len(self.pieces) == 1 and self.trace is not None:
             piece = self.pieces[0]
@@ -195,7 +195,7 @@ class TracedStr(str):
         return opaque(method(self.plain()), self)
 
     def _own_literal(self, text: str) -> TracedStr:
-        """A part of this text, which is a format string of the template."""
+        """Return a part of this format string as a literal with its line."""
         return made([TracedPiece(text, self.pieces[0].line if self.pieces else 0)], None)
 
     def _not_cacheable(self) -> None:
@@ -204,7 +204,7 @@ class TracedStr(str):
 
 
 def _added(left: TracedStr, right: TracedStr) -> TracedStr:
-    """`joined` for two texts, which templates add by the thousand."""
+    """Like `joined`, but faster for two texts, which templates add thousands of times."""
     text = str.__new__(TracedStr, str.__add__(left, right))
     text.pieces = tuple([piece for piece in left.pieces + right.pieces if piece.text or piece.slot is not None])
     text.trace = left.trace or right.trace
@@ -212,7 +212,7 @@ def _added(left: TracedStr, right: TracedStr) -> TracedStr:
 
 
 def made(pieces: Sequence[TracedPiece], trace: Trace | None) -> TracedStr:
-    """The text of these pieces."""
+    """Build the text of these pieces."""
     text = str.__new__(TracedStr, pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces]))
     text.pieces = tuple(pieces)
     text.trace = trace if any(piece.slot is not None for piece in pieces) else None
@@ -220,7 +220,7 @@ def made(pieces: Sequence[TracedPiece], trace: Trace | None) -> TracedStr:
 
 
 def literal(text: str, line: int = 0) -> TracedStr:
-    """A literal of the template; a traced text is returned as it is."""
+    """Return `text` as a literal of the template; a traced text is returned unchanged."""
     if isinstance(text, TracedStr):
         return text
     out = str.__new__(TracedStr, text)
@@ -229,19 +229,19 @@ def literal(text: str, line: int = 0) -> TracedStr:
 
 
 def field(text: str, source: FieldPath, slot: int | None, trace: Trace | None) -> TracedStr:
-    """A field of a conversation; one without a slot is the same in all conversations of the shape."""
+    """Return a field of a conversation as traced text; without a slot, it is the same in all records of the shape."""
     return made([TracedPiece(text, source=source, slot=slot)], trace)
 
 
 def joined(texts: Sequence[str]) -> TracedStr:
-    """The concatenation of texts."""
+    """Concatenate texts."""
     if len(texts) == 1 and type(texts[0]) is TracedStr:
         return texts[0]
     pieces: list[TracedPiece] = []
     trace = None
     for text in texts:
         if isinstance(text, TracedStr):
-            # Empty literals can go; a field that is empty here may have text in another conversation.
+            # Drop empty literals, but keep empty fields: they may have text in another conversation.
             pieces += [piece for piece in text.pieces if piece.text or piece.slot is not None]
             trace = trace or text.trace
         elif text:
@@ -250,7 +250,7 @@ def joined(texts: Sequence[str]) -> TracedStr:
 
 
 def opaque(text: str, inputs: Any) -> TracedStr:
-    """A text computed from these values in a way that cannot be traced: its origin is the first field among them."""
+    """Return a text computed from `inputs` in a way that cannot be traced; its origin is the first field among them."""
     pieces: list[TracedPiece] = []
     for value in texts_in(inputs):
         pieces += value.pieces
@@ -263,7 +263,7 @@ def opaque(text: str, inputs: Any) -> TracedStr:
 
 
 def texts_in(value: Any) -> Iterator[TracedStr]:
-    """All traced texts inside of a value."""
+    """Yield all traced texts inside a value."""
     if isinstance(value, TracedStr):
         yield value
     elif isinstance(value, dict):
@@ -276,7 +276,7 @@ def texts_in(value: Any) -> Iterator[TracedStr]:
 
 
 def untraced(value: Any) -> Any:
-    """The same value with plain strings in place of traced ones."""
+    """Replace traced strings inside a value by plain ones."""
     if isinstance(value, TracedStr):
         return value.plain()
     if isinstance(value, list | tuple):
@@ -288,23 +288,23 @@ def untraced(value: Any) -> Any:
 
 
 def _known(text: str) -> str:
-    """An argument of a method as a plain string; if it comes from a conversation, its trace is not cacheable."""
+    """Return a method argument as a plain string; if it comes from a conversation, mark its trace as not cacheable."""
     if isinstance(text, TracedStr):
         text._not_cacheable()
         return text.plain()
     if not isinstance(text, str):
-        raise TypeError(f"expected a text, found {type(text).__name__}")
+        raise TypeError(f"expected text, found {type(text).__name__}")
     return text
 
 
 def _slot(text: TracedStr, trace: Trace) -> int:
-    """The slot that holds all of a text."""
+    """Return the slot of the whole text."""
     if len(text.pieces) == 1 and text.pieces[0].slot is not None:
         return text.pieces[0].slot
     return trace.value("fill_pattern", slots_of(text.pieces), pattern_of(text.pieces))
 
 
-# The other methods of a string, by kind.
+# The remaining string methods, by kind.
 
 
 def _observing(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Values of templates that are not plain data: what is undefined, namespaces, and `dict`."""
+"""Values of templates that are not plain data: undefined values, namespaces, and `dict`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinja2.utils import Namespace, missing
 
 
 class UndefinedVariableError(UndefinedError):
-    """A template needs the value of an undefined variable."""
+    """A template uses the value of an undefined variable."""
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class UndefinedVariableError(UndefinedError):
 
 
 class UndefinedValue(Undefined):
-    """Jinja's undefined, which renders as nothing; attributes that templates may not use are errors on it, too."""
+    """Jinja's undefined value, which renders as an empty string; using a forbidden attribute is still an error."""
 
     __slots__ = ()
 
@@ -37,9 +37,9 @@ class UndefinedValue(Undefined):
 
 
 class TemplateNamespace(Namespace):
-    """Namespaces without underscored names, through which templates have accessed internals."""
+    """A namespace without underscored names, which could give access to internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name of the template's own
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may use the name `self`
         for name in dict(*args[1:], **kwargs):
             _check_name(name)
         Namespace.__init__(*args, **kwargs)
@@ -52,7 +52,7 @@ class TemplateNamespace(Namespace):
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(
-            f"a namespace cannot hold {name!r}: names with an underscore in front are not for templates"
+            f"a namespace cannot have {name!r}: names with a leading underscore are not available to templates"
         )
 
 
