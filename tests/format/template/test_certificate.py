@@ -59,7 +59,7 @@ def test_a_missing_end_fails_and_an_end_that_cannot_be_judged_is_skipped(tmp_pat
     found = lines(certify(open_template(str(tmp_path / "a" / "own"), allow_no_end_token=True)))
     assert found["terminator"].level is Level.WARN and found["answers"].level is Level.PASS
     found = certificate(tmp_path / "b", CHATML)
-    assert found["terminator"].level is Level.SKIP and "no generation_config.json" in found["terminator"].text
+    assert found["terminator"].level is Level.SKIP and "without generation_config.json" in found["terminator"].text
     found = certificate(tmp_path / "c", CHATML, stops=["</s>"])
     assert found["terminator"].level is Level.FAIL and "the model stops at </s>" in found["terminator"].text
 

@@ -213,7 +213,7 @@ def test_a_template_that_is_stopped_repeatedly_is_given_up(tmp_path, monkeypatch
     format = good(tmp_path, "{% if messages[0].content == 'Hi' %}" + nested + "{% endif %}")
     other = Record([user("Ho"), answer("Hello.")])
     for _ in range(client.MAX_KILLS - 1):
-        with pytest.raises(RecordError, match="the template was stopped: it took more than") as stopped:
+        with pytest.raises(RecordError, match="the template was stopped: it ran for more than") as stopped:
             format.lay_out(TALK)
         assert str(stopped.value).startswith("chat.jsonl:7: ") and stopped.value.kind == "template_limit"
         assert "Ho" in format.text(other)
