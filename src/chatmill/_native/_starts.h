@@ -93,7 +93,7 @@ static inline uint64_t starts_of_numbers(uint64_t number, int digits) {
 static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int pattern) {
     Window w = window_at(at, left, pattern);
     uint64_t tabs = w.space & ~w.line; /* spaces that are not line ends */
-    /* Line ends belong to the others before them. */
+    /* Line ends belong to the OTHER characters before them. */
     uint64_t taken = w.line & w.other << 1;
     if (taken) taken = fill_up(taken, w.line | w.slash);
     uint64_t other = w.other & ~taken, space = w.space & ~taken;

@@ -239,7 +239,7 @@ REFUSED = {
     "nothing is left of an answer": (
         PLAIN.replace("message.content + '<|im_end|>\\n'", "message.content"),
         Record([user("Hi"), answer("")]),
-        "nothing of message 1 would be trained",
+        "no part of message 1 would be trained",
     ),
     "a control token in words that can no longer be told from a text": (
         PLAIN.replace(

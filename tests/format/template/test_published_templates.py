@@ -24,7 +24,7 @@ from chatmill.rows import rows_from_mask
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "templates"
 TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 TABLE = Path(__file__).with_name("published_refusals.txt")
-needs_templates = pytest.mark.skipif(not TEMPLATES, reason="../shared/data/templates is not there")
+needs_templates = pytest.mark.skipif(not TEMPLATES, reason="needs ../shared/data/templates")
 
 CHATML = """{%- for message in messages -%}
   {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}

@@ -75,7 +75,7 @@ def check(renderer, records: list[Record]) -> None:
 def test_every_answer_is_trained_once_with_its_reasoning_by_a_small_template(forgets):
     turns = Record([*CHAT.messages[:4], user("three?"), answer("3", "why three")])
     check(forgets, [turns, turns, Record([user("?"), answer("no", "hm")])])
-    # Without unrolling, it is not.
+    # Without unrolling, the earlier reasoning is dropped.
     assert "why one" not in forgets.tokenizer.decode(forgets.render([CHAT]).ids.tolist())
 
 

@@ -278,7 +278,7 @@ class _OriginSearch:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """Return the literals after `begin` that belong to this message; None if no loop iteration shows it."""
+        """Return the literals after `begin` that belong to this message; None if no message loop shows which."""
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""

@@ -296,7 +296,7 @@ def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> Non
             by = f"by origin {'before' if one < other else 'after'}, by prefix {'before' if other < one else 'after'}"
             raise disputed(f"cannot determine whether {what}: {by}")
     if answer.start >= answer.stop:
-        raise disputed(f"nothing of message {answer.message} would be trained", "give the answer some text")
+        raise disputed(f"no part of message {answer.message} would be trained", "give the answer some text")
 
 
 def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
@@ -346,7 +346,7 @@ def _check_written(
             what = f"the template drops the {' and '.join(lost)} of message {number} ({message.role})"
             raise RecordError(what, "use a template that renders it, or remove the record", kind="not_written")
         if number in assistants and number not in trained:
-            what = f"nothing of message {number} (assistant) is trained"
+            what = f"no part of message {number} (assistant) is trained"
             raise RecordError(what, "put it between generation tags, or use --mask derived", kind="not_trained")
     notes: list[Note] = []
     if any(record.messages[at].reasoning and (at, "reasoning") not in written for at in assistants):
