@@ -13,5 +13,5 @@ CLUSTER = re.compile(
 )
 """Files with the marker `cluster`: tests that start ranks, nodes, trackers, servers or TRL, and other long ones."""
 
-EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::")
-"""Tests with the marker `examples`: every command and block of the pages, and the demo."""
+EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::", "test_notebooks.py::test_a_notebook_runs")
+"""Tests with the marker `examples`: every command and block of the pages, the notebooks, and the demo."""
