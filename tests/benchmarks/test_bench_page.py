@@ -117,7 +117,7 @@ def test_headings_that_other_pages_link_to_are_there(run):
 
 def test_data_of_a_users_own_is_named_as_such(run):
     run["data"]["own"] = ["input", "tokenizer"]
-    assert "2,000 in 6 MB, with a user's own input and tokenizer." in " ".join(page.page(run).split())
+    assert "2,000 conversations in 6 MB, with the user's own input and tokenizer." in " ".join(page.page(run).split())
 
 
 def test_code_and_links_are_never_torn_by_the_end_of_a_line(run):
