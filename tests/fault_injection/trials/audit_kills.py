@@ -119,8 +119,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "kill at random moments, audit log",
-    "SIGKILL of a loop that draws mixed, packed batches, logs them and saves its state, while lines reach the disk a "
-    "few bytes at a time: the log verifies with the saved head, and both stand at the same step",
+    "SIGKILL of a loop that reads mixed, packed batches, logs them and saves its state, while lines reach the disk a "
+    "few bytes at a time: the log verifies with the saved head, and log and state are at the same step",
     work,
     full=50,
     short=3,

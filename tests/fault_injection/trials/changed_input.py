@@ -193,9 +193,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "input that changes",
-    "files that are rewritten in place, replaced, reordered, cut, appended to or removed, and globs that match more, "
-    "with sizes and times kept where possible, during a build or before it is resumed: one line, or the dataset of the "
-    "input as it is at the end; `touch` and copies of the same bytes are no change",
+    "files are rewritten in place, replaced, reordered, truncated, extended or removed, and globs match more files, "
+    "with sizes and times kept where possible, during a build or before it is resumed: one line, or the dataset of "
+    "the final input; `touch` and copies of the same bytes do not count as changes",
     work,
     full=2_000,
     short=45,

@@ -97,7 +97,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "power loss, writing checkpoints",
-    "every step of writing checkpoints played back in the same way: the newest one is whole, and opens",
+    "every step of writing checkpoints is replayed in the same way: the newest checkpoint is complete and opens",
     work,
     full=4,
     short=1,

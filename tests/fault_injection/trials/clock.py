@@ -135,15 +135,16 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 BUILDS = Trial(
     "clock jumps, prepare",
-    "builds, killed builds that are resumed, and verification under a clock that is decades off or jumps at every "
-    "look, with files whose times are scattered over two centuries: the same bytes",
+    "builds, killed builds that are resumed, and verification, with a clock that is decades off or jumps at every "
+    "read, and files whose times are spread over two centuries: the same bytes",
     builds,
     full=150,
     short=6,
 )
 RUNS = Trial(
     "clock jumps, training",
-    "runs killed and gone on with under such clocks: weights and moments equal to the bit, and the audit log verifies",
+    "runs are killed and resumed with such clocks: weights and optimizer state are bitwise equal, and the audit log "
+    "verifies",
     runs,
     full=40,
     short=2,

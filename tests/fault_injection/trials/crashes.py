@@ -79,8 +79,8 @@ def play(size: int, seed: int, folder: Path, tally: Tally, way: str, *, old: boo
 
 TRIAL = Trial(
     "power loss, building and publishing",
-    "every step of a build (new, over an old dataset by exchange, by two renames) played back on a model disk that "
-    "loses what was not synced, in four ways: nothing, the old or the new dataset, whole",
+    "every step of a build (new, over an old dataset by exchange, by two renames) is replayed on a model disk that "
+    "loses unsynced data in four ways: the target is absent, or the complete old or new dataset",
     work,
     full=60,
     short=10,

@@ -165,18 +165,23 @@ def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 FLIPS = Trial(
     "flipped bits, datasets",
-    "one bit of one file flipped, over all files of a dataset alike: found by `verify --full`",
+    "one bit of one file is flipped, distributed over all files of a dataset: found by `verify --full`",
     flips,
     full=500,
     short=90,
     in_memory=True,
 )
 CUTS = Trial(
-    "cut files", "each file cut at many lengths, or a byte longer: refused at opening", cuts, 8, 1, in_memory=True
+    "cut files",
+    "each file is truncated at many lengths, or extended by a byte: refused when the dataset is opened",
+    cuts,
+    8,
+    1,
+    in_memory=True,
 )
 SWAPS = Trial(
     "swapped files",
-    "files and shards of equal sizes exchanged, and files of different kinds: found by `verify --full`",
+    "files and shards of equal sizes, and files of different kinds, are swapped: found by `verify --full`",
     swaps,
     full=300,
     short=24,
@@ -184,7 +189,7 @@ SWAPS = Trial(
 )
 STALE = Trial(
     "files of another build",
-    "a file replaced by one of another dataset, of the same size where there is one: found by `verify --full`",
+    "a file is replaced by one of another dataset, of the same size if possible: found by `verify --full`",
     stale,
     full=200,
     short=24,
@@ -192,7 +197,8 @@ STALE = Trial(
 )
 MISSING = Trial(
     "missing files",
-    "each file, shard and split removed, or with a folder, a dead link or nothing in its place: refused at opening",
+    "each file, shard and split is removed, or replaced by a folder or a dangling link: refused when the dataset is "
+    "opened",
     missing,
     full=4,
     short=1,

@@ -126,7 +126,7 @@ def staged_units(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 CHECKPOINTS = Trial(
     "flipped bits, checkpoints",
-    "one bit of one file of a checkpoint flipped: refused",
+    "one bit of one file of a checkpoint is flipped: refused",
     checkpoints,
     full=200,
     short=20,
@@ -134,18 +134,25 @@ CHECKPOINTS = Trial(
 )
 AUDIT_LOGS = Trial(
     "changed audit logs",
-    "one bit flipped, two lines swapped or one removed: found by the chain, the saved head or the dataset",
+    "one bit is flipped, two lines are swapped or one is removed: found by the hash chain, the saved head or the "
+    "dataset",
     audit_logs,
     full=200,
     short=24,
     in_memory=True,
 )
 CACHES = Trial(
-    "flipped bits, caches", "one bit of an SFT cache flipped: found by `verify --full`", caches, 100, 12, in_memory=True
+    "flipped bits, caches",
+    "one bit of an SFT cache is flipped: found by `verify --full`",
+    caches,
+    100,
+    12,
+    in_memory=True,
 )
 STAGED = Trial(
     "flipped bits, interrupted builds",
-    "one bit of what a killed build left flipped: the unit is made again, or the job refused; never other bytes",
+    "one bit of the leftovers of a killed build is flipped: the unit is made again, or the job is refused; the bytes "
+    "are never wrong",
     staged_units,
     full=100,
     short=6,

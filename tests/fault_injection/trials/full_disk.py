@@ -111,7 +111,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 BUILDS = Trial(
     "full disk, prepare",
-    "builds on a file system of random size: one line, nothing published, and with more room `--resume` gives the "
+    "builds on a file system of random size: one line, nothing is published, and with more space `--resume` gives the "
     "same bytes",
     work,
     full=100,
@@ -119,7 +119,7 @@ BUILDS = Trial(
 )
 RUNS = Trial(
     "full disk, training",
-    "runs on a file system of random size: one line, and with more room they go on to the same bits",
+    "runs on a file system of random size: one line, and with more space they resume with bitwise the same result",
     runs,
     full=40,
     short=2,

@@ -118,8 +118,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "hostile metadata",
-    "metadata with a right hash and wrong sizes, counts, `..` in names, numbers out of range, other kinds of values: "
-    "refused or found in one line, or the very same rows; no file outside is opened",
+    "metadata with a correct hash and wrong sizes, counts, `..` in names, numbers out of range, values of other "
+    "types: refused or found in one line, or exactly the same rows; no file outside the dataset is opened",
     work,
     full=10_000,
     short=100,

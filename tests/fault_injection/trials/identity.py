@@ -186,7 +186,7 @@ def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 EXCHANGED = Trial(
     "datasets exchanged",
-    "a dataset is opened and read while another process exchanges it without pause, and read after it was replaced "
+    "a dataset is opened and read while another process exchanges it continuously, and read after it was replaced "
     "three times: rows of the dataset whose hash was read, or one line",
     exchange,
     full=3_000,
@@ -194,7 +194,7 @@ EXCHANGED = Trial(
 )
 CUT = Trial(
     "files cut while read",
-    "a file of a dataset is cut under an open loader: the right batches, or one line that names the file",
+    "a file of a dataset is truncated while a loader has it open: the right batches, or one line that names the file",
     cut,
     full=600,
     short=12,
@@ -202,8 +202,9 @@ CUT = Trial(
 )
 PARTIAL = Trial(
     "copies broken off",
-    "a copy of a dataset is broken off after any number of files, in any order: refused at opening and by verify; a "
-    "part without any file that only chatmill writes is a dataset of another program, and opens only if its files fit",
+    "a copy of a dataset is interrupted after any number of files, in any order: refused by opening and by verify; a "
+    "part without any file that only chatmill writes is a dataset of another program, and opens only if its files are "
+    "consistent",
     partial,
     full=2_000,
     short=40,
@@ -211,7 +212,7 @@ PARTIAL = Trial(
 )
 DESCRIPTORS = Trial(
     "few descriptors",
-    f"{SOURCES} sources of many shards are mixed with 6 and with 64 descriptors to spare",
+    f"{SOURCES} sources of many shards are mixed with 6 and with 64 free file descriptors",
     descriptors,
     full=256,
     short=24,

@@ -104,8 +104,8 @@ def _batches(loader: Any) -> Iterator[Any]:
 
 TRIAL = Trial(
     "a store larger than memory",
-    "a store four times as large as the memory that a process may take: written, read, swept, loaded in random order "
-    "and verified in full, with the rows that were stored",
+    "a store four times as large as the memory limit of a process: written, read, scanned, loaded in random order and "
+    "fully verified, with the rows that were stored",
     work,
     full=120,
     short=24,

@@ -160,8 +160,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "names and outputs",
-    "commands whose files, folders, keys, ids and arguments hold escape sequences, line ends, direction marks or bytes "
-    "that are not UTF-8, with a standard output that is read, closed by its reader, full, or closed: no control "
+    "commands whose files, folders, keys, ids and arguments contain escape sequences, line ends, direction marks or "
+    "bytes that are not UTF-8, with a standard output that is read, closed by its reader, full, or closed: no control "
     "character is printed, a closed pipe ends a command quietly, a full disk is one line",
     work,
     full=400,

@@ -305,9 +305,10 @@ def old_dataset_that_cannot_be_removed(rounds: Rounds, tally: Tally) -> None:
 
 TRIAL = Trial(
     "things of others in a replaced folder",
-    "notes, repositories, models, tokenizers, unlisted shards, links and pipes in a folder that prepare or reweigh is "
-    "to replace, before they begin, at any operation of publishing, and in what a killed build left; files that are "
-    "only named like metadata: refused in one line before any work, or kept, with a warning that says where",
+    "notes, repositories, models, tokenizers, unlisted shards, links and pipes in a folder that prepare or reweigh "
+    "should replace, before they begin, at any operation of publishing, and among the leftovers of a killed build; "
+    "files that only have the name of metadata: refused in one line before any work, or kept, with a warning that "
+    "gives their location",
     work,
     full=64,
     short=5,

@@ -157,7 +157,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 TRIAL = Trial(
     "kill at random moments, prepare",
     "SIGKILL of `chatmill prepare` (at least 8 shards, 5 s) at random moments, half of them over an older dataset: "
-    "old, new or nothing stands there, every byte checked; every tenth is resumed to the same hash",
+    "the target is the old dataset, the new one or absent, every byte checked; every tenth build is resumed to the "
+    "same hash",
     work,
     full=200,
     short=4,

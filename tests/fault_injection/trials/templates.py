@@ -125,8 +125,8 @@ def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 ESCAPED = Trial(
     "Python in a template process",
-    "Python as a template would run it that has escaped from Jinja, beside a token in the environment: files, sockets, "
-    "processes, system calls, memory and time are refused, and the environment is empty",
+    "Python code as a template that has escaped from Jinja would run it, with a secret in the parent's environment: "
+    "files, sockets, processes, system calls, memory and time are refused, and the environment is empty",
     escaped,
     full=400,
     short=17,
@@ -135,9 +135,9 @@ ESCAPED = Trial(
 
 TRIAL = Trial(
     "hostile chat templates",
-    "templates that loop, grow, exhaust time or memory in one operation, reach for Python's internals in generated "
-    "ways, break down, or have broken bytes, beside a token in the environment: refused in one line or harmless, and "
-    "never let out",
+    "templates that loop, grow, exhaust time or memory in one operation, access Python's internals in generated ways, "
+    "fail, or have broken bytes, with a secret in the environment: refused in one line or harmless, and the secret "
+    "never leaks",
     work,
     full=1500,
     short=16,

@@ -122,7 +122,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 TRIAL = Trial(
     "texts that engines may cut differently",
     "letters that fold to ASCII in contractions, every general category, spaces, joined emoji and long runs, in words "
-    "as GPT-2, cl100k, o200k, Qwen, DeepSeek, Anthropic and tekken cut them: the ids of `tokenizers`",
+    "as GPT-2, cl100k, o200k, Qwen, DeepSeek, Anthropic and tekken split them: the ids of `tokenizers`",
     work,
     full=120_000,
     short=1_200,

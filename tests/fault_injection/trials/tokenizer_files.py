@@ -158,8 +158,8 @@ def liars(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 MUTANTS = Trial(
     "mutated tokenizers",
-    "`tokenizer.json` with broken bytes or parts of another kind: one line, or the ids that `tokenizers` gives for the "
-    "same file, all within the vocabulary, and none a control token",
+    "`tokenizer.json` with broken bytes or parts of another type: one line, or the ids that `tokenizers` gives for "
+    "the same file, all within the vocabulary, and none a control token",
     mutants,
     full=4_000,
     short=100,
@@ -167,7 +167,7 @@ MUTANTS = Trial(
 )
 LIARS = Trial(
     "tokenizers that lie",
-    "ids and targets beyond the vocabulary that a tokenizer claims: refused before anything is stored",
+    "ids and targets outside the vocabulary that a tokenizer reports: refused before anything is stored",
     liars,
     full=200,
     short=12,

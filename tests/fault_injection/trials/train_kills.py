@@ -127,8 +127,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "kill at random moments, training",
-    "SIGKILL of one training run at random moments, each time gone on with: weights, moments and every loss equal "
-    "those of an undisturbed run to the bit, and the audit log verifies",
+    "SIGKILL of one training run at random moments, resumed each time: weights, optimizer state and every loss are "
+    "bitwise those of an uninterrupted run, and the audit log verifies",
     work,
     full=20,
     short=2,

@@ -281,9 +281,10 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "viewer",
-    "good and hostile requests to `chatmill view` at once, among connections that send half a request or never read, "
-    "and four times as many as it holds: every good one is answered rightly, the others are refused or ended, nothing "
-    "is written to standard error, and descriptors, threads and memory are what they were",
+    "valid and hostile requests to `chatmill view` at the same time, among connections that send half a request or "
+    "never read, and four times as many as it holds: every valid request gets the right response, the others are "
+    "refused or closed, nothing is written to standard error, and file descriptors, threads and memory return to "
+    "their earlier level",
     work,
     full=5000,
     short=40,

@@ -129,16 +129,16 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 BUILDS = Trial(
     "kill at every write, prepare",
-    "SIGKILL at each write, sync and rename of a build, with and without an older dataset in its place: old, new or "
-    "nothing stands there, and the resumed build has the bytes of an undisturbed one",
+    "SIGKILL at each write, sync and rename of a build, with and without an older dataset at the target: the target "
+    "is the old dataset, the new one or absent, and the resumed build has the bytes of an uninterrupted one",
     builds,
     full=10_000,
     short=12,
 )
 RUNS = Trial(
     "kill at every write, training",
-    "SIGKILL at each operation of a run that saves checkpoints and an audit log: it goes on, to the bits of an "
-    "undisturbed one, and the log verifies",
+    "SIGKILL at each operation of a run that saves checkpoints and an audit log: it resumes, bitwise equal to an "
+    "uninterrupted run, and the log verifies",
     runs,
     full=10_000,
     short=6,
