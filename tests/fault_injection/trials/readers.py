@@ -127,8 +127,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "mutated input",
-    f"broken records (bytes, types, nesting, truncation) for each of {len(SHAPES)} input shapes: a record that the bytes "
-    "contain, or one line with the place and the problem",
+    f"broken records (bytes, types, nesting, truncation) for each of {len(SHAPES)} input shapes: a record that the "
+    "bytes contain, or one line with the place and the problem",
     work,
     full=10_000,
     short=400,
