@@ -141,7 +141,7 @@ class _Counted:
 
 @dataclass
 class Estimator:
-    """Estimates runs on one kind of hardware; caches the counts of models, so that changes to a run are quick."""
+    """Estimates runs on one kind of hardware; caches the counts of models to estimate changes quickly."""
 
     on_gpu: bool
     vocab_size: int | None = None

@@ -125,7 +125,7 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
 
 
 def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
-    """Yield the uniform draws of one row, one per position of its answer."""
+    """The uniform draws of one row, one per position of its answer."""
     key = np.random.SeedSequence((sampling.seed, sampling.step, row))
     return np.random.Generator(np.random.Philox(key)).random(count)
 

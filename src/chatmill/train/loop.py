@@ -129,7 +129,7 @@ def _run_dir(
         data={"dataset_sha256": state.stage.dataset_sha256},
     )
     best, link = state.best.folder(folder) if state.config.keeps_best else None, folder / BEST
-    # If keep_best is null and off, keep the best checkpoint that the run was resumed with.
+    # Unless keep_best is false, a resumed run that does not track the best checkpoint keeps an existing one.
     outdated = link.is_symlink() and (state.config.keep_best is False or not link.exists())
     if state.config.keeps_best or outdated:
         try:
@@ -251,7 +251,7 @@ class _Loop:
         self._finish_step()
         self.launched = launched
         if world.device.type == "cpu":
-            # The step is already computed; otherwise this time would count towards it.
+            # On a CPU the step is already computed; reading it later would count its time towards the previous step.
             self._finish_step()
         return counts.stop > 0
 

@@ -68,7 +68,7 @@ def _free_in_groups() -> Iterator[float]:
 
 
 def _free_by_rlimit() -> float:
-    """Yield the bytes left below the limit of `ulimit -v`."""
+    """Bytes left below the limit of `ulimit -v`."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return float("inf")

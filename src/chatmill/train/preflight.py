@@ -117,7 +117,7 @@ def unknown_ids(dataset_dir: Place, sources: Sequence[DataSource], model: Causal
 
 
 def padding_of(loader: EpisodeLoader) -> int:
-    """The padding token, which may not occur in the data."""
+    """The padding token, which need not occur in the data."""
     return loader.plan(loader.split).pad_token_id
 
 

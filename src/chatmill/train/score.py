@@ -282,7 +282,10 @@ def check_tokenizer(model: str | Place, source: DataSource) -> None:
 def conversation_losses(
     model: CausalModel, rows: Rows, block_size: int, progress: Callable[[int], None]
 ) -> NDArray[np.float64]:
-    """Σ weight · loss and Σ weight of every row, (2, rows); a row is a conversation, truncated at the beginning."""
+    """Σ weight · loss and Σ weight of every row, (2, rows).
+
+    A row is one conversation; if it is too long, its last tokens are kept.
+    """
     kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     bins = pack_lengths(kept.lengths, block_size + 1)
     size = max(1, BATCH_TOKENS // block_size)

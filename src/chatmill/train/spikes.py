@@ -23,7 +23,7 @@ LEAST = 32
 """Minimum number of previous losses for a step to count as a spike."""
 SPREADS = 6.0
 """A spike is this many spreads above the median. The spread is the 90th percentile minus the median: losses of small
-batches are skewed to the right, where the median absolute deviation is too small.
+batches are skewed to the right, so their median absolute deviation is too small.
 """
 NATS = 0.5
 """A spike is at least this much above the median."""
