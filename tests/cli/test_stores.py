@@ -34,8 +34,6 @@ def test_wrong_credentials_are_one_line_of_every_command(run, rclone_server):
         for line in ("check URL.jsonl", "prepare chat.jsonl -o URL", "verify URL", "stats URL", "clean URL"):
             code, out, err = run(*line.replace("URL", f"{bucket}/x").split(" "))
             # `verify` prints what it finds.
-            told = re.fullmatch(
-                r"(chatmill: )?s3://[^\n]+; check the credentials, and that they allow this\n", out + err
-            )
+            told = re.fullmatch(r"(chatmill: )?s3://[^\n]+; check the credentials and their permissions\n", out + err)
             assert (code, told is not None) == (1, True), f"{line}\n{out}\n{err}"
             assert "wrong" not in out + err

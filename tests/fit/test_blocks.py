@@ -257,11 +257,11 @@ def test_documents_may_be_empty_or_none_at_all():
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"block_size": 0}, "block_size is 0; a block holds at least one token"),
+        ({"block_size": 0}, "block_size is 0; expected at least 1"),
         ({"remainder": "keep"}, 'remainder is "keep"; expected pad or drop'),
-        ({"eos_id": ord("E")}, "two of the markers have the same id"),
-        ({"documents": [[-1]]}, "token ids must be whole numbers"),
-        ({"documents": [[2**32]]}, "token ids must be whole numbers"),
+        ({"eos_id": ord("E")}, "two markers have the same id"),
+        ({"documents": [[-1]]}, "token ids must be integers"),
+        ({"documents": [[2**32]]}, "token ids must be integers"),
     ],
 )
 def test_what_cannot_be_packed_is_named(options, fault):

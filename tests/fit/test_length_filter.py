@@ -52,7 +52,7 @@ def test_a_conversation_without_an_answer_that_fits_is_skipped():
 def test_rows_are_judged_apart_and_none_at_all_is_fine():
     assert fit(12, PLAIN, record("U" + "a" * 20, "Ab"), record("Ua", "Ab")) == ([7, 0, 2], [28, 0, 7])
     assert [array.tolist() for array in turns_that_fit(EMPTY, 5)] == [[], []]
-    with pytest.raises(DataError, match="a context of 0 tokens holds nothing"):
+    with pytest.raises(DataError, match="context_length is 0; expected at least 1"):
         turns_that_fit(EMPTY, 0)
 
 

@@ -124,9 +124,9 @@ def test_no_rows_give_no_bins():
     ("lengths", "capacity", "fault"),
     [
         ([4, 5, 6], 4, r"row 1 has 5 tokens, more than the capacity of 4; truncate or block it first"),
-        ([1, 0], 4, r"row 1 has 0 tokens; a row to pack holds at least 1, drop it first"),
-        ([-3], 4, r"row 0 has -3 tokens; a row to pack holds at least 1, drop it first"),
-        ([], 0, r"the capacity is 0 tokens; it must be at least 1"),
+        ([1, 0], 4, r"row 1 has 0 tokens; expected at least 1; drop it first"),
+        ([-3], 4, r"row 0 has -3 tokens; expected at least 1; drop it first"),
+        ([], 0, r"capacity is 0; expected at least 1"),
     ],
 )
 def test_what_cannot_be_packed_is_named_with_what_would_be_right(lengths, capacity, fault):
@@ -136,7 +136,7 @@ def test_what_cannot_be_packed_is_named_with_what_would_be_right(lengths, capaci
 
 @pytest.mark.parametrize("seed", [-1, (1, -1)])
 def test_a_negative_seed_is_refused(seed):
-    with pytest.raises(DataError, match="it must be 0 or more"):
+    with pytest.raises(DataError, match="expected at least 0"):
         pack_lengths([1, 1], 1, seed=seed)
 
 
@@ -193,5 +193,5 @@ def test_a_row_that_cannot_be_packed_is_named_by_its_number_among_all_rows():
         pack(rows, 4, window=2)
     with pytest.raises(DataError, match="row 1 has 0 tokens"):
         pack(concat([rows[:1], build([[]])]), 4)
-    with pytest.raises(DataError, match="a window of 0 rows; it must hold at least one"):
+    with pytest.raises(DataError, match="window is 0; expected at least 1"):
         pack(rows, 5, window=0)

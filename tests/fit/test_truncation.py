@@ -119,8 +119,8 @@ def test_error_names_the_place_of_the_first_row_that_is_too_long():
     with pytest.raises(RecordError) as caught:
         truncate(rows, 20, "error", ledger=Ledger())
     assert str(caught.value) == (
-        "chat.jsonl:7: the row has 26 tokens, more than the 20 allowed; "
-        "allow more, or choose another rule: exchanges, turns, tail, windows, drop"
+        "chat.jsonl:7: the row has 26 tokens, but at most 20 are allowed; "
+        "raise the limit, or choose another rule: exchanges, turns, tail, windows, drop"
     )
 
 
@@ -193,7 +193,7 @@ def test_rows_under_the_least_length_are_dropped():
 
 def test_bad_requests_are_one_line():
     rows = rendered(THREE)
-    with pytest.raises(DataError, match="rows of 0 tokens cannot be"):
+    with pytest.raises(DataError, match="the maximum row length is 0 tokens"):
         truncate(rows, 0, "turns", ledger=Ledger())
     packed = Rows(
         rows.ids,

@@ -59,7 +59,7 @@ FLAGS = {
     "chat.jsonl -o x --pack 50 --max-tokens 60": (2, "--max-tokens 60 is over --pack 50; such rows would not fit"),
     "chat.jsonl -o x --fit blocks": (2, "--fit blocks needs the size of a block as --max-tokens"),
     "chat.jsonl -o x --fit blocks --max-tokens 9 --pack 9": (2, "--fit blocks makes full rows already; leave out"),
-    "chat.jsonl -o new/x --fit blocks --max-tokens 90": (1, 'blocks take rows of a format such as "post-training"'),
+    "chat.jsonl -o new/x --fit blocks --max-tokens 90": (1, 'blocks require rows of a format such as "post-training"'),
     "chat.jsonl -o x --val-split 1": (2, "--val-split 1.0 is outside of 0 to 1; 0.1 keeps a tenth for validation"),
     "chat.jsonl -o x --val-split -0.1": (2, "--val-split -0.1 is outside of 0 to 1"),
     "chat.jsonl -o x --val-split nan": (2, "--val-split nan is outside of 0 to 1"),

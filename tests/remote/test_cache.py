@@ -114,7 +114,7 @@ def test_an_object_with_another_hash_is_one_clear_line_and_leaves_nothing(size, 
     with pytest.raises(RemoteError) as error:
         fetched(each)
     assert str(error.value) == (
-        f"memory://cache-tests/wrong: has the sha256 {other.sha256[:12]}…, and {each.sha256[:12]}… is expected; "
+        f"memory://cache-tests/wrong: sha256 {other.sha256[:12]}…; expected {each.sha256[:12]}…; "
         "it was changed or damaged, upload the dataset again"
     )
     assert [list((folder / name).iterdir()) for name in ("objects", "partial", "locks")] == [[], [], []]
@@ -123,7 +123,7 @@ def test_an_object_with_another_hash_is_one_clear_line_and_leaves_nothing(size, 
 def test_an_object_that_was_cut_is_one_clear_line():
     each = stored("cut", 5000)
     objects.write(each.url, objects.read(each.url)[:-1])
-    with pytest.raises(RemoteError, match=r"cut: has 4,999 bytes, and 5,000 are expected; it was cut, upload"):
+    with pytest.raises(RemoteError, match=r"cut: 4,999 bytes; expected 5,000; it is truncated, upload"):
         fetched(each)
 
 
@@ -181,7 +181,7 @@ def test_a_full_disk_evicts_and_then_is_one_clear_line(folder, monkeypatch):
     fetched(new)
     assert in_cache(folder) == {new.sha256}
     failures[:] = [1, 1]
-    with pytest.raises(DataError, match=r"the disk is full, and memory://cache-tests/old needs 1,000 bytes; free some"):
+    with pytest.raises(DataError, match=r"the disk is full, but memory://cache-tests/old needs 1,000 bytes; free some"):
         fetched(old)
 
 
@@ -195,7 +195,7 @@ def test_sizes_are_read_with_their_units(text, size):
 
 @pytest.mark.parametrize("text", ["0", "-5", "twenty", "20 G B", "1e9", "i", "5ib"])
 def test_other_sizes_are_refused(text):
-    with pytest.raises(UsageError, match=r"^cache_size is '.*'; expected a number of bytes over 0, such as 20GB$"):
+    with pytest.raises(UsageError, match=r"^cache_size is '.*'; expected a number of bytes above 0, such as 20GB$"):
         parse_size(text, "cache_size")
 
 
@@ -203,7 +203,7 @@ def test_a_cache_that_others_could_write_to_is_refused(folder, tmp_path, monkeyp
     cache.cache_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
-    with pytest.raises(UsageError, match=r"cache: others may write to the cache; chmod go-w it"):
+    with pytest.raises(UsageError, match=r"cache: other users can write to the cache; chmod go-w it"):
         cache.cache_folder()
     folder.chmod(0o700)
     (tmp_path / "link").symlink_to(folder)
@@ -215,7 +215,7 @@ def test_a_cache_that_others_could_write_to_is_refused(folder, tmp_path, monkeyp
     with pytest.raises(UsageError, match=r"file: the cache must be a folder"):
         cache.cache_folder()
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "file" / "below"))
-    with pytest.raises(UsageError, match=r"below: the cache cannot be there .*; set CHATMILL_CACHE_DIR"):
+    with pytest.raises(UsageError, match=r"below: cannot be used for the cache .*; set CHATMILL_CACHE_DIR"):
         cache.cache_folder()
 
 
@@ -229,7 +229,7 @@ def test_folders_of_the_cache_that_were_exchanged_are_refused(folder, tmp_path):
     (folder / "objects").unlink()
     (folder / "objects").mkdir()
     (folder / "objects").chmod(0o777)
-    with pytest.raises(UsageError, match=r"objects: others may write to the cache"):
+    with pytest.raises(UsageError, match=r"objects: other users can write to the cache"):
         cache.cache_folder()
 
 
@@ -368,5 +368,5 @@ def test_a_named_file_that_is_too_large_is_refused_before_it_is_downloaded(folde
 def test_names_that_leave_the_folder_are_not_copied(tmp_path, monkeypatch):
     url = Url("memory://copies/evil")
     monkeypatch.setattr(cache, "names_below", lambda _: [Url("memory://copies/evil/../../outside")])
-    with pytest.raises(DataError, match=r"outside: is not the name of a file below memory://copies/evil"):
+    with pytest.raises(DataError, match=r"outside: is not a valid file name below memory://copies/evil"):
         cache.local_copy(url)

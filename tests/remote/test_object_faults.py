@@ -143,7 +143,7 @@ def test_the_libraries_make_one_attempt_each(store, count, request):
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
-        (403, "AccessDenied", "check the credentials, and that they allow this"),
+        (403, "AccessDenied", "check the credentials and their permissions"),
         (400, "InvalidArgument", "check the name and the network"),
         (501, "NotImplemented", "check the name and the network"),
     ],
@@ -219,7 +219,7 @@ def test_wrong_and_missing_credentials_are_told_at_once(rclone_server, monkeypat
                 lambda: write(url, b"1"),
                 lambda: names_below(url),
             ):
-                text = one_line_of(call, "check the credentials, and that they allow this")
+                text = one_line_of(call, "check the credentials and their permissions")
                 assert key not in text and secret not in text
     with rclone_server.in_environment():
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -280,16 +280,16 @@ def test_no_secret_of_the_environment_is_shown(monkeypatch):
     ("name", "wrong"),
     [
         ("https://u:a/b@host/x", "https://…: is not a URL; "),
-        ("s3://key:secret@bucket/x", "s3://bucket/x: has a password; give it by the environment"),
-        ("s3://b/x?X-Amz-Signature=abc", "s3://b/x: has a signature; give it as https://"),
-        ("az://c/x?sv=2024&sig=abc", "az://c/x: has a signature; "),
+        ("s3://key:secret@bucket/x", "s3://bucket/x: contains a password; set it in the environment"),
+        ("s3://b/x?X-Amz-Signature=abc", "s3://b/x: contains a signature; use https://"),
+        ("az://c/x?sv=2024&sig=abc", "az://c/x: contains a signature; "),
         ("ftp://u:p@host/x", "ftp://host/x: ftp:// is not supported; "),
     ],
 )
 def test_urls_with_credentials_that_no_library_takes_are_refused(name, wrong):
     with pytest.raises(UsageError, match=f"^{re.escape(wrong)}"):
         place(name)
-    with pytest.raises(UsageError, match="was made a Path"):
+    with pytest.raises(UsageError, match="was converted to a Path"):
         place(Path("https://user:password@host/x"))
 
 
@@ -313,10 +313,10 @@ def test_a_name_is_the_place_that_it_says(name, meant):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("file://other/x", "file://other/x: a file of another machine; give file:///PATH"),
-        ("s3:///team/x", "s3:///team/x: names no bucket; give s3://BUCKET/NAME, with two slashes"),
-        ("hf:///datasets/x", "hf:///datasets/x: names no repository; give hf://REPOSITORY/NAME, with two slashes"),
-        ("https:///x?sig=abc", "https:///x: names no host; give https://HOST/NAME, with two slashes"),
+        ("file://other/x", "file://other/x: is a file on another machine; expected file:///PATH"),
+        ("s3:///team/x", "s3:///team/x: has no bucket; expected s3://BUCKET/NAME, with two slashes"),
+        ("hf:///datasets/x", "hf:///datasets/x: has no repository; expected hf://REPOSITORY/NAME, with two slashes"),
+        ("https:///x?sig=abc", "https:///x: has no host; expected https://HOST/NAME, with two slashes"),
         ("s3:/team/x", "s3:/…: has one slash after the scheme; did you mean s3://team/x?"),
         ("file:/tmp/x", "file:/…: has one slash after the scheme; did you mean file:///tmp/x?"),
         ("HTTPS:/user:pw@host/x?sig=abc", "HTTPS:/…: has one slash after the scheme; did you mean https://host/x?"),

@@ -276,7 +276,7 @@ def test_web_servers_are_read_with_and_without_ranges(web):
                 read(Url(f"{url}-not"))
     with pytest.raises(UsageError, match=r"http:// can only be read"):
         write(Url(f"{web.endpoint}/ranges/x"), b"")
-    with pytest.raises(UsageError, match="web servers have no listings; name each file"):
+    with pytest.raises(UsageError, match="web servers cannot be listed; give each file"):
         names_below(Url(f"{web.endpoint}/ranges/"))
 
 
@@ -286,10 +286,8 @@ def test_a_large_file_of_a_web_server_without_ranges_is_read_as_a_whole_only(web
     url = Url(f"{web.endpoint}/whole/large")
     assert read(url) == DATA
     assert read(url, 0, 100) == DATA[:100]
-    right = "the server sends a file of this size only as a whole"
-    with pytest.raises(
-        RemoteError, match=rf"/whole/large: cannot be read \({right}\); download it, and give the local"
-    ):
+    right = "the server does not support ranges, and the file is too large to read repeatedly"
+    with pytest.raises(RemoteError, match=rf"/whole/large: cannot be read \({right}\); download it, and use the local"):
         read(url, 100, 200)
 
 
@@ -297,5 +295,5 @@ def test_a_web_server_that_tells_no_size_is_read_as_a_whole(web):
     (web.folder / "stream").write_bytes(DATA)
     url = Url(f"{web.endpoint}/stream/stream")
     assert read(url) == DATA
-    with pytest.raises(RemoteError, match=r"the server does not tell its size; download it, and give the local file$"):
+    with pytest.raises(RemoteError, match=r"the server does not report its size; download it, and use the local file$"):
         find(url)

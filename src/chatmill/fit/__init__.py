@@ -1,12 +1,12 @@
 """Fit rows into a model's context: truncate, pack, cut into blocks, filter by length.
 
-    truncate, truncate_with_sources  rows of at most a number of tokens, by one of `RULES`
-    pack, pack_lengths               several rows share a longer one, best fit decreasing
-    cut_blocks, stream_blocks        a stream of conversations as blocks of one exact size
-    turns_that_fit                   the first turns of a conversation that a context can hold
-    gather, GatherPlan               new rows as pieces of old ones: the one place that copies tokens
+    truncate, truncate_with_sources  cut rows to a maximum number of tokens, by one of `RULES`
+    pack, pack_lengths               combine several rows into one by best-fit decreasing
+    cut_blocks, stream_blocks        cut a stream of conversations into blocks of one exact size
+    turns_that_fit                   the first turns of a conversation that fit in a context
+    gather, GatherPlan               new rows as pieces of old ones; only `gather` copies tokens
 
-Everything plans over spans and lengths, and counts what it cuts, drops, repeats or adds in a ledger.
+All functions plan over spans and lengths, and count what they cut, drop, repeat or add in a ledger.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Blocks: conversations are concatenated and cut into rows of one exact size; a cut user turn is opened again.
+"""Blocks: concatenate conversations and cut them into rows of one exact size; a user turn that is cut is reopened.
 
     stream    S s E U u E A a E U v w E A b E EOS …
     blocks    S s E U u E A a E U v | S s E U w E A b E EOS …
                                       ~~~~~~~ injected: the system turn and the user marker
 
-What is injected depends on where a block begins, and where the next block begins depends on what is injected. So blocks
-are cut one after the other, over a table of user turns; everything else is arithmetic on columns.
+What is injected depends on where a block starts, and where the next block starts depends on what is injected. So blocks
+are cut one after the other, over a table of user turns; everything else is vectorized.
 
-A position is inside a turn if tokens of the turn are on both sides of it: a block that begins at a marker or at EOS
-opens no turn again, whether or not the turn before it was closed.
+A position is inside a turn if tokens of the turn are on both sides of it: a block that starts at a marker or at EOS
+does not reopen a turn, whether or not the previous turn was closed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pack_chat_blocks(
     eos_id: int,
     remainder: Remainder = "pad",
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    """Documents of token ids, each without its last EOS, as blocks of exactly `block_size` ids and their masks.
+    """Cut documents of token ids, each without its final EOS, into blocks of exactly `block_size` ids, with masks.
 
     >>> markers = {"system_id": 1, "user_id": 2, "assistant_id": 3, "end_id": 4, "eos_id": 5}
     >>> blocks, masks = pack_chat_blocks([[2, 10, 4, 3, 11, 4]], block_size=8, **markers)
@@ -58,16 +58,16 @@ def pack_chat_blocks(
 
 
 def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None) -> Rows:
-    """Cut rows into blocks of exactly `block_size` tokens; segments are the conversations, or pieces of them, in each.
+    """Cut rows into blocks of exactly `block_size` tokens, whose segments are the conversations, or pieces of them.
 
-    A row is a document: conversations that end with EOS, in a format whose turns begin with a marker token.
+    A row is a document: conversations that end with EOS, in a format whose turns start with a marker token.
 
-    - A block that begins inside a user turn (or tool result) first repeats the conversation's last complete system
-      turn, if that leaves room, and the user marker.
-    - If that user turn does not end in the block either, the remainder of its document is left out.
-    - An answer is trained only if it is whole in its block, the last user turn before it in the block is complete, and
-      every answer before it in the block is closed; EOS resets this.
-    - The last block is padded with EOS, or dropped.
+    - A block that starts inside a user turn (or tool result) first repeats the conversation's last complete system
+      turn, if there is space, and the user marker.
+    - If that user turn does not end in the block either, the remainder of its document is omitted.
+    - An answer is trained only if all of it is in its block, the last user turn before it in the block is complete, and
+      every earlier answer in the block is closed; EOS resets this.
+    - The last block is padded with EOS or dropped.
     """
     return _blocks(rows, block_size, 0, last=True, remainder=remainder, ledger=ledger)[0]
 
@@ -75,7 +75,7 @@ def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", led
 def stream_blocks(
     chunks: Iterable[Rows], block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None
 ) -> Iterator[Rows]:
-    """The blocks that `cut_blocks` makes of all chunks together, with little memory."""
+    """Yield the blocks that `cut_blocks` makes of all chunks together, in bounded memory."""
     carry, at = EMPTY, 0
     for chunk in chunks:
         rows = concat([carry, chunk])
@@ -92,9 +92,9 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Blocks from token `at` on, and where they end; only full blocks unless these rows are the `last`."""
+    """Return the blocks from token `at`, and where they end; only full blocks unless these rows are the `last`."""
     if block_size < 1:
-        raise DataError(f"block_size is {block_size}; a block holds at least one token")
+        raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):
         raise DataError(f'remainder is "{remainder}"; expected pad or drop')
     if len(rows.ids) == at:
@@ -114,11 +114,11 @@ def _blocks(
 
 
 class _BlockTurns(NamedTuple):
-    """The turns of rows, with what a block that begins inside of each needs to know."""
+    """The turns of rows, with what a block that starts inside a turn needs to know."""
 
     states: TurnStates
     row_stop: Index
-    """Where the turn's document ends."""
+    """The end of the turn's document."""
     system: Index
     """The last complete system turn of the conversation so far, or -1."""
 
@@ -126,37 +126,37 @@ class _BlockTurns(NamedTuple):
 def _turns(rows: Rows) -> _BlockTurns:
     part, begins, turns = rows.spans["part"], begins_segment(rows), turn_states(rows)
     row_stop = rows.row_start[np.searchsorted(rows.row_start, turns.start, side="right")]
-    such = 'blocks take rows of a format such as "post-training"'
+    such = 'blocks require rows of a format such as "post-training"'
     if np.any(part[np.append(begins[1:], True)] != Part.EOS):
-        raise DataError(f"a conversation does not end with EOS; {such}, which puts one there")
+        raise DataError(f"a conversation does not end with EOS; {such}, which adds it")
     others = rows.ids[turns.start[(turns.role == Role.SYSTEM) | (turns.role == Role.ASSISTANT)]]
     if len(shared := np.intersect1d(rows.ids[turns.start[turns.role == Role.USER]], others)):
-        raise DataError(f"token {shared[0]} opens user turns and others; {such}, whose markers tell turns apart")
+        raise DataError(f"token {shared[0]} opens user turns and others; {such}, whose markers are distinct")
     return _BlockTurns(turns, row_stop, turns.latest((turns.role == Role.SYSTEM) & turns.closed))
 
 
 class _Cuts(NamedTuple):
-    """One entry for each block: the tokens [start, stop) it takes, and the turns injected before them (-1 for none)."""
+    """One entry per block: its tokens [start, stop), and the turns injected before them (-1 for none)."""
 
     start: Index
     stop: Index
     system: Index
     user: Index
     length: Index
-    """Tokens in the block without padding."""
+    """Number of tokens in the block without padding."""
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
-    """Where blocks begin and end from token `at` on; only full blocks unless these turns are the `last`."""
+    """Return where blocks start and end from token `at`; only full blocks unless these turns are the `last`."""
     states = turns.states
     users = np.flatnonzero(states.role == Role.USER)
     system = turns.system[users]
     system_length = np.where(system >= 0, states.stop[system] - states.start[system], 0)
-    # Two more tokens must fit: the user marker and one of the stream, or the next block would begin at the same place.
+    # Two more tokens must fit: the user marker and one of the stream, or the next block would start at the same place.
     system[system_length + 2 > block_size] = -1
     injected = 1 + np.where(system >= 0, system_length, 0)
 
-    # The one loop, once for each block. Lists, because numpy is slow at single numbers.
+    # The only loop, once per block. It uses lists, because numpy is slow for single numbers.
     user_start, user_stop = states.start[users].tolist(), states.stop[users].tolist()
     row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
     taken: list[tuple[int, int, int]] = []
@@ -177,27 +177,27 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
             at = stop if user_stop[user] <= stop else row_stop[user]
 
     starts, stops, cut = np.array(taken, dtype=np.int64).reshape(-1, 3).T
-    # A block that cuts no user turn has the number -1, and so takes what is appended.
+    # A block that does not cut a user turn has the number -1, and so gets the appended value.
     system, users, injected = np.append(system, -1)[cut], np.append(users, -1)[cut], np.append(injected, 0)[cut]
     return _Cuts(starts, stops, system, users, stops - starts + injected), at
 
 
 def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
-    """The spans of the rows, with weight 0 for every answer that its block may not train.
+    """Return the spans of the rows, with weight 0 for every answer that its block must not train.
 
-    Blocks do not overlap in the rows, so an answer is whole in at most one block and one weight is enough.
+    Blocks do not overlap in the rows, so an answer is complete in at most one block, and one weight is enough.
     """
     block = np.searchsorted(cuts.start, turns.start, side="right") - 1
-    # A turn that began before all of these blocks was decided with earlier blocks.
+    # A turn that started before all of these blocks was decided with earlier blocks.
     stop = np.where(block >= 0, cuts.stop[block], 0)
     return masked_spans(rows, turns, answer_rules(rows, turns, cuts.start[block], stop))
 
 
 def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPlan:
-    """Each block as its system turn and user marker (either may be empty) and its pieces of conversations."""
+    """Plan each block as its system turn and user marker (both optional), followed by pieces of conversations."""
     block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
     count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
-    # Two places before the pieces of each block.
+    # Two slots before the pieces of each block.
     place = np.arange(len(block)) + 2 * (block + 1)
     system, user = first[:-1] + 2 * np.arange(count), first[:-1] + 2 * np.arange(count) + 1
     piece_start, piece_stop = np.zeros((2, len(block) + 2 * count), dtype=np.int64)
@@ -219,7 +219,7 @@ def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPla
 
 
 def _pieces(rows: Rows, start: Index, stop: Index) -> tuple[Index, Index, Index, Index]:
-    """Token ranges, cut at the ends of conversations: the range and the segment of each piece, its start and stop."""
+    """Cut token ranges at conversation boundaries; return the range, segment, start and stop of each piece."""
     filled = np.flatnonzero(np.diff(rows.segment_start))
     border = np.append(rows.segment_start[filled], len(rows.ids))
     first = np.searchsorted(border, start, side="right") - 1
@@ -230,16 +230,16 @@ def _pieces(rows: Rows, start: Index, stop: Index) -> tuple[Index, Index, Index,
 
 
 def _eos_padding(eos: int, length: int) -> Rows:
-    """A row of EOS, as padding."""
+    """Return a row of EOS tokens that count as padding."""
     row = rows_from_mask(np.full(length, eos, dtype=np.uint32), np.zeros(length), [length])
     row.spans["part"], row.spans["rule"] = Part.PAD, Rule.PAD
     return row
 
 
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
-    """Count what the blocks add, leave out and do not train.
+    """Count what the blocks add, omit and do not train.
 
-    A conversation in three blocks becomes three rows: two are counted as repeated, without tokens.
+    A conversation in three blocks becomes three rows: two of them are counted as repeated, without tokens.
     """
     rule, length = packed.spans["rule"], packed.spans["length"]
     added: tuple[tuple[Bucket, Rule], ...] = (("injected", Rule.INJECTED), ("padding", Rule.PAD))
@@ -248,7 +248,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
             ledger.add(bucket, tokens=int(length[chosen].sum()))
     note_untrained(packed, ledger)
     _, pieces, _, _ = _pieces(rows, kept.start, kept.stop)
-    # A conversation that began in an earlier block has a row there already.
+    # A conversation that started in an earlier block already has a row there.
     entered = int(np.searchsorted(rows.segment_start, at, side="right")) - 1
     before = [entered] if at > rows.segment_start[entered] else []
     stored = np.unique(np.concatenate([np.array(before, dtype=np.int64), pieces]))
@@ -256,7 +256,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         ledger.add("repeated", "goes_on_in_next_block", rows=again)
 
     if not len(cuts.start):
-        # No block can hold a piece of any of these documents.
+        # No block can contain a piece of any of these documents.
         cuts = _Cuts(*(np.array([value], dtype=np.int64) for value in (at, at, -1, -1, 0)))
         kept = cuts
     next_start = np.append(cuts.start[1:], end)
@@ -269,7 +269,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         _, segment, start, stop = _pieces(rows, start, stop)
         each = np.arange(len(segment) + 1)
         left_out = gather(rows, GatherPlan(start, stop, each, segment, each))
-        # A conversation of which nothing is stored is a dropped row; others are truncated, or end with the last block.
+        # A conversation without stored tokens is a dropped row; others are truncated, or end with the last block.
         whole = ~np.isin(segment, stored)
         dropped = whole | (reason == "remainder")
         sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))

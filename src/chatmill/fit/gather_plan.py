@@ -1,4 +1,4 @@
-"""Gather plans: new rows as pieces of old ones. Fit functions make a plan; only `gather` copies tokens."""
+"""Gather plans describe new rows as pieces of old ones. Fit functions create a plan; only `gather` copies tokens."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class GatherPlan:
     start: Index
     stop: Index
     first_piece: Index
-    """The first piece of each new segment, and the number of pieces."""
+    """The first piece of each new segment, followed by the number of pieces."""
     origin: Index
-    """The source segment that each new segment is made from; -1 for none."""
+    """The source segment of each new segment; -1 for none."""
     first_segment: Index
-    """The first new segment of each new row, and the number of new segments."""
+    """The first new segment of each new row, followed by the number of new segments."""
     rule: NDArray[np.uint8] | None = None
-    """For each piece the rule that makes all of it context, or OWN_RULE; INJECTED also sets the part of its spans."""
+    """For each piece, the rule that makes all of it context, or OWN_RULE; INJECTED also sets the part of its spans."""
 
 
 def gather(source: Rows, plan: GatherPlan, literals: Rows | None = None) -> Rows:
-    """The rows that a plan describes. Spans are cut where pieces are; empty pieces are left out."""
+    """Return the rows that a plan describes. Spans are cut at the ends of pieces; empty pieces are omitted."""
     full = plan.stop > plan.start
     start, stop = plan.start[full], plan.stop[full]
     spans, span_start = source.spans, source.span_start

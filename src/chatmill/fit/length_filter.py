@@ -10,15 +10,15 @@ from chatmill.rows import Index, Part, Role, Rows
 
 
 def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
-    """The number of turns of each row that fit, the system turn included, and their tokens; 0 if no answer fits.
+    """Return how many turns of each row fit, including the system turn, and their tokens; 0 if no answer fits.
 
         system user asst | user asst | user asst      each part must fit; the first that does not ends the row
 
-    The first exchange must fit together with the system turn, each later one by itself. EOS at the end of a
+    The first exchange must fit together with the system turn, each later one on its own. EOS at the end of a
     conversation does not count.
     """
     if context_length < 1:
-        raise DataError(f"a context of {context_length} tokens holds nothing; give at least 1")
+        raise DataError(f"context_length is {context_length}; expected at least 1")
     turn, count = turns_of(rows), len(rows)
     if not len(turn.start):
         return np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)

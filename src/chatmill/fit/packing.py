@@ -1,6 +1,6 @@
-"""Packing: several rows share a longer one, chosen by best fit decreasing.
+"""Packing: combine several rows into one by best-fit decreasing.
 
-`pack_lengths` plans over lengths alone; `pack` applies the plan to `Rows`. The loader pads what is left of a row.
+`pack_lengths` plans over lengths only; `pack` applies the plan to `Rows`. The loader pads the remaining space.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from chatmill.errors import DataError
 from chatmill.rows import Index, Rows, offsets, ragged_index
 
 WINDOW = 2**20
-"""Rows that are packed together."""
+"""Number of rows that are packed together."""
 
 Seed = int | tuple[int, ...]
-"""A number, or several that make one seed, such as (seed, epoch, window)."""
+"""An integer, or several that form one seed, such as (seed, epoch, window)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """Which rows share a bin: bin b holds the rows order[first[b]:first[b + 1]], in ascending order."""
+    """Which rows share a bin: bin b contains the rows order[first[b]:first[b + 1]], in ascending order."""
 
     order: Index
     first: Index
@@ -40,8 +40,8 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
 
     [3] [2] [4], capacity 5  ->  [4] [3 2]        order 2 0 1, first 0 1 3
 
-    Rows are placed longest first, ties by number, each into the fullest bin with room for it, ties by age, or into a
-    new bin. Bins are in the order in which they were opened; a seed permutes them and changes nothing else.
+    Rows are placed longest first (ties: by number), each into the fullest bin with enough space (ties: the oldest bin)
+    or into a new bin. Bins are in the order in which they were opened; a seed permutes them and changes nothing else.
     A row longer than the capacity is an error: truncate or block it first.
 
     >>> from chatmill.fit import pack_lengths
@@ -58,7 +58,7 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
     value, count = np.unique(length, return_counts=True)
     steps = _best_fit(zip(value[::-1].tolist(), count[::-1].tolist(), strict=True), capacity, int(value[0]))
     first_bin, bins, each = np.array(steps, dtype=np.int64).T
-    # In the narrowest type: numpy radix-sorts 16 bits, and compares 64.
+    # Use the narrowest type, because numpy radix-sorts 16-bit integers but not 64-bit ones.
     longest_first = np.argsort((capacity - length).astype(np.min_scalar_type(capacity)), kind="stable")
     bin_of = np.empty(len(length), dtype=np.int64)
     bin_of[longest_first] = np.repeat(ragged_index(first_bin, bins), np.repeat(each, bins))
@@ -70,15 +70,15 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
 
 
 def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = WINDOW) -> Rows:
-    """Pack rows into rows of at most `capacity` tokens. Each row stays whole, and its segments stay apart.
+    """Pack rows into rows of at most `capacity` tokens. Rows are not split, and their segments stay separate.
 
     aaa | bb | cccc, capacity 5  ->  cccc | aaa bb        positions 0123 | 012 01, segments 0000 | 000 11
 
-    Each `window` consecutive rows are packed on their own, which bounds the memory of the plan; their bins are permuted
-    by (seed, number of the window).
+    Every `window` consecutive rows are packed separately, which bounds the memory of the plan; their bins are permuted
+    by (seed, window number).
     """
     if window < 1:
-        raise DataError(f"a window of {window} rows; it must hold at least one")
+        raise DataError(f"window is {window}; expected at least 1")
     lengths = rows.lengths
     _check(lengths, capacity)
     if not len(rows):
@@ -96,27 +96,27 @@ def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = W
 
 def _check(lengths: Index, capacity: int) -> None:
     if capacity < 1:
-        raise DataError(f"the capacity is {capacity} tokens; it must be at least 1")
+        raise DataError(f"capacity is {capacity}; expected at least 1")
     wrong = np.flatnonzero((lengths < 1) | (lengths > capacity))
     if not len(wrong):
         return
     row, length = wrong[0], lengths[wrong[0]]
     if length < 1:
-        raise DataError(f"row {row} has {length} tokens; a row to pack holds at least 1, drop it first")
+        raise DataError(f"row {row} has {length} tokens; expected at least 1; drop it first")
     raise DataError(f"row {row} has {length} tokens, more than the capacity of {capacity}; truncate or block it first")
 
 
 def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> list[tuple[int, int, int]]:
-    """Place runs of (length, count), longest first; returns steps of (first bin, number of bins, rows for each).
+    """Place runs of (length, count), longest first; return steps of (first bin, number of bins, rows per bin).
 
-    The best bin for one row is the best for the next of that length too, until it has no room: it has become fuller,
-    and no other was as full. So equally full bins take the same number of rows, and one step fills a range of them:
+    The best bin for one row is also the best for the next row of that length, until it has no space: it has become
+    fuller, and no other bin was as full. So equally full bins take the same number of rows, and one step fills a range:
 
-        bins 7 to 9 with room for 5, six rows of 2  ->  (7, 3, 2)        room for 1 in each is left
+        bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """
     steps = []
-    free: list[int] = []  # ascending: every amount of space that some bin still has
-    ranges: dict[int, list[tuple[int, int]]] = {}  # for each of them a heap of ranges of bins
+    free: list[int] = []  # ascending: the distinct amounts of free space in bins
+    ranges: dict[int, list[tuple[int, int]]] = {}  # for each amount, a heap of ranges of bins
     opened = 0
 
     def put_back(space: int, start: int, stop: int) -> None:
@@ -146,7 +146,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
                 put_back(space - each * length, start, full)
                 count -= (full - start) * each
             if count and full < stop:
-                # Fewer rows than the next bin could take: it takes them all.
+                # Fewer rows than the next bin could take, so it takes all of them.
                 steps.append((full, 1, count))
                 put_back(space - count * length, full, full + 1)
                 full, count = full + 1, 0
@@ -155,7 +155,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
 
 
 def _grouped(group: Index) -> Index:
-    """A stable argsort, in place: several times as fast, and without memory of its own."""
+    """Stable argsort in place: several times faster, and without extra memory."""
     group *= len(group)
     group += np.arange(len(group), dtype=np.int64)
     group.sort()
@@ -164,7 +164,7 @@ def _grouped(group: Index) -> Index:
 
 
 def _permutation(seed: Seed, count: int) -> Index:
-    """A permutation that is the same in every version of numpy, which guarantees only the raw stream of PCG64."""
+    """Return a permutation that is the same in every numpy version: only the raw PCG64 stream is guaranteed."""
     if min(seed if isinstance(seed, tuple) else (seed,)) < 0:
-        raise DataError(f"the seed is {seed}; it must be 0 or more")
+        raise DataError(f"seed is {seed}; expected at least 0")
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")

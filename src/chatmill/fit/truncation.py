@@ -1,12 +1,12 @@
-"""Truncation: rows that are too long are cut by one of five rules.
+"""Truncation: cut rows that are too long by one of these rules.
 
     turns     drop whole exchanges, oldest first; keep the system turn and the last answer
     tail      keep the last tokens
-    windows   make several rows that train each token once
+    windows   make several rows that together train each token once
     drop      drop the row
-    error     raise for the first such row
+    error     raise an error for the first row that is too long
 
-Rules plan over spans and never look at a token. What is cut or dropped is counted with its reason.
+Rules plan over spans and never read tokens. Everything that is cut or dropped is counted with its reason.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from chatmill.rows import NO_FILE, Index, Part, Rows, Rule, concat, offsets
 FitRule = Literal["exchanges", "turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
 OVER = "last_exchange_over_max_tokens"
-"""The reason for which the rule `exchanges` drops a row: it never cuts into the last exchange."""
+"""Why the rule `exchanges` drops a row: it never cuts into the last exchange."""
 HEADER = "header_of_cut_message"
-"""A row that would begin with the header of a message that is cut off: dropped by the rule exchanges, else noted."""
+"""A row that would keep the header of a removed message: dropped by the rule `exchanges`, otherwise noted."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
-"""The average number of consecutive unchanged rows from which on copying stretches of rows is faster."""
+"""Minimum average number of consecutive unchanged rows at which copying whole stretches of rows is faster."""
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """New rows, each made of three ranges of one source row: head, context and what is trained. Any may be empty."""
+    """New rows, each made of three ranges of one source row: head, context and trained part. Any may be empty."""
 
     source: Index
     start: Index
@@ -50,9 +50,9 @@ class Truncation:
 
 
 def truncate(rows: Rows, capacity: int | None, rule: FitRule = "exchanges", *, ledger: Ledger, **options: Any) -> Rows:
-    """Rows of at most `capacity` tokens (None: nothing is cut), without those that have nothing to train.
+    """Return rows of at most `capacity` tokens (None: no limit), without rows that have nothing to train.
 
-    `options` are those of `truncate_with_sources`.
+    `options` are passed to `truncate_with_sources`.
 
     >>> import numpy as np
     >>> from chatmill.fit import truncate
@@ -75,17 +75,17 @@ def truncate_with_sources(
     require_terminators: bool = False,
     min_tokens: int = 1,
 ) -> tuple[Rows, Index]:
-    """The rows that `truncate` returns, and the source row of each.
+    """Return the rows of `truncate`, and the source row of each.
 
-    Counted in the ledger: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short,
-    no_trained_tokens, last_exchange_over_max_tokens, header_of_cut_message, answers_cut_off (only the part that was
-    cut had some) or no_terminator; rows and tokens `repeated` by windows; and, `noted`, rows in which answers lost a
-    part (answer_cut), or which keep the header of a message that is cut off (header_of_cut_message).
+    Counts in the ledger: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short,
+    no_trained_tokens, last_exchange_over_max_tokens, header_of_cut_message, answers_cut_off (only the removed part had
+    trained tokens) or no_terminator; rows and tokens `repeated` by windows; and, as `noted`, rows in which answers lost
+    a part (answer_cut) or that keep the header of a removed message (header_of_cut_message).
     """
     if capacity is not None and capacity < 1:
-        raise DataError(f"rows of {capacity} tokens cannot be; give at least 1")
+        raise DataError(f"the maximum row length is {capacity} tokens; expected at least 1")
     if np.any(np.diff(rows.first_segment) != 1):
-        raise DataError("a row holds several conversations; truncate before packing")
+        raise DataError("a row contains several conversations; truncate before packing")
     too_long = rows.lengths > capacity if capacity is not None else np.zeros(len(rows), dtype=bool)
     trained_before = offsets(np.where(rows.spans["weight"] > 0, rows.spans["length"], 0))
     whole_trained = np.diff(trained_before[rows.first_span[rows.first_segment]])
@@ -100,11 +100,11 @@ def truncate_with_sources(
     trained = whole_trained[cut.source]
     trained[shortened] = _trained(rows, trained_before, cut.take(np.flatnonzero(shortened)))
     begins_cut, ends_cut = answers_cut
-    # A dropped row is counted whole; of a dropped window only what it has, because others hold what it lacks.
+    # All tokens of a dropped row are counted; of a dropped window only its own, because other windows have the rest.
     counted, counted_trained = size, trained
     if rule != "windows":
         counted, counted_trained = rows.lengths[cut.source], whole_trained[cut.source]
-    # Rows that a rule leaves too long, because it may not cut them.
+    # Rows that the rule leaves too long, because it must not cut them.
     over = size > (LONGEST_ROW if capacity is None else capacity)
     keeps_header = np.zeros(len(size), dtype=bool)
     keeps_header[shortened] = _keeps_header(rows, cut.take(np.flatnonzero(shortened)))
@@ -141,7 +141,7 @@ def truncate_with_sources(
 
 
 def _gathered(rows: Rows, cut: Truncation, shortened: NDArray[np.bool_]) -> Rows:
-    """The new rows. Long stretches of unchanged rows are copied whole."""
+    """Return the new rows. Long stretches of unchanged rows are copied as a whole."""
     source = np.where(shortened, -2, cut.source)
     ends = np.flatnonzero(source[1:] != source[:-1] + 1) + 1
     if not len(source) or len(ends) * STRETCH > len(source):
@@ -165,13 +165,13 @@ def _plan(cut: Truncation) -> GatherPlan:
 
 
 def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Truncation, NDArray[np.bool_]]:
-    """Cut the long rows by the rule; also whether each new row begins or ends inside an answer, as (2, new rows)."""
+    """Cut the long rows by the rule; also return whether each new row starts or ends inside an answer, as (2, rows)."""
     if rule == "error":
         raise _too_long(rows, int(long[0]), capacity)
     few = rows.take(long)
     rules = {"exchanges": _exchanges, "turns": _turns, "tail": _tail, "windows": _windows, "drop": _whole}
     cut = rules[rule](few, capacity)
-    # These two rules cut only whole messages.
+    # These two rules cut only at message boundaries.
     inside = np.zeros((2, len(cut.source)), dtype=bool)
     if rule not in ("exchanges", "drop"):
         inside = np.array(_answers_cut(few, cut))
@@ -189,11 +189,11 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
 
 
 def _exchanges(rows: Rows, capacity: int) -> Truncation:
-    """Keep the head and as many whole exchanges from the end as fit; a row whose last one does not fit stays too long.
+    """Keep the head and as many complete exchanges from the end as fit; a row whose last does not fit stays too long.
 
         system | user asst | user asst tool asst | user asst | user      too long
-        system | user asst | user asst tool asst | user asst             what follows the last trained exchange goes
-        system             | user asst tool asst | user asst             then the oldest exchanges
+        system | user asst | user asst tool asst | user asst             remove what follows the last trained exchange
+        system             | user asst tool asst | user asst             then remove the oldest exchanges
 
     An exchange is a user turn and everything up to the next one; see `exchanges_of`.
     """
@@ -201,7 +201,7 @@ def _exchanges(rows: Rows, capacity: int) -> Truncation:
     row_stop = rows.row_start[1:]
     head = turn.head_stop - rows.row_start[:-1]
 
-    # The last exchange is that of the last trained token: no trained token depends on what follows.
+    # The last exchange is that of the last trained token, because no trained token depends on what follows.
     trained = rows.spans["weight"] > 0
     span_row = np.repeat(np.arange(count), np.diff(rows.first_span[rows.first_segment]))
     last_trained = by_row(np.maximum, np.where(trained, rows.span_start[1:] - 1, -1), span_row, count)
@@ -212,7 +212,7 @@ def _exchanges(rows: Rows, capacity: int) -> Truncation:
     begins = turn.begins & (turn.start <= last_trained[turn.row])
     fits = begins & (head[turn.row] + stop[turn.row] - turn.start <= capacity)
     start = by_row(np.minimum, np.where(fits, turn.start, LONGEST_ROW), turn.row, count, LONGEST_ROW)
-    # If only the head of a row is trained, the head is kept.
+    # If only the head of a row is trained, keep the head.
     only_head = ~np.isin(np.arange(count), turn.row[begins]) & (head <= capacity)
     start = np.where(only_head, stop, start)
     is_kept = start <= stop
@@ -226,19 +226,19 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
     """Cut every row to at most `capacity` tokens, by exchanges first.
 
         system | user asst | user asst | user asst | user        too long by a little
-        system             | user asst | user asst | user        the oldest exchange is dropped
-        system                         | user asst               then what follows the last answer
-                                          er asst                then tokens from the left
+        system             | user asst | user asst | user        drop the oldest exchange
+        system                         | user asst               then drop what follows the last answer
+                                          er asst                then drop tokens from the left
 
     An exchange is a user turn and everything up to the next one. The exchange of the last assistant turn is never
-    dropped, so the end of that turn is always there to be learned.
+    dropped, so the model always sees the end of that turn.
     """
     turn, count = turns_of(rows), len(rows)
     row_start, row_stop = rows.row_start[:-1], rows.row_start[1:]
     anchor_start, anchor_stop = np.append(turn.start, 0)[turn.anchor], np.append(turn.stop, 0)[turn.anchor]
     head = turn.head_stop - row_start
 
-    # Oldest exchanges: the tail begins at the first exchange from which on everything fits, at the latest the anchor's.
+    # Oldest exchanges: the tail starts at the first exchange after which everything fits, at the latest the anchor's.
     exchange = turn.begins_exchange & (turn.start <= anchor_start[turn.row])
     need = row_stop - row_start - capacity
     fits = exchange & (turn.start - turn.head_stop[turn.row] >= need[turn.row])
@@ -246,7 +246,7 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
     latest = by_row(np.maximum, np.where(exchange, turn.start, -1), turn.row, count)
     earliest = by_row(np.minimum, np.where(fits, turn.start, never), turn.row, count, never)
     tail_start = np.where(latest < 0, turn.head_stop, np.minimum(earliest, latest))
-    # Turns after the anchor, the last one first.
+    # Turns after the anchor, last one first.
     can_end = (turn.stop >= anchor_stop[turn.row]) & (head[turn.row] + turn.stop - tail_start[turn.row] <= capacity)
     tail_stop = np.maximum(by_row(np.maximum, np.where(can_end, turn.stop, -1), turn.row, count), anchor_stop)
     tail_stop = np.where(row_stop > row_start, tail_stop, row_stop)
@@ -267,22 +267,22 @@ def _whole(rows: Rows, capacity: int = 0) -> Truncation:
 
 
 def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
-    """One new row for each source row, without context."""
+    """Return one new row per source row, without context."""
     start, stop = (np.column_stack([head[end], tail[0], tail[end]]) for end in (0, 1))
     return Truncation(np.arange(len(start)), start, stop)
 
 
 def _windows(rows: Rows, capacity: int) -> Truncation:
-    """Several rows for each row, which together train each of its tokens once.
+    """Make several rows of each row, which together train each of its tokens once.
 
         system | user asst | user asst | user asst
         system | user asst                            trained: the first exchange
-        system |      asst | user asst                trained: the second, with what fits of the first before it
+        system |      asst | user asst                trained: the second, with as much of the first as fits
         system                  r asst | user asst    trained: the third
 
-    A window takes whole exchanges while they fit. An exchange longer than a window is cut: its first part fills a
-    window, and each further window keeps half of its room for the tokens before. A system turn that would take more
-    than half of every window is not repeated.
+    A window takes complete exchanges while they fit. An exchange longer than a window is cut: its first part fills a
+    window, and each further window reserves half of its space for the preceding tokens. A system turn that would take
+    more than half of every window is not repeated.
     """
     turn = turns_of(rows)
     borders = [0, *turn.start[turn.begins_exchange].tolist()]
@@ -308,13 +308,13 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
 
 
 def _window_ends(at: int, stop: int, borders: list[int], room: int, first_exchange: int) -> list[int]:
-    """The end of each window's trained range, from `at` on, given where exchanges begin."""
+    """Return the end of each window's trained range, starting at `at`, given where exchanges start."""
     ends = []
     whole = True
     while at < stop:
         reach = at + (room if whole else max(1, room // 2))
         border = stop if reach >= stop else borders[bisect_right(borders, reach) - 1]
-        # A window that ended where the first exchange begins would hold no exchange at all.
+        # A window that ends where the first exchange starts would not contain any exchange.
         whole = border > max(at, first_exchange)
         at = border if whole else min(reach, stop)
         ends.append(at)
@@ -325,17 +325,17 @@ def _too_long(rows: Rows, row: int, capacity: int) -> RecordError:
     origin = rows.origins[rows.first_segment[row]]
     file = "" if origin["file"] == NO_FILE else rows.files[origin["file"]].path
     return RecordError(
-        f"the row has {rows.lengths[row]:,} tokens, more than the {capacity:,} allowed",
-        f"allow more, or choose another rule: {', '.join(RULES[:-1])}",
+        f"the row has {rows.lengths[row]:,} tokens, but at most {capacity:,} are allowed",
+        f"raise the limit, or choose another rule: {', '.join(RULES[:-1])}",
         kind="too_long",
     ).at(file, int(origin["line"]))
 
 
-# Effects of a cut on what is trained.
+# Effects of a cut on trained tokens.
 
 
 def _trained(rows: Rows, before: Index, cut: Truncation) -> Index:
-    """Trained tokens of each new row; `before` counts those before each span."""
+    """Count the trained tokens of each new row; `before` is the number of trained tokens before each span."""
     trained = rows.spans["weight"] > 0
     if not len(trained):
         return np.zeros(len(cut.source), dtype=np.int64)
@@ -351,9 +351,9 @@ def _trained(rows: Rows, before: Index, cut: Truncation) -> Index:
 
 
 def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Whether each new row begins inside an answer, and whether it ends inside one and so lacks its terminator."""
+    """Return whether each new row starts inside an answer, and whether it ends inside one, without its terminator."""
     start, stop = cut.start, cut.stop
-    # Only the trained range counts; the head and the context before it are whole, or are not trained.
+    # Only the trained range matters; the head and the context before it are complete or not trained.
     context = start[:, 1] < stop[:, 1]
     first = np.where(context, start[:, 1], start[:, 2])
     head_cut = (start[:, 0] < stop[:, 0]) & _inside_answer(rows, start[:, 0])
@@ -363,9 +363,9 @@ def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArra
 
 
 def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
-    """Whether each new row lacks the message behind its head, but has the header of that message in the head.
+    """Return whether each new row lacks the message after its head, but has the header of that message in the head.
 
-    Some templates write tools or the system text into the first user message, behind its header:
+    Some templates write tools or the system text into the first user message, after its header:
 
         user header, tools | question | assistant … | user header, question | assistant …
         user header, tools                          | user header, question | assistant …
@@ -381,7 +381,7 @@ def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
 
 
 def _inside_answer(rows: Rows, token: Index) -> NDArray[np.bool_]:
-    """Whether a cut before this token separates trained tokens of one message."""
+    """Return whether a cut before this token separates trained tokens of one message."""
     if not len(rows.spans):
         return np.zeros(len(token), dtype=bool)
     inner = (token > 0) & (token < len(rows.ids)) & ~np.isin(token, rows.row_start)

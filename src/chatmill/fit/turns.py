@@ -1,4 +1,4 @@
-"""Turns: of rows from their span table, for all rows at once; of plain token ids from their markers."""
+"""Turns of rows, from their span table for all rows at once, or from the markers in plain token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, mask_runs
 
 @dataclass(frozen=True)
 class TurnTable:
-    """One entry for each turn (the consecutive spans of one message), and for each row what truncation always keeps.
+    """One entry per turn (the consecutive spans of one message), and for each row what truncation always keeps.
 
     system | user asst | user asst asst | user
     head     exchange    exchange         exchange
@@ -27,15 +27,15 @@ class TurnTable:
     row: Index
     role: NDArray[np.uint8]
     begins_exchange: NDArray[np.bool_]
-    """A user turn, or the first turn after the head, whatever its role."""
+    """Whether it is a user turn, or the first turn after the head with any role."""
     head_stop: Index
-    """By row, the end of BOS and of a leading system turn."""
+    """By row: the end of BOS and of a leading system turn."""
     anchor: Index
-    """By row, the last assistant turn, or the last turn if there is none; -1 for an empty row."""
+    """By row: the last assistant turn, or the last turn if there is none; -1 for an empty row."""
 
 
 def turns_of(rows: Rows) -> TurnTable:
-    """The turns of every row."""
+    """Return the turns of every row."""
     new_turn = begins_segment(rows)
     new_turn[1:] |= rows.spans["message"][1:] != rows.spans["message"][:-1]
     first_span = np.flatnonzero(new_turn)
@@ -50,7 +50,7 @@ def turns_of(rows: Rows) -> TurnTable:
     is_system = np.append(role, Role.NONE)[first_turn] == Role.SYSTEM
     begins = (role == Role.NONE) & (rows.spans["part"][first_span] == Part.OPEN) & (start == row_start[row])
     begin_stop = np.maximum(by_row(np.maximum, np.where(begins, stop, -1), row, count), row_start)
-    # Text of a transcript between the system turn and the next turn belongs to the head.
+    # Text between the system turn and the next turn of a transcript belongs to the head.
     in_turns = np.flatnonzero(~np.isin(rows.spans["rule"][first_span], (Rule.OUTSIDE, Rule.WHITESPACE)))
     following = np.append(start[in_turns], len(rows.ids))[np.searchsorted(in_turns, first_turn, side="right")]
     head_stop = np.where(is_system, np.minimum(following, rows.row_start[1:]), begin_stop)
@@ -64,7 +64,7 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """For each turn, whether an exchange begins there; for each row, where its head ends."""
+    """For each turn, whether an exchange starts there; for each row, where its head ends."""
 
     start: Index
     row: Index
@@ -73,13 +73,13 @@ class ExchangeTable:
 
 
 def exchanges_of(rows: Rows) -> ExchangeTable:
-    """The exchanges of every row: each is a user turn and everything up to the next user turn.
+    """Return the exchanges of every row: each is a user turn and everything up to the next user turn.
 
         BOS system system | asst | user user asst tool asst | system user asst
         head                       exchange                   exchange
 
-    Consecutive user turns begin one exchange. A later system turn belongs to the user turn next to it. Turns before the
-    first user turn are an exchange of their own.
+    Consecutive user turns start one exchange. A later system turn belongs to the user turn next to it. Turns before the
+    first user turn are a separate exchange.
     """
     turn, count = turns_of(rows), len(rows)
     number, in_turns = np.arange(len(turn.start)), turn.role != Role.NONE
@@ -90,7 +90,7 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
     head_stop = np.maximum(by_row(np.maximum, np.where(leading, turn.stop, -1), turn.row, count), turn.head_stop)
 
     asks = ((turn.role == Role.USER) | (turn.role == Role.SYSTEM)) & (turn.start >= head_stop[turn.row])
-    # Tokens outside turns, such as line breaks between them, do not separate consecutive user turns.
+    # Tokens outside of turns, such as line breaks between them, do not separate consecutive user turns.
     spoken = np.flatnonzero(in_turns)
     follows = np.zeros(len(spoken), dtype=bool)
     follows[1:] = asks[spoken[:-1]] & (turn.row[spoken[1:]] == turn.row[spoken[:-1]])
@@ -103,39 +103,39 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
 
 
 def begins_segment(rows: Rows) -> NDArray[np.bool_]:
-    """Whether each span is the first of its segment."""
+    """Return whether each span is the first of its segment."""
     begins = np.zeros(len(rows.spans), dtype=bool)
     begins[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
     return begins
 
 
 def by_row(reduce: np.ufunc, values: Index, row: Index, rows: int, default: int = -1) -> Index:
-    """The values of each row reduced to one: np.minimum gives the first of ascending values, np.maximum the last."""
+    """Reduce the values of each row to one: np.minimum gives the first of ascending values, np.maximum the last."""
     out = np.full(rows, default, dtype=np.int64)
     reduce.at(out, row, values)
     return out
 
 
-# For callers that have ids instead of conversations.
+# For callers with token ids instead of conversations.
 
 
 def rows_from_ids(
     documents: Sequence[Sequence[int]], *, openers: Mapping[Role, int], close: int, eos: int | None = None
 ) -> Rows:
-    """Make one row of each document, as rendering would: a turn runs from its marker through the first `close`.
+    """Make one row of each document, as rendering would: a turn extends from its marker to the first `close`.
 
         U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
                                user  asst      outside of every turn
 
-    Another marker ends a turn without closing it. With `eos`, each document gets one at its end, and every EOS ends a
-    turn and a segment; without, a document is one segment.
+    Another marker ends a turn without closing it. With `eos`, EOS is appended to each document, and every EOS ends a
+    turn and a segment; without it, a document is one segment.
     """
     ends_with: tuple[int, ...] = () if eos is None else (eos,)
     if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):
-        raise DataError("two of the markers have the same id; each needs its own")
+        raise DataError("two markers have the same id; expected different ids")
     wide = np.fromiter(chain.from_iterable(chain(document, ends_with) for document in documents), dtype=np.int64)
     if np.any((wide < 0) | (wide >= 2**32)):
-        raise DataError("token ids must be whole numbers from 0 to 4294967295")
+        raise DataError("token ids must be integers from 0 to 4294967295")
     tokens, size = wide.astype(np.uint32), len(wide)
     row_start = offsets(np.array([len(document) + len(ends_with) for document in documents], dtype=np.int64))
 
@@ -179,7 +179,7 @@ def rows_from_ids(
 
 
 def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
-    """Replace the weights of rows by a mask; spans are split where it changes."""
+    """Replace the weights of rows with a mask; spans are split where it changes."""
     trained = np.asarray(mask, dtype=bool)
     start = mask_runs(trained, rows.span_start)
     spans = rows.spans.take(np.searchsorted(rows.span_start, start[:-1], side="right") - 1)
@@ -188,7 +188,7 @@ def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
 
 
 def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:
-    """True from after each `assistant` token through the next `close`, whatever is between them."""
+    """Return True after each `assistant` token up to and including the next `close`, whatever is between them."""
     tokens = np.asarray(ids, dtype=np.int64)
     place = np.arange(1, len(tokens) + 1)
     opened = np.maximum.accumulate(np.where(tokens == assistant, place, 0))

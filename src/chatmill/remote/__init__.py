@@ -1,4 +1,4 @@
 """Objects at URLs: buckets, Hugging Face datasets and web servers, through fsspec.
 
-Nothing here is imported, and fsspec is not needed, unless a user gives a URL.
+Modules are imported only if a user gives a URL; otherwise fsspec is not required.
 """

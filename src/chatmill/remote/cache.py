@@ -1,15 +1,15 @@
-"""The cache: objects of remote datasets as local files, shared by all processes of a machine.
+"""The cache: objects of remote datasets as local files, shared by all processes on a machine.
 
     $CHATMILL_CACHE_DIR, else $XDG_CACHE_HOME/chatmill, else ~/.cache/chatmill
-      objects/<sha256>          an object, downloaded whole and with this hash
+      objects/<sha256>          a completely downloaded object with this hash
       copies/<key>/<name>       a named file or folder, such as a tokenizer; the key changes with its content
-      partial/, locks/          downloads under way; who makes them
-      evicted                   its time is that of the last removal
+      partial/, locks/          downloads in progress, and their locks
+      evicted                   its modification time is that of the last eviction
 
-An object is written aside, hashed as it arrives and renamed, so that a killed download leaves nothing that is used. One
-process downloads it, and the others wait. The least recently used objects are removed when the cache is larger than
-$CHATMILL_CACHE_SIZE. Access times say when an object was used. The modification time of an object follows from its
-hash: another one means that somebody wrote to the file, and it is hashed again before it is used.
+An object is downloaded to a temporary file, hashed on the way and renamed, so a killed download leaves nothing that is
+used. One process downloads it, and the others wait. The least recently used objects are removed when the cache exceeds
+$CHATMILL_CACHE_SIZE; access times record when objects were used. The modification time of an object is derived from its
+hash: any other time means that someone wrote to the file, and it is hashed again before it is used.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from chatmill.remote.urls import Url
 
 EVICTED = "evicted"
 COPY_AGE = 24 * 3600
-"""Seconds after its last use before a copy of a named file or folder may be removed: it may be read at any time."""
+"""Seconds after its last use before a copy of a named file or folder may be removed, because it may be in use."""
 COPY_FILES = 10_000
-"""Objects that a folder to be copied may hold."""
+"""Maximum number of objects in a folder that is copied."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DownloadStoppedError(Exception):
-    """A download that was given up."""
+    """A download was stopped."""
 
 
 _held: set[int] = set()
-"""Descriptors of the locks that this process holds; a forked process closes them."""
+"""File descriptors of the locks that this process holds; a forked process closes them."""
 
 
 def fetch(url: Url, *, size: int, sha256: str, is_stopped: Callable[[], bool] = lambda: False) -> Path:
-    """The object at a URL as a local file of this size and hash, downloaded unless it is in the cache.
+    """Return the local file of an object with this size and hash; download it unless it is in the cache.
 
-    Another call may remove the file at any time to make room; use `open_object` to open it. When `is_stopped` says so,
-    a download is given up with `DownloadStoppedError`.
+    Another call may evict the file at any time; use `open_object` to open it. When `is_stopped` returns true, the
+    download stops with `DownloadStoppedError`.
     """
     folder, path = cache_folder(), cached_path(sha256)
     if not _is_whole(path, size, sha256):
@@ -63,21 +63,21 @@ def fetch(url: Url, *, size: int, sha256: str, is_stopped: Callable[[], bool] = 
 
 
 def open_object(url: Url, *, size: int, sha256: str) -> int:
-    """A descriptor for reading of the object at a URL, through the cache."""
+    """Open the object at a URL for reading, through the cache, and return a file descriptor."""
     while True:
         path = fetch(url, size=size, sha256=sha256)
-        # It may be removed before it is open, and then it is fetched again.
+        # The file may be evicted before it is opened; then it is downloaded again.
         with suppress(FileNotFoundError):
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def cached_path(sha256: str) -> Path:
-    """Where the object with this hash is, if it is in the cache."""
+    """Return the path of the object with this hash, if it is in the cache."""
     return cache_folder() / "objects" / sha256
 
 
 def last_eviction() -> int:
-    """When a file was last removed to make room: a number that changes with each removal, 0 for never."""
+    """Return a number that changes with each eviction; 0 if there was none."""
     try:
         return (cache_folder() / EVICTED).stat().st_mtime_ns
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def last_eviction() -> int:
 
 
 def _is_whole(path: Path, size: int, sha256: str) -> bool:
-    """Whether a cached file has the bytes of its object. One that was written to is hashed again."""
+    """Return whether a cached file has the bytes of its object. A file that was written to is hashed again."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -108,21 +108,21 @@ def _is_whole(path: Path, size: int, sha256: str) -> bool:
 
 
 def _mark(sha256: str) -> int:
-    """The modification time of a checked object: a second between 1970 and 1978, in which nobody writes."""
+    """Return the modification time of a verified object: a second between 1970 and 1978, when nobody wrote files."""
     return int(sha256[:7], 16)
 
 
 def _touch(path: Path) -> None:
-    """Note that a file is used now."""
+    """Record that a file was used now."""
     with suppress(OSError):
         os.utime(path, (time.time(), path.stat().st_mtime))
 
 
 def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable[[], bool]) -> None:
-    """Download an object to its place in the cache; the caller holds its lock."""
+    """Download an object into the cache; the caller holds its lock."""
     partial = path.parents[1] / "partial" / sha256
     try:
-        # Another attempt for what was damaged on the way, or cut off by a full disk.
+        # Try once more if the data was damaged in transit or truncated by a full disk.
         for is_last in (False, True):
             try:
                 _make_room(path.parents[1], size, partial)
@@ -133,8 +133,8 @@ def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable
                 partial.unlink(missing_ok=True)
                 if is_last or not _evict(path.parents[1], size):
                     raise DataError(
-                        f"{path.parents[1]}: the disk is full, and {shown(url)} needs {size:,} bytes; "
-                        f"free some, or set {FOLDER} to a folder on another disk"
+                        f"{path.parents[1]}: the disk is full, but {shown(url)} needs {size:,} bytes; "
+                        f"free some space, or set {FOLDER} to a folder on another disk"
                     ) from None
                 continue
             if digest == sha256:
@@ -142,7 +142,7 @@ def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable
                 partial.replace(path)
                 return
         raise RemoteError(
-            f"{shown(url)}: has the sha256 {digest[:12]}…, and {sha256[:12]}… is expected; "
+            f"{shown(url)}: sha256 {digest[:12]}…; expected {sha256[:12]}…; "
             "it was changed or damaged, upload the dataset again"
         )
     finally:
@@ -161,7 +161,7 @@ def _write(url: Url, size: int, partial: Path, is_stopped: Callable[[], bool]) -
             written += len(piece)
         if written != size:
             raise RemoteError(
-                f"{shown(url)}: has {written:,} bytes, and {size:,} are expected; it was cut, upload the dataset again"
+                f"{shown(url)}: {written:,} bytes; expected {size:,}; it is truncated, upload the dataset again"
             )
         file.flush()
         os.fsync(file.fileno())
@@ -173,7 +173,7 @@ def _write(url: Url, size: int, partial: Path, is_stopped: Callable[[], bool]) -
 
 @contextmanager
 def _locked(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock of this name; the system releases it when the process ends, however it ends."""
+    """Hold the lock of this name; the system releases it when the process ends for any reason."""
     path = folder / "locks" / name
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -186,7 +186,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
         except BaseException:
             _release(fd)
             raise
-        # Who held it before removed the file.
+        # The previous holder removed the file.
         _release(fd)
     try:
         yield
@@ -197,7 +197,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
 
 def _release(fd: int) -> None:
     _held.discard(fd)
-    # A process that was forked meanwhile may have the descriptor, too.
+    # A process that was forked meanwhile may have inherited the descriptor.
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
@@ -213,22 +213,22 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# Room.
+# Eviction.
 
 
 def _make_room(folder: Path, size: int, partial: Path) -> None:
-    """Remove the least recently used objects until `size` more bytes fit, and reserve them as a partial file."""
+    """Evict the least recently used objects until `size` more bytes fit, and reserve the space with a partial file."""
     with _locked(folder, "room"):
         over = sum(used for _, used, _ in _contents(folder)) + size - cache_size()
         if over > 0:
             _remove_oldest(folder, over)
         with partial.open("wb") as file:
-            # A sparse file: it counts for those who look for room while it is downloaded.
+            # A sparse file, so that other processes count its size while it is downloaded.
             file.truncate(size)
 
 
 def _evict(folder: Path, size: int) -> bool:
-    """Remove the least recently used objects of `size` bytes in total; whether there was anything to remove."""
+    """Evict the least recently used objects of `size` bytes in total; return whether anything was evicted."""
     with _locked(folder, "room"):
         return _remove_oldest(folder, size)
 
@@ -239,7 +239,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
         if removed >= size:
             break
         if path.parent.name == "partial":
-            # Left by a killed process, unless somebody holds its lock.
+            # Left by a killed process, unless a process holds its lock.
             if _is_held(folder, path.name):
                 continue
             path.unlink(missing_ok=True)
@@ -257,7 +257,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
 
 
 def _contents(folder: Path) -> list[tuple[float, int, Path]]:
-    """The time of last use, size and path of everything in the cache."""
+    """Return the time of last use, size and path of everything in the cache."""
     contents = []
     for kind in ("objects", "partial", "copies"):
         for path in (folder / kind).iterdir():
@@ -288,10 +288,10 @@ def _is_held(folder: Path, name: str) -> bool:
 
 
 def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None = None) -> Path:
-    """The file at a URL, or the folder of all files below it, copied to this machine; it keeps its name.
+    """Copy the file at a URL, or the folder of all files below it, to this machine; it keeps its name.
 
-    Of a folder, files whose names end with one of `leave_out` are not copied. A file of more than `limit` bytes is a
-    `DataError` before anything is downloaded.
+    Files in a folder whose names end with one of `leave_out` are not copied. Raises `DataError` if a file has more than
+    `limit` bytes, before anything is downloaded.
     """
     info = None if url.is_folder else find(url)
     if info is not None:
@@ -303,7 +303,7 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
             raise DataError(f"{shown(each)}: has {described.size:,} bytes; expected at most {limit:,}")
     folder = cache_folder()
     listed = [(name, each.size, each.version) for name, (_, each) in sorted(files.items())]
-    # Without versions, a change of the content would not be seen.
+    # Without versions, a change of the content could not be detected.
     changing = "" if all(each.version for _, each in files.values()) else str(time.time_ns())
     key = hashlib.sha256(repr((url.address, listed, changing)).encode()).hexdigest()
     place = folder / "copies" / key
@@ -316,17 +316,17 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
 
 
 def _files_below(url: Url, leave_out: tuple[str, ...]) -> dict[str, tuple[Url, ObjectInfo]]:
-    """The objects below a URL by their names in that folder."""
+    """Return the objects below a URL by their relative names."""
     prefix = str(url).rstrip("/") + "/"
     listed = [each for each in names_below(url) if not each.name.lower().endswith(leave_out)]
     if len(listed) > COPY_FILES:
-        raise DataError(f"{shown(url)}: holds {len(listed):,} objects; a folder of at most {COPY_FILES:,} is copied")
+        raise DataError(f"{shown(url)}: contains {len(listed):,} objects; expected at most {COPY_FILES:,}")
     files = {}
     for each in listed:
         name = str(each).removeprefix(prefix)
         parts = PurePosixPath(name).parts
         if not str(each).startswith(prefix) or not parts or {"..", "/", "."} & set(name.split("/")) or parts[0] == "/":
-            raise DataError(f"{shown(each)}: is not the name of a file below {shown(url)}; rename or remove it")
+            raise DataError(f"{shown(each)}: is not a valid file name below {shown(url)}; rename or remove it")
         if (info := find(each)) is not None and not name.endswith("/"):
             files[name] = each, info
     return files
@@ -346,7 +346,9 @@ def _copy(files: dict[str, tuple[Url, ObjectInfo]], place: Path, name: str) -> N
         aside.rename(place)
     except OSError as error:
         if error.errno in FULL:
-            raise DataError(f"{place.parent}: the disk is full; free some, or set {FOLDER} to another disk") from None
+            raise DataError(
+                f"{place.parent}: the disk is full; free some space, or set {FOLDER} to another disk"
+            ) from None
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)

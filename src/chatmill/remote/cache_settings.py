@@ -1,4 +1,4 @@
-"""Where the cache of remote objects is, and how large it may be."""
+"""The location and size limit of the cache of remote objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 
 
 def configure(folder: str | None, size: int | str | None) -> None:
-    """Set the folder and the size of the cache for this process and those that it starts; None keeps what is set."""
+    """Set the folder and size of the cache for this process and its children; None keeps the current value."""
     if folder is not None:
         os.environ[FOLDER] = str(local_path(folder))
     if size is not None:
@@ -28,22 +28,22 @@ def configure(folder: str | None, size: int | str | None) -> None:
 
 
 def cache_size() -> int:
-    """Bytes that the cache may hold."""
+    """Return the maximum size of the cache in bytes."""
     text = os.environ.get(SIZE, "")
     return parse_size(text, SIZE) if text else DEFAULT_SIZE
 
 
 def parse_size(text: str, name: str) -> int:
-    """A number of bytes, such as 500MB, 20GB, 1.5TB, 64GiB or 1000000."""
+    """Parse a number of bytes, such as 500MB, 20GB, 1.5TB, 64GiB or 1000000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgt]?i?)b?", text.strip().lower())
     size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
     if not size:
-        raise UsageError(f"{name} is {one_line(repr(text))}; expected a number of bytes over 0, such as 20GB")
+        raise UsageError(f"{name} is {one_line(repr(text))}; expected a number of bytes above 0, such as 20GB")
     return size
 
 
 def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks")) -> Path:
-    """The folder of the cache with these parts, made if missing; `UsageError` if others could put files into it."""
+    """Return the cache folder and create these subfolders; raise `UsageError` if other users could write to it."""
     named = os.environ.get(FOLDER)
     path = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "chatmill")
     with suppress(RuntimeError):
@@ -51,17 +51,17 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
     try:
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The default folder also holds other caches of chatmill, and was perhaps made so that a group may write to it.
+        # The default folder also contains other caches of chatmill, and may have been created group-writable.
         _check_own(path, may_change=not named)
         for name in parts:
             _check_own(path / name)
     except OSError as error:
-        raise UsageError(f"{path}: the cache cannot be there ({error.strerror}); set {FOLDER}") from None
+        raise UsageError(f"{path}: cannot be used for the cache ({error.strerror}); set {FOLDER}") from None
     return path
 
 
 def _check_own(path: Path, *, may_change: bool = False) -> None:
-    """Make a folder that only this user can write to, or refuse one that is not; `may_change`: or change its mode."""
+    """Create a folder that only this user can write to, or check an existing one; `may_change` fixes its mode."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -72,8 +72,10 @@ def _check_own(path: Path, *, may_change: bool = False) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{path}: the cache must be a folder; set {FOLDER} to one")
     if status.st_uid != os.geteuid():
-        raise UsageError(f"{path}: the cache belongs to another user; set {FOLDER} to a folder of your own")
+        raise UsageError(f"{path}: the cache belongs to another user; set {FOLDER} to a folder that you own")
     if status.st_mode & OTHERS_WRITE and may_change:
         path.chmod(stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)
     elif status.st_mode & OTHERS_WRITE:
-        raise UsageError(f"{path}: others may write to the cache; chmod go-w it, or set {FOLDER} to another folder")
+        raise UsageError(
+            f"{path}: other users can write to the cache; chmod go-w it, or set {FOLDER} to another folder"
+        )

@@ -1,4 +1,4 @@
-"""Download objects by several range requests at a time."""
+"""Download objects with several concurrent range requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from chatmill.remote.threads import submit
 from chatmill.remote.urls import Url
 
 AHEAD = 4
-"""Ranges of one object that are requested, or wait to be written, at a time."""
+"""Maximum number of ranges of one object that are requested or waiting to be written."""
 
 
 def ordered_pieces(url: Url, size: int) -> Iterator[bytes]:
-    """The bytes of an object of this size, in order; fewer only if the object is shorter."""
+    """Yield the bytes of an object of this size in order; fewer only if the object is shorter."""
     ranges = ((start, min(size, start + RANGE_BYTES)) for start in range(0, size, RANGE_BYTES))
     if size <= RANGE_BYTES:
         yield from (read(url, *each) for each in ranges)

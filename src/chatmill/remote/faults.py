@@ -1,4 +1,4 @@
-"""What an error of a library means: try again, or tell the user, in one line without credentials."""
+"""Classify errors of storage libraries: retry, or report to the user in one line without credentials."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from chatmill.errors import DataError, one_line
 
 
 class RemoteError(DataError):
-    """An object that cannot be read or written."""
+    """An object cannot be read or written."""
 
 
 class MissingObjectError(RemoteError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class ExistingObjectError(RemoteError):
-    """An object that must be new exists, or is not the one that it should replace."""
+    """An object that must be new exists, or is not the version to be replaced."""
 
 
 PERMANENT = (
@@ -43,7 +43,7 @@ OF_CREDENTIALS = (
     "LocalTokenNotFoundError",
     "GatedRepoError",
 )
-"""Errors of credentials, by name: the libraries that raise them need not be installed."""
+"""Names of credential errors, because the libraries that raise them need not be installed."""
 OF_ARGUMENTS = (
     "ParamValidationError",
     "InvalidURL",
@@ -51,35 +51,35 @@ OF_ARGUMENTS = (
     "NonHttpUrlClientError",
     "UnknownRegionError",
 )
-"""Errors of a name or setting, by name."""
+"""Names of errors caused by an invalid name or setting."""
 OF_ADDRESS = re.compile(
     "WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|^Invalid endpoint|^Custom endpoint .* not a valid URI"
     "|Cannot combine AUTHORIZATION header"
 )
-"""Errors of the address of a server, by their text: https of a server that has none, no URL, or one with a password."""
+"""Texts of errors in a server address: https for a server without TLS, an invalid URL, or one with a password."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-"""Environment variables with the address of a server of S3."""
+"""Environment variables with the address of an S3 server."""
 TRANSIENT_STATUS = (408, 409, 425, 429)
-"""The statuses below 500 after which the same request may succeed."""
+"""HTTP statuses below 500 after which the same request may succeed."""
 TRANSIENT_CODES = ("RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "SlowDown")
-"""Codes of S3 that come with status 400 and may succeed when the request is sent again."""
+"""S3 error codes with status 400 after which the same request may succeed."""
 _SECRET_NAME = re.compile("KEY|SECRET|TOKEN|PASSWORD|SAS|CONNECTION_STRING|CREDENTIAL", re.IGNORECASE)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and the errors that it was made from."""
+    """Yield an error and the errors that caused it."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that a server answered with, from whichever library tells it."""
+    """Return the HTTP status of a server's response, from any of the libraries."""
     for each in causes(error):
         answer: Any = getattr(each, "response", None)
         if isinstance(answer, dict):
             return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-        # A body that was cut is an error of aiohttp with status 400, which no server sent.
+        # aiohttp reports a truncated body with status 400, which no server sent.
         own = "code" if type(each).__name__ == "HttpError" else "status"
         names = () if _is_named(each, ("ClientPayloadError", "BadHttpMessage")) else (own, "status_code")
         for holder, name in ((answer, "status_code"), *((each, name) for name in names)):
@@ -90,7 +90,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """The code of an error of S3 or Azure, such as NoSuchBucket; empty if there is none."""
+    """Return the code of an S3 or Azure error, such as NoSuchBucket; empty if there is none."""
     for each in causes(error):
         answer = getattr(each, "response", None)
         if isinstance(answer, dict):
@@ -101,29 +101,29 @@ def code_of(error: BaseException) -> str:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether there is no object of this name; a server that cannot be reached or refuses says nothing about that."""
+    """Return whether an error means that the object does not exist; false if the server is unreachable or refuses."""
     if not isinstance(error, FileNotFoundError):
         return status_of(error) in (404, 410)
     cause = error.__cause__
     if cause is None or isinstance(cause, FileNotFoundError):
         return True
-    # fsspec makes a FileNotFoundError of every failure of a web server.
+    # fsspec turns every failure of a web server into FileNotFoundError.
     status = status_of(cause)
     return status in (404, 410) if status is not None else not isinstance(cause, (OSError, TimeoutError))
 
 
 def is_missing_bucket(error: BaseException) -> bool:
-    """Whether what should hold the object is missing: a bucket, a container or a repository."""
+    """Return whether the bucket, container or repository of the object is missing."""
     return code_of(error) in ("NoSuchBucket", "ContainerNotFound") or _has_name(error, ("RepositoryNotFoundError",))
 
 
 def is_precondition(error: BaseException) -> bool:
-    """Whether a conditional write was refused because of what is there."""
+    """Return whether the precondition of a conditional write failed."""
     return isinstance(error, FileExistsError) or status_of(error) == 412 or code_of(error) == "ConditionNotMet"
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether another attempt would fail in the same way: a name, permission or credential is wrong."""
+    """Return whether a retry would fail in the same way, because a name, permission or credential is wrong."""
     if _has_name(error, (*OF_CREDENTIALS, *OF_ARGUMENTS)) or _is_of_address(error):
         return True
     status = status_of(error)
@@ -133,14 +133,14 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def advice(error: BaseException, *, is_s3: bool = False) -> str:
-    """What the user can do."""
+    """Return what the user can do."""
     if _is_of_address(error):
         named = next((name for name in ENDPOINTS if is_s3 and name in os.environ), "the address")
         return f"check {named}: http:// or https://, the host and its port, no password, and a certificate for https://"
     if isinstance(error, PermissionError) or status_of(error) in (401, 403) or _has_name(error, OF_CREDENTIALS):
-        return "check the credentials, and that they allow this"
+        return "check the credentials and their permissions"
     if isinstance(error, NotImplementedError):
-        return "download it, and give the local file"
+        return "download it, and use the local file"
     return "check the name and the network, and try again"
 
 
@@ -157,7 +157,7 @@ def _is_named(error: BaseException, names: tuple[str, ...]) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """The text of an error on one line, without users and queries of URLs and secrets of the environment."""
+    """Return the text of an error on one line, without users and queries in URLs and secrets of the environment."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     text = str(error) or type(error).__name__
@@ -165,6 +165,6 @@ def reason(error: BaseException) -> str:
         if len(value) >= 8 and _SECRET_NAME.search(name):
             text = text.replace(value, "…")
     text = re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
-    # A password in what should be a URL.
+    # A password in an invalid URL.
     text = re.sub(r"(^|[\s'\"(`])[^\s/@'\"`]+:[^\s/'\"`]*@", r"\1", text)
     return one_line(re.sub(r"(\w+://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text), 200)

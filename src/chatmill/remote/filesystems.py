@@ -1,7 +1,7 @@
-"""The filesystem of fsspec that opens a URL, with time limits, and without retries and remembered listings.
+"""Open the fsspec filesystem of a URL, with timeouts, and without retries and cached listings.
 
-chatmill makes its own attempts (`chatmill.remote.objects`). Those of the libraries would multiply with them, and take
-minutes where a server cannot be reached.
+chatmill retries requests itself (`chatmill.remote.objects`). Retries of the libraries would multiply with these, and
+take minutes if a server is unreachable.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from chatmill.errors import UsageError, one_line
 from chatmill.remote.urls import EXTRAS, Url
 
 CONNECT_TIMEOUT = 5.0
-"""Seconds in which a server must accept a connection."""
+"""Maximum seconds until a server accepts a connection."""
 READ_TIMEOUT = 10.0
-"""Seconds in which a server must send the next bytes."""
+"""Maximum seconds until a server sends the next bytes."""
 CONNECTIONS = 32
-"""Requests that a process makes at once to an S3 server."""
+"""Maximum number of concurrent requests of a process to an S3 server."""
 _kept: dict[int, Any] = {}
-"""The filesystems that were opened. fsspec lets go of them in a forked process; closing their connections there would
-take the sockets out of the parent's event loop, which then waits for its answers in vain."""
+"""References to the opened filesystems. fsspec drops them in a forked process; closing their connections there would
+remove the sockets from the parent's event loop, which would then wait forever."""
 
 
 def shown(url: Url) -> str:
-    """A URL safe to print on one line."""
+    """Return a URL that is safe to print on one line."""
     return one_line(str(url), 1000)
 
 
 def filesystem(url: Url) -> tuple[Any, str]:
-    """The filesystem of a URL in this process, and its path there; `UsageError` if the library is missing.
+    """Return the filesystem of a URL in this process, and the path in it; `UsageError` if a library is missing.
 
-    It is asked for at each call, never kept: fsspec keeps one for each process, and one that was made before a fork
-    cannot be used after it.
+    Call this for every request and do not keep the result: fsspec keeps one filesystem per process, and one from before
+    a fork cannot be used after it.
     """
     extra = EXTRAS[url.scheme]
-    # With it, gcsfs opens channels of gRPC, which cannot be used after a fork, and asks for the kind of each bucket.
+    # Otherwise gcsfs opens gRPC channels, which cannot be used after a fork, and requests the type of each bucket.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         import fsspec
@@ -47,26 +47,26 @@ def filesystem(url: Url) -> tuple[Any, str]:
     except ImportError:
         raise UsageError(f"{shown(url)}: {url.scheme}:// needs a library; pip install 'chatmill[{extra}]'") from None
     if extra == "az":
-        # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/NAME names the account.
+        # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/NAME contains the account.
         options |= kind._get_kwargs_from_urls(url.address)
     _quiet_loggers()
     opened = kind(**options)
     if opened.async_impl:
         _kept[id(opened)] = opened
     _make_one_attempt(extra, opened)
-    # Not `fsspec.core.url_to_fs`, which takes `::` in a name for several URLs.
+    # `fsspec.core.url_to_fs` would interpret `::` in a name as several URLs.
     return opened, kind._strip_protocol(url.address)
 
 
 def _options(extra: str, configured: dict[str, Any]) -> dict[str, Any]:
-    """What chatmill sets, where the user's configuration of fsspec sets nothing."""
+    """Return the options that chatmill sets, unless the user's fsspec configuration sets them."""
     if extra == "s3":
         given: dict[str, Any] = {
             "connect_timeout": CONNECT_TIMEOUT,
             "read_timeout": READ_TIMEOUT,
             "max_pool_connections": CONNECTIONS,
         }
-        # Real S3 sends no checksum of a range; servers that send the one of the whole object would never be read.
+        # S3 sends no checksum for a range; objects on servers that send that of the whole object could not be read.
         given["response_checksum_validation"] = "when_required"
         config = {"retries": {"total_max_attempts": 1}, **given, **configured.get("config_kwargs", {})}
         return {"use_listings_cache": False, "config_kwargs": config}
@@ -80,7 +80,7 @@ def _options(extra: str, configured: dict[str, Any]) -> dict[str, Any]:
             **{name: configured[name] for name in limits if name in configured},
         }
     if extra == "http":
-        # Proxies and passwords come from the environment and from ~/.netrc, as for other programs.
+        # Read proxies and passwords from the environment and from ~/.netrc, like other programs.
         client = {"timeout": _web_timeout(), "trust_env": True, **configured.get("client_kwargs", {})}
         return {"client_kwargs": client}
     return {}
@@ -93,7 +93,7 @@ def _web_timeout() -> Any:
 
 
 def _make_one_attempt(extra: str, opened: Any) -> None:
-    """Turn off the retries of a library that has no option for it; a test counts the requests."""
+    """Disable the retries of a library that has no option for it; a test counts the requests."""
     if extra == "s3":
         opened.retries = 1
     elif extra == "gs" and hasattr(type(opened)._request, "__wrapped__"):
@@ -106,7 +106,7 @@ def _make_one_attempt(extra: str, opened: Any) -> None:
 
 @functools.cache
 def _quiet_loggers() -> None:
-    """What a library logs about errors, some of it tracebacks, is not printed unless the program set up logging."""
+    """Do not print errors that a library logs, some with tracebacks, unless the program configured logging."""
     for name in ("fsspec", "s3fs", "gcsfs", "azure", "adlfs", "aiobotocore", "botocore", "asyncio"):
         logging.getLogger(name).addHandler(logging.NullHandler())
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Upload a large file to S3 in parts, each of which is tried again by itself."""
+"""Upload a large file to S3 in parts, each of which is retried separately."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 PART_BYTES = 16 << 20
-"""Bytes of a part; the last may be smaller. S3 takes at most 10,000 parts, each of at least 5 MB."""
+"""Size of a part in bytes; the last may be smaller. S3 allows at most 10,000 parts of at least 5 MB each."""
 MOST_PARTS = 10_000
 WORKERS = 4
-"""Parts that are in memory and on their way at once."""
+"""Maximum number of parts in memory and in transit."""
 
 
 def upload_in_parts(path: Path, size: int, call: Callable[..., Any]) -> None:
-    """Upload a file by `call(METHOD, **arguments)`; on failure nothing is left at the server, as far as it answers."""
+    """Upload a file through `call(METHOD, **arguments)`; on failure, remove the parts if the server still responds."""
     upload = call("create_multipart_upload")["UploadId"]
     length = max(PART_BYTES, -(-size // MOST_PARTS))
 
@@ -37,7 +37,7 @@ def upload_in_parts(path: Path, size: int, call: Callable[..., Any]) -> None:
                     future.cancel()
         call("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
     except BaseException:
-        # The first error is the one to tell.
+        # Report the first error.
         with suppress(Exception):
             call("abort_multipart_upload", UploadId=upload)
         raise

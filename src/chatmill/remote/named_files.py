@@ -1,4 +1,4 @@
-"""Small files and folders that a user names, such as tokenizers: here, or at a URL, from which they are copied."""
+"""Small files and folders that a user names, such as tokenizers; those at a URL are copied to this machine."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from chatmill.remote.cache import local_copy
 from chatmill.remote.urls import Url, place
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
-"""Files of model folders that are not copied: they are large, and hold nothing that is read here."""
+"""Extensions of files in model folders that are not copied, because they are large and not needed."""
 TOKENIZER_LIMIT = 1 << 30
-"""Bytes that a file of a tokenizer may have."""
+"""Maximum size of a tokenizer file in bytes."""
 _copies: dict[Url, Path] = {}
-"""The copies of this process: all of it uses one version of a file."""
+"""The copies of this process, so that all of it uses one version of a file."""
 
 
 def local_file(name: str | Path, *, limit: int = JSON_LIMIT) -> Path:
-    """The path of a file or folder that a user named; of one at a URL, that of its copy in the cache.
+    """Return the path of a file or folder that a user named; for a URL, the path of its copy in the cache.
 
-    A file at a URL that has more than `limit` bytes is a `DataError`, and is not downloaded.
+    Raises `DataError`, without downloading, if a file at a URL has more than `limit` bytes.
     """
     path = place(name)
     if isinstance(path, Path):
@@ -30,7 +30,7 @@ def local_file(name: str | Path, *, limit: int = JSON_LIMIT) -> Path:
 
 
 def copies_made() -> dict[Url, Path]:
-    """The copies that this process made, for one that it starts."""
+    """Return the copies that this process made, to pass to a child process."""
     return dict(_copies)
 
 
@@ -40,7 +40,7 @@ def use_copies(copies: dict[Url, Path]) -> None:
 
 
 def given_name(path: Path) -> str:
-    """A path as the user named it: of a copy, and of files in it, the URL, safe to print."""
+    """Return a path as the user named it: for a copy and the files in it, the URL, safe to print."""
     for url, copy in _copies.items():
         if path == copy or copy in path.parents:
             below = path.relative_to(copy).as_posix()

@@ -1,8 +1,8 @@
 """Read, write, list and remove objects, with retries; every failure is one line without credentials.
 
-A call is made again after transient errors: a broken connection, an answer that was cut, "slow down", a fault of the
-server. It ends after `ATTEMPTS`, and after `TIME_LIMIT` seconds if two attempts were made. What another attempt cannot
-change (a name, a permission, a credential) is reported at once.
+A call is retried after transient errors: a broken connection, a truncated response, "slow down", a server error. It
+stops after `ATTEMPTS`, or after `TIME_LIMIT` seconds if there were two attempts. Errors that a retry cannot fix (a
+name, a permission, a credential) are reported immediately.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ __all__ = [
 
 T = TypeVar("T")
 ATTEMPTS = 6
-"""How often a call is made before a transient error is reported."""
+"""Maximum number of attempts before a transient error is reported."""
 TIME_LIMIT = 15.0
-"""Seconds after which a call is not made again, unless it was made only once."""
+"""Seconds after which a call is not retried, unless there was only one attempt."""
 FIRST_DELAY = 0.2
-"""Seconds before the second attempt; each later delay is twice as long, give or take a half."""
+"""Seconds before the second attempt; the delay doubles each time, with 50% jitter."""
 RANGE_BYTES = 8 << 20
-"""Bytes that one request reads at most, so that a broken connection loses little."""
+"""Maximum number of bytes per request, so that a broken connection loses little."""
 VERSIONS = (
     "generation",
     "ETag",
@@ -76,22 +76,22 @@ VERSIONS = (
     "Last-Modified",
     "created",
 )
-"""What tells versions of an object apart, in the words of each library; the first that it has."""
+"""Keys that identify the version of an object in the various libraries; the first that exists is used."""
 TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
-"""What says when an object was written, likewise."""
+"""Keys for the modification time of an object, likewise."""
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
     size: int
     version: str
-    """Differs when the object was written again: its generation, ETag or time; empty if the server tells none."""
+    """The object's generation, ETag or time, which changes when it is rewritten; empty if the server sends none."""
     modified: float | None = None
-    """When it was written, in seconds since 1970, by the clock of the server; None if it tells none."""
+    """Modification time by the server's clock, in seconds since 1970; None if unknown."""
 
 
 def find(url: Url) -> ObjectInfo | None:
-    """The size and version of an object; None if there is none of this name, or only a folder."""
+    """Return the size and version of an object; None if there is no such object, or only a folder."""
     try:
         described = _retried(url, "read", lambda opened, path: _fresh(opened).info(path))
     except MissingObjectError:
@@ -99,7 +99,7 @@ def find(url: Url) -> ObjectInfo | None:
     if described.get("type") == "directory":
         return None
     if described.get("size") is None:
-        raise RemoteError(f"{shown(url)}: the server does not tell its size; download it, and give the local file")
+        raise RemoteError(f"{shown(url)}: the server does not report its size; download it, and use the local file")
     return _info(described)
 
 
@@ -111,9 +111,9 @@ def _info(described: Mapping[str, Any]) -> ObjectInfo:
 
 
 def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
-    """The bytes [start, stop) of an object, fewer only if it ends before; all of it without `stop`.
+    """Return the bytes [start, stop) of an object, fewer only if it ends earlier; all bytes without `stop`.
 
-    An object that is replaced while several requests read all of it is an error, never a mix of both.
+    Raises an error if the object is replaced while several requests read it, rather than mixing both versions.
     """
     if stop is not None:
         return _read_ranges(url, start, stop)
@@ -123,7 +123,7 @@ def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
         raise missing(url)
     content = _read_ranges(url, start, info.size)
     if len(content) != max(info.size - start, 0) or (len(content) > RANGE_BYTES and find(url) != info):
-        raise RemoteError(f"{shown(url)}: changed while it was read; try again when nothing writes it")
+        raise RemoteError(f"{shown(url)}: changed while it was read; try again when it is no longer written")
     return content
 
 
@@ -142,22 +142,22 @@ def _read_ranges(url: Url, start: int, stop: int) -> bytes:
 def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> bytes:
     if EXTRAS[url.scheme] == "http":
         return read_web(opened, path, start, stop)
-    # The Hub's filesystem would read ahead of what is asked for.
+    # The Hub's filesystem would read ahead.
     options = {"cache_type": "none"} if url.scheme == "hf" else {}
     try:
         return bytes(opened.cat_file(path, start=start, end=stop, **options))
     except Exception as error:
         if status_of(error) == 416:
-            # The object ends before the range begins.
+            # The object ends before the range starts.
             return b""
         raise
 
 
 def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = None) -> None:
-    """Write an object: it appears whole, or not at all.
+    """Write an object atomically.
 
-    With `new` it is an `ExistingObjectError` if there is one, with `replaces` if it has not that version. Stores with
-    conditional writes decide that themselves, so that of two writers one fails; docs/how-to/remote.md says which do.
+    Raises `ExistingObjectError` with `new` if the object exists, with `replaces` if it does not have that version.
+    Stores with conditional writes check this themselves, so that of two writers one fails; see docs/how-to/remote.md.
     """
     check_writable(url)
     if new or replaces:
@@ -189,7 +189,7 @@ def _write_once(opened: Any, path: str, *, data: bytes, new: bool, replaces: str
 
 
 def upload(url: Url, path: Path) -> None:
-    """Write an object with the bytes of a local file, however large."""
+    """Write an object with the bytes of a local file of any size."""
     check_writable(url)
     size = path.stat().st_size
     if EXTRAS[url.scheme] != "s3" or size <= PART_BYTES:
@@ -204,7 +204,7 @@ def upload(url: Url, path: Path) -> None:
         try:
             return _retried(url, "written", send)
         except MissingObjectError:
-            # An upload that is complete is unknown: the answer to an earlier attempt was lost.
+            # The upload is unknown if it was completed by an earlier attempt whose response was lost.
             if method == "complete_multipart_upload" and (info := find(url)) is not None and info.size == size:
                 return None
             raise
@@ -213,7 +213,7 @@ def upload(url: Url, path: Path) -> None:
 
 
 def names_below(url: Url) -> list[Url]:
-    """All objects in a folder and the folders below it, sorted; none if there is no such folder."""
+    """Return all objects in a folder and its subfolders, sorted; empty if there is no such folder."""
     _check_listable(url)
     try:
         listed = _retried(url, "listed", lambda opened, path: _fresh(opened).find(path))
@@ -223,7 +223,7 @@ def names_below(url: Url) -> list[Url]:
 
 
 def infos_below(url: Url) -> dict[Url, ObjectInfo]:
-    """All objects in a folder and the folders below it, with what the listing says of each."""
+    """Return all objects in a folder and its subfolders, with the information in the listing."""
     _check_listable(url)
     try:
         listed = _retried(url, "listed", lambda opened, path: _fresh(opened).find(path, detail=True))
@@ -234,13 +234,13 @@ def infos_below(url: Url) -> dict[Url, ObjectInfo]:
 
 
 def first_below(url: Url) -> list[str]:
-    """The first names directly in a folder, of objects and of folders, sorted: one request, and at most 1,000 names."""
+    """Return the first names directly in a folder, of objects and folders, sorted: one request, at most 1,000 names."""
     _check_listable(url)
 
     def call(opened: Any, path: str) -> list[str]:
         if EXTRAS[url.scheme] != "s3":
             return [str(each["name"]) for each in _fresh(opened).ls(path, detail=True)]
-        # Where there is no such folder, `ls` would list all of the one above.
+        # If there is no such folder, `ls` would list the whole parent.
         bucket, key, _ = opened.split_path(path)
         listed = opened.call_s3("list_objects_v2", Bucket=bucket, Prefix=f"{key}/", Delimiter="/")
         folders = [each["Prefix"] for each in listed.get("CommonPrefixes", [])]
@@ -253,14 +253,14 @@ def first_below(url: Url) -> list[str]:
 
 
 def matches(url: Url) -> list[Url]:
-    """The objects that a glob matches, sorted."""
+    """Return the objects that match a glob, sorted."""
     _check_listable(url)
     listed = _retried(url, "listed", lambda opened, path: _fresh(opened).glob(path, detail=True))
     return _urls_of(url, (name for name, described in listed.items() if described.get("type") != "directory"))
 
 
 def remove(urls: Iterable[Url]) -> None:
-    """Remove objects; those that are gone already are no error."""
+    """Remove objects; missing objects are not an error."""
     for url in urls:
         check_writable(url)
         try:
@@ -270,7 +270,7 @@ def remove(urls: Iterable[Url]) -> None:
 
 
 def check_writable(url: Url) -> None:
-    """`UsageError` if objects of this scheme can only be read."""
+    """Raise `UsageError` if objects of this scheme can only be read."""
     if url.scheme in READ_ONLY:
         raise UsageError(
             f"{shown(url)}: {url.scheme}:// can only be read; write to s3://, gs://, az:// or a local path"
@@ -279,7 +279,7 @@ def check_writable(url: Url) -> None:
 
 def _check_listable(url: Url) -> None:
     if EXTRAS[url.scheme] == "http":
-        raise UsageError(f"{shown(url)}: web servers have no listings; name each file")
+        raise UsageError(f"{shown(url)}: web servers cannot be listed; give each file")
 
 
 def missing(url: Url) -> MissingObjectError:
@@ -289,7 +289,7 @@ def missing(url: Url) -> MissingObjectError:
 
 
 def _holder(url: Url) -> str:
-    """What holds an object, such as "the bucket team"."""
+    """Describe the container of an object, such as "the bucket team"."""
     if url.scheme == "hf":
         return "the repository"
     name = shown(url).partition("://")[2].partition("/")[0].partition("@")[0]
@@ -301,7 +301,7 @@ def _exists(url: Url) -> ExistingObjectError:
 
 
 def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
-    """The URLs of what a listing named, without placeholders of folders."""
+    """Return the URLs of listed names, without placeholders of folders."""
     objects = _object_names(names)
     # Names have no scheme; those of abfs://CONTAINER@ACCOUNT/… have no account.
     scheme, _, path = url.address.partition("://")
@@ -315,12 +315,12 @@ def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
 
 
 def _object_names(names: Iterable[str]) -> list[str]:
-    """Names without placeholders of folders, sorted."""
+    """Return sorted names without placeholders of folders."""
     return sorted(name for name in names if not name.endswith("/"))
 
 
 def _fresh(opened: Any) -> Any:
-    """The filesystem without the listings that it remembers: others write objects, too."""
+    """Drop the filesystem's cached listings, because others write objects too."""
     opened.invalidate_cache()
     return opened
 
@@ -333,10 +333,10 @@ def _retried(
     bulk: bool = False,
     is_done: Callable[[], bool] = lambda: False,
 ) -> T | Any:
-    """The result of a call, which is made again after transient errors.
+    """Return the result of a call, which is retried after transient errors.
 
-    A `bulk` call may take long, and is made `ATTEMPTS` times however long. `is_done` tells whether an earlier attempt,
-    whose answer was lost, did what a condition now keeps this one from doing.
+    A `bulk` call may take long, and is tried `ATTEMPTS` times regardless of time. `is_done` returns whether an earlier
+    attempt, whose response was lost, already did what a precondition now refuses.
     """
     delay = FIRST_DELAY
     first = time.monotonic()

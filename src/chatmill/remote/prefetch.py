@@ -1,4 +1,4 @@
-"""Fetch objects into the cache ahead of their use, in background threads."""
+"""Download objects into the cache before they are needed, in background threads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Url
 
 THREADS = 8
-"""Objects that are downloaded at a time: many are small, and wait for the answer of the server most of the time."""
+"""Maximum number of concurrent downloads: many objects are small and mostly wait for the server."""
 JOIN_SECONDS = 5.0
-"""How long a process that ends waits for requests that are under way."""
+"""How long an exiting process waits for requests in progress."""
 
 
 class RemoteObject(NamedTuple):
-    """An object whose bytes are known by their hash."""
+    """An object that is identified by its hash."""
 
     url: Url
     size: int
@@ -31,7 +31,7 @@ class RemoteObject(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Objects and bytes that are in the cache, of those asked for."""
+    """Objects and bytes in the cache, out of those requested."""
 
     objects: int
     all_objects: int
@@ -40,15 +40,15 @@ class Progress(NamedTuple):
 
 
 class Prefetch:
-    """Fetches objects in order; `used` says that one was used, so that another may take its room.
+    """Downloads objects in order; `used` reports that an object was used, so that another can take its space.
 
-    At most `limit` bytes that were not used yet are fetched. An object that cannot be fetched is left out: who needs it
-    tries again, and reports the error.
+    At most `limit` bytes are downloaded that were not used yet. An object that cannot be downloaded is skipped: its
+    consumer tries again, and reports the error.
     """
 
     def __init__(self, objects: Sequence[RemoteObject], limit: int) -> None:
         self.process = os.getpid()
-        """Threads do not survive a fork: another process needs a `Prefetch` of its own."""
+        """Threads do not survive a fork: another process needs its own `Prefetch`."""
         self._objects = list(dict.fromkeys(objects))
         self._limit = limit
         self._changed = threading.Condition()
@@ -69,7 +69,7 @@ class Prefetch:
         return Progress(self._done, len(self._objects), self._done_bytes, sum(each.size for each in self._objects))
 
     def used(self, sha256: str) -> None:
-        """Note that an object was used, or is needed now and fetched by the caller."""
+        """Report that an object was used, or is needed now and downloaded by the caller."""
         if sha256 not in self._used:
             with self._changed:
                 self._used.add(sha256)
@@ -77,13 +77,13 @@ class Prefetch:
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """Give up the downloads under way, and end the threads."""
+        """Abort the downloads in progress, and end the threads."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the threads, so many seconds at most."""
+        """Wait at most this many seconds for the threads to end."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -95,7 +95,7 @@ class Prefetch:
             except RemoteError:
                 continue
             except (ChatmillError, OSError, cache.DownloadStoppedError):
-                # Others would fail, too: the disk is full, for example.
+                # Other downloads would fail too, for example because the disk is full.
                 self.stop()
                 return
             with self._changed:
@@ -103,7 +103,7 @@ class Prefetch:
                 self._done_bytes += each.size
 
     def _take(self) -> RemoteObject | None:
-        """The next object to fetch, once there is room for it; None if there is none, or after `stop`."""
+        """Return the next object to download once there is space for it; None if there is none, or after `stop`."""
         with self._changed:
             while not self._stopped and self._next < len(self._objects):
                 each = self._objects[self._next]
@@ -121,7 +121,7 @@ _running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
 
 
 def fetch(url: Url, *, size: int, sha256: str) -> Path:
-    """`cache.fetch` for an object that is used now, so that other objects can be fetched ahead."""
+    """Like `cache.fetch`, for an object that is used now, so that other objects can be prefetched."""
     path = cache.fetch(url, size=size, sha256=sha256)
     for each in list(_running):
         each.used(sha256)

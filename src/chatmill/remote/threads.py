@@ -1,6 +1,6 @@
-"""Threads for requests, kept: a library of fsspec makes a client for each thread, which is slow.
+"""Reusable threads for requests: fsspec libraries create a client per thread, which is slow.
 
-A forked process starts its own.
+A forked process starts its own threads.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 THREADS = 8
-"""Requests of this process that are under way at most."""
+"""Maximum number of concurrent requests of this process."""
 
 S = TypeVar("S")
 T = TypeVar("T")
 _tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
 _started = _waiting = 0
-"""Threads, and tasks that are not done."""
+"""Number of threads, and of unfinished tasks."""
 _counting = threading.Lock()
 _NAME = "chatmill-requests"
 
 
 def submit(task: Callable[[], T]) -> Future[T]:
-    """Run a task in one of the threads, which are started when they are first needed.
+    """Run a task in one of the threads, which are started when first needed.
 
-    A task that one of them submits is run at once: all of them could be waiting for such tasks.
+    A task submitted by one of these threads runs immediately, because all threads could be waiting for such tasks.
     """
     global _started, _waiting
     future: Future[T] = Future()
@@ -38,14 +38,14 @@ def submit(task: Callable[[], T]) -> Future[T]:
         _waiting += 1
         if _started < min(THREADS, _waiting):
             _started += 1
-            # Daemons: a request that hangs must not keep the process from ending.
+            # Daemon threads, so that a hanging request does not keep the process from exiting.
             threading.Thread(target=_work, args=(_tasks,), name=_NAME, daemon=True).start()
     _tasks.put((task, future))
     return future
 
 
 def in_threads(call: Callable[[S], T], values: Sequence[S], *, here: bool = False) -> list[T]:
-    """The result of a call for each value, in order; several calls at a time, unless `here`, in this thread."""
+    """Return the result of a call for each value, in order; calls run concurrently or, with `here`, in this thread."""
     if here or len(values) < 2:
         return [call(value) for value in values]
     futures = [submit(lambda value=value: call(value)) for value in values]  # type: ignore[misc]
@@ -73,7 +73,7 @@ def _run(task: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def _after_fork() -> None:
-    """Threads do not survive a fork, and a lock may be held by one of them."""
+    """Reset the state in a forked process: threads do not survive, and one of them may hold the lock."""
     global _tasks, _started, _waiting, _counting
     _tasks, _started, _waiting, _counting = queue.SimpleQueue(), 0, 0, threading.Lock()
 

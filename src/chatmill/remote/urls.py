@@ -1,4 +1,4 @@
-"""URLs as users give them, and the rule that tells them from local paths."""
+"""URLs as users give them, and how they are distinguished from local paths."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ EXTRAS = {
     "https": "http",
     "memory": "remote",
 }
-"""The schemes that are read, each with the extra of chatmill that installs its library."""
+"""Supported schemes, each with the chatmill extra that installs its library."""
 READ_ONLY = ("hf", "http", "https")
-"""The schemes whose objects chatmill does not write."""
+"""Schemes that chatmill only reads."""
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _PATH_OF_URL = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)", re.IGNORECASE)
-"""What `Path` makes of a URL. `c:/x` and `a:b` are local names."""
+"""What `Path` turns a URL into. `c:/x` and `a:b` are local names."""
 _SIGNATURE = re.compile(r"\?(?=.*\b(sig|signature|x-amz-signature|x-goog-signature|token)=)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """The URL of an object, or of a folder of objects; `str` of it is safe to print and to store."""
+    """The URL of an object or of a folder of objects; `str(url)` is safe to print and to store."""
 
     address: str = field(repr=False)
-    """All of it, also a password or a signature in it: for the library that opens it alone."""
+    """The full URL, including a password or signature; only for the library that opens it."""
 
     @property
     def scheme(self) -> str:
@@ -45,7 +45,7 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last component of its path."""
         return posixpath.basename(str(self).partition("://")[2].rstrip("/"))
 
     @property
@@ -54,14 +54,14 @@ class Url:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it ends with a slash, and so can only be a folder."""
+        """Whether it ends with a slash and therefore is a folder."""
         return self._path().endswith("/")
 
     def __truediv__(self, name: str) -> Url:
         return Url(f"{self._path().rstrip('/')}/{name}{self._query()}")
 
     def __str__(self) -> str:
-        """Without user, password and query, which may be a signature."""
+        """Return the URL without user, password and query, which may be a signature."""
         scheme, _, place = self._path().partition("://")
         host, slash, path = place.partition("/")
         user, _, server = host.rpartition("@")
@@ -72,7 +72,7 @@ class Url:
     def __repr__(self) -> str:
         return f"Url({str(self)!r})"
 
-    # Only web servers have queries: `?` and `#` are plain characters in the name of an object.
+    # Only web servers have queries: `?` and `#` are ordinary characters in object names.
 
     def _path(self) -> str:
         return re.split(r"[?#]", self.address, maxsplit=1)[0] if self.scheme in ("http", "https") else self.address
@@ -82,25 +82,27 @@ class Url:
 
 
 def without_secrets(text: str) -> str:
-    """A URL of any scheme without user, password and query."""
+    """Return a URL of any scheme without user, password and query."""
     return re.sub(r"^([^/]*//)[^/]*@", r"\1", re.split(r"[?#]", text, maxsplit=1)[0])
 
 
 Place = Path | Url
-"""Where something is: on this machine, or at a URL."""
+"""A location: a local path or a URL."""
 
 
 def place(name: str | Path | Url) -> Place:
-    """The local path or the URL that a user gave; `UsageError` for a scheme that is not read.
+    """Return the local path or URL that a user gave; raise `UsageError` for an unsupported scheme.
 
-    Give a local path that looks like a URL as an absolute path.
+    To use a local path that looks like a URL, give it as an absolute path.
     """
     if isinstance(name, Url):
         return name
     text = str(name)
     if (match := _PATH_OF_URL.match(text)) and match[1].lower() in {*EXTRAS, "file"}:
         if isinstance(name, Path):
-            raise UsageError(f"{match[1]}:/…: a URL that was made a Path; give it as text, {match[1]}://…")
+            raise UsageError(
+                f"{match[1]}:/…: is a URL that was converted to a Path; give it as a string, {match[1]}://…"
+            )
         slashes = ":///" if match[1].lower() == "file" else "://"
         meant = one_line(without_secrets(f"{match[1].lower()}{slashes}{text[match.end() :]}"), 1000)
         raise UsageError(f"{match[1]}:/…: has one slash after the scheme; did you mean {meant}?")
@@ -108,28 +110,28 @@ def place(name: str | Path | Url) -> Place:
         return Path(name)
     scheme = match[1].lower()
     if scheme == "file":
-        # `?` and `#` are plain characters in the name of a file.
+        # `?` and `#` are ordinary characters in file names.
         host, slash, path = text[match.end() :].partition("/")
         if host.lower() not in ("", "localhost"):
-            raise UsageError(f"{one_line(text, 1000)}: a file of another machine; give file:///PATH")
+            raise UsageError(f"{one_line(text, 1000)}: is a file on another machine; expected file:///PATH")
         return Path(unquote(slash + path, errors="surrogateescape"))
     if scheme not in EXTRAS:
         known = ", ".join(f"{each}://" for each in ("s3", "gs", "az", "hf", "https", "file"))
         shown = one_line(without_secrets(text), 1000)
         raise UsageError(f"{shown}: {scheme}:// is not supported; use one of {known}, or a local path")
     if not text[match.end() :].strip("/"):
-        raise UsageError(f"{one_line(text, 1000)}: names nothing; give {scheme}://BUCKET/NAME")
+        raise UsageError(f"{one_line(text, 1000)}: has no name; expected {scheme}://BUCKET/NAME")
     if text.startswith("/", match.end()) and scheme != "memory":
         part = "host" if EXTRAS[scheme] == "http" else "repository" if scheme == "hf" else "bucket"
         shown = one_line(without_secrets(text), 1000)
-        raise UsageError(f"{shown}: names no {part}; give {scheme}://{part.upper()}/NAME, with two slashes")
+        raise UsageError(f"{shown}: has no {part}; expected {scheme}://{part.upper()}/NAME, with two slashes")
     url = Url(scheme + text[match.end(1) :])
     _check_credentials(url)
     return url
 
 
 def _check_credentials(url: Url) -> None:
-    """`UsageError` for a password or signature where the scheme has none: it would be part of a name, and be shown."""
+    """Raise `UsageError` for a password or signature that the scheme does not support; it would be shown in names."""
     host = url.address.partition("://")[2].partition("/")[0]
     if EXTRAS[url.scheme] == "http":
         try:
@@ -138,7 +140,9 @@ def _check_credentials(url: Url) -> None:
             right = "write / and @ of a password as %2F and %40, and the port as a number"
             raise UsageError(f"{url.scheme}://…: is not a URL; {right}") from None
     elif "@" in host and str(url) != url.address:
-        raise UsageError(f"{one_line(without_secrets(url.address), 1000)}: has a password; give it by the environment")
+        raise UsageError(
+            f"{one_line(without_secrets(url.address), 1000)}: contains a password; set it in the environment"
+        )
     elif match := _SIGNATURE.search(url.address):
         shown = one_line(url.address[: match.start()], 1000)
-        raise UsageError(f"{shown}: has a signature; give it as https://, or the credentials by the environment")
+        raise UsageError(f"{shown}: contains a signature; use https://, or set credentials in the environment")

@@ -1,15 +1,15 @@
-"""Ranges of files on web servers, some of which do not send ranges."""
+"""Read ranges of files on web servers, some of which do not support ranges."""
 
 from __future__ import annotations
 
 from typing import Any
 
 WHOLE_BYTES = 8 << 20
-"""A larger file is not read again and again from a server that always sends all of it."""
+"""Maximum size of a file that is read repeatedly from a server that always sends the whole file."""
 
 
 def read_web(opened: Any, address: str, start: int, stop: int | None) -> bytes:
-    """The bytes [start, stop) of a file on a web server; to its end without `stop`."""
+    """Return the bytes [start, stop) of a file on a web server; up to its end without `stop`."""
     from fsspec.asyn import sync
 
     content: bytes = sync(opened.loop, _get, opened, address, start, stop)
@@ -17,7 +17,7 @@ def read_web(opened: Any, address: str, start: int, stop: int | None) -> bytes:
 
 
 async def _get(opened: Any, address: str, start: int, stop: int | None) -> bytes:
-    # Compressed answers would have other bytes and other lengths than the file.
+    # Compressed responses would differ from the file in bytes and length.
     headers = {"Accept-Encoding": "identity"}
     if start or stop is not None:
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -29,5 +29,7 @@ async def _get(opened: Any, address: str, start: int, stop: int | None) -> bytes
         if answer.status == 206:
             return bytes(await answer.read())
         if start and (answer.content_length is None or answer.content_length > WHOLE_BYTES):
-            raise NotImplementedError("the server sends a file of this size only as a whole")
+            raise NotImplementedError(
+                "the server does not support ranges, and the file is too large to read repeatedly"
+            )
         return bytes(await answer.read())[start:stop]
