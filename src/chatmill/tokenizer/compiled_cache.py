@@ -11,7 +11,7 @@ compiles it, and the libraries whose ids and character classes it relies on. The
 one file is never mistaken for another. A file is never used, but created again, if it is damaged, belongs to another
 user, or is writable by others.
 
-Without the cache everything works the same, only slower, so system errors disable it for the call.
+Without the cache everything works the same, only slower, so system errors are ignored.
 $CHATMILL_TOKENIZER_CACHE=0 turns it off.
 """
 

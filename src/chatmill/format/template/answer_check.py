@@ -40,7 +40,7 @@ def check_answers(
         ended = _check_text(derived, answer, tokens, turns) or (after is not None and after.message == answer.message)
         if not ended and not allow_no_end:
             what = f"no token ends the answer of message {answer.message}, after {shown_end(text[: answer.stop])}"
-            right = "use a template that writes one, or train without it: --allow-no-end-token"
+            right = "use a template with an end token, or train without one: --allow-no-end-token"
             raise RecordError(what, right, kind=NO_END)
         unended |= not ended
     return (NO_END,) if unended else ()

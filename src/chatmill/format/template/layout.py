@@ -210,7 +210,7 @@ def _split(
 def _layout(
     cells: Sequence[_Cell], ids: Mapping[str, int], text_tokens: ControlTokens, encoder: ControlEncoder | None
 ) -> TokenLayout:
-    """Build the layout from cells. With `encoder`, sections without slots and text tokens are encoded here."""
+    """Build the layout from cells. With `encoder`, sections with neither slots nor text tokens are encoded here."""
     sections: list[Section] = []
     borders: list[tuple[int, tuple[TextItem, ...], bool]] = []
     section, border = np.full((2, len(cells)), -1, dtype=np.int64)

@@ -99,7 +99,7 @@ class RowCheck:
         counts = np.array([len(one.lengths) for one in distinct.values()])
         other = np.flatnonzero(np.bincount(answers.row, minlength=len(rows)) != counts[which])
         if len(other):
-            raise _fault(records[other[0]], "its row does not have the derived answers", "foreign_text")
+            raise _fault(records[other[0]], "the answers in its row differ from the derived ones", "foreign_text")
         if not len(answers.row):
             return
         # By answer of a row: its index among the answers of all distinct `expected`.

@@ -70,7 +70,7 @@ def answers_by_origin(
 
     `prompts` are the message counts whose prompts may show the usual header.
 
-    With `prompt_ends`, a prompt is not traced if the answer starts, and the prompt ends, like an earlier one.
+    With `prompt_ends`, a prompt is not traced if its end and the start of its answer equal earlier ones.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]

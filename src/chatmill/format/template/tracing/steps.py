@@ -149,7 +149,7 @@ LENGTHS = {name: f"length_{name}" for name in ("eq", "ne", "lt", "lteq", "gt", "
 """Function names for Jinja's comparisons of a length with a number."""
 
 STEP_FUNCTIONS: dict[str, StepFunction] = {
-    # Texts from texts.
+    # Functions from texts to a text.
     "fill_pattern": StepFunction(fill_pattern, gives=Kind.TEXT),
     **{name: StepFunction(getattr(str, name), gives=Kind.TEXT, growth=3) for name in MAPPED},
     **{name: StepFunction(getattr(str, name), gives=Kind.TEXT) for name in STRIPPED},

@@ -100,7 +100,7 @@ def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
 def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
     """Return all slots for other texts (extends the list), or None if their conversation does not follow the trace.
 
-    It does not if a guard fails, or if a function raises: `index` in a template fails if there is no match.
+    A conversation does not follow a trace if a guard fails, or if a function raises, like `index` without a match.
     """
     slots = texts
     try:
