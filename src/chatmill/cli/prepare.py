@@ -222,6 +222,8 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
         "duplicate": "{rows:,} rows were of conversations that equal another, and were dropped",
         "near_duplicate": "{rows:,} rows were of conversations that nearly equal another, and were dropped",
+        "excluded": "{rows:,} rows were excluded by --exclude",
+        "exclude_without_record": "{rows:,} lines that --exclude names have no record that can be rendered",
         "too_long": "{rows:,} rows were too long and were dropped",
         "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write; see --unroll",
         "messages_after_last_answer": "{rows:,} conversations go on after the last answer with a row; that is left out",

@@ -50,17 +50,24 @@ class Duplicates:
     """Whether it is not equal to its twin, but nearly so."""
 
 
-def find_duplicates(staged: Sequence[StagedFile], job: Job) -> Duplicates:
+def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
     """All duplicates: of equal records the first is kept, by precedence of their sources and then in input order.
+
+    `excluded` are the rows of each file whose records are not compared.
 
     Internally records are numbered in that order, so the first one of a group has its smallest number.
     """
     counts = [int(record_begins(file.head()).sum()) for file in staged]
     order = sorted(range(len(staged)), key=lambda at: _precedence(job, staged[at].source))
     files = _Files([staged[at] for at in order], offsets(np.array([counts[at] for at in order], dtype=np.int64)))
-    twin, near = _exact(files), np.zeros(files.count, dtype=bool)
+    skipped = np.zeros(files.count, dtype=bool)
+    for start, at in zip(files.start.tolist(), order, strict=False):
+        if excluded is not None:
+            skipped[start : start + counts[at]] = excluded[at][record_begins(staged[at].head())]
+    twin, near = _exact(files, skipped), np.zeros(files.count, dtype=bool)
     if job.near_dedupe is not None:
-        first = _near(files, job.near_dedupe, twin)
+        # Skipped records are no candidates, as if they were exact duplicates.
+        first = _near(files, job.near_dedupe, np.where(skipped, 0, twin))
         near = first >= 0
         twin[near] = first[near]
     if order == sorted(order):
@@ -123,8 +130,8 @@ class _Files:
         return out
 
 
-def _exact(files: _Files) -> Numbers:
-    """For each record the first one with the same key; -1 for the first.
+def _exact(files: _Files, skipped: Flags) -> Numbers:
+    """For each record the first one with the same key; -1 for the first, and for records that are skipped.
 
     Keys are compared a sixteenth at a time, so that memory is little more than the 16 bytes of each.
     """
@@ -134,7 +141,7 @@ def _exact(files: _Files) -> Numbers:
     twin: Numbers = np.full(files.count, -1, dtype=files.dtype)
     share = keys.view(np.uint8)[:, 7] >> 4
     for number in range(16):
-        chosen = np.flatnonzero(share == number)
+        chosen = np.flatnonzero((share == number) & ~skipped)
         # Sorting is stable: of equal keys the first in order comes first.
         order = chosen[np.lexsort((keys[chosen, 1], keys[chosen, 0]))]
         again = np.append(False, np.all(keys[order[1:]] == keys[order[:-1]], axis=1))[: len(order)]

@@ -32,7 +32,9 @@ from chatmill.records import Record
 from chatmill.records.record import NO_ROLE
 from chatmill.rows import Index
 
-NAMES = tuple(keys_of(Filters))
+EXCLUDE = "exclude"
+"""Removes the records whose ids are in the file of `--exclude`."""
+NAMES = (*keys_of(Filters), EXCLUDE)
 """All filters; the number of one is staged with what it removes."""
 ROW_FILTERS = ("min_tokens", "max_tokens", "min_trained_share", "max_trained_share")
 """Filters of rendered rows; all others are of records."""
@@ -49,7 +51,7 @@ RecordTest = Callable[[Record], bool]
 
 def reason(name: str) -> str:
     """How the ledger and the list of removed records call a filter."""
-    return f"filter {name}"
+    return "excluded" if name == EXCLUDE else f"filter {name}"
 
 
 def filters_of(job: Job, source: int) -> tuple[Filters, ...]:
@@ -147,7 +149,7 @@ def record_tests(
     }
     return tuple(
         (name, make[name](value))
-        for name in NAMES
+        for name in keys_of(Filters)
         if name not in ROW_FILTERS
         for each in filters
         if (value := getattr(each, name)) not in (None, ())

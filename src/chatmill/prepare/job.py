@@ -193,6 +193,9 @@ class Job:
         (), "Names of sources: of duplicates, that of the first of them is kept.", flag=NO_FLAG
     )
     filters: Filters = key(Filters(), "Filters for all sources.", TABLE, flag=NO_FLAG)
+    exclude: str | None = key(
+        None, "Leave out the records that this file names, by FILE:LINE or id, a line each.", metavar="FILE"
+    )
     on_error: Literal["stop", "skip"] = key(
         "stop", "At a faulty record: stop with its line, or skip it and write it to the rejects."
     )
@@ -290,14 +293,14 @@ class Job:
 
     def named_files(self) -> list[Path]:
         """The files and folders that it reads besides its input: tokenizer, format and chat template."""
-        return existing(self.tokenizer, self.format, self.chat_template)
+        return existing(self.tokenizer, self.format, self.chat_template, self.exclude)
 
     def to_json(self) -> dict[str, Any]:
         """All keys, URLs without user, password and query: these are secret, and may differ from build to build."""
         stored = asdict(self)
         for source in stored["sources"]:
             source["inputs"] = tuple(map(_safe, source["inputs"]))
-        return stored | {name: _safe(stored[name]) for name in ("tokenizer", "format", "chat_template")}
+        return stored | {name: _safe(stored[name]) for name in ("tokenizer", "format", "chat_template", "exclude")}
 
     def sha256(self) -> str:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()

@@ -21,6 +21,7 @@ from chatmill.prepare.build_dir import BuildDir, build_dir
 from chatmill.prepare.cluster_build import ClusterBuild
 from chatmill.prepare.dedupe_columns import dedupe_identity
 from chatmill.prepare.engine import Engine, LocalEngine
+from chatmill.prepare.exclude import NOTHING, Excluded, read_excluded
 from chatmill.prepare.filters import Predicate, allowed_predicates, check_languages, filters_of
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.progress import BuildProgress, SourceProgress
@@ -84,7 +85,8 @@ def prepare_dataset(
     local = scratch_folder(where) if isinstance(where, Url) else where
     check_target(local, overwrite=overwrite)
     inputs = InputFiles([source.inputs for source in job.sources])
-    units = units_of(job, inputs, unit_bytes, predicates)
+    excluded = read_excluded(job.exclude)
+    units = units_of(job, inputs, unit_bytes, predicates, excluded)
     read_here = dict.fromkeys(unit.part.path for unit in units if isinstance(unit.part.path, Path))
     refuse_inside(local, [*read_here, *job.named_files()])
     if renderer is None:
@@ -96,7 +98,7 @@ def prepare_dataset(
         job = replace(job, template_date=datetime.now().date().isoformat())
     if (size := renderer.tokenizer.vocab_size) > WIDE:
         raise DataError(f"{renderer.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
-    fingerprint = _fingerprint(job, renderer, units, inputs)
+    fingerprint = _fingerprint(job, renderer, units, inputs, excluded)
     cluster = None
     if remote is not None and isinstance(engine, RayEngine):
         cluster = ClusterBuild(engine, remote, fingerprint, resume)
@@ -104,7 +106,7 @@ def prepare_dataset(
         build_dir(local, fingerprint, resume=resume, overwrite=overwrite, name=where) as place,
         cluster.opened() if cluster is not None else nullcontext(),
     ):
-        build = _Build(job, renderer, inputs, units, place, on_progress, cluster)
+        build = _Build(job, renderer, inputs, units, place, on_progress, cluster, excluded)
         ledger, staged, read = Ledger(), list[StagedFile](), list[tuple[Place, BytesRead]]()
         engine = engine or LocalEngine()
         with closing(_render(build, engine)) as rendered:
@@ -114,7 +116,7 @@ def prepare_dataset(
                 staged += _staged(build, unit, done, before)
                 for fault in done.faults:
                     on_fault(fault)
-        inputs.check(read, is_planned=lambda: units_of(job, inputs, unit_bytes, predicates) == units)
+        inputs.check(read, is_planned=lambda: units_of(job, inputs, unit_bytes, predicates, excluded) == units)
         inputs.check_names()
         if remote is None:
             metadata = _write(build, staged, ledger, engine=engine)
@@ -133,8 +135,14 @@ def prepare_dataset(
     return metadata
 
 
-def units_of(job: Job, inputs: InputFiles, unit_bytes: int, predicates: Sequence[Predicate] = ()) -> list[Unit]:
-    """The units of the input, in its order."""
+def units_of(
+    job: Job,
+    inputs: InputFiles,
+    unit_bytes: int,
+    predicates: Sequence[Predicate] = (),
+    excluded: Excluded = NOTHING,
+) -> list[Unit]:
+    """The units of the input, in its order; `DataError` if a file of `excluded` is not among it."""
     parts = [
         (part, number)
         for number, (source, files) in enumerate(zip(job.sources, inputs.groups, strict=True))
@@ -151,6 +159,7 @@ def units_of(job: Job, inputs: InputFiles, unit_bytes: int, predicates: Sequence
         for number in range(len(job.sources))
     ]
     names = relative_names([part.path for part, _ in parts])
+    excluded.check_files(names, str(job.exclude))
     units: list[Unit] = []
     sizes = inputs.sizes
     unit_bytes = max(unit_bytes, sum(sizes.values()) // MOST_UNITS)
@@ -158,7 +167,7 @@ def units_of(job: Job, inputs: InputFiles, unit_bytes: int, predicates: Sequence
         source, end = job.sources[number], sizes[part.path]
         for piece in part.cut(unit_bytes, end=end):
             size = (end if piece.stop is None else piece.stop) - piece.start
-            about = (name, source.train_on or job.train_on, source.only_val, size, number, tests[number])
+            about = (name, source.train_on or job.train_on, source.only_val, size, number, tests[number], excluded.ids)
             units.append(Unit(len(units), piece, *about))
     if not units:
         raise DataError("the input is empty; there is nothing to prepare")
@@ -199,6 +208,7 @@ class _Build:
     on_progress: Callable[[BuildProgress], None]
     cluster: ClusterBuild | None
     """The Ray cluster that builds it, if its target is a URL."""
+    excluded: Excluded
 
 
 def _staged(build: _Build, unit: Unit, done: Done, lines_before: int) -> list[StagedFile]:
@@ -282,7 +292,7 @@ def _write(
         write = partial(assemble_by_shard, write=partial(engine.write_shards, staging=staging, vocab_size=vocab_size))
     else:
         write = partial(assemble, vocab_size=vocab_size, staging=staging, on_shard=on_shard)
-    selection = choose(staged, job, ledger)
+    selection = choose(staged, job, ledger, build.excluded)
     splits = write(staged, selection.chosen, job, ledger=ledger, on_tokens=on_tokens)
     ledger.check()
     special = tokenizer.special_token_ids()
@@ -297,7 +307,7 @@ def _write(
             pad_token_id=special[renderer.eot],
             splits=splits,
             ledger=ledger,
-            config=_config(job, build.units),
+            config=_config(job, build.units, build.excluded),
             removed=write_removed(staging / REMOVED, staged, selection),
         ),
         tokenizer_state=tokenizer.state(added_tokens=job.add_tokens),
@@ -309,7 +319,7 @@ def _is_large(job: Job, tokens: int) -> bool:
     return job.fit != "blocks" and tokens >= max(FORKED_TOKENS, 2 * job.shard_tokens)
 
 
-def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles) -> bytes:
+def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles, excluded: Excluded) -> bytes:
     """What an interrupted build must have in common with this one for its units to be used.
 
     Of the input it has the sizes: each unit has the hash of the bytes that it read.
@@ -317,12 +327,12 @@ def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: In
     parts = [(label(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
     files = {label(path): size for path, size in inputs.sizes.items()}
     identity = {"job": job.to_json(), "renderer": renderer_identity(renderer), "parts": parts, "files": files}
-    identity |= dedupe_identity(job)
+    identity |= dedupe_identity(job) | {"excluded": excluded.sha256}
     identity["predicates"] = sorted({(each.name, each.sha256) for unit in units for each in unit.predicates})
     return json.dumps(identity, sort_keys=True).encode()
 
 
-def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
+def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, Any]:
     """The job as the dataset stores it: what has an influence on its bytes, and no absolute paths."""
     config = job.to_json()
     of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
@@ -330,7 +340,8 @@ def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
     for key in ("tokenizer", "on_error", "format", *of_template, *of_answers):
         # Stored with the tokenizer or the format, or without influence on the bytes.
         del config[key]
-    for name in ("unroll", "near_dedupe", "precedence", "filters"):
+    config["exclude"] = excluded.sha256
+    for name in ("unroll", "near_dedupe", "precedence", "filters", "exclude"):
         if getattr(job, name) == keys_of(Job)[name].default:
             # As in datasets from before there was this key, so that their bytes stay the same.
             del config[name]

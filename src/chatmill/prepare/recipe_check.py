@@ -16,6 +16,7 @@ from chatmill.answers import mask_answers
 from chatmill.errors import DataError, RecordError
 from chatmill.format import Renderer, requires_user, resolve_format
 from chatmill.ledger import Ledger
+from chatmill.prepare.exclude import read_excluded
 from chatmill.prepare.filters import allowed_predicates, check_languages
 from chatmill.prepare.job import Job
 from chatmill.prepare.pipeline import units_of
@@ -82,7 +83,8 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
     check_languages(job)
     predicates = allowed_predicates(job, allow_code)
     inputs = InputFiles([source.inputs for source in job.sources])
-    units = units_of(job, inputs, WHOLE, predicates)
+    excluded = read_excluded(job.exclude)
+    units = units_of(job, inputs, WHOLE, predicates, excluded)
     job = replace(
         job, format=resolve_format(job.format, job.tokenizer, chat_template=job.chat_template), on_error="skip"
     )
@@ -110,7 +112,7 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
                 sample.trained = _trained_messages(sample.first, unit, job, renderer)
             of_unit = partial(StagedFile, source=unit.source, unit=unit.number, file=File(unit.part.source, unit.name))
             staged += [of_unit(folder / unit.staged_name(n), unit.only_val, 0) for n in range(done.files)]
-        selection = choose(staged, job, Ledger())
+        selection = choose(staged, job, Ledger(), excluded)
         _count_kept(samples, selection)
         _add_removed(samples, units, staged, selection, folder / "removed.jsonl", held)
     if not any(sample.records for sample in samples):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from chatmill.ledger import Ledger
 from chatmill.prepare.dedupe import find_duplicates, record_begins
+from chatmill.prepare.exclude import NOTHING, Excluded
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged, StagedHead
 from chatmill.records.split import hash_places, shuffle_split, smallest_hash_share, smallest_shuffle_share
@@ -65,7 +66,7 @@ class Chosen:
     rows: Numbers
 
 
-REASONS = ("duplicate", "near_duplicate", "max_samples")
+REASONS = ("duplicate", "near_duplicate", "max_samples", "excluded")
 """Why a record with rows is removed."""
 
 
@@ -90,9 +91,13 @@ class Selection:
     removed: Sequence[RemovedRecords]
 
 
-def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> Selection:
-    """The rows of each split, without duplicates if the job says so, and at most `max_samples` records of a source."""
-    duplicates = find_duplicates(staged, job) if job.removes_duplicates else None
+def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Excluded = NOTHING) -> Selection:
+    """The rows of each split, without duplicates if the job says so, and at most `max_samples` records of a source.
+
+    Excluded records are removed before duplicates are looked for: another record that equals one of them is kept.
+    """
+    excluded_rows = excluded.flags(staged) if excluded.lines else None
+    duplicates = find_duplicates(staged, job, excluded_rows) if job.removes_duplicates else None
     shuffled = _shuffled(staged, job) if job.split == "shuffle" and any(map(job.val_share, job.sources)) else None
     chosen: dict[str, list[Chosen]] = {"train": [], "val": []}
     left = {n: source.max_samples for n, source in enumerate(job.sources) if source.max_samples is not None}
@@ -107,7 +112,7 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> Selection:
         else:
             val = hash_places(unit.origins["key"][:, 0]) < job.val_share(job.sources[file.source])
         kept = np.ones(len(unit), dtype=bool)
-        if duplicates is not None or file.source in left:
+        if duplicates is not None or file.source in left or excluded_rows is not None:
             begins = record_begins(unit)
             count = int(begins.sum())
             # 0 for records that are kept, else 1 + the number of the reason.
@@ -118,6 +123,8 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> Selection:
                 reason[twin >= 0] = 1
                 reason[(twin >= 0) & duplicates.near[here]] = 2
                 first_with_rows += count
+            if excluded_rows is not None:
+                reason[excluded_rows[number][begins]] = 4
             if file.source in left:
                 others = np.flatnonzero(reason == 0)
                 reason[others[left[file.source] :]] = 3
@@ -133,6 +140,13 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> Selection:
             if chosen_rows.any():
                 chosen[name].append(Chosen(file, np.flatnonzero(chosen_rows).astype(np.uint32)))
         first += unit.extra["records"]
+    if excluded_rows is not None:
+        named = sum(map(len, excluded.lines.values()))
+        matched = sum(
+            int((flags & record_begins(file.head())).sum()) for flags, file in zip(excluded_rows, staged, strict=True)
+        )
+        if named > matched:
+            ledger.add("noted", "exclude_without_record", rows=named - matched)
     return Selection(chosen, removed)
 
 

@@ -19,6 +19,7 @@ from chatmill.format import Renderer, TemplateOptions, before_cutting, open_rend
 from chatmill.ledger import Ledger
 from chatmill.prepare.dedupe_columns import Columns, dedupe_columns, joined_columns
 from chatmill.prepare.filters import (
+    EXCLUDE,
     NAMES,
     TIME_LIMIT,
     Predicate,
@@ -66,6 +67,7 @@ class Unit:
     """The number of its source in the job."""
     predicates: tuple[Predicate, ...] = ()
     """Those that its records must pass."""
+    excluded_ids: frozenset[str] = frozenset()
 
     def staged_name(self, number: int) -> str:
         """The name of its staged file `number`."""
@@ -215,6 +217,8 @@ class _Records:
         self._unit, self._job, self._renderer, self._read = unit, job, renderer, read
         self._filters = filters_of(job, unit.source)
         self._tests = record_tests(self._filters, unit.predicates)
+        if unit.excluded_ids:
+            self._tests = ((EXCLUDE, lambda record: record.id not in unit.excluded_ids), *self._tests)
         self._removed_line, self._removed_by = array("Q"), array("B")
 
     def __iter__(self) -> Iterator[Batch]:
