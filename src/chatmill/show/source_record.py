@@ -52,6 +52,41 @@ def source_record(
     folders: Sequence[Path],
 ) -> SourceRecord:
     """The record at a line of a file, which is looked for in these folders; `DataError` if it cannot be read."""
+    raw, records, has_lines = _raw_record(name, line, shape, options, folders)
+    wanted = np.array(key, dtype="<u8").tobytes()
+    same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
+    text = raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
+    with suppress(ValueError, RecursionError):
+        text = json.dumps(json.loads(raw), indent=2, ensure_ascii=False)
+    # JSON can contain lone surrogates.
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return SourceRecord(visible(text, keep="\n", limit=MAX_CHARACTERS), not has_lines, same, len(text) > MAX_CHARACTERS)
+
+
+def source_line(
+    name: str,
+    line: int,
+    *,
+    shape: str | None,
+    options: ShapeOptions | None = None,
+    key: Sequence[int],
+    folders: Sequence[Path],
+) -> str:
+    """The same record as one line of JSON, complete and not escaped; `DataError` if it is not what the row has."""
+    raw, records, _ = _raw_record(name, line, shape, options, folders)
+    wanted = np.array(key, dtype="<u8").tobytes()
+    if any(wanted) and records and wanted not in map(record_key, records):
+        raise DataError(f"{name}:{line}: has changed since the dataset was made; prepare it again")
+    try:
+        return raw.rstrip(b"\r\n").decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{name}:{line}: is not UTF-8") from None
+
+
+def _raw_record(
+    name: str, line: int, shape: str | None, options: ShapeOptions | None, folders: Sequence[Path]
+) -> tuple[bytes, list[Record], bool]:
+    """The bytes of a record, what they parse to, and whether they are a line of the file."""
     path, options = _file(name, folders), options or ShapeOptions()
     has_lines = kind(path) in LINE_SUFFIXES and shape not in MULTILINE_SHAPES
     try:
@@ -68,14 +103,7 @@ def source_record(
         raise DataError(f"{name}:{line}: cannot be read any more ({fault.what})") from None
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from None
-    wanted = np.array(key, dtype="<u8").tobytes()
-    same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
-    text = raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
-    with suppress(ValueError, RecursionError):
-        text = json.dumps(json.loads(raw), indent=2, ensure_ascii=False)
-    # JSON can contain lone surrogates.
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return SourceRecord(visible(text, keep="\n", limit=MAX_CHARACTERS), not has_lines, same, len(text) > MAX_CHARACTERS)
+    return raw, records, has_lines
 
 
 def _file(name: str, folders: Sequence[Path]) -> Path:

@@ -5,6 +5,7 @@ Every text in an answer is escaped here, so that the page can display it as it i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -34,7 +35,7 @@ from chatmill.show.row_view import (
     turn_name,
     turns,
 )
-from chatmill.show.source_record import source_record
+from chatmill.show.source_record import source_line, source_record
 from chatmill.show.text import folded_query, locate
 
 PAGE = 50
@@ -253,7 +254,11 @@ class Viewer:
             "trained": trained_tokens(row),
             "loss": self._loss(split, number),
             "segments": [
-                {**_escaped(segment_json(row, segment), file=300, source=80), "padding": is_padding(row, segment)}
+                {
+                    **_escaped(segment_json(row, segment), file=300, source=80),
+                    "padding": is_padding(row, segment),
+                    "entry": _exclude_entry(row, segment),
+                }
                 for segment in range(len(row.origins))
             ],
             "turns": [
@@ -280,12 +285,23 @@ class Viewer:
         if not 0 <= segment < len(row.origins):
             raise UsageError(f"episode {number} has no segment {segment}; it has {len(row.origins)}")
         file, line, _ = origin_of(row, segment)
+        record = source_record(**self._place(row, segment))
+        return {"place": f"{one_line(str(file), 300)}:{line}", **asdict(record)}
+
+    def lines(self, split: str, number: int) -> dict[str, Any]:
+        """The records of an episode as JSON lines, to be saved: unlike all other texts, they are not escaped."""
+        row = self._view.row(split, number)
+        segments = [segment for segment in range(len(row.origins)) if not is_padding(row, segment)]
+        return {"lines": [source_line(**self._place(row, segment)) for segment in segments]}
+
+    def _place(self, row: Rows, segment: int) -> dict[str, Any]:
+        """The arguments of `source_record` for a segment."""
+        file, line, _ = origin_of(row, segment)
         if file is None or line is None:
-            raise UsageError("the dataset does not say where this came from")
-        key = row.origins[segment]["key"].tolist()
+            raise UsageError("the dataset does not record where this conversation came from")
         shape, options = self._view.shape_of(file)
-        record = source_record(file, line, shape=shape, options=options, key=key, folders=self._folders)
-        return {"place": f"{one_line(file, 300)}:{line}", **asdict(record)}
+        key = row.origins[segment]["key"].tolist()
+        return {"name": file, "line": line, "shape": shape, "options": options, "key": key, "folders": self._folders}
 
     # Order and audit logs.
 
@@ -316,6 +332,12 @@ class Viewer:
         if not 0 <= number < len(self._logs):
             raise UsageError(f"there is no audit log {number}; {len(self._logs)} were named")
         return self._logs[number]
+
+
+def _exclude_entry(row: Rows, segment: int) -> str | None:
+    """A line that names the record of a segment, for `chatmill prepare --exclude`; ASCII only."""
+    file, line, _ = origin_of(row, segment)
+    return None if file is None else json.dumps({"file": file, "line": line})
 
 
 def _preview(preview: RecordPreview) -> dict[str, Any]:

@@ -26,7 +26,7 @@ export function place() {
   const params = new URLSearchParams(words ?? "");
   const filters = Object.fromEntries(FILTERS.map((name) => [name, params.getAll(name)]));
   return {
-    view: ["order", "audit"].includes(view) ? view : "episodes",
+    view: ["order", "audit", "selection"].includes(view) ? view : "episodes",
     split: params.get("split") ?? "",
     q: params.get("q") ?? "",
     sort: params.get("sort") ?? "",

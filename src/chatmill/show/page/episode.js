@@ -3,6 +3,7 @@
 import { address, ask, go, place } from "./api.js";
 import { byId, count, el, failure, plural, share, strip } from "./dom.js";
 import { legend, stepThrough } from "./list.js";
+import { change, marksOf } from "./selection.js";
 
 let open = { key: null, spans: [] };
 let asked = 0;
@@ -63,6 +64,7 @@ function draw(reader, side, answer, at, about) {
         "div",
         { class: "actions" },
         mode,
+        ...selecting(answer),
         button("↑", "Previous episode (k)", () => stepThrough(-1)),
         button("↓", "Next episode (j)", () => stepThrough(1)),
       ),
@@ -87,6 +89,36 @@ function draw(reader, side, answer, at, about) {
   whereabouts(side.querySelector(".order-box"), at, about);
   reader.scrollTo(0, 0);
   if (answer.found) chip(body, answer.found[0])?.scrollIntoView({ block: "center" });
+}
+
+// Controls that exclude the episode and tag it.
+function selecting(answer) {
+  const places = answer.segments.filter((segment) => !segment.padding && segment.entry).map((segment) => segment.entry);
+  const marks = marksOf(answer.split, answer.episode);
+  const update = (changes) => change(answer.split, answer.episode, changes, places);
+  const exclude = el("button", { type: "button", class: "exclude", title: "Leave it out of the next dataset (x)" }, "Exclude");
+  exclude.setAttribute("aria-pressed", String(marks.excluded));
+  exclude.addEventListener("click", () => {
+    const excluded = exclude.getAttribute("aria-pressed") !== "true";
+    update({ excluded });
+    exclude.setAttribute("aria-pressed", String(excluded));
+  });
+  const tags = el("input", {
+    class: "tags",
+    type: "text",
+    value: marks.tags.join(", "),
+    placeholder: "tags",
+    title: "Tags, separated by commas (t)",
+    "aria-label": "Tags, separated by commas",
+    maxLength: 200,
+    on: {
+      change: (event) => {
+        const words = event.target.value.split(",").map((word) => word.trim());
+        update({ tags: [...new Set(words.filter(Boolean))] });
+      },
+    },
+  });
+  return [exclude, tags];
 }
 
 function sayMore(more) {

@@ -3,6 +3,7 @@
 import { address, ask, go, place } from "./api.js";
 import { count, el, failure, plural, share, strip } from "./dom.js";
 import { showEpisode } from "./episode.js";
+import { badges } from "./selection.js";
 
 const PAGE = 50;
 let shown = { key: null, start: 0, numbers: [], next: null };
@@ -54,6 +55,8 @@ function welcome(at, about) {
     ["j k", "next and previous episode"],
     ["← →", "from token to token"],
     ["Enter", "explain a token"],
+    ["x", "exclude the episode, or include it again"],
+    ["t", "tag the episode"],
   ];
   return el(
     "div",
@@ -299,7 +302,7 @@ export function item(each, at) {
     el(
       "a",
       { href: address({ view: "episodes", episode: each.episode, token: null }, at) },
-      el("span", { class: "line" }, el("b", {}, `#${count(each.episode)}`), el("span", { class: "where" }, where)),
+      el("span", { class: "line" }, el("b", {}, `#${count(each.episode)}`), badges(at.split, each.episode), el("span", { class: "where" }, where)),
       strip(each.map, label),
       words,
       el(
@@ -312,6 +315,16 @@ export function item(each, at) {
     ),
   );
 }
+
+// Show the tags and the exclusion of an episode in the list.
+addEventListener("selection", () => {
+  const at = place();
+  for (const each of document.querySelectorAll(".items li")) {
+    each.querySelector(".badges")?.remove();
+    const marks = badges(at.split, each.dataset.episode);
+    if (marks) each.querySelector(".line b").after(marks);
+  }
+});
 
 function mark(at) {
   for (const each of document.querySelectorAll(".items li")) {

@@ -1,12 +1,13 @@
-// The page: its head, its three views, and the keys that work everywhere.
+// The page: its head, its four views, and the keys that work everywhere.
 
 import { address, ask, go, place } from "./api.js";
 import { showAudit } from "./audit.js";
 import { byId, count, el, failure } from "./dom.js";
 import { refreshFilters, showEpisodes, stepThrough } from "./list.js";
 import { showOrder } from "./order.js";
+import { selectionOf, showSelection } from "./selection.js";
 
-const VIEWS = { episodes: ["Episodes", showEpisodes], order: ["Order", showOrder], audit: ["Audit", showAudit] };
+const VIEWS = { episodes: ["Episodes", showEpisodes], order: ["Order", showOrder], audit: ["Audit", showAudit], selection: ["Selection", showSelection] };
 let about = null;
 let shown = null;
 
@@ -17,6 +18,7 @@ async function start() {
     byId("content").replaceChildren(failure(error));
     return;
   }
+  selectionOf(about);
   document.title = `${about.name} – chatmill`;
   byId("dataset").textContent = about.preview ? `${about.name} (not prepared)` : about.name;
   byId("dataset").title = about.preview ? about.preview.note : `${about.path}, ${about.sha256 ? `sha256 ${about.sha256}` : "written by another program"}`;
@@ -120,6 +122,11 @@ function key(event) {
     byId("query").select();
   } else if (event.key === "j" || event.key === "k") {
     stepThrough(event.key === "j" ? 1 : -1);
+  } else if (event.key === "x") {
+    document.querySelector(".exclude")?.click();
+  } else if (event.key === "t") {
+    event.preventDefault();
+    document.querySelector(".tags")?.focus();
   }
 }
 
