@@ -1,4 +1,4 @@
-"""Certify every chat template that TRL ships, and hold the derived mask against its tagged edition: a Markdown table.
+"""Certify every chat template that TRL ships, and compare the derived mask with its tagged version: a Markdown table.
 
     python scripts/template_table.py            print the table
     python scripts/template_table.py --write    put it into docs/explanation/templates.md
@@ -49,14 +49,14 @@ TOKEN = re.compile(
 AFTER = "{} *after*"
 BEFORE = "{} *before*"
 MORE = "not {}, *written*"
-LEGEND = """What the tagged edition trains and chatmill does not, or the other way round, and why:
+LEGEND = """The last column lists tokens that only one of the two trains, chatmill or the tagged version, and why:
 *after*: it follows the end of the turn, where a server has stopped, so it is context.
-*before*: the prompt already holds it, so the model never has to write it and it is context.
-*written*: the model has to write it for a server to stop there, so it is trained."""
+*before*: the prompt already contains it, so the model never has to generate it and it is context.
+*written*: the model has to generate it for a server to stop there, so it is trained."""
 
 
 class Line(NamedTuple):
-    """What there is to say of one template."""
+    """The result for one template."""
 
     name: str
     findings: list[Finding]
@@ -65,7 +65,7 @@ class Line(NamedTuple):
     stops: int
     """Answers by origin; beginnings and ends that prefixes tell as well."""
     tagged: str
-    """How the tagged edition differs."""
+    """How the tagged version differs."""
 
     @property
     def certified(self) -> bool:
@@ -168,11 +168,11 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """How the mask of the tagged edition differs, over the probes that both write as the same text."""
+    """How the mask of the tagged version differs, over the probes that both render to the same text."""
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"
     if not (FOLDER / f"{edition}.jinja").is_file():
-        return "there is none"
+        return "no tagged version"
     compared = 0
     reasons: dict[str, set[str]] = {}
     folder = read_folder(str(tokenizer), template_file(edition))
@@ -220,7 +220,7 @@ def markdown(table: Sequence[Line]) -> str:
         "",
         LEGEND,
         "",
-        "| template | certified | answers by origin | by prefix: begin / end | the tagged edition trains besides |",
+        "| template | certified | answers by origin | by prefix: begin / end | also trained by the tagged version |",
         "|---|---|---:|---:|---|",
     ]
     for line in table:
