@@ -40,12 +40,13 @@ test-integrations: $(TRAINERS_STAMP) $(TORCHTITAN_STAMP) ## chatmill's data in o
 	.venv-trainers/bin/python $(PYTEST_TRAINERS) tests/trainers --ignore=tests/trainers/torchtitan $(ARGS)
 	.venv-torchtitan/bin/python $(PYTEST_TRAINERS) tests/trainers/torchtitan $(ARGS)
 
-check: $(DEV_STAMP) ## format, lint, types, import direction, names
+check: $(DEV_STAMP) ## format, lint, types, import direction, names, phrases to avoid
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/python scripts/check_imports.py
 	.venv/bin/python scripts/check_names.py
+	.venv/bin/python scripts/sentences.py --check
 
 # Debian's browser, for the tests of what it shows; where it cannot be installed, those say so and are skipped.
 browser:
