@@ -29,12 +29,12 @@ HEAD = """\
 
 <!-- Made by scripts/command_reference.py --write from the help of the commands: change that, not this page. -->
 
-What `--help` says of every command, on one page. Faults are one line and end with exit code 1 if the data is at fault,
-with 2 if the command is; `--json` prints the result for programs.
+The `--help` of every command, on one page. An error is one line; the exit code is 1 for bad data and 2 for bad usage.
+`--json` prints the result as JSON.
 
 """
 TRAIN = """\
-How the keys work together is on the pages about [training](training.md), [loading](../explanation/loading.md),
+For more about the keys, see [training](training.md), [loading](../explanation/loading.md),
 [models](../explanation/models.md) and [many GPUs](../how-to/many-gpus.md).
 """
 KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rollout keys` prints them:"

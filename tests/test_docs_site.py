@@ -48,6 +48,15 @@ def linked_pages(page: str) -> set[str]:
     return set(re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / page).read_text("utf-8")))
 
 
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_a_page_begins_with_a_title_and_a_sentence_about_its_purpose(page):
+    text = re.sub(r"<!--.*?-->", "", (ROOT / "docs" / page).read_text("utf-8"), flags=re.DOTALL)
+    title, opening = [block.strip() for block in text.split("\n\n") if block.strip()][:2]
+    assert title.startswith("# ")
+    assert re.match(r"[\w`\[*]", opening), opening
+    assert re.search(r"[.?:](\s|$)", opening), opening
+
+
 def test_every_exported_name_is_on_an_api_page():
     pages = {page.name: page.read_text("utf-8") for page in (ROOT / "docs/reference/api").glob("*.md")}
     described = {name for text in pages.values() for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
