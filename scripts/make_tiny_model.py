@@ -4,7 +4,7 @@
     python scripts/make_tiny_model.py my-model --data mine.jsonl    with a tokenizer trained on your conversations
     python scripts/make_tiny_model.py my-model --hidden-size 128 --layers 4 --seed 1
 
-The folder has the files of a downloaded model, and transformers, peft, TRL and chatmill open it:
+The folder has the files of a downloaded model, and transformers, PEFT, TRL and chatmill can load it:
 
     config.json, model.safetensors     Qwen3 with random weights, in bfloat16
     generation_config.json             the tokens at which generation stops
@@ -182,8 +182,8 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
     )
     with torch.random.fork_rng():
         model = Qwen3ForCausalLM(config)
-    # Uniform numbers have the same bits on every processor, which torch's normal distribution does not promise. Each
-    # matrix has a variance of 1 / inputs: with tied embeddings any smaller than that, the loss could not get near 0.
+    # numpy's uniform numbers are bit-identical on every processor; torch does not promise that for normal ones.
+    # The variance of each matrix is 1 / inputs: with smaller tied embeddings, the loss could not get close to 0.
     random = np.random.default_rng(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
@@ -201,7 +201,7 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
 
 
 if __name__ == "__main__":
-    # The libraries' notes about their own versions say nothing about the model.
+    # Hide the libraries' warnings, which are not about the model.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The notebooks of docs/tutorials run and print what they show, and their links lead somewhere."""
+"""The notebooks of docs/tutorials run, print what they show, and have valid links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "scripts"))
 import run_notebooks  # noqa: E402
 
 NOTEBOOKS = sorted(path.name for path in run_notebooks.FOLDER.glob("*.ipynb"))
-# zmq closes its sockets when they are collected.
+# zmq closes its sockets only when they are garbage collected.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 
