@@ -144,18 +144,22 @@ ANSWERED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "
     ("file", "change", "said"),
     [
         ("truth.jsonl", lambda lines: lines[0].pop("id"), "truth.jsonl:1: the record has no id"),
-        ("truth.jsonl", lambda lines: lines[1].update(id=1), "truth.jsonl:2 (id=1): the id is that of line 1"),
+        ("truth.jsonl", lambda lines: lines[1].update(id=1), "truth.jsonl:2 (id=1): the id is already used in line 1"),
         ("truth.jsonl", lambda lines: lines[0].pop("objects"), "the record has no objects"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=3), "objects is a number"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=[CAT, 3]), "object 1 is a number"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=[{"desc": "x"}]), "(id=1): a true object does not fit"),
         ("truth.jsonl", lambda lines: lines[0].update(messages=ANSWERED), "the last message is an answer"),
         ("truth.jsonl", lambda lines: lines[0].update(messages=[]), "truth.jsonl:1 (id=1): "),
-        ("rollouts.jsonl", lambda lines: lines[0].update(id="9"), "rollouts.jsonl:1 (id=9): the rollout is of an"),
-        ("rollouts.jsonl", lambda lines: lines[0].pop("response_token_ids"), "rollouts.jsonl:1: no rollout"),
-        ("rollouts.jsonl", lambda lines: lines[0].update(extra=1), "rollouts.jsonl:1: no rollout"),
-        ("rollouts.jsonl", lambda lines: lines[0].update(prompt_token_ids=[1]), "truth.jsonl:1 (id=1): training would"),
-        ("rollouts.jsonl", lambda lines: lines.clear(), "rollouts.jsonl: holds no rollout"),
+        ("rollouts.jsonl", lambda lines: lines[0].update(id="9"), "rollouts.jsonl:1 (id=9): the rollout has an"),
+        ("rollouts.jsonl", lambda lines: lines[0].pop("response_token_ids"), "rollouts.jsonl:1: is not a rollout"),
+        ("rollouts.jsonl", lambda lines: lines[0].update(extra=1), "rollouts.jsonl:1: is not a rollout"),
+        (
+            "rollouts.jsonl",
+            lambda lines: lines[0].update(prompt_token_ids=[1]),
+            "truth.jsonl:1 (id=1): the prompt for training differs",
+        ),
+        ("rollouts.jsonl", lambda lines: lines.clear(), "rollouts.jsonl: contains no rollout"),
     ],
 )
 def test_every_fault_is_one_line_and_leaves_nothing(run, files, tmp_path, file, change, said):
@@ -172,8 +176,8 @@ def test_every_fault_is_one_line_and_leaves_nothing(run, files, tmp_path, file, 
 def test_missing_coordinates_and_wrong_flags_are_usage_errors(run, files):
     for more, said in (
         ([], "lacks the control tokens <|coord_0|>"),
-        (["--add-tokens", "--gate", "0"], "a gate of 0 cannot be"),
-        (["--add-tokens", "--fields", "a,a"], "none twice"),
+        (["--add-tokens", "--gate", "0"], "gate is 0; expected a number above 0"),
+        (["--add-tokens", "--fields", "a,a"], "without duplicates"),
         (["--add-tokens", "--format", "nope"], 'no format "nope"'),
     ):
         code, _, err = run(*BUILD[:-1], *more)
@@ -187,7 +191,7 @@ def test_an_existing_dataset_is_not_replaced_unasked(run, files):
 
 
 def test_a_glob_stands_for_one_file(run, files):
-    line = "chatmill: *.jsonl: stands for 2 files; expected one\n"
+    line = "chatmill: *.jsonl: matches 2 files; expected one\n"
     assert run("rollout", "answers", "*.jsonl", "-o", "out", "--add-tokens") == (2, "", line)
     assert run("rollout", "build", "*.jsonl", "truth.jsonl", "-o", "out", "--add-tokens") == (2, "", line)
     assert run("rollout", "answers", "t*.jsonl", "-o", "out", "--add-tokens")[0] == 0

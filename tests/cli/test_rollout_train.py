@@ -162,7 +162,7 @@ def test_a_run_is_replayed_from_its_log(files):
     train_rollouts(config_of(files, replay=log, temperature=0.2), files / "replayed", quiet=True)
     assert weights(files / "replayed") == weights(files / "run")
     assert (files / "replayed" / "rollouts.jsonl").read_bytes() == (files / "run" / "rollouts.jsonl").read_bytes()
-    with pytest.raises(DataError, match="no rollout of step 6, row 0"):
+    with pytest.raises(DataError, match="no rollout for step 6, row 0"):
         train_rollouts(config_of(files, replay=log, max_iters=8), files / "longer", quiet=True)
 
 
@@ -302,13 +302,13 @@ def test_a_command_trains_and_says_what_came_of_it(run, files):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"truth": None}, "truth is not given"),
-        ({"save_interval": 3}, "save_interval 3 is no multiple of rollout_every 2"),
-        ({"sigma": 0}, "sigma is 0; expected a number over 0"),
+        ({"truth": None}, "truth is required"),
+        ({"save_interval": 3}, "save_interval 3 is not a multiple of rollout_every 2"),
+        ({"sigma": 0}, "sigma is 0; expected a number above 0"),
         ({"gate": 0}, "gate is 0"),
         ({"server": "http://x"}, "server_model is not"),
-        ({"server_api": "chat"}, "server_api is given and server is not"),
-        ({"server_key_env": "KEY"}, "server_key_env is given and server is not"),
+        ({"server_api": "chat"}, "server_api is set, but server is not"),
+        ({"server_key_env": "KEY"}, "server_key_env is set, but server is not"),
         ({"server": "http://x", "server_model": "m", "server_api": "text"}, "server_api"),
         ({"decoding": "best"}, '"greedy" or "sample" or "beam"'),
         ({"colour": 1}, 'unknown key "colour"'),
@@ -333,13 +333,13 @@ def test_a_model_of_another_vocabulary_or_settings_of_another_run_are_refused(fi
         train_rollouts(config_of(files), files / "run", resume="auto", quiet=True)
     truth.write_text(said)
     trained = {"init_from_model": str(files / "run")}
-    with pytest.raises(UsageError, match="was trained with another format"):
+    with pytest.raises(UsageError, match="was trained with a different format"):
         train_rollouts(config_of(files, **trained, format="chatml"), files / "other", quiet=True)
     (files / "t.json").write_bytes(train_bpe(["ab"], vocab_size=262, control=list(FORMAT.tokens.values())))
-    with pytest.raises(UsageError, match="was trained with another tokenizer"):
+    with pytest.raises(UsageError, match="was trained with a different tokenizer"):
         train_rollouts(config_of(files, **trained, tokenizer=str(files / "t.json")), files / "other", quiet=True)
     GPT(GPTSizes(vocab_size=300, n_layer=1, n_embd=16, n_head=2)).save(files / "model")
-    with pytest.raises(UsageError, match="knows 300 tokens, the tokenizer 1271"):
+    with pytest.raises(UsageError, match="has 300 tokens, the tokenizer 1271"):
         train_rollouts(config_of(files), files / "small", quiet=True)
 
 

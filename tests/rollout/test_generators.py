@@ -73,8 +73,8 @@ def test_a_fault_that_may_pass_is_tried_again():
     [
         (lambda request: (404, {"error": "no model m"}), "status 404: .*no model m.*serves m"),
         (lambda request: (500, {"error": "broken"}), "status 500"),
-        (lambda request: (200, b"<html>"), "no JSON object"),
-        (lambda request: (200, b"[1]"), "no JSON object"),
+        (lambda request: (200, b"<html>"), "did not return a JSON object"),
+        (lambda request: (200, b"[1]"), "did not return a JSON object"),
         (lambda request: (200, {"choices": []}), "no choices"),
         (
             lambda request: (200, {"choices": [{"text": "only text"}]}),
@@ -83,7 +83,7 @@ def test_a_fault_that_may_pass_is_tried_again():
         (lambda request: (400, {"detail": "prompt must be a string"}), 'status 400.*server_api to "chat"'),
         (lambda request: (422, {"detail": "unexpected: return_token_ids"}), 'status 422.*server_api to "chat"'),
         (lambda request: (200, {"choices": [{"token_ids": ["1"]}]}), "no token ids"),
-        (lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}), "another prompt"),
+        (lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}), "a different prompt"),
     ],
 )
 def test_a_server_that_is_none_is_one_line(answer, said):
@@ -98,7 +98,7 @@ def test_no_server_at_all_is_one_line():
         pass
     with pytest.raises(DataError, match="no answer"):
         CompletionServer(url, "m", 3, attempts=2, pause=0.01)([[1]], step=0)
-    with pytest.raises(UsageError, match="is no server"):
+    with pytest.raises(UsageError, match="is not a server URL"):
         CompletionServer("file:///etc", "m", 3)
 
 
@@ -113,9 +113,9 @@ def test_a_logged_run_is_answered_again_from_its_log(tmp_path):
     replay = RolloutReplay(path)
     assert replay([[1], [2]], step=0) == [[5, 6], []]
     assert replay([[1]], step=4, first_row=1) == [[8]]
-    with pytest.raises(DataError, match="no rollout of step 1, row 0"):
+    with pytest.raises(DataError, match="no rollout for step 1, row 0"):
         replay([[1]], step=1)
-    with pytest.raises(DataError, match="step 0, row 1 answers another prompt"):
+    with pytest.raises(DataError, match="step 0, row 1 is for another prompt"):
         replay([[1], [3]], step=0)
 
 

@@ -27,7 +27,7 @@ def test_each_part_has_its_weight(toy):
     }
     plain = target(toy, f"{{{FOUND_CAT}}}", [CAT, DOG])
     assert (plain.ids, plain.rows.targets().tolist()) == (found.ids, found.rows.targets().tolist())
-    with pytest.raises(UsageError, match=r"^end is nan; expected a number from 0 on$"):
+    with pytest.raises(UsageError, match=r"^end is nan; expected a number of at least 0$"):
         PartWeights(end=float("nan"))
 
 

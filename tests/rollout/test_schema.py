@@ -121,5 +121,5 @@ def test_true_fields_that_do_not_fit_are_an_error(thing):
 
 @pytest.mark.parametrize("names", [(), ("a", "a")])
 def test_fields_have_names_and_none_twice(names):
-    with pytest.raises(UsageError, match="give at least one"):
+    with pytest.raises(UsageError, match="expected at least one"):
         Fields(names)

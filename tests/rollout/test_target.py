@@ -232,7 +232,9 @@ def test_no_objects_give_the_closing_brace(prefix):
 
 @pytest.mark.parametrize("prefix", [",", '{"object_1": {}, ', '{"object_1": {},\n'])
 def test_no_objects_after_a_comma_are_an_error(prefix):
-    with pytest.raises(DataError, match=r"^a prefix that ends in a comma needs an object to append; cut it before the"):
+    with pytest.raises(
+        DataError, match=r"^a prefix that ends in a comma requires an object to append; cut it before the"
+    ):
         serialize_append([], 1, prefix)
 
 
@@ -251,7 +253,7 @@ def test_a_comma_after_the_last_object_is_trimmed_and_nothing_before_it_changes(
 
 @pytest.mark.parametrize("prefix", ["", " ", "]", '{"a": 1', "{x"])
 def test_a_prefix_that_cannot_go_on_is_an_error(prefix):
-    with pytest.raises(DataError, match="cannot be appended to"):
+    with pytest.raises(DataError, match="cannot append to a prefix"):
         serialize_append([], 1, prefix)
 
 
@@ -378,7 +380,7 @@ def test_the_end_may_be_given(toy):
         def special_token_ids(self):
             return {}
 
-    with pytest.raises(UsageError, match="give eos_id"):
+    with pytest.raises(UsageError, match="pass eos_id"):
         build_target([], [], tokenizer=NoEnd())
 
 

@@ -85,7 +85,7 @@ def test_another_prompt_or_a_trained_one_is_found():
     rows = join_prompts(prompts, [build_answer([], tokenizer=tokenizer)] * 2)
     own = [TurnRenderer(format, tokenizer).prompt_ids(record) for record in RECORDS]
     check_prompts(rows, own)
-    with pytest.raises(DataError, match="row 1: training would use another prompt"):
+    with pytest.raises(DataError, match="row 1: the prompt for training differs"):
         check_prompts(rows, [own[0], [*own[1][:-1], 7]])
     rows.spans["weight"] = np.where(np.arange(len(rows.spans)) == 1, 1, rows.spans["weight"])
     with pytest.raises(DataError, match="row 0: token 1 of the prompt is trained"):

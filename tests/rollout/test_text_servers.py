@@ -80,7 +80,7 @@ def test_chat_sends_the_messages_of_the_record():
     prompts, records = question()
     with serving(lambda request: (200, chat("{}"))) as (url, asked):
         text_server(url, "chat")(prompts, step=0, records=records)
-        with pytest.raises(UsageError, match="give the record of each prompt"):
+        with pytest.raises(UsageError, match="pass the record of each prompt"):
             text_server(url, "chat")(prompts, step=0)
     [(path, _, request)] = asked
     assert path == "/v1/chat/completions"
@@ -249,10 +249,10 @@ FAULTS = {
     "a status of 500": (reply({"error": "broken"}, 500), "status 500: .*broken"),
     "another model": (reply({"error": {"message": "no model m"}}, 404), "status 404: .*no model m.*serves m"),
     "a redirect": (reply(b"", 307, Location="http://127.0.0.1:9/"), "status 307"),
-    "an HTML page": (reply(b"<!doctype html>\n<html><body>Sign in</body></html>"), "no JSON object; expected"),
-    "a list": (reply([1, 2]), "no JSON object"),
-    "nothing": (reply(b""), "no JSON object"),
-    "deep nesting": (reply(b'{"choices":' * 100_000), "no JSON object"),
+    "an HTML page": (reply(b"<!doctype html>\n<html><body>Sign in</body></html>"), "not return a JSON object; exp"),
+    "a list": (reply([1, 2]), "did not return a JSON object"),
+    "nothing": (reply(b""), "did not return a JSON object"),
+    "deep nesting": (reply(b'{"choices":' * 100_000), "did not return a JSON object"),
     "an error in a reply": (reply({"error": {"message": "out of memory"}}), "reports an error .*out of memory"),
     "an error in a stream": (reply(stream([completion("a", None), {"error": "gone"}])), "reports an error .*gone"),
     "no choices": (reply({"object": "text_completion"}), "no choices"),
@@ -262,17 +262,17 @@ FAULTS = {
     "a text of another type": (reply({"choices": [{"text": 5, "finish_reason": "stop"}]}), "no text"),
     "no finish_reason": (reply(completion(BOX, None)), "finish_reason null; expected"),
     "a filtered answer": (reply(completion(BOX, "content_filter")), 'finish_reason "content_filter"'),
-    "reasoning": (reply(chat(BOX, reasoning_content="hm")), "moved a part of the answer to reasoning_content"),
-    "a tool call": (reply(chat(None, "tool_calls", tool_calls=[{}])), "moved a part of the answer to tool_calls"),
-    "another prompt": (reply(completion(BOX, prompt_tokens=3)), r'counts 3 tokens in a prompt that has \d+ .*"chat"'),
+    "reasoning": (reply(chat(BOX, reasoning_content="hm")), "moved part of the answer to reasoning_content"),
+    "a tool call": (reply(chat(None, "tool_calls", tool_calls=[{}])), "moved part of the answer to tool_calls"),
+    "another prompt": (reply(completion(BOX, prompt_tokens=3)), r'reports 3 tokens in a prompt that has \d+ .*"chat"'),
     "a lone surrogate": (reply(completion("\ud800")), "cannot be encoded"),
-    "3 MB of noise as a reply": (reply(NOISE), "no JSON object"),
+    "3 MB of noise as a reply": (reply(NOISE), "did not return a JSON object"),
     "3 MB of noise as a status": (reply(NOISE, 503), "status 503"),
     "3 MB of noise instead of HTTP": (raw(NOISE), "no answer"),
     "a closed connection": (raw(b""), "no answer"),
     "fewer bytes than announced": (raw(OK + b"Content-Length: 99\r\n\r\n{}"), "no answer .*IncompleteRead"),
     "a chunk that is cut": (raw(OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\n{"), "no answer .*IncompleteRead"),
-    "a stream that is cut": (reply(stream([completion(BOX, None)], end=b"")), "stream ended before the answer did"),
+    "a stream that is cut": (reply(stream([completion(BOX, None)], end=b"")), "stream ended before the answer"),
 }  # fmt: skip
 
 
@@ -328,9 +328,9 @@ def test_coordinates_that_are_special_are_refused_because_servers_leave_them_out
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("file:///etc", "is no server"),
-        ("localhost:8000/v1", "is no server"),
-        ("http://[::1/v1", "is no server"),
+        ("file:///etc", "is not a server URL"),
+        ("localhost:8000/v1", "is not a server URL"),
+        ("http://[::1/v1", "is not a server URL"),
         ("http://ada:secret@x/v1", "a user, a password or a query.*server_key_env"),
         ("http://x/v1?key=secret", "a user, a password or a query"),
     ],
@@ -390,7 +390,7 @@ def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
     assert asked == []
 
 
-@pytest.mark.parametrize(("value", "said"), [(None, "is not set"), (" ", "holds no key"), ("a\x07b", "holds no key")])
+@pytest.mark.parametrize(("value", "said"), [(None, "is not set"), (" ", "is empty"), ("a\x07b", "is empty")])
 def test_a_variable_without_a_key_is_named(tmp_path, monkeypatch, value, said):
     monkeypatch.delenv("MILL_KEY", raising=False)
     if value is not None:
@@ -399,5 +399,5 @@ def test_a_variable_without_a_key_is_named(tmp_path, monkeypatch, value, said):
     config = RolloutConfig.from_mapping(
         {**settings, "server": "http://x/v1", "server_model": "m", "server_key_env": "MILL_KEY"}
     )
-    with pytest.raises(UsageError, match=f"the environment variable MILL_KEY {said}; export the key"):
+    with pytest.raises(UsageError, match=f"the environment variable MILL_KEY {said}; export the API key"):
         generator_of(config, None, task())

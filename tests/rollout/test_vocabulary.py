@@ -46,7 +46,7 @@ def test_text_that_the_tokenizer_changes_is_written_with_as_few_tokens_as_can_be
 
 
 def test_text_that_no_tokens_say_is_an_error():
-    with pytest.raises(DataError, match='cannot write "B" exactly'):
+    with pytest.raises(DataError, match='cannot encode "B" exactly'):
         Vocabulary(Lowering([b"b"], whole=False)).exact(["B"])
 
 

@@ -1,11 +1,11 @@
-"""Training on the model's own answers: what it found is kept, what it missed is appended.
+"""Training on the model's own answers: correct objects are kept, and missed ones are appended.
 
-    build_target, Target, PartWeights             one row: the kept prefix, what was missed, the end, and their weights
+    build_target, Target, PartWeights             one row: the kept prefix, missed objects, the end, and their weights
     build_answer                                  the true answer as one row
     serialize_append                              the text that is appended
     scan_rollout, Scan                            the entries of an answer, and where it may be cut
-    Detection, Fields, Schema                     what an entry must be, read strictly and written in one way
-    match_objects, match_equal, Matching          predicted objects to true ones
+    Detection, Fields, Schema                     the form of an entry, parsed strictly and written in one way
+    match_objects, match_equal, Matching          match predicted objects to true ones
     score_objects, DetectionScore                 recall, precision and F1 of answers
     open_task, Task, task_prompts, prompt_lists   conversations and true objects in, rows out
     target_rows, answer_rows, Health              rows of many records, and counts over their rollouts
@@ -13,10 +13,10 @@
     build_target_dataset, build_answer_dataset    datasets of both
     RolloutConfig, train_rollouts, RolloutResult  the training loop
     RolloutLoss, TermWeights, Axis                its loss, from one forward pass
-    Generator, CompletionServer, TextServer       what answers: the model itself, or a server
-    COORDINATES                                   the tokens of coordinates, <|coord_0|> to <|coord_999|>
+    Generator, CompletionServer, TextServer       generates answers: the model itself, or a server
+    COORDINATES                                   the coordinate tokens <|coord_0|> to <|coord_999|>
 
-A name is imported when it is first used: targets and datasets are made without torch.
+Names are imported lazily: building targets and datasets does not need torch.
 """
 
 from __future__ import annotations

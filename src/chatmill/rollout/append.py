@@ -1,10 +1,10 @@
-"""What follows a kept prefix: an entry for each missed object and the brace that closes the answer, as text and tokens.
+"""Append to a kept prefix: an entry for each missed object and the closing brace, as text and tokens.
 
     , "object_3": {"desc": "bird", "bbox_2d": [" | <|coord_1|> | ", " | … | "]}}
     a run of text                                coordinate      a run
 
-Text between two coordinates is a run, and encoded as one. A stretch is a run and the coordinates that follow it, up to
-the next object. Stretches are cached without their coordinates: answers repeat themselves.
+Text between two coordinates is a run, and is encoded as a unit. A stretch is a run and the coordinates that follow it,
+up to the next object. Stretches are cached without their coordinates, because answers are repetitive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Run = tuple[TextPart, ...]
 
 
 class Stretch(NamedTuple):
-    """A run, and how many coordinates follow it, with separators between them, in turn."""
+    """A run, the number of coordinates that follow it, and the separators between them, used cyclically."""
 
     run: Run
     separators: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
 
 
 class EncodedStretch(NamedTuple):
-    """The texts before each coordinate and after the last, and all tokens; 0 stands for a coordinate."""
+    """The texts before each coordinate and after the last, and all tokens; coordinates are 0."""
 
     texts: tuple[str, ...]
     ids: bytes
@@ -61,10 +61,10 @@ class Appended(NamedTuple):
 def serialize_append(
     objects: Sequence[Mapping[str, Any]], start_index: int, prefix_text: str, *, schema: Schema = DETECTION
 ) -> str:
-    """What follows a prefix to name these objects and close the answer; `DataError` if nothing can follow it.
+    """Return the text that appends these objects to a prefix and closes the answer; `DataError` if it is impossible.
 
     {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
-    After a comma there must be an object, or the answer would not be valid JSON.
+    After a comma at least one object is required, or the answer would not be valid JSON.
     """
     checked = [schema.check(thing) for thing in objects]
     stretches, coordinates = _stretches(checked, start_index, prefix_text, schema)
@@ -80,9 +80,9 @@ def encode_append(
     *,
     before: str = "",
 ) -> Appended:
-    """The same, with its tokens, of objects that the schema has checked.
+    """Like `serialize_append`, with tokens, for objects that the schema has checked.
 
-    `before` is the end of the prefix that is encoded together with what follows it; the text does not hold it.
+    `before` is the end of the prefix that is encoded together with the appended text; the returned text excludes it.
     """
     stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:
@@ -93,7 +93,7 @@ def encode_append(
 
 
 def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabulary) -> Appended:
-    """A whole answer that names these objects, from its opening brace on."""
+    """Encode a whole answer with these objects, starting with its opening brace."""
     (first, *others), coordinates = _stretches(objects, 1, OPENING.text, schema)
     return _encode([first._replace(run=(OPENING, *first.run)), *others], coordinates, vocabulary)
 
@@ -101,15 +101,13 @@ def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabul
 def _stretches(
     objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema
 ) -> tuple[list[Stretch], list[int]]:
-    """All that is appended, and its coordinates; the last stretch has none."""
+    """Return everything that is appended, and its coordinates; the last stretch has none."""
     last = prefix_text.rstrip(SPACE)[-1:]
     if last not in ("{", ",", "}"):
         shown = f'"{one_line(prefix_text[-20:])}"'
-        raise DataError(
-            f"a prefix that ends in {shown} cannot be appended to; expected its end to be {{, a comma or }}"
-        )
+        raise DataError(f"cannot append to a prefix that ends in {shown}; expected it to end in {{, a comma or }}")
     if last == "," and not objects:
-        raise DataError("a prefix that ends in a comma needs an object to append; cut it before the comma")
+        raise DataError("a prefix that ends in a comma requires an object to append; cut it before the comma")
     stretches: list[Stretch] = []
     coordinates: list[int] = []
     before = ", " if last == "}" else ""
@@ -131,7 +129,7 @@ def _key(before: str, number: int) -> TextPart:
 
 
 def _texts(stretch: Stretch) -> list[str]:
-    """The text before each coordinate of a stretch; its run alone if it has none."""
+    """Return the text before each coordinate of a stretch; only its run if it has none."""
     run, separators, count = stretch
     return [_text(run), *(separators[at % len(separators)] for at in range(count - 1))]
 
@@ -156,7 +154,7 @@ def _encode(stretches: Sequence[Stretch], coordinates: Sequence[int], vocabulary
 
 
 def _encode_new(stretches: Sequence[Stretch], vocabulary: Vocabulary) -> None:
-    """Cache the tokens of stretches."""
+    """Encode stretches and add them to the cache."""
     known: dict[Stretch, EncodedStretch] = vocabulary.stretches
     if len(known) > CACHED:
         known.clear()
@@ -182,7 +180,7 @@ def _text(run: Run) -> str:
 
 
 def _parts(run: Run, ids: Sequence[int], vocabulary: Vocabulary) -> bytes:
-    """The part of each token of a run; one that holds any byte of a value counts as that value."""
+    """Return the part of each token of a run; a token with any byte of a value counts as that value."""
     if not ids:
         return b""
     ranks = np.repeat(RANK[[piece.part for piece in run]], [len(piece.text.encode()) for piece in run])

@@ -1,4 +1,4 @@
-"""The configuration of a stage-2 run: the task, who generates the answers, and how targets made of them are trained."""
+"""The configuration of a rollout run (stage 2): the task, how answers are generated, and how targets are trained."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig(Config):
-    """The keys of the task: its ground truth, and how entries are matched and trained."""
+    """Keys of the task: its ground truth, and how entries are matched and trained."""
 
-    truth: str | None = key(None, "a .jsonl file of ground-truth records: id, messages, objects")
+    truth: str | None = key(None, ".jsonl file of ground-truth records: id, messages, objects")
     tokenizer: str = key("bytes", "tokenizer that the model was trained with")
     format: str | None = key(
         None,
@@ -37,42 +37,42 @@ class TaskConfig(Config):
     fields: Sequence[str] | None = key(
         None, "fields of an entry; null: desc and boxes", optional(ValueCheck("a list of names", _are_names))
     )
-    gate: float = key(GATE, "smallest overlap (IoU) at which boxes are matched", SHARE)
-    train_values: bool = key(True, "also train the texts of appended entries")
-    train_cut: bool = key(False, "where the cut splits a token, train the shorter token that remains")
+    gate: float = key(GATE, "minimum overlap (IoU) to match two boxes", SHARE)
+    train_values: bool = key(True, "also train on the texts of appended entries")
+    train_cut: bool = key(False, "if the cut splits a token, train on the shorter token that remains")
     border: Border = key(
-        "shorter", "how tokens are chosen where the append begins: shorter, masked, joined or canonical"
+        "shorter", "how tokens are chosen at the start of the appended text: shorter, masked, joined or canonical"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(Config):
-    """The keys of the rollouts: how often, by whom and how answers are generated."""
+    """Keys of the rollouts: how often, by what and how answers are generated."""
 
     rollout_share: float = key(1.0, "share of rows that are rollouts; the others are true answers", SHARE)
     rollout_every: int = key(1, "training steps per round of generation", integer(1))
-    max_new_tokens: int = key(512, "longest answer in tokens", integer(1))
+    max_new_tokens: int = key(512, "maximum answer length in tokens", integer(1))
     decoding: Literal["greedy", "sample", "beam"] = key("greedy", "how answers are decoded")
     temperature: float = key(1.0, "sampling temperature", number(0))
-    top_k: int = key(0, "sample from this many most likely tokens; 0: from all", integer(0))
-    top_p: float = key(1.0, "sample from the most likely tokens with this much probability together", SHARE)
+    top_k: int = key(0, "sample from the k most likely tokens; 0 disables the limit", integer(0))
+    top_p: float = key(1.0, "sample from the most likely tokens with this total probability (nucleus sampling)", SHARE)
     beams: int = key(4, "number of beams; the best answer is used", integer(1))
     generate_batch_size: int = key(64, "prompts per generation batch", integer(1))
-    server: str | None = key(None, "URL of a server that generates instead, with its own weights: http://…/v1")
+    server: str | None = key(None, "URL of a server that generates answers with its own weights: http://…/v1")
     server_model: str | None = key(None, "name of the model at the server")
     server_api: Literal["tokens", "completions", "chat"] = key(
-        "tokens", "what the server takes and returns: token ids, texts, or messages and a text"
+        "tokens", "what the server receives and returns: token ids, text, or messages and text"
     )
-    server_key_env: str | None = key(None, "environment variable that holds the API key of the server")
+    server_key_env: str | None = key(None, "environment variable with the API key of the server")
     replay: str | None = key(None, "rollouts.jsonl of an earlier run to replay instead of generating")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLossConfig(Config):
-    """The keys of the loss: the weights of its terms."""
+    """Keys of the loss: the weights of its terms."""
 
-    text_weight: float = key(1.0, "weight of the cross entropy on text", number(0))
-    soft_weight: float = key(1.0, "weight of the cross entropy to the Gaussian target, on coordinates", number(0))
+    text_weight: float = key(1.0, "weight of the cross-entropy loss on text", number(0))
+    soft_weight: float = key(1.0, "weight of the cross-entropy loss to the Gaussian target, on coordinates", number(0))
     wasserstein_weight: float = key(1.0, "weight of the Wasserstein distance to the target, on coordinates", number(0))
     outside_weight: float = key(
         1.0, "weight of the probability outside of coordinate tokens, on coordinates", number(0)
@@ -83,25 +83,25 @@ class RolloutLossConfig(Config):
     surplus_weight: float = key(
         0.0, "weight of closing the answer where a rollout continues after the last true object", number(0)
     )
-    sigma: float = key(2.0, "standard deviation of the Gaussian target", ValueCheck("a number over 0", _is_positive))
+    sigma: float = key(2.0, "standard deviation of the Gaussian target", ValueCheck("a number above 0", _is_positive))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationConfig, TaskConfig):
-    """All that decides what a stage-2 run computes and what it writes."""
+    """All settings of a rollout run."""
 
     max_iters: int = key(1000, "optimizer steps", integer(1))
     learning_rate: float = key(1e-4, "peak learning rate", number(0))
     warmup_iters: int = key(0, "warm-up steps", integer(0))
     batch_size: int = key(16, "rollouts per optimizer step", integer(1))
-    gradient_accumulation_steps: int = key(1, "micro-batches that the rollouts of a step are split into", integer(1))
+    gradient_accumulation_steps: int = key(1, "micro-batches per step", integer(1))
     lora: Mapping[str, Any] | None = key(
-        None, "train LoRA adapters on a Hugging Face model, whose own weights stay as they are", optional(LORA)
+        None, "train LoRA adapters on a Hugging Face model with frozen weights", optional(LORA)
     )
 
     @property
     def generation_size(self) -> int:
-        """Prompts of one call of the generator: whole batches of generation."""
+        """Prompts per call of the generator: whole generation batches."""
         groups = max(1, self.generate_batch_size // self.beams)
         return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
 
@@ -114,18 +114,18 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
     def conflicts(self) -> Iterator[str]:
         for name in ("truth", "init_from_model"):
             if getattr(self, name) is None:
-                yield f"{name} is not given; a run needs it"
+                yield f"{name} is required"
         if self.gate == 0:
-            yield "gate is 0; expected a number over 0, up to 1"
+            yield "gate is 0; expected a number above 0, up to 1"
         if self.save_interval % self.rollout_every:
-            # Only between rounds is the model and its optimizer the whole state of a run.
-            yield f"save_interval {self.save_interval} is no multiple of rollout_every {self.rollout_every}"
+            # The model and its optimizer are the complete state of a run only between rounds.
+            yield f"save_interval {self.save_interval} is not a multiple of rollout_every {self.rollout_every}"
         if self.server is not None and self.server_model is None:
-            yield "server is given and server_model is not"
+            yield "server is set, but server_model is not"
         for name in ("server_model", "server_api", "server_key_env"):
             if self.server is None and getattr(self, name) not in (None, "tokens"):
-                yield f"{name} is given and server is not"
+                yield f"{name} is set, but server is not"
         if self.server is not None and self.replay is not None:
-            yield "server and replay are given; expected one of them"
+            yield "server and replay are both set; expected one of them"
         if self.server is not None and (self.decoding == "beam" or self.top_k):
-            yield "a server decodes greedily or by temperature and top_p; leave out beams and top_k"
+            yield "a server supports only greedy decoding, temperature and top_p; remove beams and top_k"

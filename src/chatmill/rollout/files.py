@@ -1,9 +1,9 @@
-"""Files of rollouts and of the true answers, and the log that a run can be replayed from.
+"""Files of rollouts and of ground truth, and the log from which a run can be replayed.
 
     truth     {"id": "7", "messages": [{"role": "user", "content": "…"}], "objects": [{"desc": …, "bbox_2d": …}]}
     rollouts  {"id": "7", "response_token_ids": [123, 34, …], "prompt_token_ids": [256, …], "step": 0, "row": 3}
 
-A rollout names its record by id; prompt, step and row are optional.
+A rollout refers to its record by id; prompt, step and row are optional.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chatmill.remote.urls import Place, place
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """A conversation, and the objects that the answer to it should name."""
+    """A conversation, and the objects that its answer should contain."""
 
     record: Record
     objects: tuple[Mapping[str, Any], ...]
@@ -45,7 +45,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 def read_truth(path: str | Path) -> Iterator[GroundTruth]:
-    """The records of a .jsonl file, each with a unique id; a fault is a `RecordError` with its line."""
+    """Yield the records of a .jsonl file, each with a unique id; raise `RecordError` with the line of a fault."""
     seen: dict[str, int] = {}
     file = _one(path)
     name, source = _name(file), source_name(file)
@@ -57,9 +57,11 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
             objects = record.get("objects")
             parsed = messages.parse({key: value for key, value in record.items() if key != "objects"})
             if id is None:
-                raise RecordError("the record has no id", 'expected "id", which rollouts name it by', kind="id")
+                raise RecordError("the record has no id", 'expected "id", by which rollouts refer to it', kind="id")
             if id in seen:
-                raise RecordError(f"the id is that of line {seen[id]}", "expected another for every record", kind="id")
+                raise RecordError(
+                    f"the id is already used in line {seen[id]}", "expected a unique id for every record", kind="id"
+                )
             if not isinstance(objects, list):
                 what = f"objects is {named(objects)}" if "objects" in record else "the record has no objects"
                 raise RecordError(what, "expected a list of objects, which may be empty", kind="objects")
@@ -67,7 +69,9 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
                 if not isinstance(thing, dict):
                     raise RecordError(f"object {number} is {named(thing)}", "expected an object", kind="objects")
             if parsed.messages[-1].role == "assistant":
-                right = "expected a question at the end: the answer is the model's, the truth is in objects"
+                right = (
+                    "expected a question at the end, because the model generates the answer and the truth is in objects"
+                )
                 raise RecordError("the last message is an answer", right, kind="answered")
         except RecursionError:
             fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")
@@ -79,10 +83,10 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
 
 
 def _one(path: str | Path) -> Place:
-    """The one file that a path or glob matches."""
+    """Return the only file that a path or glob matches."""
     file, *others = expand([path])
     if others:
-        raise UsageError(f"{shown(place(path))}: stands for {1 + len(others)} files; expected one")
+        raise UsageError(f"{shown(place(path))}: matches {1 + len(others)} files; expected one")
     return file
 
 
@@ -90,24 +94,24 @@ _ROLLOUT = msgspec.json.Decoder(Rollout)
 
 
 def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
-    """The rollouts of a .jsonl file with their line numbers."""
+    """Yield the rollouts of a .jsonl file with their line numbers."""
     file = _one(path)
     for line, data in lines(file, limit=MAX_LINE_BYTES):
         try:
             yield line, _ROLLOUT.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             right = 'expected {"id": "…", "response_token_ids": [1, 2, …]}'
-            raise RecordError(f"no rollout ({error})", right, kind="rollout").at(_name(file), line) from None
+            raise RecordError(f"is not a rollout ({error})", right, kind="rollout").at(_name(file), line) from None
 
 
 def log_rollouts(file: BinaryIO, rollouts: Iterable[Rollout]) -> None:
-    """Append rollouts to the log of a run, one a line."""
+    """Append rollouts to the log of a run, one per line."""
     file.writelines(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts)
     file.flush()
 
 
 class RolloutReplay:
-    """A `Generator` that returns the answers of a log."""
+    """A `Generator` that returns the answers in a log."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -124,16 +128,16 @@ class RolloutReplay:
         for row, prompt in enumerate(prompts, start=first_row):
             rollout = self._logged.get((step, row))
             if rollout is None:
-                raise DataError(f"{self._path}: has no rollout of step {step}, row {row}; the run asks for another one")
-            if rollout.prompt_token_ids is not None and rollout.prompt_token_ids != list(prompt):
                 raise DataError(
-                    f"{self._path}: step {step}, row {row} answers another prompt; use the data of that run"
+                    f"{self._path}: has no rollout for step {step}, row {row}; use the settings of that run"
                 )
+            if rollout.prompt_token_ids is not None and rollout.prompt_token_ids != list(prompt):
+                raise DataError(f"{self._path}: step {step}, row {row} is for another prompt; use the data of that run")
             answers.append(rollout.response_token_ids)
         return answers
 
 
 def _name(path: Place) -> str:
-    """A file name that does not depend on where an absolute path, or a URL, leads."""
+    """Return a file name that does not depend on the location of an absolute path or URL."""
     is_relative = isinstance(path, Path) and not path.is_absolute()
     return label(path) if is_relative or is_standard_input(path) else path.name

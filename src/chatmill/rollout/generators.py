@@ -1,7 +1,7 @@
-"""Generators: what answers the prompts of a rollout run. The model itself, a server, or the log of an earlier run.
+"""Generators answer the prompts of a rollout run: the model itself, a server, or the log of an earlier run.
 
-A generator maps token ids to token ids; one that asks a chat server sends the messages of the records instead. Sampling
-depends on the seed, the step and the row alone, so that a step can be generated again by itself.
+A generator maps token ids to token ids; one that uses a chat server sends the messages of the records instead. Sampling
+depends only on the seed, the step and the row, so a step can be generated again separately.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Generator(Protocol):
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
     ) -> list[list[int]]:
-        """The ids of an answer to each prompt; prompt i is row `first_row` + i of the step, and asks `records[i]`."""
+        """Return the token ids of an answer to each prompt; prompt i is row `first_row` + i, from `records[i]`."""
 
 
 @dataclass(frozen=True)
 class CompletionServer(Server):
-    """A server that completes token ids and returns token ids: OpenAI's `completions`, with `return_token_ids`.
+    """A server that completes token ids and returns token ids: OpenAI's `completions` with `return_token_ids`.
 
-    vLLM is one. `concurrency` requests are sent at a time; a temporary failure is retried.
+    vLLM supports this. Up to `concurrency` requests are sent concurrently; temporary failures are retried.
     """
 
     end_ids: tuple[int, ...] = ()
-    advice = 'for a server that takes or returns text only, set server_api to "chat" or "completions"'
+    advice = 'for a server that only supports text, set server_api to "chat" or "completions"'
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
@@ -60,26 +60,26 @@ class CompletionServer(Server):
 
     def _ids(self, answer: ServerAnswer, prompt: list[int]) -> list[int]:
         if answer.prompt_token_ids not in (None, prompt):
-            raise self.fault("the server answered another prompt than it was sent", "check its tokenizer")
+            raise self.fault("the server answered a different prompt than it was sent", "check its tokenizer")
         if answer.token_ids is None:
-            right = "expected choices[0].token_ids, as vLLM returns them for return_token_ids"
+            right = "expected choices[0].token_ids, as vLLM returns with return_token_ids"
             raise self.fault("the server returned no token ids", f"{right}; {self.advice}")
         return answer.token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextServer(Server):
-    """Any OpenAI-compatible server: its answers are texts, which are encoded by the tokenizer of the task.
+    """Any OpenAI-compatible server: its answers are texts, which the tokenizer of the task encodes.
 
     `api` is "completions", which sends the prompt as text, or "chat", which sends the messages of the record and lets
-    the server render them. The prompt tokens that the server counts must be as many as training has. An answer that
-    ends by itself ends with the task's end of turn. The tokens may be others than those the model generated.
+    the server render them. The number of prompt tokens that the server reports must match that of training. A complete
+    answer ends with the task's end-of-turn token. The tokens may differ from those that the model generated.
     """
 
     task: Task
     api: Literal["completions", "chat"]
     counts: Counter[str] = field(default_factory=Counter)
-    """`as_text`: answers; `retokenized`: those of which the server counted another number of tokens."""
+    """`as_text`: answers; `retokenized`: those for which the server reported a different number of tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,15 +88,15 @@ class TextServer(Server):
             special = next((token for token in COORDINATES if token not in renderer.text_tokens.ids), None)
             if special is not None:
                 raise UsageError(
-                    f"{self.task.tokenizer.name}: marks {special} as special, and servers leave special tokens out of "
-                    'texts; set its "special" to false in tokenizer.json, or use server_api "tokens"'
+                    f"{self.task.tokenizer.name}: marks {special} as special, but servers omit special tokens; "
+                    'set its "special" to false in tokenizer.json, or use server_api "tokens"'
                 )
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
     ) -> list[list[int]]:
         if self.api == "chat" and len(records) != len(prompts):
-            raise UsageError("a chat server answers messages; give the record of each prompt")
+            raise UsageError("a chat server requires messages; pass the record of each prompt")
         end = vocabulary_of(self.task.tokenizer).text([self.task.eos_id]).decode()
         bodies = [
             {
@@ -110,17 +110,17 @@ class TextServer(Server):
         answers = self.answers(bodies, "chat/completions" if self.api == "chat" else "completions")
         for prompt, answer in zip(prompts, answers, strict=True):
             self._check(prompt, answer)
-        # Some servers return the text that they stopped at.
+        # Some servers include the stop text in the answer.
         ended = [answer.finish_reason == "stop" for answer in answers]
         texts = [answer.text.removesuffix(end if stop else "") for answer, stop in zip(answers, ended, strict=True)]
         try:
             encoded = encode_answers(texts, self.task)
         except DataError as error:
-            right = "check that it serves the model of this tokenizer"
+            right = "check that it serves a model with this tokenizer"
             raise self.fault(f"an answer cannot be encoded ({error})", right) from None
         ids = [of_text + [self.task.eos_id] * stop for of_text, stop in zip(encoded, ended, strict=True)]
         for answer, mine in zip(answers, ids, strict=True):
-            # Not all servers count the end of turn.
+            # Not all servers count the end-of-turn token.
             counted = {len(mine), len(mine) - (answer.finish_reason == "stop"), None}
             self.counts["retokenized"] += answer.completion_tokens not in counted
         self.counts["as_text"] += len(ids)
@@ -134,7 +134,7 @@ class TextServer(Server):
     def _check(self, prompt: Sequence[int], answer: ServerAnswer) -> None:
         if answer.parsed:
             raise self.fault(
-                f"the server moved a part of the answer to {answer.parsed}", "turn off its reasoning and tool parsers"
+                f"the server moved part of the answer to {answer.parsed}", "turn off its reasoning and tool parsers"
             )
         if not answer.has_text:
             raise self.fault("the reply has no text", "expected choices[0] with text or message.content")
@@ -144,13 +144,13 @@ class TextServer(Server):
         if answer.prompt_tokens not in (None, len(prompt)):
             other = "completions" if self.api == "chat" else "chat"
             raise self.fault(
-                f"the server counts {answer.prompt_tokens} tokens in a prompt that has {len(prompt)} in training",
-                f'use the tokenizer and the chat template that it serves, or server_api "{other}"',
+                f"the server reports {answer.prompt_tokens} tokens in a prompt that has {len(prompt)} in training",
+                f'use the tokenizer and chat template of the server, or server_api "{other}"',
             )
 
 
 def chat_request(record: Record) -> dict[str, Any]:
-    """The messages and tools of a record in the form of OpenAI's chat completions."""
+    """Return the messages and tools of a record in the format of OpenAI chat completions."""
     messages = []
     for message in record.messages:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -176,14 +176,14 @@ def chat_request(record: Record) -> dict[str, Any]:
 
 
 def encode_answers(texts: Sequence[str], task: Task) -> list[list[int]]:
-    """The ids of each text. Coordinates are tokens of their own; any other control token in a text is text."""
+    """Encode each text. Coordinates become their own tokens; any other control token in a text is encoded as text."""
     vocabulary = vocabulary_of(task.tokenizer)
     coordinates: Mapping[str, int] = {}
     split = [[text] for text in texts]
     if task.schema.uses_coordinates:
         coordinates = dict(zip(COORDINATES, vocabulary.coordinate_ids, strict=True))
         split = [COORDINATE_TEXT.split(text) for text in texts]
-    # Every other piece is a coordinate.
+    # Every second piece is a coordinate.
     encoded = iter(vocabulary.encode([piece for pieces in split for piece in pieces[::2]]))
     return [
         [id for at, piece in enumerate(pieces) for id in ([coordinates[piece]] if at % 2 else next(encoded))]
@@ -192,7 +192,7 @@ def encode_answers(texts: Sequence[str], task: Task) -> list[list[int]]:
 
 
 def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Generator:
-    """The generator that a config names: a log, a server, or the model with its current weights."""
+    """Return the generator for a config: a log, a server, or the model with its current weights."""
     if config.replay is not None:
         return RolloutReplay(config.replay)
     temperature = config.temperature if config.decoding == "sample" else 0.0
@@ -225,16 +225,18 @@ def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Gener
 
 
 def _bearer(variable: str) -> str:
-    """The header value with the key that an environment variable holds; the key is never shown or stored."""
+    """Return the header value with the API key in an environment variable; the key is never shown or stored."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
-        state = "holds no key" if variable in os.environ else "is not set"
-        raise UsageError(f"server_key_env: the environment variable {one_line(variable)} {state}; export the key in it")
+        state = "is empty" if variable in os.environ else "is not set"
+        raise UsageError(
+            f"server_key_env: the environment variable {one_line(variable)} {state}; export the API key in it"
+        )
     return f"Bearer {key}"
 
 
 def text_counts(generator: Generator) -> list[int]:
-    """The answers that came as text since the last call, and how many of them are tokenized otherwise."""
+    """Return the number of answers that came as text since the last call, and of those tokenized differently."""
     if not isinstance(generator, TextServer):
         return [0, 0]
     counts = [generator.counts["as_text"], generator.counts["retokenized"]]

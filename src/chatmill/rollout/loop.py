@@ -1,10 +1,10 @@
-"""The rollout training loop: the model answers, its answers become targets, and it is trained on them.
+"""The rollout training loop: the model generates answers, which become targets, and is trained on them.
 
     every K steps    prompts ── generate ──▶ rollouts ── match, append ──▶ K batches
     every step       batch ──▶ one forward pass, one loss, one backward pass
 
-The order of the prompts is a pure function of the seed, and the sampling of a rollout depends on (seed, step, row)
-alone. Every rollout is logged, so that a run can be replayed from its log.
+The order of the prompts is a pure function of the seed, and sampling depends only on (seed, step, row). Every rollout
+is logged, so a run can be replayed from its log.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class RolloutResult:
     step: int
     total: int
     loss: float | None
-    """Of the last step."""
+    """Loss of the last step."""
     health: Health
-    """Of all rollouts since the run started or resumed."""
+    """Counts over all rollouts since the run started or resumed."""
     stopped_by: str | None
 
     def to_json(self) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def train_rollouts(
 ) -> RolloutResult:
     """Train a model on its own answers, and write the run to `folder`.
 
-    `resume` is `auto`, the newest checkpoint if there is one, or the folder of a checkpoint. `model` replaces the one
-    that the config names, and `generator` the one that would answer.
+    `resume` is `auto` (the newest checkpoint, if any) or the folder of a checkpoint. `model` and `generator` replace
+    those of the config.
     """
     local_path(folder)
     trackers = named_trackers(config.report_to)
@@ -97,7 +97,7 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
-        # A round is logged under its first step, and a checkpoint is written after a round's last.
+        # A round is logged under its first step, and a checkpoint is written after the last step of a round.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
             folder,
@@ -146,23 +146,23 @@ class _RolloutRun:
         truth = place(config.truth or "")
         if isinstance(truth, Url) and str(truth) != truth.address:
             raise UsageError(
-                f"{shown(truth)}: its password or query would be stored with the run; give a URL without, or a file"
+                f"{shown(truth)}: its password or query would be stored with the run; use a URL without them, or a file"
             )
         self.truths = list(read_truth(config.truth or ""))
         with open_raw(expand([truth])[0]) as file:
             self.truth_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if not self.truths:
-            raise DataError(f"{shown(truth)}: holds no record; expected at least one")
+            raise DataError(f"{shown(truth)}: contains no record; expected at least one")
         self.model = model or _open_model(config, self.task, self.world)
         if self.task.tokenizer.vocab_size > self.model.vocab_size:
             raise UsageError(
-                f"{config.init_from_model}: knows {self.model.vocab_size} tokens, "
+                f"{config.init_from_model}: has {self.model.vocab_size} tokens, "
                 f"the tokenizer {self.task.tokenizer.vocab_size}; "
-                "train it with this tokenizer first, as `chatmill rollout answers` prepares it"
+                "train it with this tokenizer first, on data of `chatmill rollout answers`"
             )
 
     def resume(self, resume: str | None) -> None:
-        """Load the checkpoint to resume from, if there is one."""
+        """Load the checkpoint to resume from, if any."""
         checkpoint = open_resumed(self.folder, resume, self.world, otherwise="another folder", logs=(ROLLOUTS,))
         if checkpoint is None:
             return
@@ -179,7 +179,7 @@ class _RolloutRun:
         self.step, self.saved = checkpoint.step, checkpoint.path
 
     def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> RolloutResult:
-        """Take all remaining steps; after a signal those of the round, after which a run can resume."""
+        """Take all remaining steps; after a signal, only those of the current round, so that the run can be resumed."""
         config = self.config
         rows: list[Rows] = []
         with stop_on_signal() as request:
@@ -200,15 +200,15 @@ class _RolloutRun:
         return RolloutResult(self.folder, self.saved, self.step, config.max_iters, self.loss, self.health, stopped)
 
     def _round(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> list[Rows]:
-        """Answer the prompts of the next steps; the rows of each step."""
+        """Generate answers for the next steps; return the rows of each step."""
         config, began = self.config, time.perf_counter()
         steps = min(config.rollout_every, config.max_iters - self.step)
         numbers = self._record_numbers(self.step, self.step + steps)
         all_prompts = prompt_lists(task_prompts([self.truths[number] for number in numbers], self.task))
-        # A prompt that leaves no position for an answer is left out, like a target that is too long.
+        # Skip a prompt that leaves no position for an answer, like a target that is too long.
         places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
         first_row, share = self.step * config.batch_size, Fraction(str(config.rollout_share))
-        # Spread evenly: of the first n rows of a run, n · share are rollouts, rounded down.
+        # Spread evenly: of the first n rows of a run, floor(n · share) are rollouts.
         own = [place for place in places if (first_row + place + 1) * share // 1 > (first_row + place) * share // 1]
         truths, prompts = [self.truths[numbers[place]] for place in own], [all_prompts[place] for place in own]
         answers = self._answers(generator, prompts, [truth.record for truth in truths])
@@ -249,7 +249,7 @@ class _RolloutRun:
         return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
     def _answers(self, generator: Generator, prompts: list[list[int]], records: list[Record]) -> list[list[int]]:
-        """An answer to each prompt. Ranks take whole batches in turn, so that answers do not depend on their number."""
+        """Return an answer to each prompt. Ranks take whole batches, so answers do not depend on the world size."""
         size = self.config.generation_size
         starts = range(0, len(prompts), size)
 
@@ -268,14 +268,14 @@ class _RolloutRun:
         ]
 
     def _record_numbers(self, first: int, last: int) -> list[int]:
-        """The records of a range of steps: epoch after epoch, each in its order."""
+        """Return the records of a range of steps: epoch after epoch, each in its own order."""
         places = np.arange(first * self.config.batch_size, last * self.config.batch_size)
         epochs, inside = np.divmod(places, len(self.truths))
         numbers = [self.order.at(epoch, inside[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
         return [int(number) for number in np.concatenate(numbers)]
 
     def _train_step(self, rows: Rows, run_dir: RunDir) -> None:
-        """One optimizer step on the rows of one batch."""
+        """Take one optimizer step on the rows of one batch."""
         config, began = self.config, time.perf_counter()
         parts = self.world.alone(lambda: self._micro_batches(self._own_rows(rows)))
         weight, trained = self.world.sums(
@@ -299,7 +299,7 @@ class _RolloutRun:
         run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
 
     def _own_rows(self, rows: Rows) -> Rows:
-        """This rank's rows of a batch; one that is not trained if there are fewer rows than ranks."""
+        """Return this rank's rows of a batch; an untrained row if there are fewer rows than ranks."""
         rank, size = self.world.rank, self.world.size
         own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
         if len(own) or not len(rows):
@@ -353,9 +353,9 @@ class _RolloutRun:
 
 
 def _padded_length(rows: Rows, device: torch.device) -> int | None:
-    """The length to pad a batch to; None: that of its longest row.
+    """Return the length to pad a batch to; None for that of its longest row.
 
-    On a GPU a power of two: FlexAttention is compiled for each length, and after eight of them no more.
+    On a GPU it is a power of two: FlexAttention is compiled for each length, up to eight times.
     """
     if device.type != "cuda":
         return None
@@ -372,8 +372,8 @@ def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
     ):
         if trained is not None and trained != given:
             raise UsageError(
-                f"{folder}: was trained with another {what} than the config names; "
-                "give the tokenizer, the format and add_tokens that it was trained with"
+                f"{folder}: was trained with a different {what} than in the config; "
+                "use the tokenizer, format and add_tokens that it was trained with"
             )
     compute, adapters = compute_dtype(config.dtype, world.device), config.lora_sizes()
     torch.manual_seed(config.seed)

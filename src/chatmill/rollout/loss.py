@@ -1,12 +1,12 @@
-"""The loss of rollout targets: one number from the logits of the trained positions, text and coordinates.
+"""The loss of rollout targets, from the logits of the trained positions of text and coordinates.
 
-Text is trained by cross entropy. A coordinate is a place on an axis of 1000, where a near miss costs little:
+Text is trained with cross entropy. A coordinate is a position on an axis of 1000, where a near miss costs little:
 
-    soft         cross entropy toward a Gaussian around the true place, among coordinates
+    soft         cross entropy to a Gaussian around the true position, over coordinates
     wasserstein  Wasserstein-1 distance to that Gaussian; the length of the axis is 1
     outside      -log of the total probability of all coordinates
 
-Sums are returned, not means, so that rows may be packed or split into batches in any way.
+Functions return sums, not means, so that rows can be packed or split into batches in any way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chatmill.train.loss import LMHead, Losses, TrainedPositions, trained_states
 
 @dataclass(frozen=True)
 class TermWeights:
-    """The weight of each term, and the standard deviation of the Gaussian in places of the axis."""
+    """The weight of each term, and the standard deviation of the Gaussian in axis positions."""
 
     text: float = 1.0
     soft: float = 1.0
@@ -36,33 +36,33 @@ class TermWeights:
         for field in fields(self):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value >= 0) or (field.name == "sigma" and value == 0):
-                right = "a number over 0" if field.name == "sigma" else "a number from 0 on"
+                right = "a number above 0" if field.name == "sigma" else "a number of at least 0"
                 raise UsageError(f"{field.name} is {value}; expected {right}")
 
 
 class TermLosses(NamedTuple):
-    """The losses of the trained positions, and the terms they are made of."""
+    """The losses of the trained positions, and their terms."""
 
     total: Tensor
-    """Σ weight · (weighted sum of the terms): what is trained."""
+    """Σ weight · (weighted sum of the terms): the training loss."""
     tokens: Tensor
-    """The loss of each position; carries no gradient."""
+    """The loss of each position, without gradient."""
     terms: Tensor
-    """Σ weight · text, soft, wasserstein and outside, each without its term weight; carries no gradient."""
+    """Σ weight · text, soft, wasserstein and outside, each without its term weight and without gradient."""
 
 
 TERMS = ("text", "soft", "wasserstein", "outside")
 
 
 class Axis(NamedTuple):
-    """The coordinates of a vocabulary: their ids in order, and for every id its place, -1 for text."""
+    """The coordinates of a vocabulary: their ids in order, and the position of every id on the axis (-1 for text)."""
 
     ids: Tensor
     places: Tensor
 
     @classmethod
     def of(cls, coordinate_ids: list[int], vocab_size: int, device: torch.device | str = "cpu") -> Axis:
-        """`vocab_size` is the model's: it may have more ids than the tokenizer."""
+        """`vocab_size` is that of the model, which may have more ids than the tokenizer."""
         ids = torch.tensor(coordinate_ids, dtype=torch.long)
         places = torch.full((vocab_size,), -1, dtype=torch.long)
         places[ids] = torch.arange(len(ids))
@@ -72,9 +72,9 @@ class Axis(NamedTuple):
 def rollout_loss(
     logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | None, term_weights: TermWeights
 ) -> TermLosses:
-    """The loss of logits (positions, vocabulary) against the target ids.
+    """Return the loss of logits (positions, vocabulary) for the target ids.
 
-    A position whose target is a coordinate of the axis is trained as one; without an axis all are text.
+    A position whose target is a coordinate of the axis uses the coordinate terms; without an axis, all are text.
     """
     logits = logits.float()
     log_total = torch.logsumexp(logits, dim=1)
@@ -95,7 +95,7 @@ def rollout_loss(
 
 
 class RolloutLoss:
-    """The loss function of rollout targets, and the sums of its terms over the passes of a step."""
+    """The loss function of rollout targets, which also sums its terms over the passes of a step."""
 
     def __init__(self, axis: Axis | None, weights: TermWeights) -> None:
         self._axis, self._weights = axis, weights
@@ -108,13 +108,13 @@ class RolloutLoss:
         return Losses(losses.total, losses.tokens)
 
     def take_terms(self) -> dict[str, float]:
-        """Σ weight · each term since the last call."""
+        """Return Σ weight · each term since the last call."""
         sums, self._sums = self._sums, None
         return dict(zip(TERMS, [0.0] * len(TERMS) if sums is None else sums.tolist(), strict=True))
 
 
 def gaussian(places: Tensor, size: int, sigma: float) -> Tensor:
-    """A Gaussian around each place, over `size` places, that adds up to 1: (places, size)."""
+    """Return a Gaussian around each position, normalized over `size` positions: (places, size)."""
     along = torch.arange(size, device=places.device)
     heights = torch.exp(-0.5 * ((along - places[:, None]) / sigma) ** 2)
     return heights / heights.sum(1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Match: assign predicted objects to true ones.
+"""Match predicted objects to true ones.
 
-Pairs whose overlap is below the gate are excluded. Of all assignments of the others the one with the largest sum of
-overlaps is taken; of equal sums the one that assigns the first predicted object to the first true one, and so on.
+Pairs with an overlap below the gate are excluded. The result is the assignment with the largest sum of overlaps; of
+equal sums, the one that assigns the first predicted object to the first true one, and so on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ except ImportError:  # pragma: no cover
 
 GATE = 0.3
 STEPS = 2**30
-"""Overlaps are compared in steps of 1/STEPS: sums of integers do not depend on their order, so that ties are exact."""
+"""Overlaps are rounded to multiples of 1/STEPS: integer sums do not depend on order, so ties are exact."""
 
 FEW = 128
-"""Groups of objects with no more assignments than this are assigned by trying all of them."""
-MISSING = "matching needs {}: pip install 'chatmill[rollout]'"
+"""Groups of objects with at most this many assignments are solved by brute force."""
+MISSING = "matching requires {}: pip install 'chatmill[rollout]'"
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -37,10 +37,10 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Matching:
-    """Numbers of predicted and true objects: each is in a pair, or among the false positives or the missed."""
+    """Numbers of predicted and true objects: each is in a pair, a false positive, or missed."""
 
     pairs: tuple[tuple[int, int], ...]
-    """(predicted, true), in the order of the predicted ones."""
+    """(predicted, true), in the order of the predicted objects."""
     false_positives: tuple[int, ...]
     missed: tuple[int, ...]
     gated: int = 0
@@ -50,12 +50,12 @@ class Matching:
 def match_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, gate: float = GATE
 ) -> Matching:
-    """The best assignment of predicted to true objects by overlap, whatever their descriptions.
+    """Return the best assignment of predicted to true objects by overlap, ignoring descriptions.
 
-    Objects have `bbox_2d` [x1, y1, x2, y2] or `poly` [x1, y1, x2, y2, …], in whole numbers.
+    Objects have `bbox_2d` [x1, y1, x2, y2] or `poly` [x1, y1, x2, y2, …], as integers.
     """
     if not 0 < gate <= 1:
-        raise UsageError(f"a gate of {gate:g} cannot be; give a number over 0, up to 1")
+        raise UsageError(f"gate is {gate:g}; expected a number above 0, up to 1")
     mine, true, overlap = _near_overlaps(predicted, truth)
     feasible = np.flatnonzero(overlap >= gate)
     gated = int(np.count_nonzero(overlap)) - len(feasible)
@@ -64,7 +64,7 @@ def match_objects(
 
 
 def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
-    """Each predicted thing with the first equal true one that is left, compared as JSON."""
+    """Match each predicted object with the first remaining equal true one, compared as JSON."""
     left: dict[Any, list[int]] = {}
     for number in range(len(truth) - 1, -1, -1):
         left.setdefault(_identity(truth[number]), []).append(number)
@@ -76,7 +76,7 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Intersection over union of each predicted object with each true one; shapes without area overlap themselves."""
+    """Return the IoU of each predicted object with each true one; shapes without area overlap only equal shapes."""
     out = np.zeros((len(predicted), len(truth)))
     mine, true, overlap = _near_overlaps(predicted, truth)
     out[mine, true] = overlap
@@ -86,7 +86,7 @@ def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
 def _near_overlaps(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]
 ) -> tuple[Index, Index, Floats]:
-    """Pairs whose bounding boxes intersect, in the order of the predicted ones, and their overlaps."""
+    """Return pairs whose bounding boxes intersect, in the order of the predicted objects, and their overlaps."""
     (boxes, drawn), (true_boxes, true_drawn) = _bounds(predicted), _bounds(truth)
     mine, true, overlap = _box_overlaps(boxes, true_boxes)
     if drawn or true_drawn:
@@ -99,7 +99,7 @@ def _near_overlaps(
 
 
 def _bounds(things: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
-    """The bounding box of each thing, and the numbers of those that are polygons."""
+    """Return the bounding box of each object, and the numbers of those that are polygons."""
     boxes: list[Any] = [thing.get("bbox_2d") for thing in things]
     polygons = [number for number, box in enumerate(boxes) if box is None] if None in boxes else []
     for number in polygons:
@@ -108,7 +108,7 @@ def _bounds(things: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
 
 
 def _box_overlaps(boxes: list[Any], true_boxes: list[Any]) -> tuple[Index, Index, Floats]:
-    """Pairs of boxes that intersect, and their overlaps."""
+    """Return pairs of boxes that intersect, and their overlaps."""
     if _rollout is not None and (columns := _rollout.overlaps(boxes, true_boxes)) is not None:
         mine, true = (np.frombuffer(column, dtype=np.int64) for column in columns[:2])
         return mine, true, np.frombuffer(columns[2], dtype=np.float64)
@@ -133,7 +133,7 @@ def _ratio(shared: Floats, one: Floats, other: Floats, equal: Callable[[], NDArr
     union = one + other - shared
     if (union > 0).all():
         return shared / union
-    # Points and lines have no area: they overlap only if they are equal.
+    # Points and lines have no area; they overlap only if they are equal.
     return np.where(union > 0, shared / np.where(union > 0, union, 1), equal())
 
 
@@ -153,7 +153,7 @@ def _polygon_overlaps(
     corners = np.fromiter(chain.from_iterable(ring for ring, _ in rings), np.float64).reshape(-1, 2)
     shapes = shapely.polygons(shapely.linearrings(corners, indices=of_ring))
     area = shapely.area(shapes)
-    # A self-intersecting polygon has the area of the even-odd rule.
+    # The area of a self-intersecting polygon follows the even-odd rule.
     doubtful = [at for at, (_, is_simple) in enumerate(rings) if not is_simple or not area[at]]
     if doubtful:
         shapes[doubtful] = shapely.make_valid(shapes[doubtful])
@@ -164,7 +164,7 @@ def _polygon_overlaps(
 
 
 def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-    """x1, y1, x2, y2 … of the corners, and whether the sides of such a shape cannot cross: of a box or a triangle."""
+    """Return x1, y1, x2, y2 … of the corners, and whether the shape cannot intersect itself (a box or a triangle)."""
     if "poly" in thing:
         points: Sequence[int] = thing["poly"]
         return points, len(points) == 6
@@ -179,7 +179,7 @@ def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, ga
 
 
 def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
-    """The best of these pairs, in the order of the predicted objects; independent groups are assigned separately."""
+    """Return the best of these pairs, ordered by predicted object; independent groups are solved separately."""
     alone = (np.bincount(mine)[mine] == 1) & (np.bincount(true)[true] == 1)
     pairs = list(zip(mine[alone].tolist(), true[alone].tolist(), strict=True))
     if alone.all():
@@ -194,7 +194,7 @@ def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
 
 
 def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Feasible pairs in groups that share objects."""
+    """Split the feasible pairs into groups that share objects."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     of_column: dict[int, list[tuple[int, int]]] = {}
     for row, column in pairs:
@@ -209,7 +209,7 @@ def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
-    """The pairs with the largest sum; of equal sums, row by row the first column that still allows it."""
+    """Return the pairs with the largest sum; of equal sums, the first possible column for each row in order."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     for (row, column), worth in steps.items():
         of_row.setdefault(row, []).append((column, worth))
@@ -226,7 +226,7 @@ def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]
 def _first_of_all(
     of_row: Sequence[tuple[int, Sequence[tuple[int, int]]]], at: int, taken: frozenset[int]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """The best sum from row `at` on, and its pairs, by trying all assignments."""
+    """Return the best sum of the rows starting at `at`, and its pairs, by brute force."""
     if at == len(of_row):
         return 0, []
     row, options = of_row[at]
@@ -241,7 +241,7 @@ def _first_of_all(
 
 
 def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
-    """The same of a matrix, in which -1 is a pair that cannot be, by trying what the first rows may have."""
+    """Like `_first_of_all`, for a matrix in which -1 is an infeasible pair, by fixing one row after the other."""
     allowed = steps >= 0
     best, chosen = _largest_sum(steps, allowed)
     pairs = []
@@ -264,7 +264,7 @@ def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
 
 
 def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[int, int]]:
-    """The largest sum of any assignment, and the column of each row in one that has it; others add nothing."""
+    """Return the largest sum of any assignment, and the column of each row in one such assignment."""
     if not allowed.any():
         return 0, {}
     try:
@@ -278,13 +278,13 @@ def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[in
 
 
 def _identity(thing: Any) -> Any:
-    """A hashable value, equal for equal JSON: true is not 1, and the order of fields does not matter."""
+    """Return a hashable value that is equal for equal JSON: true is not 1, and the order of fields does not matter."""
     if isinstance(thing, Mapping):
         return frozenset((key, _identity(value)) for key, value in thing.items())
     return (type(thing).__name__, thing)
 
 
-# Recall and precision of answers, by a stricter rule than training uses.
+# Recall and precision of answers, with a stricter rule than in training.
 
 
 class DetectionScore(NamedTuple):
@@ -314,7 +314,7 @@ class DetectionScore(NamedTuple):
 def score_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
 ) -> DetectionScore:
-    """The score of one answer: objects are matched within each description, by overlap."""
+    """Score one answer: objects are matched within each description, by overlap."""
     correct = 0
     for desc in {thing["desc"] for thing in truth}:
         mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))

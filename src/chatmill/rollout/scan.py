@@ -1,11 +1,11 @@
-"""Scan: the entries of the JSON object that a rollout wrote, in one pass over its bytes.
+"""Scan the entries of the JSON object in a rollout, in one pass over its bytes.
 
     {"object_1": {"desc": "cat", …}, "note": 3, "object_2": {"desc": "do
      entry 0, complete               entry 1    entry 2, incomplete
 
-Each token is decoded to bytes by itself, so a character may be split over tokens. The root object itself is parsed
-strictly: where it stops being JSON, the scan ends. Inside the body of an entry only strings and braces count, so
-that any other fault there, such as a bracket that never closes, affects that entry alone.
+Each token is decoded to bytes separately, so a character may be split over tokens. The root object itself is parsed
+strictly: the scan ends where it is no longer valid JSON. Inside the body of an entry only strings and braces matter,
+so any other fault there, such as an unclosed bracket, affects only that entry.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ except ImportError:  # pragma: no cover
 
 STOP_TEXTS = ("<|im_end|>",)
 
-# A string, its closing quote if it has one, and the colon that makes it a key; or a bracket of either kind.
+# A string with its closing quote if any, and the colon that makes it a key; or a bracket of either kind.
 _LEXEME = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+\\?)("?)([ \t\n\r]*+:)?|[{}\[\]]', re.DOTALL)
 # Everything up to the next brace outside of strings.
 _TO_BRACE = re.compile(rb'[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+', re.DOTALL)
 _SCALAR = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _WORD = re.compile(rb"[-+.0-9A-Za-z]*+")
 _SPACE = re.compile(rb"[ \t\n\r]*+")
-# Python refuses to convert numbers with many more digits; such a key is not numbered.
+# Python refuses to convert numbers with many more digits; such a key has no number.
 _NUMBERED = re.compile(r"object_([0-9]{1,4000})", re.ASCII)
 _COORDINATE = {token.encode(): k for token, k in COORDINATE.items()}
-# An entry exactly as a box is written, in printable ASCII: its number, its description and its four coordinates.
+# An entry exactly as boxes are written, in printable ASCII: its number, description and four coordinates.
 _BOX = re.compile(
     rb'"(object_([0-9]{1,9}))": \{"desc": "([ !#-\[\]-~]+)", "bbox_2d": \['
     + b", ".join([rb'"<\|coord_(0|[1-9][0-9]{0,2})\|>"'] * 4)
@@ -47,7 +47,7 @@ _BOX = re.compile(
 _COORD_TEXT = len("<|coord_")
 
 Box = tuple[str, int, int, int, int, int, bool, bool, tuple[str, list[int], list[int]]]
-"""What a `ParsedEntry` has."""
+"""The fields of a `ParsedEntry`."""
 Ended = Literal["closed", "open", "fault", "no_root"]
 
 
@@ -58,12 +58,12 @@ class ParsedEntry(NamedTuple):
     number: int | None
     """n, if the key is object_{n}."""
     largest: int
-    """The largest n of all such keys in the entry, including nested ones; -1 for none."""
+    """The largest n of all such keys in the entry, including nested ones; -1 if there are none."""
     start: int
     value_start: int
     stop: int
     is_object: bool
-    """The value starts as an object."""
+    """Whether the value starts as an object."""
     complete: bool
     box: tuple[str, list[int], list[int]] | None = None
     """The description, the coordinates and their byte offsets, if the entry is written exactly as boxes are."""
@@ -74,17 +74,17 @@ class Scan:
     """The entries of a rollout."""
 
     data: bytes
-    """The bytes of the tokens before the stop."""
+    """The bytes of the tokens before the stop token or text."""
     token_start: Index
-    """The byte offset of each token, and of the end."""
+    """The byte offset of each token, followed by that of the end."""
     root: int
-    """The byte offset of the root's opening brace; -1 if there is no root object."""
+    """The byte offset of the opening brace of the root; -1 if there is no root object."""
     entries: tuple[ParsedEntry, ...]
     ended: Ended
-    """How the scan ended: the root closed, was still open at the end, was not JSON, or is missing."""
+    """How the scan ended: the root was closed, was still open at the end, was not JSON, or is missing."""
 
     def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
-        """The k of every coordinate in an array of the entry, and its byte offset."""
+        """Return the k of every coordinate in an array of the entry, and its byte offset."""
         if entry.box is not None:
             return entry.box[1:]
         starts: list[int] = []
@@ -100,12 +100,12 @@ class Scan:
         return places, starts
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of tokens that hold a range of bytes."""
+        """Return the range of tokens that contain a range of bytes."""
         first = int(np.searchsorted(self.token_start, start, side="right")) - 1
         return first, max(first, int(np.searchsorted(self.token_start, stop, side="left")))
 
     def characters(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of characters of a range of bytes; invalid UTF-8 counts as its replacement."""
+        """Return the range of characters for a range of bytes; invalid UTF-8 counts as its replacement."""
         first = len(self.data[:start].decode("utf-8", "replace"))
         return first, first + len(self.data[start:stop].decode("utf-8", "replace"))
 
@@ -117,9 +117,9 @@ def scan_rollout(
     stop_ids: Collection[int] = (),
     stop_texts: Sequence[str] = STOP_TEXTS,
 ) -> Scan:
-    """The entries of the JSON object that a rollout starts with, after whitespace.
+    """Scan the entries of the JSON object at the start of a rollout, after whitespace.
 
-    The rollout ends at a stop token, at a stop text, even inside a string, and at an id outside the vocabulary.
+    The rollout ends at a stop token, at a stop text (even inside a string), or at an id outside of the vocabulary.
     """
     before_stop = id_array(ids)
     for id in stop_ids:
@@ -138,7 +138,7 @@ def scan_rollout(
 
 
 def number_of(key: str) -> int | None:
-    """n of a key object_{n}; None for any other."""
+    """Return n of a key object_{n}; None for any other key."""
     match = _NUMBERED.fullmatch(key)
     return None if match is None else int(match[1])
 
@@ -151,7 +151,7 @@ JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
 def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
-    """Parse standard JSON: UTF-8, no NaN; `ValueError` for anything else."""
+    """Parse standard JSON: UTF-8, without NaN; raise `ValueError` for anything else."""
     try:
         return decoder.decode(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
@@ -159,20 +159,20 @@ def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
 
 
 def _space(data: bytes, at: int) -> int:
-    """The first offset from `at` on that is no whitespace."""
+    """Return the first offset, starting at `at`, that is not whitespace."""
     match = _SPACE.match(data, at)
     return match.end() if match else at
 
 
 class _EndError(Exception):
-    """The scan stops: the tokens end here, or this is no JSON."""
+    """The scan stops, because the tokens end or the text is not JSON."""
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
 
 
 def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
-    """Entries after the opening brace, and how the scan ended."""
+    """Return the entries after the opening brace, and how the scan ended."""
     entries: list[ParsedEntry] = []
     start = _space(data, at)
     if data[start : start + 1] == b"}":
@@ -195,7 +195,7 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
 
 
 def _boxes(data: bytes, at: int) -> list[Box]:
-    """The entries from here on that are written exactly as boxes are, with a comma and a space between them."""
+    """Return the entries from this offset that are written exactly as boxes are, separated by a comma and a space."""
     if _rollout is not None:
         return _rollout.boxes(data, at)
     boxes: list[Box] = []
@@ -212,7 +212,7 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """The entry that starts here, if there is a quote, and how the scan ended if it does not go on after it."""
+    """Return the entry at this offset, if it starts with a quote, and how the scan ended if it cannot continue."""
     key, value = "", start
     try:
         key, value = _key(data, start)
@@ -232,7 +232,7 @@ def _at_end(data: bytes, at: int) -> Ended:
 
 
 def _key(data: bytes, at: int) -> tuple[str, int]:
-    """The key that starts here, and where its value starts."""
+    """Return the key that starts here, and where its value starts."""
     match = _LEXEME.match(data, at)
     if match is None or match[1] is None:
         raise _EndError(_at_end(data, at))
@@ -246,7 +246,7 @@ def _key(data: bytes, at: int) -> tuple[str, int]:
 
 
 def _value(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Where the value that starts here stops, whether it is an object, and the largest n of its keys object_{n}."""
+    """Return the end of the value that starts here, whether it is an object, and the largest n of keys object_{n}."""
     first = data[at : at + 1]
     if first == b"{":
         return _body(data, at)
@@ -267,7 +267,7 @@ def _value(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _body(data: bytes, at: int) -> tuple[int, bool, int]:
-    """An object, up to where its braces balance, whatever is between them."""
+    """Parse an object up to where its braces balance, whatever is between them."""
     depth, stop = 0, at
     while True:
         match = _TO_BRACE.match(data, stop)
@@ -280,18 +280,18 @@ def _body(data: bytes, at: int) -> tuple[int, bool, int]:
             if not depth:
                 return stop, True, _largest(data, at, stop)
         else:
-            # The end, or a quote that never closes.
+            # The end, or an unclosed quote.
             raise _EndError("open")
 
 
 def _array(data: bytes, at: int) -> tuple[int, bool, int]:
-    """An array, which must be valid JSON, so that the root stays parseable."""
+    """Parse an array, which must be valid JSON, so that the root stays parseable."""
     stack: list[int] = []
     for match in _LEXEME.finditer(data, at):
         if match[1] is None:
             what = data[match.start()]
             if what in b"{[":
-                stack.append(what + 2)  # The code of the bracket that closes it.
+                stack.append(what + 2)  # the code of the closing bracket
             elif stack.pop() != what:
                 raise _EndError("fault")
             if not stack:
@@ -306,8 +306,8 @@ def _array(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _largest(data: bytes, start: int, stop: int) -> int:
-    """The largest n of all keys object_{n} in a value; -1 for none."""
-    # A quick check: most values hold no such key.
+    """Return the largest n of all keys object_{n} in a value; -1 if there are none."""
+    # Fast path: most values do not contain such a key.
     if data.find(b"object_", start, stop) < 0 and data.find(b"\\", start, stop) < 0:
         return -1
     keys = [match[1] for match in _LEXEME.finditer(data, start, stop) if match[3]]
@@ -315,7 +315,7 @@ def _largest(data: bytes, start: int, stop: int) -> int:
 
 
 def _string(raw: bytes) -> str | None:
-    """The value of a JSON string, given the bytes between its quotes; None if it is invalid."""
+    """Return the value of a JSON string from the bytes between its quotes; None if it is invalid."""
     try:
         text = raw.decode()
         # Fast path for strings without escapes or control characters.

@@ -1,4 +1,4 @@
-"""Schema: what an entry of an answer must be, how it is parsed, written, and matched to the truth.
+"""Schemas: the form of an entry in an answer, and how it is parsed, written, and matched to the ground truth.
 
     "object_3": {"desc": "black cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}
 
@@ -23,32 +23,32 @@ Object = dict[str, Any]
 STRUCTURE, VALUE = int(Part.STRUCTURE), int(Part.VALUE)
 KEYS = {"desc", "bbox_2d", "poly"}
 PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}}
-"""Coordinates of true objects: tokens, or their numbers."""
+"""Coordinates of true objects, as tokens or numbers."""
 
 
 class TextPart(NamedTuple):
-    """A piece of text, and what it is."""
+    """A piece of text and its part."""
 
     text: str
     part: int
-    """A `Part`, as a number: these are hashed a lot."""
+    """A `Part` as an integer, for fast hashing."""
 
 
 NO_TEXT = TextPart("", STRUCTURE)
 
 
 class EntryText(NamedTuple):
-    """The body of an entry: text, then coordinates, each one token, with separators between them, then more text."""
+    """The body of an entry: text, then coordinates (one token each) with separators between them, then more text."""
 
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()
     separators: tuple[str, ...] = ()
-    """Between the coordinates, in turn."""
+    """Texts between the coordinates, used cyclically."""
     tail: TextPart = NO_TEXT
 
 
 class UnfitError(Exception):
-    """An entry that does not fit the schema, with the reason it is counted under."""
+    """An entry does not fit the schema; `reason` is the name it is counted under."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -56,19 +56,19 @@ class UnfitError(Exception):
 
 
 class Schema(Protocol):
-    """What entries are: how they are read, checked, written and matched."""
+    """The form of entries: how they are parsed, checked, written and matched."""
 
     @property
     def uses_coordinates(self) -> bool: ...
 
     def read(self, body: Object) -> Object:
-        """The object of an entry; `UnfitError` if it is none."""
+        """Return the object of an entry; raise `UnfitError` if it is not valid."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """A true object as it will be written; `DataError` if it does not fit."""
+        """Return a true object in the form in which it is written; raise `DataError` if it does not fit the schema."""
 
     def write(self, thing: Object) -> EntryText:
-        """The body of an entry."""
+        """Return the body of an entry."""
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
 
@@ -91,7 +91,7 @@ BODY = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=JSON.par
 
 
 def read_body(body: bytes, schema: Schema) -> Object:
-    """The object in the body of an entry; `UnfitError` with the reason if there is none."""
+    """Parse the object in the body of an entry; raise `UnfitError` with the reason if it is not valid."""
     try:
         parsed = parse_json(body, BODY)
     except ValueError:
@@ -101,17 +101,17 @@ def read_body(body: bytes, schema: Schema) -> Object:
 
 @dataclass(frozen=True)
 class Detection:
-    """Things with a description and a box or a polygon, in coordinates from 0 to 999; matched by overlap."""
+    """Objects with a description and a box or a polygon, with coordinates from 0 to 999; matched by overlap."""
 
     gate: float = GATE
-    """Pairs that overlap less are never matched."""
+    """Pairs with a smaller overlap are never matched."""
     uses_coordinates = True
 
     def read(self, body: Object) -> Object:
         return self._read(body, COORDINATE)
 
     def read_box(self, desc: str, box: list[int]) -> Object:
-        """The same of an entry that is written as boxes are."""
+        """Like `read`, for an entry that is written exactly as boxes are."""
         if not desc.strip():
             raise UnfitError("desc")
         if box[0] > box[2] or box[1] > box[3]:
@@ -131,7 +131,7 @@ class Detection:
         return {"desc": desc, "bbox_2d": _box(body["bbox_2d"], places)}
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Coordinates of a true object may be numbers or tokens."""
+        """Check a true object; its coordinates may be numbers or tokens."""
         if type(thing) is dict and len(thing) == len(BOX_KEYS) and thing.keys() == BOX_KEYS:
             desc, box = thing["desc"], thing["bbox_2d"]
             if type(desc) is str and type(box) is list and len(box) == 4 and desc.strip():
@@ -155,12 +155,12 @@ class Detection:
 
 
 _WORDS = {
-    "other_key": "it has a key that objects have not",
-    "desc": "its desc is no text, or blank",
-    "geometry": "it has no geometry, or two",
-    "coordinate": "a coordinate is not a whole number from 0 to 999",
-    "length": "it has not the right number of coordinates",
-    "reversed": "the box ends before it begins",
+    "other_key": "it has an unknown key",
+    "desc": "its desc is not a string, or is blank",
+    "geometry": "it has no geometry or two",
+    "coordinate": "a coordinate is not an integer from 0 to 999",
+    "length": "it has the wrong number of coordinates",
+    "reversed": "the box ends before it starts",
 }
 
 
@@ -174,7 +174,7 @@ def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """x1, y1, x2, y2 … of a polygon, given flat or as pairs."""
+    """Return x1, y1, x2, y2 … of a polygon, given flat or as pairs."""
     if isinstance(items, list | tuple) and items and all(isinstance(item, list | tuple) for item in items):
         if any(len(item) != 2 for item in items):
             raise UnfitError("length")
@@ -186,7 +186,7 @@ def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """The k of each coordinate of a list."""
+    """Return the k of each coordinate in a list."""
     if not isinstance(items, list | tuple):
         raise UnfitError("coordinate")
     numbers = [places.get(item, -1) if type(item) in (str, int) else -1 for item in items]
@@ -197,14 +197,16 @@ def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Fields:
-    """Entries that all have the same fields, each a text, a number, true, false or null; matched if all are equal."""
+    """Entries with fixed fields, each a string, a number, true, false or null; matched if all are equal."""
 
     names: tuple[str, ...]
     uses_coordinates = False
 
     def __post_init__(self) -> None:
         if not self.names or len(set(self.names)) < len(self.names):
-            raise UsageError(f"fields {', '.join(self.names) or '(none)'}; give at least one, and none twice")
+            raise UsageError(
+                f"fields are {', '.join(self.names) or '(none)'}; expected at least one, without duplicates"
+            )
 
     def read(self, body: Object) -> Object:
         if any(key not in self.names for key in body):
@@ -216,7 +218,7 @@ class Fields:
         return {name: body[name] for name in self.names}
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        right = f"expected the fields {', '.join(self.names)}, each a text, a number, true, false or null"
+        right = f"expected the fields {', '.join(self.names)}, each a string, a number, true, false or null"
         try:
             json.dumps(thing, allow_nan=False)
             return self.read(dict(thing))
@@ -243,12 +245,12 @@ class Fields:
 
 @lru_cache(CACHED)
 def _head(desc: str, geometry: TextPart) -> tuple[TextPart, ...]:
-    """What stands before the coordinates."""
+    """Return the text before the coordinates."""
     return DESC, TextPart(_inside(desc), VALUE), geometry
 
 
 def _inside(text: str) -> str:
-    """A JSON string without its quotes; non-ASCII characters are not escaped."""
+    """Return a JSON string without its quotes; non-ASCII characters are not escaped."""
     if text.isprintable() and '"' not in text and "\\" not in text:
         return text
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,4 +1,4 @@
-"""Requests to OpenAI-compatible servers: a JSON body out, one answer back, as JSON or as a stream of events."""
+"""Requests to OpenAI-compatible servers: send a JSON body, receive one answer as JSON or as an event stream."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import numpy as np
 from chatmill.errors import DataError, UsageError, one_line
 
 RETRIED = {408, 429, 500, 502, 503, 504}
-"""HTTP status codes after which a request is sent again."""
+"""HTTP status codes after which a request is retried."""
 REJECTED = {400, 404, 405, 422}
-"""HTTP status codes of a server that does not know the path or a field of a request."""
+"""HTTP status codes of a server that does not support the path or a field of a request."""
 MAX_REPLY_BYTES = 64 << 20
-"""A longer reply is refused."""
+"""Maximum size of a reply."""
 READ_BYTES = 1 << 16
 
 
 @dataclass
 class ServerAnswer:
-    """The first choice of a reply, and what the server counted."""
+    """The first choice of a reply, and the token counts of the server."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -36,17 +36,17 @@ class ServerAnswer:
     finish_reason: str | None = None
     has_text: bool = False
     parsed: str = ""
-    """The field into which the server moved a part of the answer: reasoning or tool calls."""
+    """The field into which the server moved part of the answer: reasoning or tool calls."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Server:
-    """Sends requests to one model of a server, several at a time, and retries after temporary failures."""
+    """Sends requests for one model to a server, several concurrently, and retries temporary failures."""
 
     url: str
-    """The base URL with the version, as in http://localhost:8000/v1."""
+    """The base URL including the version, such as http://localhost:8000/v1."""
     model: str
     max_tokens: int
     temperature: float = 0.0
@@ -54,20 +54,20 @@ class Server:
     seed: int = 0
     concurrency: int = 16
     timeout: float = 600.0
-    """Seconds for one answer."""
+    """Maximum seconds for one answer."""
     attempts: int = 4
     pause: float = 0.5
-    """Seconds before the second attempt; each later pause is twice as long."""
+    """Seconds before the second attempt; the pause doubles each time."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Sent with every request, such as Authorization. Their values are removed from error messages."""
+    """Headers of every request, such as Authorization. Their values are removed from error messages."""
     advice: ClassVar[str] = ""
-    """What to try when the server rejects a request."""
+    """Hint for the case that the server rejects a request."""
 
     def __post_init__(self) -> None:
         check_server_url(self.url)
 
     def sampled(self, step: int, row: int) -> dict[str, Any]:
-        """The fields that all requests have; the seed depends on (seed, step, row) alone."""
+        """Return the fields that all requests have in common; the seed depends only on (seed, step, row)."""
         return {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -77,7 +77,7 @@ class Server:
         }
 
     def answers(self, bodies: Sequence[Mapping[str, Any]], path: str) -> list[ServerAnswer]:
-        """The answer to each request, in their order."""
+        """Return the answer to each request, in order."""
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(bodies)))) as pool:
             futures = [pool.submit(self._post, path, body) for body in bodies]
             try:
@@ -88,7 +88,7 @@ class Server:
                 raise
 
     def fault(self, what: str, right: str) -> DataError:
-        """The error of a server: one line, without the values of headers."""
+        """Return the error of a server: one line, without the values of headers."""
         message = f"{self.url}: {what}; {right}"
         for value in self.headers.values():
             for secret in (value, value.removeprefix("Bearer ")):
@@ -102,7 +102,7 @@ class Server:
             headers={"Content-Type": "application/json", **self.headers},
         )
         for attempt in range(1, self.attempts + 1):
-            right = f"check the server, and that it serves {one_line(self.model)}"
+            right = f"check that the server runs and serves {one_line(self.model)}"
             try:
                 return read_answer(self._read(request))
             except urllib.error.HTTPError as error:
@@ -122,7 +122,7 @@ class Server:
         return f"; {self.advice}" if self.advice else ""
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        """The body of a reply. `timeout` holds for all of it, not only for the time between two reads."""
+        """Read the body of a reply. `timeout` applies to the whole reply, not only to the time between two reads."""
         deadline = time.monotonic() + self.timeout
         data = bytearray()
         with _OPENER.open(request, timeout=self.timeout) as response:
@@ -138,16 +138,18 @@ class Server:
 
 
 def check_server_url(url: str) -> None:
-    """Raise `UsageError` for what is no base URL of a server, or would store a password with the run."""
+    """Raise `UsageError` if this is not the base URL of a server, or contains a password, which would be stored."""
     try:
         parts = urlsplit(url)
     except ValueError:
         parts = urlsplit("")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         what = "the URL of the server has a user, a password or a query, which would be stored with the run"
-        raise UsageError(f"{what}; give a URL without, and name the variable that holds the key as server_key_env")
+        raise UsageError(
+            f"{what}; use a URL without them, and set server_key_env to the variable that contains the key"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f'"{one_line(url)}" is no server; expected http://… or https://…')
+        raise UsageError(f'"{one_line(url)}" is not a server URL; expected http://… or https://…')
 
 
 def _start_of(error: urllib.error.HTTPError) -> str:
@@ -159,15 +161,15 @@ def _start_of(error: urllib.error.HTTPError) -> str:
 
 
 class _ReplyError(Exception):
-    """A reply that is no completion."""
+    """A reply is not a completion."""
 
 
 class _CutError(Exception):
-    """A stream that ends before its answer does."""
+    """A stream ended before its answer was complete."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: it would turn the POST into a GET and carry the key to another host."""
+    """Refuse redirects: they would turn the POST into a GET and send the key to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -177,14 +179,14 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def read_answer(data: bytes) -> ServerAnswer:
-    """The answer in a reply, which is one JSON object, or a stream of them of which each has the next part.
+    """Parse the answer in a reply, which is one JSON object, or a stream of objects with one part each.
 
     Chat completions have their text in `message` or `delta`, others in the choice itself.
     """
     start = data.lstrip()
     streamed = start.startswith((b"data:", b"event:", b":"))
     parts = [_object(part) for part in (_events(start) if streamed else [start])]
-    # A stream may end without a part that has text; a whole reply has one, which may be empty.
+    # A stream may end without a part that has text; a single reply has text, which may be empty.
     answer, has_choice = ServerAnswer(has_text=streamed), False
     for part in parts:
         if part.get("error") is not None:
@@ -199,7 +201,7 @@ def read_answer(data: bytes) -> ServerAnswer:
         has_choice = True
         _add_choice(answer, choices[0], part)
     if streamed and answer.finish_reason is None:
-        raise _CutError("the stream ended before the answer did")
+        raise _CutError("the stream ended before the answer was complete")
     if not has_choice:
         raise _ReplyError("the reply has no choices")
     return answer
@@ -222,9 +224,9 @@ def _add_choice(answer: ServerAnswer, choice: dict[str, Any], part: dict[str, An
 
 
 def _events(data: bytes) -> list[bytes]:
-    """The data of complete server-sent events, up to [DONE]; an empty line ends each.
+    """Return the data of complete server-sent events up to [DONE]; an empty line ends each event.
 
-    Only line feeds end a line: JSON may hold other line breaks.
+    Only line feeds end a line, because JSON may contain other line breaks.
     """
     events: list[bytes] = []
     for block in data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
@@ -242,7 +244,7 @@ def _object(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise _ReplyError("the server returned no JSON object")
+        raise _ReplyError("the server did not return a JSON object")
     return value
 
 

@@ -1,10 +1,10 @@
-"""Target: one answer to train on, from what the model wrote and what it missed.
+"""Targets: one answer to train on, from what the model generated and what it missed.
 
     rollout  {"object_1": {…cat…}, "object_2": {…dog…}, "object_3": {"desc": "b
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
-             kept: context, but matched coordinates    appended: trained
+             kept: context, except matched coordinates  appended: trained
 
-No token before the cut is changed. A token that the cut falls into is replaced by a shorter one.
+No token before the cut is changed. A token that the cut splits is replaced by a shorter one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chatmill.rows import Index, Part, Rows
 from chatmill.tokenizer import Tokenizer
 
 ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
-"""Numbers stay text, so that their length does not matter."""
+"""Keeps numbers as text, so that their length does not matter."""
 NO_SLOTS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
@@ -38,39 +38,39 @@ class Target:
     """An answer to train on, and how it was made."""
 
     ids: list[int]
-    """The kept prefix, what was appended, and EOS."""
+    """The kept prefix, the appended tokens, and EOS."""
     prefix_ids: list[int]
-    """The tokens that are kept, or stand for one that the cut went through."""
+    """The tokens that were kept, including those that replace a token that was cut."""
     prefix_text: str
-    """The text up to the cut; with the borders `canonical` and `joined` its end may follow after `prefix_ids`."""
+    """The text up to the cut; with the borders `canonical` and `joined`, its end may follow after `prefix_ids`."""
     appended_text: str
     start_index: int
     """n of the first appended key object_{n}."""
     valid_objects: list[Object]
-    """The objects that the rollout named, in its order."""
+    """The valid objects in the rollout, in order."""
     dropped: dict[str, int]
-    """Entries of the rollout that are no valid object, by reason."""
+    """Entries of the rollout that are not valid objects, by reason."""
     matched: tuple[tuple[int, int], ...]
     """Numbers of (valid object, true object)."""
     missed: tuple[int, ...]
     """Numbers of the true objects that were appended."""
     truncated: bool
-    """The tokens of the rollout ended before its answer did."""
+    """Whether the tokens of the rollout ended before its answer was complete."""
     fallback: str | None
-    """Why nothing of the rollout was kept, if so: empty, no_brace, array_root, text_before or no_cut."""
+    """Why nothing of the rollout was kept (empty, no_brace, array_root, text_before or no_cut), or None."""
     target_is_json: bool
     kept: int
-    """Tokens of the rollout that were kept unchanged."""
+    """Number of rollout tokens that were kept unchanged."""
     slots: int
-    """Coordinates of the rollout that are trained toward a true value."""
+    """Number of rollout coordinates that are trained toward a true value."""
     gated: int
-    """Pairs of a predicted and a true object that overlap too little to be matched."""
+    """Number of pairs of a predicted and a true object with too little overlap to be matched."""
     rows: Rows = field(repr=False)
-    """The one row, without a prompt."""
+    """The target as one row, without a prompt."""
 
     @property
     def false_positives(self) -> tuple[int, ...]:
-        """Numbers of the valid objects that match none of the true ones."""
+        """Numbers of the valid objects that do not match a true one."""
         matched = {number for number, _ in self.matched}
         return tuple(number for number in range(len(self.valid_objects)) if number not in matched)
 
@@ -89,14 +89,13 @@ def build_target(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Target:
-    """The target of one rollout and the true objects it should have named.
+    """Build the target of one rollout from the true objects that it should contain.
 
-    `eos_id` is the end of turn of the format that the tokenizer was opened for, unless given; `stop_ids` are that
-    one, unless given. Without `train_values` the texts of appended entries are context. With `train_cut` the tokens
-    at the end of the prefix that are not the rollout's own, which stand for one that the cut went through or for
-    all of it, are trained as structure. `border` says how tokens are chosen where the append begins, and `weights`
-    how much each kind of token counts in the loss. Whatever the rollout is, nothing is raised for it; a true object
-    that does not fit the schema is a `DataError`.
+    `eos_id` defaults to the end-of-turn token of the format that the tokenizer was opened for, and `stop_ids` to that
+    token. Without `train_values`, the texts of appended entries are context. With `train_cut`, tokens at the end of the
+    prefix that replace a token that was cut, or the whole prefix, are trained as structure. `border` sets how tokens
+    are chosen at the start of the appended text, and `weights` the loss weight of each kind of token. No rollout raises
+    an error; a true object that does not fit the schema raises `DataError`.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -161,7 +160,7 @@ def build_answer(
     eos_id: int | None = None,
     train_values: bool = True,
 ) -> Rows:
-    """The whole answer that names these objects, trained from its first brace on: what SFT teaches before rollouts."""
+    """Build the whole answer with these objects, trained from its first brace: the SFT target before rollouts."""
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     answer = encode_answer(truth, schema, vocabulary)
@@ -172,23 +171,23 @@ def build_answer(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
-    """The id that ends an answer, where the format that the tokenizer was opened for names it `eot`."""
+    """Return the id that ends an answer: the control token `eot` of the format that the tokenizer was opened for."""
     ids = tokenizer.special_token_ids()
     if "eot" not in ids:
-        raise UsageError(f"{tokenizer.name}: was not opened with an end of turn (eot); give eos_id")
+        raise UsageError(f"{tokenizer.name}: was opened without an end-of-turn token (eot); pass eos_id")
     return int(ids["eot"])
 
 
-# Where the rollout is cut, and the objects in it.
+# The cut of the rollout, and the objects in it.
 
 Border = Literal["shorter", "canonical", "joined", "masked"]
-"""How the tokens around the cut are chosen, where tokenizers fuse the end of the prefix with what follows it.
+"""How the tokens around the cut are chosen, because tokenizers may merge the end of the prefix with what follows.
 
-    shorter    what is appended is encoded by itself; a token that the cut falls into becomes a shorter one
+    shorter    the appended text is encoded separately; a token that the cut splits is replaced by a shorter one
     masked     the same, and the first appended token is not trained
-    joined     what is appended is encoded together with the last token of the prefix
-    canonical  the prefix is cut back to the last border of its tokens at which the tokenizer itself, given the whole
-               text, would have one, and its tokens follow from there
+    joined     the appended text is encoded together with the last token of the prefix
+    canonical  the prefix is cut back to the last token border that the tokenizer also has in the whole text,
+               and the tokens of the whole text follow from there
 """
 
 
@@ -197,14 +196,14 @@ class _KeptPrefix(NamedTuple):
     """The prefix."""
     text: bytes
     kept: int
-    """How many of them are the rollout's own."""
+    """Number of ids that are unchanged rollout tokens."""
     entries: tuple[ParsedEntry, ...]
-    """Those in the prefix."""
+    """The entries in the prefix."""
     fallback: str | None
 
 
 def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
-    """The prefix up to the last complete object, or to the opening brace; `{` alone if there can be none."""
+    """Return the prefix up to the last complete object, or to the opening brace; `{` alone if nothing can be kept."""
     if scan.root < 0:
         return _nothing_kept(vocabulary, _why_no_root(scan.data))
     count = next((number for number in range(len(scan.entries), 0, -1) if _is_object(scan.entries[number - 1])), 0)
@@ -212,7 +211,7 @@ def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
     stop = int(np.searchsorted(scan.token_start, end, side="left"))
     prefix = ids[:stop]
     if scan.token_start[stop] > end:
-        # The cut falls inside a token, which is the only one that is written anew.
+        # The cut splits a token, which is the only one that is replaced.
         stop -= 1
         shorter = vocabulary.cut(scan.data[scan.token_start[stop] : end])
         if shorter is None:
@@ -237,14 +236,14 @@ def _joined(
     encode: Callable[..., Appended],
     vocabulary: Vocabulary,
 ) -> tuple[Index, int, Appended]:
-    """The tokens of the prefix, how many of them are the rollout's own, and what is appended to them."""
+    """Return the tokens of the prefix, the number of unchanged rollout tokens, and the appended tokens."""
     if border in ("shorter", "masked") or cut.fallback is not None:
         appended = encode()
         if border == "masked":
             appended = appended._replace(parts=bytes([Part.PREFIX]) + appended.parts[1:])
         return cut.ids, cut.kept, appended
     end, starts = len(cut.text), scan.token_start
-    # Tokens up to the last control token are never fused with text.
+    # Tokens up to the last control token are never merged with text.
     last = int(np.searchsorted(starts, end, side="left"))
     control = (at + 1 for at in range(last - 1, -1, -1) if vocabulary.is_control(int(ids[at])))
     first = max(next(control, 0), last - 1 if border == "joined" else 0)
@@ -270,7 +269,7 @@ def _why_no_root(data: bytes) -> str:
 
 
 def _read(scan: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntry], list[Object], dict[str, int]]:
-    """The entries that are valid objects, those objects, and how many others there are for which reason."""
+    """Return the entries that are valid objects, those objects, and the number of other entries by reason."""
     entries: list[ParsedEntry] = []
     valid: list[Object] = []
     dropped: Counter[str] = Counter()
@@ -321,9 +320,9 @@ def _slots(
     truth: Sequence[Object],
     vocabulary: Vocabulary,
 ) -> tuple[Index, Index]:
-    """The places of slots among the kept tokens, and the id that each is trained toward.
+    """Return the positions of slots among the kept tokens, and the target id of each.
 
-    A slot is one token, the coordinate's own, in an object whose geometry has as many points of the same kind as
+    A slot is a single token, the coordinate itself, in an object whose geometry has as many points of the same kind as
     the true one.
     """
     starts: list[int] = []
@@ -347,9 +346,9 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """The coordinates of the true object in the order of the found one's; None where they do not correspond.
+    """Return the true coordinates in the order of the predicted ones; None if they do not correspond.
 
-    The corners of a polygon may begin anywhere and go round either way: the nearest order counts.
+    The corners of a polygon may start anywhere and go in either direction: the nearest order is used.
     """
     if "bbox_2d" in thing and "bbox_2d" in true:
         box: list[int] = true["bbox_2d"]
@@ -367,9 +366,9 @@ def _aligned(thing: Object, true: Object) -> list[int] | None:
 def _closing(
     scan: Scan, cut: _KeptPrefix, matching: Matching, entries: Sequence[ParsedEntry], vocabulary: Vocabulary
 ) -> tuple[int, int] | None:
-    """The token with which the rollout goes on after all true objects, and the id that closes the answer instead.
+    """Return the token with which the rollout continues after all true objects, and the id that closes the answer.
 
-    None if an object was missed, if nothing follows the last matched one, or if no single token says the end.
+    None if an object was missed, if nothing follows the last matched one, or if no single token closes the answer.
     """
     if cut.fallback is not None or matching.missed:
         return None

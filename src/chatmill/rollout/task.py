@@ -1,4 +1,4 @@
-"""Task: conversations that ask for objects, and rows of prompts, targets and true answers."""
+"""Tasks: conversations that ask for objects, and rows of prompts, targets and true answers."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def open_task(
     gate: float = GATE,
     add_tokens: bool = False,
 ) -> Task:
-    """A task whose entries have these fields, or, without them, a description and a box or polygon.
+    """Open a task whose entries have these fields or, by default, a description and a box or polygon.
 
-    The default format is the chat template of the tokenizer's folder if it has one, else chatml. A folder whose
-    tokenizer lacks the coordinate tokens, which boxes and polygons need, is refused: its model has none for them.
+    The default format is the chat template in the tokenizer's folder if it has one, else chatml. A folder whose
+    tokenizer lacks the coordinate tokens, which boxes and polygons require, is refused, because its model has none.
     """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     if (name := resolve_format(format, tokenizer)) == TEMPLATE:
@@ -69,7 +69,7 @@ def open_task(
 
 
 def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
-    """The prompt of each record, with the record's key as its origin."""
+    """Return the prompt of each record, with the record's key as its origin."""
     prompts = prompt_rows([truth.record for truth in truths], task.renderer)
     keys = b"".join(record_key(truth.record) for truth in truths)
     prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
@@ -77,17 +77,17 @@ def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
 
 
 def prompt_lists(prompts: Rows) -> list[list[int]]:
-    """The ids of each prompt, as generators take them."""
+    """Return the ids of each prompt as lists, for generators."""
     return [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
 
 
-# Prompts as rows: the same ids in generation and in training.
+# Prompts as rows, with the same ids in generation and training.
 
 
 def prompt_rows(records: Sequence[Record], renderer: TurnRenderer | TemplateRenderer) -> Rows:
-    """One row a record: its messages and the header of the answer, all of it context.
+    """Return one row per record: its messages and the generation prompt, all of it context.
 
-    The ids of a row are what `Renderer.prompt_ids` gives for its record.
+    The ids of a row equal `Renderer.prompt_ids` of its record.
     """
     if isinstance(renderer, TurnRenderer):
         rows = _turn_prompts(records, renderer)
@@ -112,7 +112,7 @@ def _turn_prompts(records: Sequence[Record], renderer: TurnRenderer) -> Rows:
 
 
 def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
-    """Rows of two pieces, (rows, 2), each with the origin of the row of the same number."""
+    """Plan rows of two pieces, (rows, 2), each with the origin of the row with the same number."""
     numbers = np.arange(len(start) + 1, dtype=np.int64)
     return GatherPlan(
         start=start.ravel(), stop=stop.ravel(), first_piece=2 * numbers, origin=numbers[:-1], first_segment=numbers
@@ -120,9 +120,9 @@ def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
-    """Each prompt followed by its answer, as one conversation with the origin of the prompt."""
+    """Concatenate each prompt and its answer to one conversation with the origin of the prompt."""
     if len(prompts) != len(answers):
-        raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer a prompt")
+        raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer per prompt")
     source = concat([prompts, *answers])
     count = len(prompts)
     both = np.stack([np.arange(count), np.arange(count) + count], axis=1)
@@ -137,18 +137,18 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
 def check_prompts(
     rows: Rows, prompts: Sequence[Sequence[int]], where: Callable[[int], str] = lambda row: f"row {row}"
 ) -> None:
-    """Raise unless every row starts with the prompt it was generated from and trains none of it."""
+    """Raise `DataError` unless every row starts with the prompt it was generated from, without training any of it."""
     mask = rows.mask()
     for row, (start, prompt) in enumerate(zip(rows.row_start[:-1].tolist(), prompts, strict=True)):
         stop = start + len(prompt)
         if rows.ids[start:stop].tolist() != list(prompt):
             raise DataError(
-                f"{where(row)}: training would use another prompt than generation did; "
-                "use the format, the tokenizer and the messages that it was generated with"
+                f"{where(row)}: the prompt for training differs from the one for generation; "
+                "use the same format, tokenizer and messages"
             )
         if mask[start:stop].any():
             token = int(mask[start:stop].argmax())
-            raise DataError(f"{where(row)}: token {token} of the prompt is trained; only the answer may be")
+            raise DataError(f"{where(row)}: token {token} of the prompt is trained; expected only the answer")
 
 
 @dataclass
@@ -159,26 +159,26 @@ class Health:
     valid: int = 0
     """Valid objects in the rollouts."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Entries that are no valid object, by reason."""
+    """Entries that are not valid objects, by reason."""
     truncated: int = 0
-    """Rollouts whose tokens ended before the answer did."""
+    """Rollouts whose tokens ended before the answer was complete."""
     fallback: Counter[str] = field(default_factory=Counter)
     """Rollouts of which nothing was kept, by reason."""
     broken: int = 0
     """Targets that are not JSON, because a kept body is not."""
     matched: int = 0
     missed: int = 0
-    """True objects that were matched, and those that were missed and are appended."""
+    """`matched` true objects, and those that were missed and appended."""
     false_positives: int = 0
     gated: int = 0
-    """Pairs that overlap, but too little."""
+    """Pairs with too little overlap."""
     slots: int = 0
     too_long: int = 0
-    """Prompts and targets longer than the model's positions, which are left out."""
+    """Prompts and targets longer than the model's maximum sequence length, which are skipped."""
     as_text: int = 0
     """Answers that a server returned as text, which were encoded."""
     retokenized: int = 0
-    """Those of which the server counted another number of tokens."""
+    """Text answers for which the server reported a different number of tokens."""
     rollout_tokens: int = 0
     kept_tokens: int = 0
     target_tokens: int = 0
@@ -208,7 +208,7 @@ class Health:
             setattr(self, name, mine + value)
 
     def to_json(self) -> dict[str, Any]:
-        """All counts, reasons in order of their names."""
+        """Return all counts, with reasons sorted by name."""
         return {
             name: dict(sorted(value.items())) if isinstance(value, Counter) else value
             for name, value in vars(self).items()
@@ -228,7 +228,7 @@ def target_rows(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Rows:
-    """Prompts with their targets; every rollout is counted in `health`."""
+    """Return prompts with their targets as rows; count every rollout in `health`."""
     prompts = task_prompts([truth for truth, _ in pairs], task)
     made = []
     for truth, rollout in pairs:
@@ -254,7 +254,7 @@ def target_rows(
 
 
 def answer_rows(truths: Sequence[GroundTruth], task: Task, *, train_values: bool = True) -> Rows:
-    """Prompts with the true answers."""
+    """Return prompts with the true answers as rows."""
     options: dict[str, Any] = {"tokenizer": task.tokenizer, "schema": task.schema, "eos_id": task.eos_id}
     made = []
     for truth in truths:

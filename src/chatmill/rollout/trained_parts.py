@@ -1,4 +1,4 @@
-"""The row of a target: which of its tokens are trained, toward what, and with which weight."""
+"""The row of a target: which tokens are trained, toward which ids, and with which weight."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class PartWeights:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{name} is {value}; expected a number from 0 on")
+                raise UsageError(f"{name} is {value}; expected a number of at least 0")
 
     def of_parts(self) -> NDArray[np.float32]:
-        """The weight of each `Part`."""
+        """Return the weight of each `Part`."""
         weights = np.full(256, self.append, dtype=np.float32)
         weights[Part.SLOT], weights[[Part.BRACE, Part.EOS]] = self.slot, self.end
         return weights
@@ -56,14 +56,14 @@ def target_row(
     train_values: bool,
     weights: PartWeights,
 ) -> Rows:
-    """The row of a target; `slots` and `closing` are trained toward other ids than their own."""
+    """Return the row of a target; `slots` and `closing` are trained toward ids other than their own."""
     part = np.frombuffer(bytearray(parts), dtype=np.uint8)
     part[slots[0]] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
     target[slots[0]] = slots[1]
     if closing is not None:
         part[closing[0]], target[closing[0]] = Part.BRACE, closing[1]
-    # No two slots are neighbours: quotes and a comma stand between them.
+    # Slots are never adjacent, because quotes and a comma separate them.
     changes = np.flatnonzero(part[1:] != part[:-1])
     bounds = np.empty(len(changes) + 2, dtype=np.int64)
     bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(ids)
@@ -82,13 +82,13 @@ def target_row(
 
 @lru_cache
 def _of_parts(train_values: bool, weights: PartWeights) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """The rule and the weight of each `Part`."""
+    """Return the rule and the weight of each `Part`."""
     rules = RULES[int(train_values)]
     return rules, IS_TRAINED[rules] * weights.of_parts()
 
 
 def one_row(ids: Ids, spans: Table) -> Rows:
-    """Tokens and their spans as one conversation that comes from nowhere."""
+    """Return tokens and their spans as one conversation without an origin."""
     origins = np.zeros(1, dtype=ORIGIN)
     origins["file"] = NO_FILE
     return Rows(ids, spans, np.array([0, len(spans)], dtype=np.int64), origins, np.array([0, 1], dtype=np.int64))

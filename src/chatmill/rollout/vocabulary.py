@@ -1,4 +1,4 @@
-"""Vocabulary: the bytes of each token, and exact encoding of texts."""
+"""The bytes of each token of a tokenizer, and exact encoding of texts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from chatmill.tokenizer import Tokenizer
 COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 """The tokens of the coordinates 0 to 999."""
 CACHED = 1 << 16
-"""Texts whose ids are cached."""
+"""Maximum number of texts whose ids are cached."""
 UNSEEN, MISSING = -1, -2
-"""The sizes of ids that were not looked up yet, and of those that the tokenizer does not have."""
+"""Sizes of ids that were not looked up yet, and of ids that the tokenizer does not have."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
 class _TokenBytes(dict[int, bytes | None]):
-    """The bytes of each id, computed when it is first looked up; None for an id that the tokenizer does not have."""
+    """The bytes of each id, computed on first access; None for an id that the tokenizer does not have."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _TokenBytes(dict[int, bytes | None]):
         try:
             self[id] = self._tokenizer.piece(id) if 0 <= id < self._tokenizer.vocab_size else None
         except DataError:
-            # A hole in the vocabulary.
+            # An unused id of the vocabulary.
             self[id] = None
         return self[id]
 
@@ -44,21 +44,21 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces = _TokenBytes(tokenizer)
-        # The bytes of all ids seen so far, one after the other, and where those of each id lie. An id more on each
-        # side stands for those outside.
+        # The bytes of all ids seen so far, concatenated, and the offset of each id. One extra id at each end represents
+        # ids outside of the vocabulary.
         self._bytes = np.empty(0, dtype=np.uint8)
         self._start = np.zeros(2, dtype=np.int64)
         self._size = np.full(2, MISSING, dtype=np.int64)
         self._exact: dict[str, list[int]] = {}
         self.stretches: dict[Any, Any] = {}
-        """A cache of what is appended, with its tokens."""
+        """Cache of appended stretches with their tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
-        """The bytes of each id; None for an id that the tokenizer does not have."""
+        """Return the bytes of each id; None for an id that the tokenizer does not have."""
         return list(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Index) -> tuple[bytes, Index]:
-        """The bytes of ids up to the first that the tokenizer lacks, and the offset of each token and of the end."""
+        """Return the bytes of ids up to the first unknown id, and the byte offsets of each token and of the end."""
         places = ids + 1
         size = self._size.take(places, mode="clip")
         if size.min(initial=0) < 0:
@@ -86,18 +86,18 @@ class Vocabulary:
         self._bytes = np.append(self._bytes, np.frombuffer(data, dtype=np.uint8))
 
     def is_control(self, id: int) -> bool:
-        """Whether an id is a control token, such as a coordinate, which text never becomes."""
+        """Return whether an id is a control token, such as a coordinate, which is never produced by text."""
         piece = self._pieces[id]
         return piece is not None and self._tokenizer.token_id(piece.decode("utf-8", "replace")) == id
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """The bytes of ids that the tokenizer has."""
+        """Return the bytes of ids that the tokenizer has."""
         return b"".join([piece or b"" for piece in self.pieces(ids)])
 
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, whose bytes are exactly the text, whatever the tokenizer normalizes.
+        """Return ids for each text that decode to exactly its bytes, regardless of the tokenizer's normalization.
 
-        `DataError` for a text that the vocabulary cannot spell. Results are cached: answers repeat themselves.
+        Raises `DataError` if the vocabulary cannot represent a text. Results are cached, as answers are repetitive.
         """
         if new := [text for text in dict.fromkeys(texts) if text not in self._exact]:
             if len(self._exact) > CACHED:
@@ -107,31 +107,31 @@ class Vocabulary:
         return [self._exact[text] for text in texts]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """`exact` without the cache, for texts that do not repeat themselves."""
+        """Like `exact`, without the cache, for texts that are not repetitive."""
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]
-        # Nearly always all of them are exact, and checking them together is faster.
+        # Check all texts together first, which is faster: nearly always all of them are exact.
         raw = [text.encode() for text in texts]
         if self.text(ids) == b"".join(raw) and np.array_equal(self.starts(ids)[first], sizes_to_starts(raw)):
             return encoded
         return [self._made_exact(of_text, text) for of_text, text in zip(encoded, texts, strict=True)]
 
     def starts(self, ids: Sequence[int]) -> Index:
-        """The byte offset of each token, and of the end."""
+        """Return the byte offset of each token, followed by that of the end."""
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Ids for the first bytes of a token; None if there are none."""
+        """Return ids for the first bytes of a token; None if there are none."""
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):
-            # Part of a character can still be spelled by single-byte tokens.
+            # Part of a character can still be represented by single-byte tokens.
             return self._segment(kept)
 
     @cached_property
     def coordinate_ids(self) -> list[int]:
-        """The ids of `<|coord_0|>` to `<|coord_999|>`."""
+        """Return the ids of `<|coord_0|>` to `<|coord_999|>`."""
         ids = [id for token in COORDINATES if (id := self._tokenizer.token_id(token)) is not None]
         if len(ids) < len(COORDINATES):
             missing = next(token for token in COORDINATES if self._tokenizer.token_id(token) is None)
@@ -140,7 +140,7 @@ class Vocabulary:
 
     @cached_property
     def coordinate_array(self) -> Index:
-        """The same as an array."""
+        """The coordinate ids as an array."""
         return np.array(self.coordinate_ids, dtype=np.int64)
 
     def _made_exact(self, ids: list[int], text: str) -> list[int]:
@@ -148,19 +148,17 @@ class Vocabulary:
         if spelled == wanted:
             return ids
         if spelled == b" " + wanted:
-            # SentencePiece adds a space before a text; only the first token is affected.
+            # SentencePiece adds a space before a text, which affects only the first token.
             first = next(at for at, piece in enumerate(self.pieces(ids)) if piece)
             head = self._segment((self.pieces(ids)[first] or b"")[1:])
             if head is not None:
                 return head + ids[first + 1 :]
         if (segmented := self._segment(wanted)) is not None:
             return segmented
-        raise DataError(
-            f'{self._tokenizer.name}: cannot write "{one_line(text)}" exactly; use a tokenizer that loses nothing'
-        )
+        raise DataError(f'{self._tokenizer.name}: cannot encode "{one_line(text)}" exactly; use a lossless tokenizer')
 
     def _segment(self, wanted: bytes) -> list[int] | None:
-        """The fewest ids that spell these bytes, longer tokens first where there is a choice; None if impossible."""
+        """Return the fewest ids that spell these bytes, preferring longer tokens first; None if impossible."""
         ids, longest = self._by_bytes
         best: list[tuple[int, int] | None] = [None] * len(wanted) + [(0, 0)]
         for start in range(len(wanted) - 1, -1, -1):
@@ -181,7 +179,7 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> tuple[dict[bytes, int], int]:
-        """The first id of every token's bytes, without control tokens, and the length of the longest."""
+        """Return the first id for the bytes of every token, without control tokens, and the length of the longest."""
         ids: dict[bytes, int] = {}
         for id, piece in enumerate(self.pieces(range(self._tokenizer.vocab_size))):
             if piece and self._tokenizer.token_id(piece.decode("utf-8", "replace")) != id:
@@ -190,7 +188,7 @@ class Vocabulary:
 
 
 def id_array(ids: Sequence[int] | Index) -> Index:
-    """Ids as an array; -1 for one that is too large for any tokenizer."""
+    """Return ids as an array; -1 for an id that is too large for any tokenizer."""
     if isinstance(ids, np.ndarray):
         return ids.astype(np.int64)
     try:
@@ -200,11 +198,11 @@ def id_array(ids: Sequence[int] | Index) -> Index:
 
 
 def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
-    """The offset of each piece in their concatenation, and of the end."""
+    """Return the offset of each piece in their concatenation, followed by that of the end."""
     return offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
 
 @lru_cache(maxsize=8)
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """The vocabulary of a tokenizer, made once: its caches are worth keeping."""
+    """Return the vocabulary of a tokenizer, created once, because its caches are worth keeping."""
     return Vocabulary(tokenizer)
