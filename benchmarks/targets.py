@@ -82,7 +82,7 @@ TARGETS = [
         lambda r: r["certify"]["both_derivations"] / r["certify"]["templates"],
     ),
     Target(
-        "packing: rows in other bins than best fit decreasing puts them",
+        "packing: rows in different bins from best-fit decreasing",
         0,
         lambda r: 0 if r["pack"]["plan"]["figures"]["equal_to_naive"] else 1,
         "",
@@ -95,7 +95,7 @@ TARGETS = [
     Target("blocks of 4096, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["4096"], " Mtok/s", 0),
     Target("preparing: as fast as TRL", 60, lambda r: r["prepare"]["times_trl"], " times", 1),
     Target(
-        "preparing by a chat template: as fast as TRL", 60, lambda r: r["prepare_template"]["times_trl"], " times", 1
+        "preparing with a chat template: as fast as TRL", 60, lambda r: r["prepare_template"]["times_trl"], " times", 1
     ),
     Target(
         "preparing by a chat template: time of a preset",
@@ -168,22 +168,32 @@ TARGETS = [
         "loader over 10^9 episodes: memory", 300, lambda r: r["load"]["billion"]["memory"] / 1e6, " MB", 0, most=True
     ),
     Target(
-        "mixing: rows from its share after any of 100,000", 1, lambda r: r["mix"]["farthest_rows"], "", 2, most=True
+        "mixing: largest deviation from a share, in rows, over 100,000 positions",
+        1,
+        lambda r: r["mix"]["farthest_rows"],
+        "",
+        2,
+        most=True,
     ),
     Target(
-        "mixing by trained tokens: off its share", 0.5, lambda r: 100 * r["mix"]["trained_error"], " %", 2, most=True
+        "mixing by trained tokens: deviation from a share",
+        0.5,
+        lambda r: 100 * r["mix"]["trained_error"],
+        " %",
+        2,
+        most=True,
     ),
     Target(
-        "loading from a bucket, cold: of a link of 100 MB/s, up to the first batch",
+        "loading from a bucket, cold: share of a 100 MB/s link used until the first batch",
         0.8,
         lambda r: r["remote"]["cold_first"],
     ),
     Target(
-        "loading from a bucket, cold: of a link of 100 MB/s, over a whole shuffled epoch",
+        "loading from a bucket, cold: share of a 100 MB/s link used over a shuffled epoch",
         0.8,
         lambda r: r["remote"]["cold_epoch"],
     ),
-    Target("loading from a bucket, warm: of the local loader's speed", 0.95, lambda r: r["remote"]["warm"]),
+    Target("loading from a bucket, warm: relative to the local loader", 0.95, lambda r: r["remote"]["warm"]),
     Target("training 0.6 B: real tokens", 110_000, lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"), " /s", 0),
     Target(
         "training 0.6 B: real tokens, stretch goal",
@@ -194,7 +204,7 @@ TARGETS = [
     ),
     Target("training 0.6 B: GPU memory", 60, lambda r: _gpu(r, "0.6b-own-adamw"), " GiB", 1, most=True),
     Target(
-        "training 0.6 B: time that waits for data",
+        "training 0.6 B: time spent waiting for data",
         100 * WAIT,
         lambda r: 100 * _gpu(r, "0.6b-own-adamw", "wait"),
         " %",
@@ -202,7 +212,7 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "training 150 M: of the best matrix product",
+        "training 150 M: share of the best matrix product",
         100 * SHARE,
         lambda r: 100 * _gpu(r, "150m-own-adamw", "tflops") / _gpu(r, "150m-own-adamw", "best_tflops"),
         " %",
