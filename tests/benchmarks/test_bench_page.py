@@ -95,7 +95,7 @@ def test_preparing_by_a_chat_template_stands_beside_trl_and_has_a_target(run):
     text = page.page(run)
     assert row(text, "prepare 2,000 conversations by `qwen2_5`").count("TRL 1.16.0, 9.40 s | 9.90") == 1
     assert "Of these conversations 7 have the same ids, and 0 differ." in " ".join(text.split())
-    assert "60 times | 9.9 times | **missed** |" in row(text, "preparing by a chat template: as fast")
+    assert "60 times | 9.9 times | **missed** |" in row(text, "preparing with a chat template: as fast")
     del run["prepare"]
     assert "`benchmarks/prepare.py --format template`" in page.page(run)
 
