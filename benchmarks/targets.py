@@ -98,7 +98,7 @@ TARGETS = [
         "preparing with a chat template: as fast as TRL", 60, lambda r: r["prepare_template"]["times_trl"], " times", 1
     ),
     Target(
-        "preparing by a chat template: time of a preset",
+        "preparing with a chat template: time relative to a preset",
         1.3,
         lambda r: r["prepare_template"]["seconds"] / r["prepare"]["seconds"],
         " times",

@@ -167,7 +167,7 @@ def test_every_target_finds_its_figure_and_those_that_are_missed_are_named(run):
         "packing: as fast as TRL",
         "preparing: as fast as TRL",
         "preparing with a chat template: as fast as TRL",
-        "preparing by a chat template: time of a preset",
+        "preparing with a chat template: time relative to a preset",
         "preparing: speed of the bare parts",
         "preparing: memory for ten times the data",
         "batches of (16, 4096): time with an audit log",
