@@ -60,8 +60,8 @@ def test_keys_are_declared_once_and_inherited_in_order():
         ("rate", True, "a number"),
         ("fast", 1, "true or false"),
         ("mode", "c", '"a" or "b", or null'),
-        ("files", "a.txt", "a list of texts"),
-        ("files", [1], "a list of texts"),
+        ("files", "a.txt", "a list of strings"),
+        ("files", [1], "a list of strings"),
     ],
 )
 def test_a_key_without_a_check_accepts_the_values_of_its_type(name, value, expected):

@@ -1,6 +1,6 @@
 """Conversations in, exact training batches out.
 
-The names people use, from a list of messages to a trained model:
+The main API, from a list of messages to a trained model:
 
     records       Record, Message, ToolCall, read_records
     formats       ChatFormat, load_format, Renderer, open_renderer, open_tokenizer
@@ -12,8 +12,8 @@ The names people use, from a list of messages to a trained model:
     functions     serialize_chat_to_ids, sft_loss_mask_for_ids, pack_sft_ids_and_mask, collate_sft_batch,
                   render_chat_sft, pack_chat_blocks, and their types and constants
 
-Each package (`chatmill.fit`, `chatmill.load`, `chatmill.store`, `chatmill.rollout`, …) exports more of its own. A name
-is imported when it is first used, so `import chatmill` is quick and needs neither torch nor a tokenizer.
+Each package (`chatmill.fit`, `chatmill.load`, `chatmill.store`, `chatmill.rollout`, …) exports more. Names are imported
+on first use, so `import chatmill` is fast and needs neither torch nor a tokenizer.
 """
 
 from __future__ import annotations

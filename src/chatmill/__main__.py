@@ -1,4 +1,4 @@
-"""`python -m chatmill`: the command `chatmill`."""
+"""`python -m chatmill` runs the `chatmill` command."""
 
 from chatmill.cli.main import main
 

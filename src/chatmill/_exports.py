@@ -1,4 +1,4 @@
-"""Lazy exports: a package names what it exports once, as imports for type checkers, and imports a name when it is used.
+"""Lazy exports: a package lists its exports once, as imports for type checkers, and imports each name on first use.
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -19,11 +19,11 @@ from importlib import import_module
 from typing import Any
 
 _IMPORT = re.compile(r"^    from ([\w.]+) import \(?\s*(\w+) as (\w+)", re.MULTILINE)
-"""An import of one name, as its formatter writes it; read without a parser, which takes longer to import than this."""
+"""An import of one name as ruff formats it. A regular expression, because importing a parser takes longer."""
 
 
 def lazy_exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package, from the imports under its `if _TYPE_CHECKING:`."""
+    """Return `__all__`, `__getattr__` and `__dir__` of a package, from the imports under its `if _TYPE_CHECKING:`."""
     spec = sys.modules[package].__spec__
     source = getattr(spec.loader, "get_source", lambda name: "")(package) if spec else ""
     _, _, exports = (source or "").partition("\nif _TYPE_CHECKING:\n")

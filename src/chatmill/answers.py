@@ -1,4 +1,4 @@
-"""Which answers may be trained: those that are whole in their row, after a complete user turn of that row.
+"""Which answers may be trained: those that are complete in their row and follow a complete user turn in that row.
 
     U u E A a E U v E A b E      both answers
       u E A a E U v E A b E      the second: the user turn of the first is cut
@@ -33,28 +33,28 @@ NOTED = {
 
 
 class TurnStates(NamedTuple):
-    """One entry for each turn; a run of tokens outside turns is a turn without a role."""
+    """One entry per turn; a run of tokens outside turns counts as a turn without a role."""
 
     first: Index
-    """Its first span."""
+    """First span of the turn."""
     start: Index
     stop: Index
     role: NDArray[np.uint8]
-    """A tool result counts as a user turn; a turn without its marker has no role."""
+    """A tool result counts as a user turn; a turn without a marker has no role."""
     closed: Flags
     conversation: Index
-    """The first turn of its conversation."""
+    """First turn of the conversation."""
     of_span: Index
     """The turn of each span of the rows."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn, the last selected turn up to it in its conversation; -1 if there is none."""
+        """Return for each turn the last selected turn up to it in its conversation; -1 if there is none."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 
 
 def turn_states(rows: Rows) -> TurnStates:
-    """The turns of rows, from their spans."""
+    """Return the turns of rows, from their spans."""
     spans, part = rows.spans, rows.spans["part"]
     begins = np.zeros(len(spans), dtype=bool)
     begins[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
@@ -70,7 +70,7 @@ def turn_states(rows: Rows) -> TurnStates:
 
 
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
-    """For each turn, the rule that excludes it as an answer of its row or block [start, stop), or ALLOWED.
+    """Return for each turn the rule that excludes it as an answer of its row or block [start, stop), or ALLOWED.
 
     Turns may come from whole conversations or from truncated rows; only tokens in the range count.
     """
@@ -78,7 +78,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
     user, left_open = turns.latest(turns.role == Role.USER), turns.latest(answer & ~turns.closed)
     whole = answer & turns.closed & (turns.start >= start) & (turns.stop <= stop) & ~_is_split(rows, turns)
     after_open = (left_open >= 0) & (turns.start[left_open] >= start)
-    # A user turn that begins before the block is repeated from its beginning, so only its end counts.
+    # A user turn that starts before the block is repeated from its start, so only its end counts.
     has_user = (user >= 0) & turns.closed[user] & (turns.stop[user] > start)
     rule = np.where(has_user, np.uint8(ALLOWED), np.uint8(Rule.INCOMPLETE_USER))
     rule[~whole | after_open] = Rule.UNFINISHED
@@ -86,7 +86,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
 
 
 def _is_split(rows: Rows, turns: TurnStates) -> Flags:
-    """Whether a turn began in an earlier window of its conversation and this row trains its end."""
+    """Whether a turn started in an earlier window of its conversation and this row trains its end."""
     earlier = rows.spans["rule"] == Rule.EARLIER_WINDOW
     if not earlier.any():
         return np.zeros(len(turns.first), dtype=bool)
@@ -95,9 +95,9 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 
 
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
-    """The spans of the rows, with weight 0 for excluded answers and for other turns with `train` or `weight`.
+    """Return the spans of the rows, with weight 0 for excluded answers and for other turns with `train` or `weight`.
 
-    Turns that `train_on` all selects keep their weights: the metadata of the dataset records that choice.
+    Turns selected by `train_on` all keep their weights: the metadata of the dataset records that choice.
     """
     spans = joined([rows.spans])
     of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT
@@ -110,7 +110,7 @@ def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Tabl
 
 
 def mask_answers(rows: Rows) -> Rows:
-    """The same rows, with only whole answers after a complete user turn trained.
+    """Return the same rows, training only complete answers after a complete user turn.
 
     >>> from chatmill import Message, Record, load_format, open_renderer
     >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])
@@ -129,7 +129,7 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count the tokens of untrained answers and of text outside turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Most rows have none of these rules: one pass over them is enough.
+    # Most rows have none of these rules, so check once first.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

@@ -4,8 +4,8 @@
     class LoadConfig(Config):
         batch_size: int = key(8, "rows per optimizer step", integer(1))
 
-Files (JSON that may inherit, TOML), environment variables, command-line flags and help all use these declarations.
-Plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
+Files (JSON that may inherit, TOML), environment variables, command-line flags and help all use these declarations. Uses
+plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from chatmill.plain_file import local_path
 INHERITS = "inherits"
 SYSTEM_FAILURES = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 LONGEST = 1 << 31
-"""The largest count that a configuration may hold."""
+"""The largest count that a config accepts."""
 LARGEST = sys.float_info.max
-"""The largest number: neither infinity nor an integer that a float cannot hold."""
+"""The largest number; excludes infinity and integers that a float cannot represent."""
 
 NO_FLAG = ""
 """The `flag` of a key that only files can set."""
@@ -41,22 +41,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """Which values a key accepts, as a phrase for error messages and as a predicate."""
+    """The values that a key accepts: a phrase for error messages and a predicate."""
 
     expected: str
     accepts: Callable[[Any], bool]
 
 
 def integer(least: int, most: int | None = None) -> ValueCheck:
-    """Whole numbers from `least` to `most`; to `LONGEST` if `most` is not given."""
+    """Accept whole numbers from `least` to `most`, by default `LONGEST`."""
     limit = LONGEST if most is None else most
-    expected = f"a whole number from {least} {'on' if most is None else f'to {most}'}"
+    expected = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
     return ValueCheck(expected, lambda value: type(value) is int and least <= value <= limit)
 
 
 def number(least: float) -> ValueCheck:
-    """Finite numbers from `least` on."""
-    return ValueCheck(f"a number from {least:g} on", lambda value: _is_number(value) and least <= value <= LARGEST)
+    """Accept finite numbers of at least `least`."""
+    return ValueCheck(f"a number of at least {least:g}", lambda value: _is_number(value) and least <= value <= LARGEST)
 
 
 def one_of(*options: str) -> ValueCheck:
@@ -64,17 +64,17 @@ def one_of(*options: str) -> ValueCheck:
 
 
 def named(what: str) -> ValueCheck:
-    """Texts that are not empty: the name of a file, a folder, …"""
+    """Accept non-empty strings: the name of a file, a folder, …"""
     return ValueCheck(f"the name of a {what}", lambda value: isinstance(value, str) and value != "")
 
 
 def optional(check: ValueCheck) -> ValueCheck:
-    """The same values, or None."""
+    """Accept the values of `check`, or None."""
     return ValueCheck(f"{check.expected}, or null", lambda value: value is None or check.accepts(value))
 
 
 SHARE = ValueCheck(
-    "a share from 0 to 1, such as 0.03 for 3 percent", lambda value: _is_number(value) and 0 <= value <= 1
+    "a fraction from 0 to 1, such as 0.03 for 3 percent", lambda value: _is_number(value) and 0 <= value <= 1
 )
 BELOW_ONE = ValueCheck("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
 SWITCH = ValueCheck("true or false", lambda value: type(value) is bool)
@@ -91,7 +91,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_of(hint: Any) -> ValueCheck:
-    """The check that a type hint implies: of a basic type, a Literal or a list of texts, or of one of these or None."""
+    """Return the check implied by a type hint: a basic type, a Literal, a list of strings, or one of these or None."""
     if get_origin(hint) in (Union, types.UnionType):
         [present] = [option for option in get_args(hint) if option is not type(None)]
         return optional(_check_of(present))
@@ -101,7 +101,7 @@ def _check_of(hint: Any) -> ValueCheck:
         return _OF_TYPE[hint]
     texts = _OF_TYPE[str]
     return ValueCheck(
-        "a list of texts", lambda value: isinstance(value, list | tuple) and all(map(texts.accepts, value))
+        "a list of strings", lambda value: isinstance(value, list | tuple) and all(map(texts.accepts, value))
     )
 
 
@@ -109,7 +109,7 @@ def _check_of(hint: Any) -> ValueCheck:
 
 
 class Key(NamedTuple):
-    """One key of a configuration as it was declared."""
+    """A declared key of a config."""
 
     name: str
     type: Any
@@ -117,11 +117,11 @@ class Key(NamedTuple):
     help: str
     check: ValueCheck
     flag: str | None
-    """The command-line flag, if it is not the key's own name; `NO_FLAG` if there is none."""
+    """Command-line flag, if it differs from the name of the key; `NO_FLAG` if there is none."""
     variable: str | None
-    """The environment variable that sets it."""
+    """Environment variable that sets the key."""
     metavar: str | None
-    """What stands for its value in the help of a command."""
+    """Placeholder for the value in the help of a command."""
 
 
 def key(
@@ -133,13 +133,13 @@ def key(
     variable: str | None = None,
     metavar: str | None = None,
 ) -> T:
-    """Declare a key of a configuration; without a check, every value of its type is accepted."""
+    """Declare a key of a config; without a check, every value of its type is accepted."""
     about = {"help": help, "check": check, "flag": flag, "variable": variable, "metavar": metavar}
     return field(default=default, metadata=about)
 
 
 def required(help: str, check: ValueCheck | None = None) -> Any:
-    """Declare a key that has no default."""
+    """Declare a key without a default."""
     return key(MISSING, help, check)
 
 
@@ -147,7 +147,7 @@ _declared: dict[Any, Mapping[str, Key]] = {}
 
 
 def keys_of(config: type[Any]) -> Mapping[str, Key]:
-    """The declared keys of a configuration by name, in their order."""
+    """Return the declared keys of a config by name, in order."""
     if config not in _declared:
         _declared[config] = types.MappingProxyType(_read_keys(config))
     return _declared[config]
@@ -164,7 +164,7 @@ def _read_keys(config: type[Any]) -> dict[str, Key]:
 
 
 class Misfit(NamedTuple):
-    """A value that the check of its key does not accept."""
+    """A value that its key does not accept."""
 
     name: str
     value: Any
@@ -175,7 +175,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
-    """The values that their keys do not accept."""
+    """Return the values that their keys do not accept."""
     return [
         Misfit(name, value, keys[name].check.expected)
         for name, value in values.items()
@@ -185,23 +185,23 @@ def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Declared keys with their values. All wrong values together are one `UsageError`."""
+    """Base class of configs: declared keys with their values. Raises one `UsageError` for all invalid values."""
 
     def __post_init__(self) -> None:
         if faults := [str(each) for each in misfits(keys_of(type(self)), vars(self))] or list(self.conflicts()):
             raise UsageError("; ".join(faults))
 
     def conflicts(self) -> Iterator[str]:
-        """Faults of keys that are accepted one by one but not together."""
+        """Yield the errors of keys that are valid separately but not together."""
         yield from ()
 
     def to_json(self) -> dict[str, Any]:
-        """Every key with its value, as JSON holds it."""
+        """Return every key with its value, as JSON types."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
-        """A configuration of these values, and defaults for all others; all faults are one error."""
+        """Build a config from these values and defaults for all others; all problems are reported in one error."""
         keys = keys_of(cls)
         unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in keys]
         hint = f" (known: {', '.join(sorted(keys))})" if unknown else ""
@@ -214,12 +214,12 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | Path, **changes: Any) -> Self:
-        """The configuration of a JSON file and of the files it inherits from; `changes` come last."""
+        """Read a JSON file and the files it inherits from; `changes` override them."""
         return cls.from_mapping({**read_values(Path(path)), **changes}, place=str(path))
 
     @classmethod
     def of_run(cls, path: str | Path, **changes: Any) -> Self:
-        """The same from the file of a run that has more keys than this configuration; those are left out."""
+        """Like `from_file`, for the file of a run, whose other keys are ignored."""
         values = {name: value for name, value in read_values(Path(path)).items() if name in keys_of(cls)}
         return cls.from_mapping({**values, **changes}, place=str(path))
 
@@ -235,7 +235,7 @@ def _shown(value: Any) -> str:
 
 
 def from_environment(config: type[Config], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The keys that environment variables set: switches as 0 or 1, numbers as Python writes them."""
+    """Read the keys set by environment variables: booleans as 0 or 1, numbers in Python syntax."""
     values: dict[str, Any] = {}
     faults = []
     for key in keys_of(config).values():
@@ -253,7 +253,7 @@ def from_environment(config: type[Config], environment: Mapping[str, str]) -> di
 
 
 def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]:
-    """The values of flags that are given as text: JSON where the key accepts that, else the text itself."""
+    """Parse flags given as text: as JSON if the key accepts the value, else as plain text."""
     keys = keys_of(config)
     values = {name: _flag_value(text, keys[name].check) for name, text in flags.items()}
     if faults := misfits(keys, values):
@@ -262,7 +262,7 @@ def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]
 
 
 def flag_spellings(name: str) -> list[str]:
-    """The flags of a key: `--max_iters` and `--max-iters`."""
+    """Return the flags of a key: `--max_iters` and `--max-iters`."""
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
 
@@ -278,11 +278,11 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """The table of a TOML file; in an error message `what` says which file is expected, and `name` which this is."""
+    """Read the table of a TOML file; errors name the file `name` and add `what`, the expected file."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
-        # Raises for numbers and nesting that Python cannot print in an error either.
+        # Also raises for numbers and nesting that Python cannot print in an error.
         repr(table)
         return table
     except OSError as reason:
@@ -292,15 +292,15 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
 
 
 def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The keys of a JSON file over those of the file it inherits from, and so on; `UsageError` for a circle.
+    """Read the keys of a JSON file, merged over those of the files it inherits from; raise `UsageError` for a cycle.
 
-    `heirs` are the files that inherit from this one, the first to be read first.
+    `heirs` are the files that inherit from this one, in the order they were read.
     """
-    # Read before it is resolved, so that the error for a link to itself names the link.
+    # Read the file before resolving the path, so that the error for a link to itself names the link.
     table = _read_json(path)
     if path.resolve() in [heir.resolve() for heir in heirs]:
         circle = " -> ".join(map(str, [*heirs, path]))
-        raise UsageError(f"{heirs[0]}: inherits from itself ({circle}); a chain of files must end")
+        raise UsageError(f"{heirs[0]}: inherits from itself ({circle}); expected a chain without cycles")
     parent = table.pop(INHERITS, None)
     return table if parent is None else {**read_values(_parent_path(parent, path), (*heirs, path)), **table}
 
@@ -309,13 +309,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(local_path(path).read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
-        # No fault of the command: the system lacks something.
+        # Not a usage error: a system resource is missing.
         kind = DataError if error.errno in SYSTEM_FAILURES else UsageError
         raise kind(f"{path}: cannot be read ({error.strerror}); expected a JSON file of settings") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {one_line(str(error))}; expected a JSON object of settings") from None
     if not isinstance(table, dict):
-        raise UsageError(f"{path}: holds no JSON object; expected one of settings")
+        raise UsageError(f"{path}: is not a JSON object; expected an object of settings")
     return table
 
 
@@ -323,17 +323,17 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-        raise UsageError(f'{path}: "{one_line(twice)}" stands there twice; expected each key once')
+        raise UsageError(f'{path}: "{one_line(twice)}" is given twice; expected each key once')
     return table
 
 
 def _parent_path(parent: Any, child: Path) -> Path:
-    """Where an inherited file lies: in the working directory, else in the folder of the file that names it."""
+    """Locate an inherited file: in the working directory, else in the folder of the file that names it."""
     if not isinstance(parent, str) or not parent:
         raise UsageError(f'{child}: "{INHERITS}" is {_shown(parent)}; expected the name of a file')
     places = [local_path(parent), child.parent / parent]
     for place in places:
         if place.is_file():
             return place
-    looked = " and ".join(dict.fromkeys(str(place) for place in places))
-    raise UsageError(f'{child}: inherits "{one_line(parent)}", which is neither of {looked}; expected one to be a file')
+    looked = " or ".join(dict.fromkeys(str(place) for place in places))
+    raise UsageError(f'{child}: inherits "{one_line(parent)}", which was not found; expected {looked}')

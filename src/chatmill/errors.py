@@ -1,7 +1,7 @@
-"""Errors that say where, what, and what would be right.
+"""Errors that say where the problem is, what it is, and what would be right.
 
-Every error that a user can cause is a `ChatmillError` with a text of one line. The command line prints that line and
-exits with `exit_code`; a traceback is always a defect of chatmill itself.
+Every error that a user can cause is a `ChatmillError` with a one-line message. The command line prints that line and
+exits with `exit_code`; a traceback is always a bug in chatmill.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]+")
 
 
 class ChatmillError(Exception):
-    """An error that the user can fix; `str()` of it is one line that says where, what, and what would be right.
+    """An error that the user can fix, with a one-line message: where, what, and what would be right.
 
     >>> try:
     ...     open_dataset("nowhere")
@@ -27,12 +27,12 @@ class ChatmillError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        # Names of files, keys and records stand in these texts, and they may hold anything.
+        # Messages contain names of files, keys and records, which may have any characters.
         return one_line(super().__str__(), None)
 
 
 class UsageError(ChatmillError):
-    """A wrong flag, name, setting or combination of them."""
+    """An invalid flag, name, setting or combination of these."""
 
     exit_code = 2
 
@@ -44,7 +44,7 @@ class DataError(ChatmillError, ValueError):
 class RecordError(DataError):
     """An invalid record: `file:line (id=…): what; what would be right`.
 
-    `what` is the reason that is written with rejected records; `kind` is the short name under which they are counted.
+    `what` is the reason written with rejected records; `kind` is the short name under which they are counted.
     """
 
     def __init__(self, what: str, right: str, *, kind: str) -> None:
@@ -59,7 +59,7 @@ class RecordError(DataError):
         """The beginning of the record, as in the file."""
 
     def at(self, file: str, line: int, id: str | None = None) -> RecordError:
-        """Add the place, which the reader knows and the parser does not."""
+        """Add the file and line, which the reader knows and the parser does not."""
         self.file, self.line, self.id = file, line, id
         return self
 
@@ -80,10 +80,10 @@ def _record_error(what: str, right: str, kind: str, state: dict[str, object]) ->
 
 
 def one_line(text: str, limit: int | None = 80, *, keep: str = "") -> str:
-    r"""Text from data, safe to print: what is not printable is escaped, and after `limit` characters it is cut.
+    r"""Make text from data safe to print: escape unprintable characters and truncate after `limit` characters.
 
-    Not printable are line breaks, control characters, escape sequences, direction marks, other invisible characters and
-    bytes of a file name that are not UTF-8. Characters of `keep`, such as line ends of displayed text, are left.
+    Escapes line breaks, control characters, escape sequences, direction marks, other invisible characters and bytes of
+    a file name that are not UTF-8. Characters in `keep`, such as line ends, are not escaped.
 
     >>> print(one_line("a\x1b[2J\nb\u202e"))
     a\x1b[2J\nb\u202e
@@ -100,10 +100,10 @@ def _escaped(run: str, keep: str) -> str:
 
 
 def name_file(error: OSError) -> OSError:
-    """Add the name of its file to an error of the system, if it has none.
+    """Add the file name to an `OSError` that has none.
 
-    Python leaves the name out where an open file is read, mapped or closed; the innermost path that a function on the
-    way there holds is that file's.
+    Python omits the name when an open file is read, mapped or closed; the innermost path in the local variables of the
+    traceback is that of the file.
     """
     if error.filename is None and error.errno is not None:
         frames = [frame.f_locals.values() for frame, _ in walk_tb(error.__traceback__)]
@@ -113,6 +113,6 @@ def name_file(error: OSError) -> OSError:
 
 
 def system_fault(error: OSError) -> str:
-    """One line about an error of the system: the file, if any, and what happened."""
+    """Format an `OSError` as one line: the file, if any, and what happened."""
     name = name_file(error).filename
     return f"{one_line(os.fsdecode(name or 'input or output'), 1000)}: {error.strerror or error}"

@@ -4,7 +4,8 @@
     tokens:   rendered + repeated + injected + padding = stored + truncated + dropped
     rows:     rendered + repeated = stored + dropped        (a row here is a conversation, packed or not)
 
-Functions that render, cut, drop or store rows add to it; it is merged over processes and written beside the data.
+Functions that render, truncate, drop or store rows add to it; it is merged across processes and written next to the
+data.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ Bucket = Literal[
 ]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 MAX_REASONS = 1000
-"""Reasons of one bucket. All others are `OTHER`."""
+"""Maximum number of reasons per bucket; further reasons count as `OTHER`."""
 OTHER = "other"
 MAX_NAMES = 200
-"""Reasons of one kind with a name, as `unread_key NAME`, of which data may have any number. All others of the kind are
-counted together, so that they do not take the place of other reasons."""
+"""Maximum number of reasons of one kind with a name from data, such as `unread_key NAME`. Further ones of the kind are
+counted together, so that they do not displace other reasons.
+"""
 OTHER_NAMES = "(other keys)"
 UNREAD_KEY = "unread_key "
 """Prefix of the reason for a key of a record that is not read; the name of the key follows."""
-# "noted" counts rows that were kept but deserve a look (an answer that was cut); it is not part of the balance.
+# "noted" counts rows that were kept but deserve attention, such as a truncated answer; it is not part of the balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "filtered", "rendered")),
     ("rows", "rows", ("rendered", "repeated"), ("stored", "dropped")),
     ("tokens", "tokens", ("rendered", "repeated", "injected", "padding"), ("stored", "truncated", "dropped")),
 )
-"""What is balanced, the column that counts it, and the buckets whose sums must be equal."""
+"""For each balance: its name, the column that counts it, and the buckets whose sums must be equal."""
 
 
 @dataclass
@@ -62,9 +64,9 @@ class Ledger:
     entries: dict[tuple[Bucket, str], LedgerEntry] = field(default_factory=dict)
 
     def add(self, bucket: Bucket, reason: str = "", *, rows: int = 0, tokens: int = 0, trained: int = 0) -> None:
-        """Count rows and tokens in a bucket; `trained` is how many of the tokens have a weight over 0."""
+        """Count rows and tokens in a bucket; `trained` is the number of tokens with a weight over 0."""
         if min(rows, tokens, trained) < 0 or trained > tokens:
-            raise ValueError(f"{bucket}: rows {rows}, tokens {tokens}, trained {trained} cannot be counted")
+            raise ValueError(f"{bucket}: rows {rows}, tokens {tokens}, trained {trained} are not valid counts")
         if (bucket, reason) not in self.entries:
             kind, separator, _ = reason.partition(" ")
             known = [key[1] for key in self.entries if key[0] == bucket]
@@ -81,7 +83,7 @@ class Ledger:
             self.add(bucket, reason, **vars(entry))
 
     def total(self, *buckets: Bucket) -> LedgerEntry:
-        """The sum over these buckets, for all reasons."""
+        """Return the sum over these buckets, for all reasons."""
         total = LedgerEntry()
         for (bucket, _), entry in self.entries.items():
             if bucket in buckets:
@@ -89,18 +91,18 @@ class Ledger:
         return total
 
     def __iter__(self) -> Iterator[tuple[Bucket, str, LedgerEntry]]:
-        """Entries in the order of `BUCKETS`, then by reason, so that equal ledgers print the same."""
+        """Yield entries in the order of `BUCKETS`, then by reason, so that equal ledgers print the same."""
         for bucket, reason in sorted(self.entries, key=lambda key: (BUCKETS.index(key[0]), key[1])):
             yield bucket, reason, self.entries[bucket, reason]
 
     def check(self) -> None:
-        """Raise unless everything that came in is accounted for."""
+        """Raise unless all rows and tokens are accounted for."""
         for what, column, sources, uses in BALANCES:
             left, right = getattr(self.total(*sources), column), getattr(self.total(*uses), column)
             if left != right:
                 raise ChatmillError(
                     f"the ledger does not balance: {' + '.join(sources)} is {left} {what}, "
-                    f"{' + '.join(uses)} is {right}; this is a fault of chatmill, please report it"
+                    f"{' + '.join(uses)} is {right}; this is a bug in chatmill, please report it"
                 )
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
@@ -114,7 +116,7 @@ class Ledger:
         ledger = cls()
         for bucket, reasons in data.items():
             if bucket not in BUCKETS:
-                raise ChatmillError(f'a ledger has no bucket "{bucket}"; it has {", ".join(BUCKETS)}')
+                raise ChatmillError(f'unknown ledger bucket "{bucket}"; expected {", ".join(BUCKETS)}')
             for reason, counts in reasons.items():
                 ledger.add(bucket, reason, **counts)
         return ledger

@@ -1,6 +1,6 @@
-"""Paths of this machine, and files that others wrote: plain files of a bounded size, without waiting for anyone.
+"""Local paths, and safe reading of untrusted files: only regular files of a bounded size, without blocking.
 
-Opening a FIFO waits for a writer, and reading a device may never end. Here both are an `OSError` at once.
+Opening a FIFO waits for a writer, and reading a device may never end. Here both raise an `OSError` immediately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from chatmill.errors import UsageError
 
 JSON_LIMIT = 1 << 26
-"""Bytes of a JSON file that are read at most."""
+"""Maximum size of a JSON file in bytes."""
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -26,35 +26,33 @@ KINDS = {
 
 
 _URL = re.compile("([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
-"""As in `s3://bucket/x`, or in `s3:/bucket/x`, which is what a `Path` makes of it. `c:/x` and `a:b` are local names."""
+"""Matches `s3://bucket/x`, and `s3:/bucket/x`, to which `Path` shortens it. `c:/x` and `a:b` are local names."""
 
 
 def local_path(name: str | Path) -> Path:
-    """The local path that a user gave; raises `UsageError` for a URL, which would name a local folder `s3:`.
+    """Return the local path that a user gave; raise `UsageError` for a URL, which would create a local folder `s3:`.
 
-    Give a local path that begins with such a folder as an absolute path.
+    A local path that starts with such a folder must be given as an absolute path.
     """
     if url := _URL.match(str(name)):
         text = name if isinstance(name, str) else f"{url[1]}://{str(name)[url.end() :]}"
-        # Without user, password and signature.
+        # Show the URL without user, password and signature.
         shown = re.sub(r"^([^/]*//)[^/]*@", r"\1", text.partition("?")[0])
-        raise UsageError(
-            f"{shown}: is a URL, and this must be a local path; download or mount it, and give the path here"
-        )
+        raise UsageError(f"{shown}: is a URL, but a local path is required; download or mount it, and pass the path")
     return Path(name)
 
 
 def check_plain(path: Path) -> int:
-    """The size of a plain file; `OSError` for anything else of that name, which is not opened."""
+    """Return the size of a regular file; raise `OSError` for anything else, without opening it."""
     status = local_path(path).stat()
     _check(status.st_mode, path)
     return status.st_size
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """A plain file, open for reading."""
+    """Open a regular file for reading."""
     check_plain(path)
-    # Even if it is exchanged for a FIFO or a terminal in between, nothing waits.
+    # Does not block even if the file is replaced by a FIFO or a terminal in between.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check(os.fstat(fd).st_mode, path)
@@ -65,7 +63,7 @@ def open_plain(path: Path) -> io.BufferedReader:
 
 
 def read_plain(path: Path, limit: int = JSON_LIMIT) -> bytes:
-    """The bytes of a plain file; `OSError` if there are more than `limit`."""
+    """Read a regular file; raise `OSError` if it is larger than `limit` bytes."""
     with open_plain(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:

@@ -31,14 +31,14 @@ TOKENIZER, ADD_TOKENS = "tokenizer.path", "tokenizer.add_tokens"
 SEED, CONTEXT, MIXED = "training.seed", "model.T", "data.mix_sft"
 CACHE_ROOT = "data.caches.sft_token_cache"
 SOURCES = tuple(MIX_SFT)
-"""The sources that have a build command of their own."""
+"""Sources with their own build command."""
 BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
 KEYS: Mapping[str, ValueCheck] = {
     TOKENIZER: named("tokenizer"),
     ADD_TOKENS: SWITCH,
-    # One seed splits the caches, orders the batches and initializes the weights, so it is in the range of all three.
+    # The seed splits the caches, orders the batches and initializes the weights, so it must be valid for all three.
     SEED: integer(0, LONGEST),
     CONTEXT: integer(2, LONGEST),
     CACHE_ROOT: named("folder"),
@@ -46,11 +46,11 @@ KEYS: Mapping[str, ValueCheck] = {
     **{f"data.{source}.path": named("file") for source in SOURCES},
     **{f"data.{source}.val_frac": BELOW_ONE for source in SOURCES},
 }
-"""The keys of the file by their dotted names, each with the values that it accepts."""
+"""Keys of the file by dotted name, with the values that each accepts."""
 
 
 def read_settings() -> tuple[dict[str, Any], list[str]]:
-    """The settings of the file, if it exists, by dotted name; and a list of its errors."""
+    """Return the settings of the file, if it exists, by dotted name, and a list of its errors."""
     if not FILE.exists():
         return {}, []
     settings, unknown, faults = {}, [], []
@@ -73,7 +73,7 @@ def read_settings() -> tuple[dict[str, Any], list[str]]:
 
 
 def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value with the names that lead to it; an empty table is a value, so that its name is checked."""
+    """Yield every value with its path of names; an empty table counts as a value, so that its name is checked."""
     pending: list[tuple[tuple[str, ...], Any]] = [((), table)]
     while pending:
         path, value = pending.pop()
@@ -84,5 +84,5 @@ def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _dotted(path: tuple[str, ...]) -> str:
-    """A key as TOML writes it: a name with other characters is quoted, so that it is not taken for two."""
+    """Format a key as in TOML: a name with special characters is quoted, so that a dot in it is not a separator."""
     return ".".join(name if BARE.match(name) else f"'{name}'" for name in path)

@@ -1,4 +1,4 @@
-"""The documented functions, thin wrappers: chats to ids, mask, rows of one length, and tensors.
+"""Simple functions for SFT data: chats to token ids, loss masks, fixed-length rows, and tensors.
 
     ids   = serialize_chat_to_ids(example, tokenizer=tok, default_system_text=DEFAULT_SYSTEM_TEXT)
     mask  = sft_loss_mask_for_ids(ids, **special)
@@ -38,7 +38,7 @@ DEFAULT_SYSTEM_TEXT = "you are a helpful assistant."
 
 KEYS = ("sys", "usr", "asst", "eot")
 
-# Read once: these functions are called for every conversation.
+# Loaded once, because these functions are called for every conversation.
 _preset = cache(load_format)
 
 
@@ -64,7 +64,7 @@ class ChatExample(TypedDict):
 
 
 def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, default_system_text: str) -> list[int]:
-    """The whole chat as ids, the system turn first: the given one, or one with the default text.
+    """Encode a whole chat as token ids, starting with its system turn or, without one, the default system text.
 
     A tokenizer of `tokenizers` or transformers needs the control tokens of the format `ngpt`, or else of `primer`.
 
@@ -83,7 +83,7 @@ def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, de
 
 
 def sft_loss_mask_for_ids(ids: list[int], *, sys_id: int, usr_id: int, asst_id: int, eot_id: int) -> list[bool]:
-    """True on assistant content and on the end token that closes it, False everywhere else.
+    """Return the loss mask: True on assistant content and its end-of-turn token, False elsewhere.
 
     >>> sft_loss_mask_for_ids([257, 113, 259, 258, 97, 259], sys_id=256, usr_id=257, asst_id=258, eot_id=259)
     [False, False, False, False, True, True]
@@ -95,9 +95,9 @@ def sft_loss_mask_for_ids(ids: list[int], *, sys_id: int, usr_id: int, asst_id: 
 def pack_sft_ids_and_mask(
     ids: list[int], mask: list[bool], *, S: int, sys_id: int, usr_id: int, asst_id: int, eot_id: int, pad_id: int
 ) -> tuple[list[int], list[bool]]:
-    """Exactly S ids with their mask: the oldest exchanges are dropped, then tokens from the left, or padding is added.
+    """Fit ids and mask to exactly S tokens: drop the oldest exchanges, then tokens from the left, or add padding.
 
-    The mask is cut as it is given and never computed anew, so a cut answer stays trained up to its end.
+    The mask is cut as given and never recomputed, so a truncated answer stays trained up to its end.
 
     >>> ids, mask = [257, 113, 259, 258, 97, 259], [False, False, False, False, True, True]
     >>> special = {"sys_id": 256, "usr_id": 257, "asst_id": 258, "eot_id": 259}
@@ -105,9 +105,9 @@ def pack_sft_ids_and_mask(
     [257, 113, 259, 258, 97, 259, 0, 0]
     """
     if len(ids) != len(mask):
-        raise DataError(f"{len(ids)} ids with a mask of {len(mask)}; they must be equally long")
+        raise DataError(f"{len(ids)} ids with a mask of {len(mask)}; expected equal lengths")
     if S < 1:
-        raise DataError(f"S is {S}; a row holds at least one token")
+        raise DataError(f"S is {S}; expected at least 1")
     openers = {Role.SYSTEM: sys_id, Role.USER: usr_id, Role.ASSISTANT: asst_id}
     row = with_mask(rows_from_ids([ids], openers=openers, close=eot_id), mask)
     if len(ids) > S:
@@ -119,7 +119,7 @@ def pack_sft_ids_and_mask(
 def collate_sft_batch(
     packed: list[tuple[list[int], list[bool]]], *, T: int, device: str, ignore_index: int = IGNORE_INDEX
 ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
-    """x, y and loss mask, each (B, T); y is `ignore_index` wherever no loss is computed.
+    """Return x, y and the loss mask, each of shape (B, T); y is `ignore_index` where no loss is computed.
 
     >>> x, y, loss_mask = collate_sft_batch([([258, 97, 259], [False, True, True])], T=2, device="cpu")
     >>> x.tolist(), y.tolist()
@@ -129,7 +129,9 @@ def collate_sft_batch(
 
     for number, (ids, mask) in enumerate(packed):
         if len(ids) != T + 1 or len(mask) != T + 1:
-            raise DataError(f"item {number} has {len(ids)} ids and a mask of {len(mask)}; T={T} takes {T + 1} of each")
+            raise DataError(
+                f"item {number} has {len(ids)} ids and a mask of {len(mask)}; T={T} requires {T + 1} of each"
+            )
     tokens = np.array([ids for ids, _ in packed], dtype=np.uint32).ravel()
     trained = np.array([mask for _, mask in packed], dtype=bool).ravel()
     rows = rows_from_mask(tokens, trained, np.full(len(packed), T + 1))
@@ -142,7 +144,7 @@ def collate_sft_batch(
 def render_chat_sft(
     tokenizer: TextTokenizer | Any, messages: list[dict[str, Any]], *, add_final_eot: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Ids and labels of a chat, rendered in its own order; labels are -100 outside assistant turns.
+    """Return the token ids and labels of a chat in its message order; labels are -100 outside assistant turns.
 
     A tokenizer of `tokenizers` or transformers needs the control tokens of the format `primer`, or else of `ngpt`.
 
@@ -152,16 +154,16 @@ def render_chat_sft(
     """
     parsed = _messages(messages)
     if all(message.role != "assistant" for message in parsed):
-        raise DataError("no message has role assistant; there would be nothing to train")
+        raise DataError("no message has role assistant; expected at least one to train on")
     row = _rendered(parsed, _preset("primer"), tokenizer)
     labels = np.where(row.mask(), row.targets(), IGNORE_INDEX)
-    # Every turn of this format ends with one token, the end of turn.
+    # Every turn of this format ends with a single end-of-turn token.
     end = None if add_final_eot else -1
     return row.ids[:end].tolist(), labels[:end].tolist()
 
 
 def _messages(messages: object) -> list[Message]:
-    """Check documented messages, which have exactly a role and a content, and convert them."""
+    """Validate messages, which have exactly a role and content, and convert them."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError('"messages" must be a list of at least one {"role": …, "content": …}')
     out = []
@@ -179,7 +181,7 @@ def _messages(messages: object) -> list[Message]:
 
 def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokenizer | Any) -> Rows:
     families = [format.tokens, *(_preset(name).tokens for name in ("ngpt", "primer"))]
-    # Rendering uses no more of a tokenizer than this adapter has.
+    # Rendering uses only the methods of this adapter.
     adapter: Any = _TextTokenizerAdapter(text_tokenizer(tokenizer, *families))
     return TurnRenderer(format, adapter).render([Record(messages)])
 
@@ -193,7 +195,7 @@ class _TextTokenizerAdapter:
     def special_token_ids(self) -> Mapping[str, int]:
         ids = self.tokenizer.special_token_ids()
         if missing := [key for key in KEYS if key not in ids]:
-            raise DataError(f"the tokenizer has no special token id for {', '.join(missing)}; it needs them all")
+            raise DataError(f"the tokenizer has no special token id for {', '.join(missing)}; expected all of them")
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Index]:
@@ -202,4 +204,4 @@ class _TextTokenizerAdapter:
         return flat, offsets(np.array([len(ids) for ids in encoded], dtype=np.int64))
 
     def byte_lengths(self, ids: Ids) -> Index:
-        raise DataError("this tokenizer cannot tell the parts of a message apart; open one with open_tokenizer")
+        raise DataError("this tokenizer cannot encode the parts of a message separately; use open_tokenizer")

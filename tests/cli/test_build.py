@@ -179,7 +179,7 @@ def test_faulty_records_of_other_sources_may_be_skipped(run):
         1,
         "",
         "chatmill: o.jsonl:2 (id=t): no message has role assistant; "
-        "expected at least one: there would be nothing to train\n",
+        "expected at least one, otherwise there is nothing to train\n",
     )
     code, out, err = run(*build, "--on-error", "skip", "--rejects", "bad.jsonl")
     assert (code, out.splitlines()[0]) == (0, "examples: 2 train, 0 val")
@@ -199,7 +199,7 @@ def test_faulty_records_of_other_sources_may_be_skipped(run):
 
 def test_a_source_without_a_default_file_asks_for_one(run):
     code, _, err = run("build-sft-oasst1")
-    assert (code, err) == (2, "chatmill: no input; give --input, or data.oasst1.path in chatmill.toml\n")
+    assert (code, err) == (2, "chatmill: no input; pass --input, or set data.oasst1.path in chatmill.toml\n")
 
 
 # Settings.

@@ -75,8 +75,8 @@ def test_check_shows_the_first_record_and_names_unread_keys(run):
         '  user      "hi\\n\\x1b[2J"',
         '  assistant reasoning "hm" "no" calls f({"x":1}) [weight 0]',
         "  noted record_weight: 2 rows, 0 tokens",
-        'look: 2 records have the key "messages[].mood", which is not read',
-        'look: 2 records have the key "score", which is not read',
+        'note: 2 records have the key "messages[].mood", which is not read',
+        'note: 2 records have the key "score", which is not read',
     ]
 
 
@@ -86,9 +86,9 @@ def test_keys_that_are_not_read_are_in_the_summary_and_the_metadata(run, workers
     Path("chat.jsonl").write_text("".join(json.dumps({"messages": turns, "n": n}) + "\n" for n in range(5)) + CHAT)
     code, out, err = run("prepare", "chat.jsonl", "-o", "out", "--workers", workers)
     assert (code, err) == (0, "")
-    assert [line for line in out.splitlines() if line.startswith("look:")] == [
-        'look: 5 records have the key "messages[].mood", which is not read',
-        'look: 5 records have the key "n", which is not read',
+    assert [line for line in out.splitlines() if line.startswith("note:")] == [
+        'note: 5 records have the key "messages[].mood", which is not read',
+        'note: 5 records have the key "n", which is not read',
     ]
     noted = open_dataset(Path("out")).metadata.ledger.to_json()["noted"]
     assert {reason: entry["rows"] for reason, entry in noted.items()} == {
@@ -119,7 +119,8 @@ def test_a_faulty_record_stops_with_one_line_and_exit_code_1(run):
     code, out, err = run("check", "chat.jsonl")
     assert (code, out) == (1, "")
     assert err == (
-        'chatmill: chat.jsonl:2 (id=c2): message 0 has role "bot"; expected system, user, assistant or tool\n'
+        'chatmill: chat.jsonl:2 (id=c2): message 0 has role "bot"; expected system, user, assistant or tool; '
+        "--columns assistant=bot maps it\n"
     )
 
 
@@ -286,7 +287,7 @@ def test_info_without_a_format_lists_all_control_tokens_that_there_are(run):
     code, _, err = run("tokenizer", "info", "tok.json", "--add-tokens")
     assert (code, err) == (
         2,
-        "chatmill: --add-tokens without --format; name the format whose tokens are to be added\n",
+        "chatmill: --add-tokens requires --format, the format whose tokens to add\n",
     )
 
 
@@ -310,7 +311,7 @@ def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
     ("args", "code", "line"),
     [
         (["check", "none.jsonl"], 1, "none.jsonl"),
-        (["check", "empty.jsonl"], 1, "empty.jsonl: holds no record; expected at least one"),
+        (["check", "empty.jsonl"], 1, "empty.jsonl: no records; expected at least one"),
         (["check", "*.none"], 1, "*.none"),
         (["check", "chat.jsonl", "--shape", "rows"], 2, 'unknown shape "rows"'),
         (["render", "chat.jsonl", "--format", "chatlm"], 2, 'no format "chatlm"'),
@@ -380,7 +381,7 @@ def test_an_input_is_never_taken_for_the_file_of_rejects(run, command):
     code, _, err = run(name, "rejects.jsonl", *more, "--on-error", "skip")
     assert (code, err) == (
         2,
-        "chatmill: rejects.jsonl: is read, and rejects would be written over it; name another file\n",
+        "chatmill: rejects.jsonl: is an input, which the rejects would overwrite; use another file\n",
     )
     assert Path("rejects.jsonl").read_text() == CHAT + "bad\n"
 
@@ -490,4 +491,4 @@ def test_more_than_memory_holds_is_one_line(run, monkeypatch):
     code, out, err = run("check", "chat.jsonl")
     assert (code, out) == (1, "")
     assert err.startswith("chatmill: not enough memory (Unable to allocate 8.00 PiB")
-    assert err.endswith("); ask for less at a time\n")
+    assert err.endswith("); process less data at a time\n")

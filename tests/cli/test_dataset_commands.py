@@ -56,7 +56,7 @@ def test_reweigh_equals_preparing_with_the_other_choice_in_all_but_the_metadata(
         assert (Path("v2/train/shard_00000") / path.name).read_bytes() == path.read_bytes()
     assert run("diff", "v2", "v3") == (
         0,
-        "v2 and v3 hold the same conversations; order, shards or packing may differ\n        2 equal\n",
+        "v2 and v3 have the same conversations; order, shards or packing may differ\n        2 equal\n",
         "",
     )
 
@@ -66,7 +66,7 @@ def test_diff_names_what_differs_and_why(run):
     assert run("diff", "v1", "v2") == (
         0,
         "        1 equal\n"
-        "        1 mask     the same tokens, trained otherwise: chat.jsonl:2\n"
+        "        1 mask     same tokens, different loss mask: chat.jsonl:2\n"
         "fit: train_on assistant -> last\n",
         "",
     )
@@ -142,7 +142,7 @@ def test_who_is_trained_must_be_one_of_three(run):
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("prepare chat.jsonl -o loop/d", "loop/d: cannot be made there (File exists); give another folder"),
+        ("prepare chat.jsonl -o loop/d", "loop/d: cannot be created (File exists); use another folder"),
         ("export parquet v1 -o loop", "loop: is a symbolic link; use the folder itself"),
         ("reweigh v1 -o loop --train-on all", "loop: is a symbolic link; use the folder itself"),
         ("report v1 -o loop", "loop: exists already; give another name, or --overwrite"),

@@ -96,7 +96,7 @@ def test_a_file_selects_only_the_tokenizer_and_a_note_names_the_template_beside_
     assert (code, stored("v1")) == (0, (CHATML, "chatml"))
     assert err == (
         f"format: chatml, since {file} is a file, which selects only the tokenizer\n"
-        "look: the chat template of in chat_template.jinja is not used; pass --tokenizer in chat_template.jinja\n"
+        "note: the chat template of in chat_template.jinja is not used; pass --tokenizer in chat_template.jinja\n"
     )
 
 
@@ -147,7 +147,7 @@ def test_recipes_and_the_documented_scripts_share_the_rule(run, folders, monkeyp
 def test_json_and_show_name_the_format(run, folders):
     code, out, _ = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "in a list", "--json")
     assert (code, json.loads(out)["format"]) == (0, "template")
-    assert run("show", "v1", "--tokenizer", "in a list")[1].endswith("1 of 1 episodes of train; format template\n")
+    assert run("show", "v1", "--tokenizer", "in a list")[1].endswith("1 of 1 episodes in train; format template\n")
 
 
 def test_adding_tokens_to_a_template_says_how_to_name_a_preset(run, folders):

@@ -43,7 +43,7 @@ def test_order_prints_the_first_episodes_and_finds_one(run, dataset):
     expected = np.random.RandomState(42 + 3).permutation(count).tolist()
     code, out, err = run("order", "ds", "--seed", "42", "--epoch", "3", "--first", "5")
     assert (code, err) == (0, "")
-    assert out == f"epoch/1, seed 42, epoch 3: {count} episodes of train\n{' '.join(map(str, expected[:5]))}\n"
+    assert out == f"epoch/1, seed 42, epoch 3: {count} episodes in train\n{' '.join(map(str, expected[:5]))}\n"
     code, out, _ = run("order", "ds", "--seed", "42", "--epoch", "3", "--find", str(expected[7]), "--json")
     assert code == 0 and json.loads(out) == {
         "order": "epoch/1",
@@ -94,10 +94,10 @@ def test_verify_says_ok_and_what_is_unanchored(run, log):
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"OK: {log}, 6 lines, the rows of 12 steps recomputed",
-        "1 unanchored, after the last head that a checkpoint keeps",
+        "1 after the last head of a checkpoint, and so not covered by any head",
     ]
     code, out, _ = run("audit", "verify", str(log))
-    assert code == 0 and out.splitlines()[1].startswith("no head of a checkpoint was given")
+    assert code == 0 and out.splitlines()[1].startswith("no --checkpoint or --head was given")
     head = json.loads(Path("checkpoint/state.json").read_text())["audit"]["head"]
     code, out, _ = run("audit", "verify", str(log), "--head", head, "--json")
     assert json.loads(out) == {
@@ -184,7 +184,7 @@ def test_replay_shows_ids_where_the_tokenizer_is_not_known(run, dataset):
     audit.close()
     code, out, _ = run("audit", "replay", str(audit.path), "--step", "1")
     assert code == 0
-    assert out.splitlines()[-1] == "ids are shown, because the tokenizer is not known; give --tokenizer for text"
+    assert out.splitlines()[-1] == "the tokenizer is unknown, so token ids are shown; pass --tokenizer to show text"
     assert run("audit", "verify", str(audit.path))[0] == 0
 
 

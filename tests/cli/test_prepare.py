@@ -62,11 +62,11 @@ def test_it_says_what_it_made_and_where_all_tokens_went(place, monkeypatch, caps
     ledger = [line.split() for line in lines[2:]]
     assert ledger[0] == ["reason", "rows", "tokens", "trained"]
     assert [words[0] for words in ledger[1:]] == [
-        *("read", "rendered", "stored", "truncated", "dropped", "look:", "look:")
+        *("read", "rendered", "stored", "truncated", "dropped", "note:", "note:")
     ]
-    assert lines[-2] == "look: 8,235 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
+    assert lines[-2] == "note: 8,235 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
     assert lines[-1] == (
-        "look: 77 rows were dropped because their last exchange does not fit; "
+        "note: 77 rows were dropped because their last exchange does not fit; "
         "raise --max-tokens, or use --fit turns or --fit windows"
     )
     assert verify_dataset("x", full=True).faults == ()
@@ -241,14 +241,14 @@ def test_an_empty_val_names_the_smallest_share_that_fills_it(place, monkeypatch,
     command = f"prepare data/primer.jsonl -o x {flags} --val-split"
     line = refused(f"{command} 0.0001")
     share, *others = re.findall(r"--val-split ([0-9.]+)", line)
-    smallest = f"the smallest share that fills it is --val-split {share}"
+    smallest = f"the smallest fraction that fills it is --val-split {share}"
     assert line.startswith(f"chatmill: the split val would be empty; {smallest}")
     assert "the split val would be empty" in refused(f"{command} {float(share) * 0.98:.6g}")
     assert "x/val: 1 episodes" in run(monkeypatch, capsys, f"{command} {share}")
     if not others:
         assert "shuffle" in flags
         return
-    assert f", or --val-split {others[0]} with exact shares (--split shuffle --seed 42)" in line
+    assert f", or --val-split {others[0]} with an exact split (--split shuffle --seed 42)" in line
     exact = f"prepare data/primer.jsonl -o y --split shuffle --seed 42 --val-split {others[0]}"
     assert "y/val: 1 episodes" in run(monkeypatch, capsys, exact)
 
@@ -257,4 +257,4 @@ def test_the_scripts_name_their_own_flags_for_an_empty_val(place):
     line = script("prepare_chat_sft.py --input data/primer.jsonl --output_dir x --val_split 0.0001", code=1)
     share, exact = re.findall(r"--val_split ([0-9.]+)", line.stderr)
     assert f", or --val_split {exact} with exact shares (--seed 42)" in line.stderr and "--split " not in line.stderr
-    assert f"the smallest share that fills it is --val_split {share}," in line.stderr
+    assert f"the smallest fraction that fills it is --val_split {share}," in line.stderr

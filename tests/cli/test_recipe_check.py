@@ -113,7 +113,7 @@ def test_what_it_prints(recipe, monkeypatch, capsys, tmp_path):
     assert out.splitlines()[:20] == [
         f"chat: 2 files, {sum(Path(name).stat().st_size for name in ('chat.jsonl', 'more.jsonl')):,} bytes",
         '  shape:    messages: its records have "messages"',
-        "  read:     17 records, all of it",
+        "  read:     17 records, the whole source",
         "  first:    chat.jsonl:1",
         '    user      "first"',
         '    assistant "an answer that is long enough" (trained)',
@@ -130,7 +130,7 @@ def test_what_it_prints(recipe, monkeypatch, capsys, tmp_path):
         out.splitlines()[16],
         f"qa: 1 file, {Path('qa.jsonl').stat().st_size:,} bytes",
         "  shape:    alpaca: as given",
-        "  read:     10 records, all of it",
+        "  read:     10 records, the whole source",
     ]
     assert out.splitlines()[16].startswith("  kept:     13 rows, ")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "tmp"} == {
@@ -185,7 +185,7 @@ def test_a_bad_recipe_is_one_line(recipe, monkeypatch, capsys):
     Path("empty.jsonl").write_text("\n")
     assert fault("sources: [{inputs: empty.jsonl, shape: messages}]") == (
         1,
-        "chatmill: the input holds no record; there is nothing to check\n",
+        "chatmill: the input has no records; expected at least one\n",
     )
 
 

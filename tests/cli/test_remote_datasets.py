@@ -102,7 +102,7 @@ def test_rejects_of_a_build_to_a_url_go_to_a_local_file_or_to_a_url(run, bucket)
     objects.write(bucket / "v3.jsonl", b"mine\n")
     code, _, err = run(*words, "--overwrite")
     assert code == 1
-    assert f"{bucket}/v3.jsonl: is no file of rejects, so that it is not replaced" in err
+    assert f"{bucket}/v3.jsonl: is not a rejects file, so it is not replaced" in err
 
 
 def test_clean_counts_and_removes_leftovers(run, bucket):
@@ -116,10 +116,10 @@ def test_clean_counts_and_removes_leftovers(run, bucket):
     assert left["objects"] > 0
     assert told["others"] == {"objects": 1, "bytes": 4}
     code, out, _ = run("clean", url)
-    assert f"\n{left['objects']} leftovers stay: younger than 24h ({left['bytes']:,} bytes)\n" in out
+    assert f"\n{left['objects']} leftovers kept: newer than 24h ({left['bytes']:,} bytes)\n" in out
     code, out, _ = run("clean", url, "--older-than", "0s")
     lines = out.splitlines()
-    assert lines[0] == f"{told['used']['objects']} objects of {url} in use ({told['used']['bytes']:,} bytes)"
+    assert lines[0] == f"{told['used']['objects']} objects in use at {url} ({told['used']['bytes']:,} bytes)"
     assert lines[1] == f"{left['objects']} leftovers removed ({left['bytes']:,} bytes)"
     assert run("verify", url, "--full")[0] == 0
     assert json.loads(run("clean", url, "--older-than", "0", "--json")[1])["removed"] == {"objects": 0, "bytes": 0}
@@ -130,7 +130,7 @@ def test_clean_counts_and_removes_leftovers(run, bucket):
 
 def test_a_file_of_a_dataset_a_missing_bucket_and_a_web_server_are_one_line(run, bucket):
     for name in (f"{bucket}/v1", "v1"):
-        wrong = f"chatmill: {name}/dataset_metadata.json: is a file of a dataset; give the folder, {name}\n"
+        wrong = f"chatmill: {name}/dataset_metadata.json: is a file inside a dataset; pass its folder, {name}\n"
         assert run("verify", f"{name}/dataset_metadata.json") == (2, "", wrong)
     code, _, err = run("prepare", f"{bucket}/chat.jsonl", "-o", "s3://no-bucket/v1")
     assert (code, err) == (
@@ -151,7 +151,7 @@ def test_clean_removes_what_a_killed_local_build_left(run, monkeypatch):
         patch.setattr("chatmill.prepare.pipeline.publish", stopped)
         assert run("prepare", "chat.jsonl", "-o", "v9")[0] == 130
     assert Path(".v9.building.units").is_dir()
-    assert "files of unfinished builds stay: younger than 24h" in run("clean", "v9")[1]
+    assert "files of unfinished builds kept: newer than 24h" in run("clean", "v9")[1]
     assert Path(".v9.building.units").is_dir()
     code, out, _ = run("clean", "v9", "--older-than", "0")
     assert code == 0

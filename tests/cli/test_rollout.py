@@ -91,9 +91,9 @@ def test_what_was_made_is_said(run, files):
     code, out, _ = run(*BUILD)
     assert code == 0
     assert "out/train: 3 episodes" in out
-    assert "true objects 4: 3 found (75.0%), 1 appended; 0 found that are none" in out
+    assert "true objects 4: 3 found (75.0%), 1 appended; 0 false positives" in out
     assert "entries dropped: 1 incomplete" in out and "nothing kept: 1 no_brace" in out
-    assert "1 rollouts end before their answer does" in out
+    assert "1 rollouts end before the answer is complete" in out
 
 
 def test_the_same_files_give_the_same_bytes_and_values_may_be_left_out(run, files):
@@ -125,7 +125,7 @@ def test_keys_of_the_truth_that_are_not_read_are_named(run, files, tmp_path):
     for command in (["build", "rollouts.jsonl", "truth.jsonl"], ["answers", "truth.jsonl"]):
         code, out, _ = run("rollout", *command, "-o", command[0], "--add-tokens")
         assert code == 0
-        assert 'look: 2 records have the key "score", which is not read' in out.splitlines()
+        assert 'note: 2 records have the key "score", which is not read' in out.splitlines()
 
 
 def test_fields_need_no_coordinates(run, tmp_path):

@@ -213,7 +213,7 @@ def test_a_command_says_what_was_too_long(run, files):
     (files / "truth.jsonl").write_text(json.dumps(truth) + "\n")
     Path("stage2.json").write_text(json.dumps(config_of(files, max_iters=2, decoding="beam").to_json()))
     code, out, _ = run("rollout", "train", "stage2.json", "-o", "run")
-    said = "  6 prompts and targets are too long for the model's positions, and were left out"
+    said = "  6 prompts and targets exceed the model's maximum sequence length and were left out"
     assert code == 0 and said in out.splitlines()
 
 

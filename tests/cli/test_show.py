@@ -34,7 +34,7 @@ def test_show_lists_episodes_and_shows_one(run):
     assert out.splitlines() == [
         "      0  chat.jsonl:1  8 tokens, 38% trained  hi",
         "      1  chat.jsonl:2  23 tokens, 35% trained  Gold?",
-        "2 of 3 episodes of train; format primer",
+        "2 of 3 episodes in train; format primer",
     ]
     assert run("show", "v1", "1") == (
         0,
@@ -66,13 +66,13 @@ def test_show_as_json(run):
 def test_show_searches_whatever_the_case(run):
     assert run("show", "v1", "--search", "GOLD")[1].splitlines() == [
         "      1  chat.jsonl:2  23 tokens, 35% trained  <|usr|>Gold?<|eot|><|asst|>Au.<|eot|><|usr|>Tin?<|e…",
-        "1 of 3 episodes of train hold it; format primer",
+        "1 of 3 episodes in train match; format primer",
     ]
     assert (
         run("show", "v1", "--search", "o", "-n", "1")[1].splitlines()[-1]
-        == "1 shown; more of 3 episodes of train hold it; format primer"
+        == "1 shown; more of 3 episodes in train match; format primer"
     )
-    assert run("show", "v1", "--search", "silver")[1] == "0 of 3 episodes of train hold it; format primer\n"
+    assert run("show", "v1", "--search", "silver")[1] == "0 of 3 episodes in train match; format primer\n"
 
 
 def test_explain_is_one_sentence(run):
@@ -106,7 +106,7 @@ def test_stats_count_what_is_there(run):
 
 def test_report_writes_a_page_and_overwrites_none_unasked(run):
     code, out, _ = run("report", "v1", "-o", "page.html")
-    assert (code, out) == (0, f"page.html: {Path('page.html').stat().st_size:,} bytes, 3 episodes of train\n")
+    assert (code, out) == (0, f"page.html: {Path('page.html').stat().st_size:,} bytes, 3 episodes in train\n")
     page = Path("page.html").read_text()
     assert page.startswith("<!doctype html>") and "<script" not in page
     code, _, err = run("report", "v1", "-o", "page.html")
@@ -147,8 +147,8 @@ def test_no_text_acts_in_a_terminal(run, command, tmp_path):
     ("args", "code", "words"),
     [
         (["show", "v1", "3"], 2, "no episode 3 in train; it has 0 to 2"),
-        (["show", "v1", "0", "--search", "x"], 2, "give one of them"),
-        (["show", "v1", "--decode"], 2, "name it"),
+        (["show", "v1", "0", "--search", "x"], 2, "cannot be used together"),
+        (["show", "v1", "--decode"], 2, "--decode requires EPISODE"),
         (["show", "v1", "--search", ""], 2, "nothing to search for"),
         (["show", "none"], 1, "no such folder"),
         (["show", "v1", "--split", "val"], 1, "has no split val"),
@@ -222,7 +222,7 @@ def test_view_says_where_it_is_and_ends_with_ctrl_c(run, tmp_path):
         [chatmill, "view", "v1"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
     first, second = process.stdout.readline(), process.stdout.readline()
-    assert re.fullmatch(r"v1: http://127\.0\.0\.1:\d+/  \(Ctrl-C ends it\)\n", first)
+    assert re.fullmatch(r"v1: http://127\.0\.0\.1:\d+/  \(press Ctrl-C to quit\)\n", first)
     assert second == f"the index for search and filters is kept in {tmp_path / 'cache/chatmill/view'}\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
@@ -265,4 +265,4 @@ def test_without_its_extra_the_viewer_says_what_to_install(run, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "chatmill: the viewer needs starlette.applications: pip install 'chatmill[view]'\n"
+    assert done.stderr == "chatmill: the viewer needs starlette.applications; pip install 'chatmill[view]'\n"

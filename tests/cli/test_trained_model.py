@@ -64,7 +64,7 @@ def test_json_has_the_answer_as_it_is_and_says_whether_it_ended(run):
 
 def test_an_answer_without_an_end_is_cut_and_that_is_said(run):
     code, out, err = run("chat", "checkpoints/small", "--prompt", "a?", "--max-tokens", "3")
-    assert (code, out, err) == (0, "alp\n", "(cut after 3 tokens: no end token came)\n")
+    assert (code, out, err) == (0, "alp\n", "(cut off after 3 tokens without an end-of-turn token)\n")
 
 
 def test_a_conversation_goes_on_with_all_that_was_said(made, monkeypatch):
@@ -124,7 +124,7 @@ def test_lines_are_answered_and_commands_are_followed(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     code, out, err = run("chat", "checkpoints/small")
     assert (code, out) == (0, "alpha\nbeta\n")
-    assert err == f"no command /nope; /help lists them\n{chat.HELP}\n"
+    assert err == f"unknown command /nope; /help lists the commands\n{chat.HELP}\n"
 
 
 def test_a_person_whose_conversation_is_full_can_begin_a_new_one(run, monkeypatch):
@@ -133,7 +133,7 @@ def test_a_person_whose_conversation_is_full_can_begin_a_new_one(run, monkeypatc
     monkeypatch.setattr(sys, "stdin", lines)
     code, out, err = run("chat", "checkpoints/small")
     assert (code, out) == (0, "> alpha\n> > > beta\n> ")
-    said = "format: primer\nSay something. /help  lists what else you can type.\n"
+    said = "format: primer\nType a message. /help  lists commands.\n"
     assert err == f"{said}the conversation has 94 tokens, but the model has 64 positions; start a new conversation\n\n"
 
 
@@ -240,13 +240,13 @@ def test_eval_shows_what_was_expected_and_what_was_said_instead(run, made):
     chatmill("prepare", "other.jsonl", "-o", "data/other", *flags)
     code, out, err = run("eval", "checkpoints/small", "data/other", "--split", "train", "--wrong", "3")
     assert (code, err) == (0, "")
-    assert out.splitlines()[2:] == ["other.jsonl:1", "  expected al\\x1bgo<|eot|>", "  said     alpha<|eot|>"]
+    assert out.splitlines()[2:] == ["other.jsonl:1", "  expected al\\x1bgo<|eot|>", "  got      alpha<|eot|>"]
     assert "66.7%   100.0%" in out.splitlines()[1]
 
 
 def test_eval_says_what_it_did_not_ask(run):
     code, out, _ = run("eval", "checkpoints/small", "data/v1", "--split", "train", "-n", "2", "--max-tokens", "2")
-    assert (code, out.splitlines()[-1]) == (0, "not asked: 3 answers over --limit")
+    assert (code, out.splitlines()[-1]) == (0, "skipped: 3 answers over --limit")
 
 
 def test_eval_refuses_data_of_another_tokenizer(run):
@@ -350,7 +350,7 @@ def test_rows_of_what_is_not_there_is_one_line(run, made, tmp_path, monkeypatch)
     one_line(run("rows", "data", "--step", "1"), 1, "data: contains no losses of conversations")
     one_line(run("rows", "--step", "1", "--dataset", "none"), 1, "none: no such folder")
     monkeypatch.chdir(tmp_path)
-    one_line(run("rows", "--step", "1"), 2, "checkpoints: holds no run")
+    one_line(run("rows", "--step", "1"), 2, "checkpoints: no run")
     assert run("rows", str(made / "checkpoints/small"), "--step", "1", "--dataset", str(made / "data/v1"))[0] == 0
 
 

@@ -117,7 +117,7 @@ def test_a_url_is_refused_in_one_line_wherever_a_path_is_taken_and_nothing_is_wr
     for line in LINES:
         code, out, err = run(*shlex.split(line.replace("URL", "s3://bucket/x")))
         told = re.fullmatch(
-            r"chatmill: [^\n]*(s3|gs|abfs)://bucket/\S*: is a URL, and this must be a local path; [^\n]+\n", err
+            r"chatmill: [^\n]*(s3|gs|abfs)://bucket/\S*: is a URL, but a local path is required; .+\n", err
         )
         assert (code, out, told is not None) == (2, "", True), f"{line}\n{code}\n{out}\n{err}"
         assert names(folder) == before, line
@@ -157,7 +157,7 @@ def test_every_path_of_every_command_is_tried():
 )
 def test_any_scheme_is_a_url_as_text_and_as_a_path(url):
     for given in (url, Path(url)):
-        with pytest.raises(UsageError, match="is a URL, and this must be a local path"):
+        with pytest.raises(UsageError, match="is a URL, but a local path"):
             local_path(given)
 
 

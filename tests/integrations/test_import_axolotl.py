@@ -174,7 +174,7 @@ def test_the_next_commands_are_those_of_the_model_the_recipe_and_the_run():
         ({"datasets": [{"path": "a.jsonl"}]}, "pretokenized data is not read"),
         ({"datasets": [{"path": "a.csv", "type": "alpaca"}]}, "convert the file to JSONL"),
         ({"learning_rate": "fast"}, "learning_rate is fast; expected a number"),
-        ({"micro_batch_size": 0}, "micro_batch_size is 0; expected a number from 1 on"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0; expected a number of at least 1"),
         ({"micro_batch_size": 1.5}, "micro_batch_size is 1.5; expected a whole number"),
         ({"sample_packing": "maybe"}, "sample_packing is maybe; expected true or false"),
         ({"datasets": "a.jsonl"}, "datasets is a.jsonl; expected a list of tables"),

@@ -337,7 +337,7 @@ def test_a_mix_with_a_source_without_rows_is_refused_by_the_build(folder, tmp_pa
         InputSource((str(tmp_path / "a.jsonl"),), name="a", weight=1.0, val_split=0.999),
         InputSource((str(folder / "b.jsonl"),), name="b", weight=1.0),
     )
-    with pytest.raises(DataError, match="no record of a is left to train on, and training would mix a, b"):
+    with pytest.raises(DataError, match="no records of a are left to train on, but training would mix a, b"):
         build(Job(sources), tmp_path / "v1")
 
 

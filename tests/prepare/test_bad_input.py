@@ -53,39 +53,39 @@ FLAGS = {
     "chat.jsonl -o x --tokenizer no.json": (1, "no.json: "),
     "chat.jsonl -o x --format nothing": (2, '"nothing"'),
     "chat.jsonl -o x --shape nothing": (2, 'unknown shape "nothing"; expected '),
-    "chat.jsonl -o x --max-tokens 1": (2, "--max-tokens 1 is too small; a row that can be trained has 2 tokens"),
-    "chat.jsonl -o x --max-tokens -4 --pack 0": (2, "--max-tokens -4 is too small; a row that can be trained has 2"),
-    "chat.jsonl -o x --pack 1": (2, "--pack 1 is too small; give at least 2"),
-    "chat.jsonl -o x --pack 50 --max-tokens 60": (2, "--max-tokens 60 is over --pack 50; such rows would not fit"),
-    "chat.jsonl -o x --fit blocks": (2, "--fit blocks needs the size of a block as --max-tokens"),
-    "chat.jsonl -o x --fit blocks --max-tokens 9 --pack 9": (2, "--fit blocks makes full rows already; leave out"),
+    "chat.jsonl -o x --max-tokens 1": (2, "--max-tokens 1 is too small; expected at least 2"),
+    "chat.jsonl -o x --max-tokens -4 --pack 0": (2, "--max-tokens -4 is too small; expected at least 2"),
+    "chat.jsonl -o x --pack 1": (2, "--pack 1 is too small; expected at least 2"),
+    "chat.jsonl -o x --pack 50 --max-tokens 60": (2, "--max-tokens 60 is over --pack 50; expected at most 50"),
+    "chat.jsonl -o x --fit blocks": (2, "--fit blocks requires the block size as --max-tokens"),
+    "chat.jsonl -o x --fit blocks --max-tokens 9 --pack 9": (2, "--fit blocks already makes full rows; remove"),
     "chat.jsonl -o new/x --fit blocks --max-tokens 90": (1, 'blocks require rows of a format such as "post-training"'),
-    "chat.jsonl -o x --val-split 1": (2, "--val-split 1.0 is outside of 0 to 1; 0.1 keeps a tenth for validation"),
-    "chat.jsonl -o x --val-split -0.1": (2, "--val-split -0.1 is outside of 0 to 1"),
-    "chat.jsonl -o x --val-split nan": (2, "--val-split nan is outside of 0 to 1"),
-    "chat.jsonl -o x --val-split 0.1 --val-file chat.jsonl": (2, "both say what is for validation; give one"),
+    "chat.jsonl -o x --val-split 1": (2, "--val-split 1.0 is not between 0 and 1; 0.1 keeps a tenth for validation"),
+    "chat.jsonl -o x --val-split -0.1": (2, "--val-split -0.1 is not between 0 and 1"),
+    "chat.jsonl -o x --val-split nan": (2, "--val-split nan is not between 0 and 1"),
+    "chat.jsonl -o x --val-split 0.1 --val-file chat.jsonl": (2, "both select validation data; use one"),
     "chat.jsonl -o x --val-file ./chat.jsonl": (
         1,
-        "chat.jsonl: is given for training and for validation; leave it out",
+        "chat.jsonl: is used for both training and validation; remove it",
     ),
     "chat.jsonl -o new/deep/x --val-split 0.00001": (
         1,
-        "the split val would be empty; the smallest share that fills it is --val-split 0.",
+        "the split val would be empty; the smallest fraction that fills it is --val-split 0.",
     ),
-    "chat.jsonl -o x --val-split 0.99999": (1, "the split train would be empty; give more records, or a smaller --val"),
-    "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is below 0; give a whole number from 0 on"),
-    "chat.jsonl -o x --shard-tokens 0": (2, "--shard-tokens 0 is too small; give at least 1"),
-    "chat.jsonl -o x --address auto": (2, "--address is of a Ray cluster; add --engine ray"),
+    "chat.jsonl -o x --val-split 0.99999": (1, "the split train would be empty; use more records, or a smaller --val"),
+    "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is negative; expected a whole number of at least 0"),
+    "chat.jsonl -o x --shard-tokens 0": (2, "--shard-tokens 0 is too small; expected at least 1"),
+    "chat.jsonl -o x --address auto": (2, "--address requires --engine ray"),
     "chat.jsonl -o new/x --engine ray --address 127.0.0.1:1": (2, "no Ray cluster at 127.0.0.1:1 ("),
     "chat.jsonl -o x --fit error --max-tokens 20": (1, "chat.jsonl:1: "),
-    "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; no record is left"),
+    "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; no records are left"),
     "chat.jsonl -o .": (2, ".: has no name; give the folder of the dataset as NAME or DIR/NAME"),
     "chat.jsonl -o ..": (2, "..: has no name"),
     "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: exists already; give another name, or --overwrite"),
     "chat.jsonl -o chat.jsonl --overwrite": (1, "chat.jsonl: is not a folder and is not replaced"),
-    "chat.jsonl -o chat.jsonl/x": (1, "chat.jsonl/x: cannot be made there (File exists); give another folder"),
-    "chat.jsonl -o /proc/x": (1, "/proc/x: cannot be made there ("),
-    "chat.jsonl -o /proc/no/where/x": (1, "/proc/no/where/x: cannot be made there ("),
+    "chat.jsonl -o chat.jsonl/x": (1, "chat.jsonl/x: cannot be created (File exists); use another folder"),
+    "chat.jsonl -o /proc/x": (1, "/proc/x: cannot be created ("),
+    "chat.jsonl -o /proc/no/where/x": (1, "/proc/no/where/x: cannot be created ("),
     "no.toml -o x": (1, "no.toml: cannot be read (No such file or directory); a recipe is a YAML or TOML file"),
     "chat.jsonl no.toml -o x": (1, "no.toml: no such file; expected a file, a folder or a glob"),
 }
@@ -100,17 +100,21 @@ def test_a_command_that_cannot_be_meant_is_one_line(place, monkeypatch, capsys, 
 
 
 INPUTS = {
-    "no bytes": ("a.jsonl", b"", "the input is empty; there is nothing to prepare"),
-    "blank lines": ("a.jsonl", b"\n \n\n", "the input holds no record; there is nothing to prepare"),
-    "an empty array": ("a.json", b"[]", "the input holds no record; there is nothing to prepare"),
-    "nothing, compressed": ("a.jsonl.gz", gzip.compress(b""), "the input holds no record; there is nothing"),
-    "compressed and cut": ("a.jsonl.gz", gzip.compress(lines(conversations(9)))[:-9], "the compressed file is cut off"),
+    "no bytes": ("a.jsonl", b"", "the input is empty; expected at least one record"),
+    "blank lines": ("a.jsonl", b"\n \n\n", "the input has no records; expected at least one"),
+    "an empty array": ("a.json", b"[]", "the input has no records; expected at least one"),
+    "nothing, compressed": ("a.jsonl.gz", gzip.compress(b""), "the input has no records; expected at least one"),
+    "compressed and cut": (
+        "a.jsonl.gz",
+        gzip.compress(lines(conversations(9)))[:-9],
+        "the compressed file is truncated",
+    ),
     "not JSON": ("a.jsonl", lines(conversations(9)) + b"{nonsense\n", "a.jsonl:10: "),
     "no role known": ("a.jsonl", b'{"messages": [{"role": "bot", "content": ""}]}\n', "a.jsonl:1: "),
     "no answer": (
         "a.jsonl",
         b'{"messages": [{"role": "user", "content": "?"}]}\n',
-        "the split train would be empty; no record is left to train on (1 no_trained_tokens)",
+        "the split train would be empty; no records are left to train on (1 no_trained_tokens)",
     ),
 }
 
@@ -131,7 +135,7 @@ def test_where_all_records_are_skipped_the_line_says_why(place, monkeypatch, cap
         main()
     assert ended.value.code == 1
     line = capsys.readouterr().err
-    assert "the split train would be empty; no record is left to train on (" in line
+    assert "the split train would be empty; no records are left to train on (" in line
     assert len((place / "x.rejects.jsonl").read_text().splitlines()) == 2
 
 
@@ -231,13 +235,19 @@ RECIPES = {
     ),
     "a row that is too long": (
         f'pack = {"9" * 20}\n[[source]]\ninputs = ["chat.jsonl"]',
-        f"recipe.toml: pack {'9' * 20} is too large; give at most 2147483648",
+        f"recipe.toml: pack {'9' * 20} is too large; expected at most 2147483648",
     ),
-    "no source": ('fit = "tail"', "recipe.toml: no sources; give a list of tables, [[sources]] in TOML, each with"),
-    "no inputs": ("[[source]]", "recipe.toml: source 0 has no inputs; give a list of files, globs, folders or URLs"),
-    "a number for a list": ("[[source]]\ninputs = 1", "source 0: inputs must be a list of texts"),
+    "no source": (
+        'fit = "tail"',
+        "recipe.toml: no sources; expected a list of tables ([[sources]] in TOML), each with",
+    ),
+    "no inputs": (
+        "[[source]]",
+        "recipe.toml: source 0 has no inputs; expected a list of files, globs, folders or URLs",
+    ),
+    "a number for a list": ("[[source]]\ninputs = 1", "source 0: inputs must be a list of strings"),
     "an unknown key": ('[[source]]\ninputs = ["chat.jsonl"]\ncolour = 1', 'source 0 has unknown key "colour" (known: '),
-    "a table for a list": ('[source]\ninputs = ["chat.jsonl"]', "no sources; give a list of tables"),
+    "a table for a list": ('[source]\ninputs = ["chat.jsonl"]', "no sources; expected a list of tables"),
     "wrong kinds": (
         'max_tokens = "9"\nval_split = true\nfit = "best"\ndedupe = 1\n[[source]]\ninputs = ["chat.jsonl"]',
         "recipe.toml: the recipe: max_tokens must be a whole number; the recipe: val_split must be a number; "
@@ -246,7 +256,7 @@ RECIPES = {
     ),
     "a path for a name": (
         '[[source]]\ninputs = ["chat.jsonl"]\nname = "../up"',
-        'the source name "../up" is empty or a path; give a plain name',
+        'the source name "../up" is empty or a path; expected a plain name',
     ),
     "too small": ('max_tokens = 1\n[[source]]\ninputs = ["chat.jsonl"]', "recipe.toml: max_tokens 1 is too small"),
 }
@@ -264,7 +274,7 @@ def test_the_faults_of_a_recipe_are_one_line(place, monkeypatch, capsys, kind):
 def test_flags_that_a_recipe_must_say_itself_are_refused(place, monkeypatch, capsys):
     (place / "recipe.toml").write_text('[[source]]\ninputs = ["chat.jsonl"]')
     code, line = refused(monkeypatch, capsys, "recipe.toml -o x --pack 90 --val-split 0.1 --workers 2")
-    assert (code, line) == (2, "--pack, --val-split with a recipe; write it into recipe.toml instead")
+    assert (code, line) == (2, "--pack, --val-split cannot be used with a recipe; set it in recipe.toml instead")
 
 
 # The first fault, and rejects, in the order of the input.

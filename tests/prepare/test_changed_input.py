@@ -108,9 +108,7 @@ def test_resume_notices_other_bytes_of_the_same_size_and_time(tmp_path, kind, ch
     interrupted(job, target)
     before = sorted((tmp_path / ".x.building.units").iterdir())
     changed_by(first, file_of(kind, "new"))
-    with pytest.raises(
-        ChatmillError, match=rf"a{kind}: was changed since the interrupted build read it; build without"
-    ):
+    with pytest.raises(ChatmillError, match=rf"a{kind}: changed since the interrupted build read it; build without"):
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
     # With the input as it was the build goes on: nothing is lost.
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
@@ -141,7 +139,7 @@ def test_resume_notices_files_that_a_glob_matches_now_and_an_empty_file_that_was
     interrupted(job, target)
     for name in ("b.jsonl", "c.jsonl"):
         write(tmp_path / name, lines(conversations(1)))
-        with pytest.raises(DataError, match="of another job or other input"):
+        with pytest.raises(DataError, match="had a different job or input"):
             prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
         write(tmp_path / "b.jsonl", b"")
 
@@ -164,7 +162,7 @@ def test_resume_notices_changed_files_of_the_tokenizer_folder(tmp_path, change):
     else:
         config["chat_template"] += "{# other #}"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="of another job or other input"):
+    with pytest.raises(DataError, match="had a different job or input"):
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
 
 
@@ -261,7 +259,7 @@ def test_a_file_that_a_glob_matches_later_stops_the_build_unless_it_has_the_reje
 
 def test_a_pipe_is_refused_before_anything_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"a.jsonl: is a pipe or a device; write what it gives to a file"):
+    with pytest.raises(DataError, match=r"a.jsonl: is a pipe or a device; write its output to a file"):
         build(job_of((str(tmp_path / "a.jsonl"),)), tmp_path / "x")
 
 

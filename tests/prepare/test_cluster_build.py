@@ -99,7 +99,5 @@ def test_bad_input_leaves_no_staged_object(tmp_path, target):
 
 
 def test_a_folder_that_a_node_does_not_have_is_one_line(tmp_path):
-    with pytest.raises(
-        DataError, match=r"gone: cannot be entered on the node .* \(No such file or directory\); give URLs"
-    ):
+    with pytest.raises(DataError, match=r"gone: not accessible on the node .* \(No such file or directory\); use URLs"):
         ray_engine._enter(tmp_path / "gone")

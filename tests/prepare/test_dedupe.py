@@ -214,7 +214,7 @@ def test_sequences_never_cross_conversations():
 
 
 def test_a_share_outside_of_the_range_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"--near-dedupe 1.5 is outside of 0.5 to 1"):
+    with pytest.raises(UsageError, match=r"--near-dedupe 1.5 is not between 0.5 and 1"):
         build(near_job(tmp_path / "a.jsonl", near_dedupe=1.5), tmp_path / "x")
 
 

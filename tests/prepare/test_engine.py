@@ -61,7 +61,7 @@ def test_a_tokenizer_that_changed_since_it_was_opened_is_refused(tmp_path):
     units = units_of(job := job_of(inputs), InputFiles([inputs]), UNIT_BYTES)
     tokenizer = SimpleNamespace(sha256="of the file that was there before", control_ids={})
     opened = SimpleNamespace(tokenizer=tokenizer, to_json=dict)
-    with pytest.raises(DataError, match="bytes: the tokenizer changed while the build ran"):
+    with pytest.raises(DataError, match="bytes: the tokenizer changed during the build"):
         list(run_in_fresh_process(units, job, opened, tmp_path, workers=2))
 
 
@@ -120,7 +120,7 @@ def test_the_death_of_the_process_that_forked_is_one_line(held):
     os.kill(first, signal.SIGKILL)
     _, err = program.communicate()
     assert err.splitlines()[-1].endswith(
-        "the process that runs the workers was killed, perhaps for lack of memory; continue with --resume"
+        "the process that runs the workers was killed, perhaps because memory ran out; continue with --resume"
     )
     wait_for_end(workers)
 

@@ -99,7 +99,7 @@ def test_filters_keep_what_an_oracle_keeps(tmp_path, measured, seed):
     job = Job((source,), filters=Filters(**given[0]), unroll=unroll)
     unit_bytes = rng.choice([5_000, 2**22])
     if all(expected.values()):
-        with pytest.raises(DataError, match=r"no record is left to train on \(.*filter "):
+        with pytest.raises(DataError, match=r"no records are left to train on \(.*filter "):
             build(job, tmp_path / "v1", unit_bytes=unit_bytes)
         return
     metadata = build(job, tmp_path / "v1", unit_bytes=unit_bytes)
@@ -195,7 +195,7 @@ def test_a_predicate_runs_only_if_it_is_allowed(with_predicates, tmp_path):
     job, name = with_predicates("short")
     with pytest.raises(UsageError, match=f"allow it with --allow-code {name}$"):
         build(job, tmp_path / "v1")
-    with pytest.raises(UsageError, match="--allow-code os:remove: no filter names this predicate"):
+    with pytest.raises(UsageError, match="--allow-code os:remove: no filter uses this predicate"):
         build(job, tmp_path / "v1", allow_code=(name, "os:remove"))
     build(job, tmp_path / "v1", allow_code=(name,), workers=2, unit_bytes=2_000)
     kept = [line for line, record in enumerate(RECORDS, 1) if len(record["messages"]) < 5]

@@ -129,18 +129,18 @@ def test_a_source_is_named_by_its_first_input():
 
 SOURCE = "sources: [{inputs: a.jsonl}]\n"
 FAULTS = {
-    "nothing": ("", "holds no table of keys; expected `sources` and the keys of the dataset"),
-    "a list": ("- a", "holds no table of keys"),
+    "nothing": ("", "is not a table; expected `sources` and the settings of the dataset"),
+    "a list": ("- a", "is not a table"),
     "cut off": ("sources: [", "not YAML: expected the node content, but found '<stream end>' (at line 1, column 11)"),
     "a tab": ("sources:\n\t- a", "not YAML: found character '\\t' that cannot start any token (at line 2, column 1)"),
     "two documents": ("a: 1\n---\na: 2", "not YAML: but found another document (at line 2, column 1)"),
     "a repeated key": (
         SOURCE + "seed: 1\nseed: 2",
-        'not YAML: the key "seed" stands there twice (at line 3, column 1)',
+        'not YAML: the key "seed" is given twice (at line 3, column 1)',
     ),
     "a repeated key of a source": (
         "sources:\n- inputs: a.jsonl\n  'inputs': b.jsonl",
-        'not YAML: the key "inputs" stands there twice (at line 3, column 3)',
+        'not YAML: the key "inputs" is given twice (at line 3, column 3)',
     ),
     "nested too deeply": ("- " * 5000, "not YAML: maximum recursion depth exceeded"),
     "no UTF-8": (b"a: \xff", "not YAML: "),
@@ -159,13 +159,13 @@ FAULTS = {
     "no number": (SOURCE + "val_split: .nan", "the recipe: val_split must be a number"),
     "no sources": (
         "seed: 1",
-        "no sources; give a list of tables, [[sources]] in TOML, each with its files as `inputs`",
+        "no sources; expected a list of tables ([[sources]] in TOML), each with its files as `inputs`",
     ),
-    "two keys for sources": (SOURCE + "source: [{inputs: b.jsonl}]", "source and sources are the same key; give one"),
+    "two keys for sources": (SOURCE + "source: [{inputs: b.jsonl}]", "source and sources are the same key; use one"),
     "a text as a source": ("sources: [a.jsonl]", "source 0 must be a table"),
-    "an alias within itself": ("sources: &a [{inputs: *a}]", "source 0: inputs must be a list of texts"),
-    "no inputs": ("sources: [{name: a}]", "source 0 has no inputs; give a list of files, globs, folders or URLs"),
-    "an empty input": ("sources: [{inputs: ''}]", "source 0: inputs must be a list of texts"),
+    "an alias within itself": ("sources: &a [{inputs: *a}]", "source 0: inputs must be a list of strings"),
+    "no inputs": ("sources: [{name: a}]", "source 0 has no inputs; expected a list of files, globs, folders or URLs"),
+    "an empty input": ("sources: [{inputs: ''}]", "source 0: inputs must be a list of strings"),
     "an unknown scheme": (
         "sources: [{inputs: 'ftp://a/b.jsonl'}]",
         "source 0: ftp://a/b.jsonl: ftp:// is not supported",
@@ -176,7 +176,7 @@ FAULTS = {
         "sources: [{inputs: a.jsonl, columns: {id: 1}}]",
         "source 0: columns: id must be the name",
     ),
-    "no column": ("sources: [{inputs: a.jsonl, columns: {}}]", "source 0: columns names no column; leave it out"),
+    "no column": ("sources: [{inputs: a.jsonl, columns: {}}]", "source 0: columns is empty; remove it"),
     "an unknown filter": (
         SOURCE + "filters: {min_token: 1}",
         'the recipe: filters has unknown key "min_token" (known: ',
@@ -185,36 +185,36 @@ FAULTS = {
     "no filters": (SOURCE + "filters:", "the recipe: filters must be a table of filters"),
     "a wrong filter": (
         "sources: [{inputs: a.jsonl, filters: {min_turns: 0, match: 3, languages: en}}]",
-        "source 0: filters: min_turns must be a whole number from 1 on; source 0: filters: match must be a text; "
-        "source 0: filters: languages must be a list of texts",
+        "source 0: filters: min_turns must be a whole number of at least 1; source 0: filters: match must be a text; "
+        "source 0: filters: languages must be a list of strings",
     ),
     "filters that nothing passes": (
         SOURCE + "filters: {min_turns: 3, max_turns: 2}",
-        "filters: min_turns 3 is over max_turns 2, so that no record would be left",
+        "filters: min_turns 3 is over max_turns 2, so no record would be left",
     ),
     "no expression": (SOURCE + "filters: {match: '('}", "filters: match is not a regular expression (missing )"),
-    "a language by its name": (SOURCE + "filters: {languages: [English]}", 'filters: "English" is not the code of a'),
+    "a language by its name": (SOURCE + "filters: {languages: [English]}", 'filters: "English" is not a language code'),
     "a predicate that is no function": (
         SOURCE + "filters: {predicate: a.py}",
         'filters: predicate "a.py" is not a func',
     ),
     "a weight of nothing": ("sources: [{inputs: a.jsonl, weight: 0}]", "source 0: weight must be a number over 0"),
-    "a share of nothing": (SOURCE + "near_dedupe: 0", "near_dedupe 0.0 is outside of 0.5 to 1; 0.8 is common"),
+    "a share of nothing": (SOURCE + "near_dedupe: 0", "near_dedupe 0.0 is not between 0.5 and 1; 0.8 is common"),
     "too many samples": (
         "sources: [{inputs: a.jsonl, max_samples: 0}]",
         "source 0: max_samples must be a whole number",
     ),
     "a split of all": (
         "sources: [{inputs: a.jsonl, val_split: 1}]",
-        "source 0: val_split 1.0 is outside of 0 to 1; 0.1 keeps a tenth for validation",
+        "source 0: val_split 1.0 is not between 0 and 1; 0.1 keeps a tenth for validation",
     ),
     "a split of what is validation": (
         "sources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true, val_split: 0.1}]",
-        "source b: val_split and only_val both say what is for validation; give one",
+        "source b: val_split and only_val both select validation data; use one",
     ),
     "a split besides validation files": (
         "val_split: 0.1\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true}]",
-        "val_split and only_val both say what is for validation; give one",
+        "val_split and only_val both select validation data; use one",
     ),
     "one name for two": (
         "sources: [{inputs: x/a.jsonl}, {inputs: y/a.jsonl}]",
@@ -226,15 +226,15 @@ FAULTS = {
     ),
     "an unknown name": (
         "dedupe: true\nprecedence: [b, c]\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl}]",
-        'precedence has "c", which is not the name of a source (a, b)',
+        'precedence names "c", which is not a source (known: a, b)',
     ),
     "precedence of nothing": (
         "precedence: [b]\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl}]",
-        "precedence is for duplicates, and none are looked for; add dedupe or near_dedupe",
+        "precedence requires dedupe or near_dedupe",
     ),
     "a weight of one": (
         "sources: [{inputs: a.jsonl, weight: 1}]",
-        "weight and epochs mix several sources, and there is one; leave them out, and train for more epochs",
+        "weight and epochs need several sources, and there is only one; remove them, and train for more epochs",
     ),
     "some weights": (
         "sources: [{inputs: a.jsonl, weight: 1}, {inputs: b.jsonl}, {inputs: c.jsonl, only_val: true}]",
@@ -242,11 +242,11 @@ FAULTS = {
     ),
     "weights and epochs": (
         "sources: [{inputs: a.jsonl, weight: 1}, {inputs: b.jsonl, epochs: 2}]",
-        "weight and epochs both say how often a source is trained; give one of them for all sources",
+        "weight and epochs both set how often a source is trained; use one of them for all sources",
     ),
     "a weight of what is not trained": (
         "sources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true, epochs: 1}]",
-        "weight and epochs are for training; leave them out of sources that are only_val",
+        "weight and epochs are for training; remove them from sources that are only_val",
     ),
 }
 
@@ -262,8 +262,7 @@ def test_all_faults_are_reported_together():
     assert [fault.partition(" (known")[0] for fault in fault_of(text).split("; ") if "expected" not in fault] == [
         'source 0: unknown shape "x"',
         "source 1 has no inputs",
-        "give a list of files, globs, folders or URLs",
-        "source 2: inputs must be a list of texts",
+        "source 2: inputs must be a list of strings",
         'the recipe has unknown key "colour"',
         "the recipe: seed must be a whole number",
     ]
@@ -276,7 +275,7 @@ def test_toml_that_cannot_be_read_is_one_line(text):
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe.toml"])
 def test_a_recipe_is_a_small_plain_file(name):
-    assert fault_of("#" * (LIMIT + 1), name) == "has 1,048,577 bytes; a recipe has at most 1,048,576"
+    assert fault_of("#" * (LIMIT + 1), name) == "has 1,048,577 bytes; expected at most 1,048,576"
     Path(name).unlink()
     with pytest.raises(
         DataError, match=r"cannot be read \(No such file or directory\); a recipe is a YAML or TOML file$"
@@ -356,5 +355,5 @@ def test_a_job_in_python_is_held_to_the_same_rules():
     two = (InputSource(("a.jsonl",), weight=1.0), InputSource(("b.jsonl",), weight=1.0))
     with pytest.raises(UsageError, match=r"^weight and epochs need names; give each source a `name`$"):
         Job(two).check()
-    with pytest.raises(UsageError, match=r'^precedence has "a", which is not the name of a source \(none, give each'):
+    with pytest.raises(UsageError, match=r'^precedence names "a", which is not a source \(known: none, give each'):
         Job((InputSource(("a.jsonl",)), InputSource(("b.jsonl",))), dedupe=True, precedence=("a",)).check()

@@ -67,7 +67,7 @@ def test_rejects_are_never_written_over_what_is_read(tmp_path, monkeypatch):
     Path("link.jsonl").symlink_to("rejects.jsonl")
     Path("hard.jsonl").hardlink_to("rejects.jsonl")
     for inputs in (["rejects.jsonl"], ["re*.jsonl"], ["link.jsonl"], ["hard.jsonl"], [tmp_path / "rejects.jsonl"]):
-        with pytest.raises(UsageError, match=r"^rejects\.jsonl: is read, and rejects would be written over it"):
+        with pytest.raises(UsageError, match=r"^rejects\.jsonl: is an input, which the rejects would overwrite"):
             Rejects("rejects.jsonl", reads=expand(inputs), overwrite=True)
     assert Path("rejects.jsonl").read_text() == "as it was"
 
@@ -87,7 +87,7 @@ def test_only_a_file_of_rejects_is_replaced_and_only_when_told(tmp_path):
     assert path.read_bytes() == before
     for other in (b"my notes\n", b"{}\n", b"[1]", b'{"file": 1}\n', b"\xff"):
         path.write_bytes(other)
-        with pytest.raises(DataError, match="is no file of rejects, so that it is not replaced"):
+        with pytest.raises(DataError, match="is not a rejects file, so it is not replaced"):
             Rejects(path, overwrite=True)
         assert path.read_bytes() == other
 
@@ -97,7 +97,7 @@ def test_rejects_go_neither_into_the_output_nor_through_a_link(tmp_path):
     output.mkdir()
     (tmp_path / "way").symlink_to(output)
     for path in (output / "r.jsonl", tmp_path / "way" / "r.jsonl", output / ".." / "ds" / "r.jsonl", output):
-        with pytest.raises(UsageError, match="is the output, or lies in it"):
+        with pytest.raises(UsageError, match="is the output, or inside it"):
             Rejects(path, output=output)
     (tmp_path / "r.jsonl").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="a link or a device"):

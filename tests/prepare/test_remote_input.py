@@ -119,7 +119,7 @@ def test_standard_input_is_refused_on_a_cluster(monkeypatch, capsys):
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "chatmill: -: standard input is read by this machine alone; with --engine ray give files or URLs\n"
+        "chatmill: -: Ray workers cannot read standard input; with --engine ray pass files or URLs\n"
     )
 
 

@@ -140,7 +140,7 @@ def test_another_job_or_other_input_is_refused_and_nothing_is_lost(tmp_path, cha
     if change == "more input":
         with Path(inputs[0]).open("ab") as file:
             file.write(lines(conversations(1)))
-    with pytest.raises(DataError, match="of another job or other input; build without --resume"):
+    with pytest.raises(DataError, match="had a different job or input; build without --resume"):
         prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
     # Without --resume it is done anew, and the leftovers are gone.
@@ -158,7 +158,7 @@ def test_a_changed_format_file_is_refused_too(tmp_path):
     job, target = job_of(inputs, format=str(tmp_path / "mine.toml")), tmp_path / "x"
     assert in_a_child(killed_at(4, job=job, target=target, engine=LocalEngine(1))) == -signal.SIGKILL
     (tmp_path / "mine.toml").write_text(preset.read_text().replace("user\\n", "person\\n"))
-    with pytest.raises(DataError, match="of another job or other input"):
+    with pytest.raises(DataError, match="had a different job or input"):
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
 
 
@@ -249,8 +249,8 @@ def test_a_lost_worker_is_one_line_and_the_units_are_kept(held):
     out, err = build.communicate()
     assert (out, build.returncode) == ("", 1)
     assert err == (
-        "chatmill: a worker process was killed, perhaps for lack of memory; "
-        "continue with --resume, or with fewer --workers\n"
+        "chatmill: a worker process was killed, perhaps because memory ran out; "
+        "continue with --resume and fewer --workers\n"
     )
     wait_for_end(workers)
     assert left_beside(Path("x")) == [".x.building.units"]

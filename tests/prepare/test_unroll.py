@@ -201,7 +201,9 @@ def real(rows: Rows) -> Rows:
 def test_a_conversation_of_which_one_row_is_refused_is_refused(tmp_path, monkeypatch):
     inputs = write(tmp_path, [{"messages": [{"role": "user", "content": "q"}, *answers]} for answers in ANSWERS])
     monkeypatch.setattr(records_unroll, "MAX_ROWS", 2)
-    with pytest.raises(RecordError, match=r"chat\.jsonl:2: it has 3 answers.*; at most 2 can be unrolled; split the"):
+    with pytest.raises(
+        RecordError, match=r"chat\.jsonl:2: the record has 3 answers.*; at most 2 can be unrolled; split the"
+    ):
         build(job_of(inputs, unroll=True), tmp_path / "x")
     faults = Faults()
     metadata = build(job_of(inputs, unroll=True, on_error="skip"), tmp_path / "x", on_fault=faults)
@@ -236,7 +238,7 @@ def test_the_metadata_has_the_key_only_where_it_is_set(tmp_path):
 
 @pytest.mark.parametrize(("job", "source"), [("all", None), ("assistant", "all")])
 def test_unroll_and_all_turns_are_refused_together(job, source):
-    with pytest.raises(UsageError, match="--unroll makes a row of each answer, and --train-on all trains every turn"):
+    with pytest.raises(UsageError, match="--unroll makes one row per answer, and --train-on all trains every turn"):
         Job((InputSource(("x",), train_on=source),), train_on=job, unroll=True).check()
     Job((InputSource(("x",), train_on="last"),), train_on="all", unroll=True).check()
 

@@ -156,7 +156,7 @@ def test_a_compressed_file_that_is_cut_or_changed_never_reads_as_whole(tmp_path_
     assert said(records) == CHATS[: len(records)]
     # The last line may be cut off, too, and be a fault of its own.
     name = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}[ending]
-    expected = {"cut": "the compressed file is cut off", "garbage": f"other data follows the end of the {name} data"}[
+    expected = {"cut": "the compressed file is truncated", "garbage": f"other data follows the end of the {name} data"}[
         kind
     ]
     assert faults[-1].what == expected and faults[-1].line == len(records) + len(faults)
@@ -366,15 +366,15 @@ def test_globs_and_folders_give_the_same_files_here_and_at_urls(tmp_path, memory
 def test_a_folder_without_records_is_one_line_and_what_is_not_read_is_named(tmp_path, memory):
     memory.pipe_file("/chat/x.csv", b"")
     memory.pipe_file("/chat/y.md", b"")
-    with pytest.raises(DataError, match=r"^memory://chat/?: the folder holds no file that is read; expected \.jsonl, "):
+    with pytest.raises(DataError, match=r"^memory://chat/?: no record files in this folder; expected \.jsonl, "):
         expand(["memory://chat/"])
     memory.pipe_file("/chat/z.jsonl", b"{}\n")
     with pytest.warns(UserWarning, match=r"^memory://chat: skipped 2 files with other extensions: x\.csv, y\.md$"):
         assert names_of(expand(["memory://chat"])) == ["memory://chat/z.jsonl"]
     memory.pipe_file("/chat/dataset_metadata.json", b"{}")
-    with pytest.raises(DataError, match=r"^memory://chat: is a dataset; expected a folder of conversations alone, or"):
+    with pytest.raises(DataError, match=r"^memory://chat: is a dataset; expected a folder with only conversations, or"):
         expand(["memory://chat"])
-    with pytest.raises(DataError, match=r"^memory:///?: holds the dataset memory://chat; expected a folder of "):
+    with pytest.raises(DataError, match=r"^memory:///?: contains the dataset memory://chat; expected a folder with "):
         expand([Url("memory://")])
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(b"{}\n")
@@ -450,11 +450,11 @@ def test_a_fault_of_standard_input_has_its_line_and_the_file_is_removed(pipe):
 
 def test_standard_input_is_given_once_and_a_terminal_gets_a_hint(pipe, capsys):
     pipe(content(".jsonl"), is_terminal=True)
-    with pytest.raises(UsageError, match=r"^-: is given twice, and standard input can be read once; leave one out$"):
+    with pytest.raises(UsageError, match=r"^-: given twice, but standard input can be read only once; remove one$"):
         read_records(["-", "-"])
     assert capsys.readouterr().err == ""
     assert len(expand(["-"])) == 1
-    assert capsys.readouterr().err == "chatmill: reading records from the terminal; end them with Ctrl-D\n"
+    assert capsys.readouterr().err == "chatmill: reading records from the terminal; press Ctrl-D to finish\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -97,11 +98,11 @@ def test_columns_name_keys_and_roles(tmp_path, record, columns, messages, unread
 @pytest.mark.parametrize(
     ("columns", "fault"),
     [
-        ("messages", '--columns "messages" is not NAME=COLUMN; give pairs such as'),
+        ("messages", '--columns "messages" is not NAME=COLUMN; expected pairs such as'),
         ("messages=", '--columns "messages=" is not NAME=COLUMN'),
         ("bogus=x", '--columns names "bogus", which is not read; expected messages, prompt, '),
-        ("messages=a,messages=b", '--columns gives "b" or "messages" twice; expected each once'),
-        ("role=a,content=a", '--columns gives "a" or "content" twice; expected each once'),
+        ("messages=a,messages=b", '--columns gives "b" or "messages" twice; expected each name once'),
+        ("role=a,content=a", '--columns gives "a" or "content" twice; expected each name once'),
     ],
 )
 def test_invalid_columns_are_reported_in_one_line(tmp_path, columns, fault):
@@ -117,14 +118,40 @@ def test_a_column_that_no_record_has_is_named(tmp_path):
     options = ShapeOptions("messages=chat,system=sistem,name=mod")
     with pytest.warns(UserWarning, match="--columns names") as told:
         assert len(list(read_records([tmp_path / "a.jsonl"], options=options))) == 2
-    right = "which none of the first 1,000 records has; correct it, or leave it out"
+    right = "which none of the first 1,000 records has; correct or remove it"
     assert {str(warning.message) for warning in told} == {
         f'--columns names "{name}", {right}' for name in ("mod", "sistem")
     }
 
 
+@given(st.sampled_from(("messages", "sharegpt", "tool")), st.text(min_size=1, max_size=45) | st.just("Model"))
+def test_the_columns_in_the_error_about_a_role_map_it(shape, name):
+    key, role, text = ("conversations", "from", "value") if shape == "sharegpt" else ("messages", "role", "content")
+    record = {key: [{role: "user", text: "q"}, {role: name, text: "a"}]}
+    error = read(record, shape)
+    if not isinstance(error, RecordError) or "--columns" not in error.right:
+        assert name not in ("Model", "User")
+        return
+    words = shlex.split(error.right.partition("--columns ")[2])
+    columns = words[0] if words[1:] == ["maps", "it"] else words[-1]
+    mapped = read(record, shape, columns=columns)
+    assert isinstance(mapped, Record) and [message.content for message in mapped.messages] == ["q", "a"]
+    assert mapped.messages[1].role == columns.partition("=")[0]
+
+
+def test_an_error_about_a_role_names_columns_only_where_they_can_be_used():
+    for shape in ("primer", "oasst1"):
+        record = {"prompt": {"role": "User", "text": "q"}} if shape == "oasst1" else {"messages": [{"role": "User"}]}
+        error = read(record, shape)
+        assert isinstance(error, RecordError) and 'has role "User"' in error.what and "--columns" not in error.right
+    with pytest.raises(RecordError, match=r"expected system, user, assistant or tool$"):
+        Message("User", "q")
+
+
 def test_columns_are_for_shapes_with_free_names():
-    with pytest.raises(UsageError, match="--columns with records of shape primer, which have fixed names"):
+    with pytest.raises(
+        UsageError, match="--columns cannot be used with records of shape primer, which has fixed names"
+    ):
         read({}, "primer", columns="role=from")
 
 
@@ -210,7 +237,7 @@ def test_trained_parts_of_any_text(text):
 
 def test_invalid_templates_are_usage_errors():
     for options, fault in (
-        ({"instruction_template": "Q"}, "--instruction-template without --response-template; give both"),
+        ({"instruction_template": "Q"}, "--instruction-template requires --response-template"),
         ({"response_template": ""}, "must not be empty"),
     ):
         with pytest.raises(UsageError, match=fault):
@@ -224,7 +251,7 @@ def test_what_stands_before_a_prompt_is_never_left_out():
     assert (found.messages, found.unread_keys) == ([Message("system", "s"), *TURNS], ())
     chat = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "completion": "a"}
     for record, fault in (
-        ({**pair, "history": [["a", "b"]]}, 'the record has a "history"; name the keys as those of alpaca'),
+        ({**pair, "history": [["a", "b"]]}, 'the record has a "history"; use the shape alpaca'),
         ({**chat, "system": "t"}, "the record has a system text and a system message; expected one of them"),
     ):
         assert fault in str(read(record, "prompt-completion"))
@@ -235,7 +262,9 @@ def test_what_stands_before_a_prompt_is_never_left_out():
 
 def test_templates_are_for_texts_alone(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "q", "completion": "a"}')
-    with pytest.raises(UsageError, match="--response-template with records of shape prompt-completion, whose answers"):
+    with pytest.raises(
+        UsageError, match="--response-template is only for records of shape text, not prompt-completion; remove"
+    ):
         list(read_records([tmp_path / "a.jsonl"], options=ShapeOptions(response_template="A:")))
 
 
@@ -314,8 +343,8 @@ def test_parts_with_weights_are_ranges_of_the_text():
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "it is preference data (DPO)"),
         ({"query": "q", "images": ["a.png"]}, 'has "images", but only text can be trained'),
         ({"input_ids": [1, 2], "labels": [1, 2]}, "it is already tokenized"),
-        ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "the form of Gemini; expected messages with role"),
-        ({"segments": [{"label": True, "text": "a"}]}, "the segments of Axolotl; expected messages with role"),
+        ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "the Gemini format; expected messages with role"),
+        ({"segments": [{"label": True, "text": "a"}]}, "the Axolotl segments format; expected messages with role"),
         ({"conversation": [{"human": "q", "assistant": "a"}]}, "pairs of human and assistant; expected messages"),
     ],
 )

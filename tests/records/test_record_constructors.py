@@ -62,6 +62,9 @@ def test_the_constructor_and_the_reader_agree(fields):
         # There is no NaN and no infinity in JSON.
         read = outcome(lambda: [Message(**fields)])
         assert isinstance(read, str)
+    elif isinstance(read, str):
+        # The hint about an option of the command line is only in errors about files.
+        read = read.partition("; --columns")[0]
     assert outcome(lambda: [Message(**fields)]) == read
     assert outcome(lambda: Record(messages=[fields]).messages) == read
 

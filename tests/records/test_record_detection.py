@@ -21,10 +21,10 @@ TREE = {"message_tree_id": "t", "prompt": {"text": "q", "role": "prompter"}}
 FLAT = {"message_id": "a", "parent_id": None, "message_tree_id": "t", "text": "q", "role": "prompter"}
 TEXT = {"text": "<|USER|>q<|END|>"}
 HINT = (
-    "name it with --shape: messages, sharegpt, alpaca, dolly, prompt-completion, text, tool, primer, oasst1, "
+    "set it with --shape: messages, sharegpt, alpaca, dolly, prompt-completion, text, tool, primer, oasst1, "
     "transcript, transcript-lines, transcript-stream"
 )
-COLUMNS = "or name the keys with --columns"
+COLUMNS = "or map the keys with --columns"
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
     assert read_bytes(b"{\n3") == (
         [],
         [
-            "a.jsonl:1: invalid JSON at column 2 (it ends too early); expected one JSON object",
+            "a.jsonl:1: invalid JSON at column 2 (unexpected end); expected one JSON object",
             "a.jsonl:2: the record is a number; expected one JSON object",
         ],
     )
@@ -111,13 +111,13 @@ def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
         ([{}], f"a.jsonl: cannot detect the shape of records with the keys none; {HINT}, {COLUMNS}"),
         (
             [{"question": "a", "answer": "b"}],
-            f'a.jsonl: cannot detect the shape of records with the keys "question", "answer"; {HINT}, or name the '
+            f'a.jsonl: cannot detect the shape of records with the keys "question", "answer"; {HINT}, or map the '
             "keys: --columns prompt=question,completion=answer",
         ),
         (
             [{"system": "s", "query": "a", "response": "b", "history": []}],
             'a.jsonl: cannot detect the shape of records with the keys "system", "query", "response", "history"; '
-            f"{HINT}, or name the keys: --columns instruction=query,output=response",
+            f"{HINT}, or map the keys: --columns instruction=query,output=response",
         ),
         (
             [{"text": "the question", "outputs": [{"text": "the answer"}]}],

@@ -17,7 +17,7 @@ OBJECT = "expected a JSON object"
 SPANS = "expected <|SYSTEM|>, <|USER|> or <|ASSISTANT|> before it"
 
 BYTES = [
-    (b'{"messages', f"invalid JSON at column 11 (it ends too early); {JSON}"),
+    (b'{"messages', f"invalid JSON at column 11 (unexpected end); {JSON}"),
     (b'{"m\xc3\xa9": [}', f"invalid JSON at column 9 (invalid character); {JSON}"),
     (b"<|USER|>", f"invalid JSON at column 1 (invalid character); {JSON}"),
     (b'{"a": 1,}', f"invalid JSON at column 9 (trailing comma in object); {JSON}"),
@@ -28,11 +28,11 @@ BYTES = [
     (b'{"a": "\xc3\xa9\xff"}', "not UTF-8 at column 9 (byte 0xff); expected UTF-8 text"),
     (b'{"a": "\xed\xa0\x80"}', "not UTF-8 at column 8 (byte 0xed); expected UTF-8 text"),
     (b'{"a": "x\0"}', "a NUL byte at column 9; expected text without NUL bytes"),
-    (b'{"a": "\\ud800"}', "half of a surrogate pair at column 8; expected both halves, or the character itself"),
-    (b'{"a": "\\\\\\udc00"}', "half of a surrogate pair at column 10; expected both halves, or the character itself"),
+    (b'{"a": "\\ud800"}', "unpaired surrogate at column 8; expected both halves, or the character itself"),
+    (b'{"a": "\\\\\\udc00"}', "unpaired surrogate at column 10; expected both halves, or the character itself"),
     (
         b'{"a": "\\ud800\\ud83d\\ude00"}',
-        "half of a surrogate pair at column 8; expected both halves, or the character itself",
+        "unpaired surrogate at column 8; expected both halves, or the character itself",
     ),
     # Deeper than any Python goes: 3.12 and later allow 10,000 levels in compiled code, 3.11 allows 1,000.
     (b'{"a":' * 100_000, "the record is nested too deeply; expected fewer levels"),
@@ -60,7 +60,10 @@ RECORDS = {
         ({"messages": []}, "the record has an empty list as messages; expected at least one message"),
         ({"messages": [{}, "x"]}, "message 1 is a string; expected an object"),
         ({"messages": [{}]}, f"message 0 has no role; {ROLES}"),
-        (turn(role="bot"), f'message 1 has role "bot"; {ROLES}'),
+        (turn(role="bot"), f'message 1 has role "bot"; {ROLES}; --columns assistant=bot maps it'),
+        (turn(role="User"), f'message 1 has role "User"; {ROLES}; --columns user=User maps it'),
+        (turn(role="a b"), f"message 1 has role \"a b\"; {ROLES}; --columns maps other roles, such as 'user=a b'"),
+        (turn(role="a,b"), f'message 1 has role "a,b"; {ROLES}'),
         (turn(role="x" * 100), f'message 1 has role "{"x" * 80}…"; {ROLES}'),
         (turn(role=None), f"message 1 has null as role; {ROLES}"),
         (turn(content=3), f"message 1 has a number as content; {PARTS}"),
@@ -73,7 +76,7 @@ RECORDS = {
         ),
         (
             turn(content=[{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "u"}]),
-            'message 1, part 1 has type "image_url"; only text can be trained; leave these records out',
+            'message 1, part 1 has type "image_url"; only text can be trained; remove these records',
         ),
         (
             turn(content=[{"text": "a"}]),
@@ -85,9 +88,9 @@ RECORDS = {
         (turn(reasoning_content=1), "message 1 has a number as reasoning_content; expected a string"),
         (
             turn(reasoning_content="a", reasoning="b"),
-            "message 1 has a reasoning and another reasoning_content; expected one of them",
+            "message 1 has reasoning under two keys, with different texts; expected one of them",
         ),
-        (turn(role="user", reasoning="b"), "message 1 has reasoning on role user; expected it on the assistant only"),
+        (turn(role="user", reasoning="b"), "message 1 has reasoning on role user; expected it only on the assistant"),
         (turn(train=1), "message 1 has a number as train; expected true or false"),
         (turn(weight="1"), "message 1 has a string as weight; expected a number, 0 or more"),
         (turn(weight=True), "message 1 has true as weight; expected a number, 0 or more"),
@@ -130,7 +133,7 @@ RECORDS = {
         (
             call(arguments=""),
             "message 1, tool call 1 has arguments that are not JSON: "
-            f"invalid JSON at column 1 (it ends too early); {OBJECT}",
+            f"invalid JSON at column 1 (unexpected end); {OBJECT}",
         ),
         (call(arguments="[]"), f"message 1, tool call 1 has a list as arguments; {OBJECT}"),
         (call(arguments=1), f"message 1, tool call 1 has a number as arguments; {OBJECT}"),
@@ -153,7 +156,8 @@ RECORDS = {
         (
             {"conversations": [{"from": "bing", "value": "x"}]},
             'message 0 has from "bing"; '
-            "expected system, human, gpt, function_call, observation, user, assistant or tool",
+            "expected system, human, gpt, function_call, observation, user, assistant or tool; "
+            "--columns maps other roles, such as user=bing",
         ),
         ({"conversations": [{"from": "gpt"}]}, 'message 0 has no "value"; expected it among its keys ("from")'),
         ({"conversations": [{"from": "gpt", "value": 1}]}, "message 0 has a number as value; expected a string"),
@@ -202,13 +206,13 @@ RECORDS = {
     "oasst1": [
         (
             {"text": "x"},
-            "the record is neither a message tree nor a message of one; "
+            "the record is neither a message tree nor a message of a tree; "
             'expected "prompt", "replies", or the strings "message_id" and "message_tree_id"',
         ),
         ({"prompt": 3}, "the prompt is a number; expected a message object"),
         ({"prompt": {"role": "user", "text": "x"}}, 'message 0 has role "user"; expected prompter or assistant'),
         ({"prompt": {"role": "prompter", "text": None}}, "message 0 has null as text; expected a string"),
-        ({"prompt": {"deleted": True}}, "the prompt of the tree is deleted; expected a prompt that stands"),
+        ({"prompt": {"deleted": True}}, "the prompt of the tree is deleted; expected a prompt that is not deleted"),
         ({"prompt": {"deleted": 1}}, "the prompt has a number as deleted; expected true or false"),
         (
             {"prompt": {"role": "prompter", "text": "x", "replies": {"a": 1}}},

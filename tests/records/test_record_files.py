@@ -82,8 +82,8 @@ def test_an_empty_array_has_no_records(read_bytes):
 @pytest.mark.parametrize(
     ("data", "found", "faults"),
     [
-        (b"[%s,,%s]", (1, 1), ["1: invalid JSON at column 1 (it ends too early); expected one JSON object"]),
-        (b"[%s,%s,\n]", (1, 1), ["2: invalid JSON at column 1 (it ends too early); expected one JSON object"]),
+        (b"[%s,,%s]", (1, 1), ["1: invalid JSON at column 1 (unexpected end); expected one JSON object"]),
+        (b"[%s,%s,\n]", (1, 1), ["2: invalid JSON at column 1 (unexpected end); expected one JSON object"]),
         (b"[%s}\n,\n%s]", (3,), ["1: invalid JSON at column {} (trailing characters); expected one JSON object"]),
         (
             b"[%s\n%s]",
@@ -93,7 +93,7 @@ def test_an_empty_array_has_no_records(read_bytes):
         (b"[%s,\n%s", (1,), ['2: the file ends inside its array; expected "]" at the end']),
         (b'[%s,%s,\n{"a', (1, 1), ['2: the file ends inside its array; expected "]" at the end']),
         (b"[%s,%s,\n", (1, 1), ['2: the file ends inside its array; expected "]" at the end']),
-        (b"[%s,%s]\n\nx", (1, 1), ["3: text stands after the end of the array; expected one array in the file"]),
+        (b"[%s,%s]\n\nx", (1, 1), ["3: text after the end of the array; expected one array in the file"]),
     ],
 )
 def test_what_is_wrong_with_an_array_is_one_fault(read_bytes, data, found, faults):
@@ -162,7 +162,7 @@ def test_damaged_compression_is_one_fault_after_what_was_readable(read_bytes, na
     data = b"[" + b",\n".join(lines) + b"]" if "json." in name else b"\n".join(lines)
     whole = gzip.compress(data, 1, mtime=0)
     for packed, what in [
-        (whole[: len(whole) // 2], "the compressed file is cut off; expected the whole file; copy it again"),
+        (whole[: len(whole) // 2], "the compressed file is truncated; expected the whole file; copy it again"),
         (
             whole[:-8] + b"xxxx" + whole[-4:],
             "the compressed data is corrupt; expected a whole gzip file; copy it again",
@@ -207,7 +207,7 @@ def test_a_file_that_is_named_twice_is_read_once_in_its_first_place(tmp_path, mo
         ("none*.jsonl", "none*.jsonl: the glob matches no file; expected at least one"),
         (
             "sub",
-            "sub: the folder holds no file that is read; expected .jsonl, .json, .txt, .parquet, .arrow, "
+            "sub: no record files in this folder; expected .jsonl, .json, .txt, .parquet, .arrow, "
             "each also with .gz, .zst, .xz, .bz2",
         ),
         (
@@ -248,7 +248,7 @@ def test_the_source_is_the_stem_or_the_name_given(tmp_path, monkeypatch):
     [
         ({"shape": "chat"}, 'unknown shape "chat"; expected messages, sharegpt, alpaca'),
         ({"on_error": "ignore"}, 'unknown on_error "ignore"; expected stop or skip'),
-        ({"on_error": "skip"}, 'on_error "skip" without on_reject would lose records in silence; give both'),
+        ({"on_error": "skip"}, 'on_error "skip" requires on_reject, otherwise records would be lost silently'),
     ],
 )
 def test_options_that_mean_nothing_are_one_line_at_once(tmp_path, options, what):

@@ -49,10 +49,10 @@ def test_ranges_are_read_as_start_stop_and_weight(given, ranges):
     [
         ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges of characters 2 to 4, which overlap others"),
         ([[0, 32, 0]], "message 0 has train_ranges of characters 0 to 31; its content has 31 characters"),
-        ([[3, 3, 0]], "message 0, train_ranges 0 holds no character; expected its start from 0 up"),
-        ([[-1, 3, 0]], "message 0, train_ranges 0 holds no character; expected its start from 0 up"),
-        ([[0, 3.0, 0]], "message 0, train_ranges 0 has a number as a place; expected whole numbers"),
-        ([[0, True]], "message 0, train_ranges 0 has true as a place; expected whole numbers"),
+        ([[3, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
+        ([[-1, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
+        ([[0, 3.0, 0]], "message 0, train_ranges 0 has a number as a position; expected a whole number"),
+        ([[0, True]], "message 0, train_ranges 0 has true as a position; expected a whole number"),
         ([[0, 3, -1]], "message 0, train_ranges 0 has weight -1; expected a finite number, 0 or more"),
         ([[0, 3, None]], "message 0, train_ranges 0 has null as weight"),
         ([[0, 3, "yes"]], "message 0, train_ranges 0 has a string as weight"),
@@ -75,7 +75,9 @@ def test_ranges_are_of_the_assistant_and_of_one_text(role, key):
     with pytest.raises(RecordError, match=f"^message 0 has {key} on role {role}; expected them only on the assistant$"):
         read(key, value, role)
     parts = [{"type": "text", "text": TEXT}]
-    with pytest.raises(RecordError, match=f"^message 0 has {key} and a list as content; expected its content as one"):
+    with pytest.raises(
+        RecordError, match=f"^message 0 has {key} and a list as content; expected its content as a string"
+    ):
         read(key, value, content=parts)
 
 
@@ -100,7 +102,7 @@ def test_invalid_axolotl_details_are_refused():
         ),
         ({"begin_offset": 0, "end_offset": 3}, 'train_detail 0 has no "train"'),
         ({"begin_offset": 0, "end_offset": 3, "train": 1}, "train_detail 0 has a number as train"),
-        ({"begin_offset": 0, "end_offset": "3", "train": True}, "train_detail 0 has a string as a place"),
+        ({"begin_offset": 0, "end_offset": "3", "train": True}, "train_detail 0 has a string as a position"),
         ([0, 3, True], "train_detail 0 is a list; expected an object with begin_offset, end_offset and train"),
     ):
         with pytest.raises(RecordError, match=fault):

@@ -175,4 +175,4 @@ def test_a_table_is_no_stream(table):
     table([{"text": "<|USER|>"}])
     with pytest.raises(UsageError) as caught:
         read_records(["a.parquet"], shape="transcript-stream")
-    assert str(caught.value) == "a.parquet: a table is no stream; expected shape transcript-lines"
+    assert str(caught.value) == "a.parquet: a table cannot be a stream; expected shape transcript-lines"

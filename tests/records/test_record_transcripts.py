@@ -115,8 +115,7 @@ def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes)
     with pytest.raises(DataError) as asked:
         read_bytes(system + b"\n" + LINE + b"\n" + LINE, "a.txt", shape="transcript")
     assert str(asked.value) == (
-        "a.txt: lines and <|EOS|> separate it into different records; "
-        "name it with --shape: transcript-lines or transcript-stream"
+        "a.txt: records could be separated by lines or by <|EOS|>; pass --shape transcript-lines or transcript-stream"
     )
 
 
@@ -141,12 +140,12 @@ def test_a_file_with_one_span_per_line_is_a_stream(read_bytes):
     ],
 )
 def test_a_file_that_fits_both_readings_is_refused(read_bytes, data):
-    with pytest.raises(DataError, match=r"name it with --shape: transcript-lines or transcript-stream$"):
+    with pytest.raises(DataError, match=r"pass --shape transcript-lines or transcript-stream$"):
         read_bytes(data, "a.txt")
 
 
 def test_text_without_markers_is_a_transcript_only_if_the_shape_is_named(read_bytes):
-    with pytest.raises(DataError, match=r"^a\.txt: has no markers of a transcript; name its shape with --shape: "):
+    with pytest.raises(DataError, match=r"^a\.txt: no transcript markers found; set the shape with --shape: "):
         read_bytes(b"plain text\n", "a.txt")
     assert read_bytes(b"plain text\n", "a.txt", shape="transcript") == (found((1, [outside("plain text")])), [])
 

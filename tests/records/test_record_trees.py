@@ -128,10 +128,10 @@ def test_flat_trees_that_are_wrong(read_bytes, messages, line):
 @pytest.mark.parametrize(
     ("broken", "line"),
     [
-        (b"{", "a.jsonl:2: invalid JSON at column 2 (it ends too early); expected one JSON object"),
+        (b"{", "a.jsonl:2: invalid JSON at column 2 (unexpected end); expected one JSON object"),
         (
             lines([reply(None, "a")]),
-            "a.jsonl:2 (id=t): the record is neither a message tree nor a message of one; "
+            "a.jsonl:2 (id=t): the record is neither a message tree nor a message of a tree; "
             'expected "prompt", "replies", or the strings "message_id" and "message_tree_id"',
         ),
     ],

@@ -140,7 +140,7 @@ def test_mix_sft_applies_only_to_folders_of_caches(run, runs):
 def test_building_a_cache_that_the_mix_leaves_out_prints_a_note(run):
     Path("chatmill.toml").write_text("data.mix_sft = {oasst1 = 1}\n")
     code, _, err = run("build-sft-primer")
-    assert (code, err) == (0, "chatmill.toml: data.mix_sft names oasst1; training leaves out primer\n")
+    assert (code, err) == (0, "chatmill.toml: data.mix_sft names oasst1; training will not use primer\n")
 
 
 # Who wins.

@@ -42,11 +42,11 @@ def test_all_problems_are_reported_together():
     assert "\n" not in said
     for part in (
         'c.json: unknown key "learning_rat"',
-        "grad_clip is -1; expected a number from 0 on",
+        "grad_clip is -1; expected a number of at least 0",
         'parallel is "tp"; expected "ddp" or "fsdp"',
         "beta2 is 1; expected a number from 0 to below 1",
-        'lora is {"rank": 3}; expected an object with r (a whole number from 1 on), alpha (a number from 0 on), ',
-        "n_layer is 1.5; expected a whole number from 1 on",
+        'lora is {"rank": 3}; expected an object with r (a whole number of at least 1), alpha (a number of at least 0)',
+        "n_layer is 1.5; expected a whole number of at least 1",
         "(known: activation_checkpointing,",
     ):
         assert part in said
@@ -61,9 +61,9 @@ def test_all_problems_are_reported_together():
         ({"lora": {"r": 4}}, "lora is given and init_from_model is not"),
         ({"batch_size": 6, "gradient_accumulation_steps": 4}, "batch_size 6 cannot be split into 4 equal parts"),
         ({"learning_rate": 10**400}, "learning_rate is 1000"),
-        ({"learning_rate": float("inf")}, "learning_rate is Infinity; expected a number from 0 on"),
-        ({"learning_rate": float("nan")}, "learning_rate is NaN; expected a number from 0 on"),
-        ({"warmup_iters": None, "warmup_pct": 3}, "warmup_pct is 3; expected a share from 0 to 1, such as 0.03"),
+        ({"learning_rate": float("inf")}, "learning_rate is Infinity; expected a number of at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is NaN; expected a number of at least 0"),
+        ({"warmup_iters": None, "warmup_pct": 3}, "warmup_pct is 3; expected a fraction from 0 to 1, such as 0.03"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(changes, said):
@@ -91,8 +91,8 @@ def test_values_of_adapters_are_checked(lora):
     with pytest.raises(UsageError) as error:
         config(lora=lora, init_from_model="model")
     assert str(error.value) == (
-        f"the config: lora is {json.dumps(lora)}; expected an object with r (a whole number from 1 on), "
-        "alpha (a number from 0 on), dropout (a share from 0 to 1, such as 0.03 for 3 percent), "
+        f"the config: lora is {json.dumps(lora)}; expected an object with r (a whole number of at least 1), "
+        "alpha (a number of at least 0), dropout (a fraction from 0 to 1, such as 0.03 for 3 percent), "
         "targets (a string or a list of strings), or null"
     )
     right = {"r": 2, "alpha": 4, "dropout": 0, "targets": ["q_proj"]}
@@ -141,7 +141,9 @@ def test_the_documented_environment_variables_set_keys(environment, values):
 
 
 def test_invalid_environment_variables_are_reported_together():
-    with pytest.raises(UsageError, match=r"POST_TRAINING is yes; expected 0 or 1; WARMUP_PCT is 5%; expected a share"):
+    with pytest.raises(
+        UsageError, match=r"POST_TRAINING is yes; expected 0 or 1; WARMUP_PCT is 5%; expected a fraction"
+    ):
         from_environment(TrainConfig, {"POST_TRAINING": "yes", "WARMUP_PCT": "5%"})
 
 

@@ -1,4 +1,4 @@
-"""The application of `chatmill`: the commands of this folder, joined by typer."""
+"""The typer application of `chatmill`, built from the commands in this folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from chatmill.errors import one_line
 
 CLICK_ERROR: Any
 [CLICK_ERROR] = (each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
-"""click's, or typer's own copy of it."""
+"""ClickException of click, or of the copy of click inside typer."""
 
 
 def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The application with these commands. Importing all of them takes most of a second, and a run needs one."""
+    """Build the application with the given commands. A run needs only one, and importing all takes most of a second."""
     app = typer.Typer(
         name="chatmill",
         help=ABOUT,
@@ -43,14 +43,14 @@ def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
     return app
 
 
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         typer.echo(f"chatmill {__version__}")
         raise typer.Exit
 
 
 def run(app: typer.Typer) -> None:
-    """Run the application; what is wrong with its arguments is printed without their control characters."""
+    """Run the application; usage errors are printed without the control characters of the arguments."""
     try:
         code = app(standalone_mode=False)
     except CLICK_ERROR as error:

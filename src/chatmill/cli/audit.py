@@ -1,4 +1,4 @@
-"""`chatmill audit`: check the log of a run against its dataset, or show the rows of a step."""
+"""`chatmill audit`: verify the audit log of a run against its dataset, or replay a step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from chatmill.cli.options import (
 from chatmill.errors import one_line
 from chatmill.show.order_view import replay_tokenizer, replayed_rows
 
-app = command_group("Check the audit log of a run, or see a step of it again.")
-Log = Annotated[Path, argument("LOG", "A log: logs/audit/audit_….log.")]
+app = command_group("Verify the audit log of a run, or replay a step.")
+Log = Annotated[Path, argument("LOG", "Audit log: logs/audit/audit_….log.")]
 DatasetDir = Annotated[
     GivenPlace | None,
     typer.Option(
         "--dataset",
         metavar="DIR",
-        help="What the run read: a folder or a URL.",
+        help="Dataset of the run: a folder or a URL.",
         show_default="as logged",
         parser=dataset_place,
     ),
@@ -45,17 +45,20 @@ def verify(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="A checkpoint, or the JSON of its state: its head vouches for the log.",
+            help="Checkpoint, or the JSON file of its state, whose head must be in the log; may be repeated.",
         ),
     ] = None,
-    head: Annotated[list[str] | None, typer.Option(metavar="HASH", help="A head that was kept elsewhere.")] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(metavar="HASH", help="Head that you saved elsewhere; may be repeated.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recompute every line of a log from the dataset, and say OK or which line is the first that differs.
+    """Verify an audit log: recompute every line from the dataset and report the first that differs.
 
-    Each order is drawn again, and all rows that were handed out are read again. Without a checkpoint's head nobody can
-    tell a log from one whose end was cut off, or whose lines and hashes were all written anew. What a checkpoint says
-    of the run (step, cursor, dataset, config) must be what the log says.
+    Recomputes the order of every epoch and rereads every row that training received. The lines of the log are
+    hash-chained, and each checkpoint stores the hash of the latest line (the head): pass --checkpoint or --head to
+    detect a log that was truncated or rewritten as a whole. The step, cursor, dataset and config of the checkpoint must
+    also match the log. Exits with code 1 if a line differs.
 
     \b
     Examples:
@@ -74,13 +77,13 @@ def verify(
     else:
         echo_line(f"OK: {log}, {result.lines:,} lines, the rows of {result.steps:,} steps recomputed")
         if result.abandoned:
-            typer.echo(f"{result.abandoned:,} abandoned, left behind by a resumed run")
+            typer.echo(f"{result.abandoned:,} abandoned when the run was resumed from an earlier step")
         if result.torn:
-            typer.echo(f"torn by a crash: line {', '.join(map(str, result.torn))}")
+            typer.echo(f"incomplete because of a crash: line {', '.join(map(str, result.torn))}")
         if not heads and not states:
-            typer.echo("no head of a checkpoint was given: its end may have been cut off, or all of it written anew")
+            typer.echo("no --checkpoint or --head was given, so a truncated or rewritten log would not be detected")
         elif result.unanchored:
-            typer.echo(f"{result.unanchored:,} unanchored, after the last head that a checkpoint keeps")
+            typer.echo(f"{result.unanchored:,} after the last head of a checkpoint, and so not covered by any head")
     if result.fault is not None:
         raise typer.Exit(1)
 
@@ -88,18 +91,18 @@ def verify(
 @app.command("replay")
 def replay_command(
     log: Log,
-    step: Annotated[int, typer.Option(min=0, metavar="N", help="Which step, counted from 0.")],
+    step: Annotated[int, typer.Option(min=0, metavar="N", help="Step to replay, counted from 0.")],
     dataset: DatasetDir = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="What turns ids into text.", show_default="bytes, if the dataset was made with it"),
+        typer.Option(help="Tokenizer that decodes the ids.", show_default="bytes, if the dataset was built with it"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rows of a step exactly as they were handed out: text, ids and what is trained.
+    """Show the rows of a training step exactly as the model received them: text, token ids and loss mask.
 
-    They are read again from the dataset, and are the rows only if they have the digest that was logged. Trained
-    tokens are marked with a star. --json prints all ids and the mask of each.
+    Rereads the rows from the dataset and checks them against the digest in the log. Trained tokens are marked with a
+    star. --json prints all token ids and their mask.
 
     \b
     Examples:
@@ -123,4 +126,4 @@ def replay_command(
             text = " ".join(map(str, ids)) if opened is None else opened.decode(ids)
             typer.echo(f"  {'*' if trained else ' '} {one_line(text, 200)}")
     if opened is None:
-        typer.echo("ids are shown, because the tokenizer is not known; give --tokenizer for text")
+        typer.echo("the tokenizer is unknown, so token ids are shown; pass --tokenizer to show text")

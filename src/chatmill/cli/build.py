@@ -1,6 +1,6 @@
-"""`chatmill build-sft-primer` and its kin: one file of conversations to the cache of one source.
+"""`chatmill build-sft-primer` and the other build-sft commands: build the cache of one source from one file.
 
-What no flag gives comes from `chatmill.toml`, which training reads too: see `chatmill.settings`.
+Settings without a flag are read from `chatmill.toml`, which training also reads; see `chatmill.settings`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ NAMES = {
     "tokenizer": TOKENIZER,
     "add_tokens": ADD_TOKENS,
 }
-"""What the keys of `CacheConfig` are called in the file."""
+"""Names of the `CacheConfig` keys in `chatmill.toml`."""
 DEFAULT_PATHS = {"primer": "data/primer.jsonl"}
-FROM_FILE = "What no flag gives is taken from chatmill.toml in the current folder, if there is one."
+FROM_FILE = (
+    "Writes a train and a val folder below OUT_DIR, which `chatmill train` reads. Settings without a flag are read "
+    "from chatmill.toml in the current folder, if it exists."
+)
 
 
 # Settings.
 
 
 def setting_flags() -> OptionGroup:
-    """Marks a parameter that gets the flags that win over the file, None where none is given."""
+    """Mark a parameter that receives the flags overriding `chatmill.toml`, None for each flag that is not given."""
     options = []
     for name, each in keys_of(CacheConfig).items():
         if name != "path":
@@ -55,9 +58,10 @@ def setting_flags() -> OptionGroup:
 
 
 def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> CacheConfig:
-    """The configuration of a source: a flag wins over the file, the file over the default; all faults are one line.
+    """Merge the settings of a source: flags override the file, the file overrides defaults. Report all errors in one
+    line.
 
-    `flags` are the keys of `CacheConfig`, None where no flag is given.
+    `flags` maps the keys of `CacheConfig` to values, None for flags that are not given.
     """
     keys = keys_of(CacheConfig)
     settings, faults = read_settings()
@@ -69,11 +73,11 @@ def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> C
     values: dict[str, Any] = {"path": DEFAULT_PATHS.get(source)}
     values |= {name: value for layer in (of_file, flags) for name, value in layer.items() if value is not None}
     if values["path"] is None:
-        faults.append(f"no input; give {input_flag}, or data.{source}.path in {FILE}")
+        faults.append(f"no input; pass {input_flag}, or set data.{source}.path in {FILE}")
     if faults:
         raise UsageError("; ".join(faults))
     if source not in (mix := settings.get(MIXED, MIX_SFT)):
-        typer.echo(f"{FILE}: {MIXED} names {', '.join(map(one_line, mix))}; training leaves out {source}", err=True)
+        typer.echo(f"{FILE}: {MIXED} names {', '.join(map(one_line, mix))}; training will not use {source}", err=True)
     return CacheConfig(**values)
 
 
@@ -82,25 +86,25 @@ def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> C
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The options that all of these commands share besides; see `cli/expand.py`."""
+    """Further options that all build-sft commands share; see `cli/expand.py`."""
 
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the cache and the rejects, if they are there.")
-    ] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing cache and rejects file.")] = False
     as_json: AsJson = False
 
 
 def build_sft_primer(
     *,
     primer_jsonl: Annotated[
-        str | None, typer.Option(help="The file to read. [data.primer.path, else data/primer.jsonl]")
+        str | None, typer.Option(help="File to read. [data.primer.path, else data/primer.jsonl]")
     ] = None,
     flags: Annotated[dict[str, Any], setting_flags()],
     options: BuildOptions,
 ) -> None:
-    """Build the cache of primer.jsonl: shuffled, split, one example a row. The first faulty line stops it.
+    """Build the SFT cache for primer.jsonl: shuffle, split, and tokenize one example per row.
 
-    What no flag gives is taken from chatmill.toml in the current folder, if there is one.
+    Writes OUT_DIR/primer with a train and a val folder, which `chatmill train` reads. Stops at the first invalid line.
+
+    Settings without a flag are read from chatmill.toml in the current folder, if it exists.
 
     \b
     Examples:
@@ -113,11 +117,11 @@ def build_sft_primer(
 
 
 def _command(source: str, summary: str, example: str) -> Callable[..., None]:
-    """The command of a source whose faulty records may be skipped."""
+    """Make the command of a source whose invalid records can be skipped."""
 
     def build(
         *,
-        input: Annotated[str | None, typer.Option("--input", help="The file to read. [data.SOURCE.path]")] = None,
+        input: Annotated[str | None, typer.Option("--input", help="File to read. [data.SOURCE.path]")] = None,
         flags: Annotated[dict[str, Any], setting_flags()],
         on_error: OnError = "stop",
         rejects: RejectsFile = None,
@@ -132,12 +136,12 @@ def _command(source: str, summary: str, example: str) -> Callable[..., None]:
 
 build_sft_oasst1 = _command(
     "oasst1",
-    "Build the cache of OpenAssistant trees: of each tree the conversation along its best replies.",
+    "Build the SFT cache for OpenAssistant trees: one conversation per tree, along the best-ranked replies.",
     "chatmill build-sft-oasst1 --input oasst1.jsonl --on-error skip",
 )
 build_sft_dolly15k = _command(
     "dolly15k",
-    "Build the cache of Dolly's instructions, contexts and responses.",
+    "Build the SFT cache for Dolly records: instruction, context and response.",
     "chatmill build-sft-dolly15k --input databricks-dolly-15k.jsonl",
 )
 

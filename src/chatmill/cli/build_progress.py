@@ -17,12 +17,12 @@ from chatmill.errors import one_line
 from chatmill.prepare.progress import BuildProgress
 
 LOG_SECONDS = 10.0
-"""A log file gets a line at most this often, besides the last line of each source."""
+"""Shortest time between log lines, except for the last line of each source."""
 
 
 @dataclass
 class _Line:
-    """One step, or one source of it: since when it runs, and its bar, or when its last line was written."""
+    """State of one line: when its step or source started, and its progress bar or the time of its last log line."""
 
     step: str
     name: str
@@ -34,8 +34,8 @@ class _Line:
 class BuildProgressDisplay:
     """Shows the progress of a build: a line for each source, with its rate and the time left.
 
-    In a terminal each line is a bar. Where standard error is anything else, a plain line is written at most every ten
-    seconds, and when a source is done; a build of one source that takes less writes nothing.
+    In a terminal each line is a progress bar. Otherwise it writes a plain line at most every ten seconds and when a
+    source is done; a build of one source that finishes sooner writes nothing.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,7 @@ class BuildProgressDisplay:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been shown yet."""
+        """Whether no progress has been shown yet."""
         return self._current is None
 
     def __enter__(self) -> Self:
@@ -58,13 +58,13 @@ class BuildProgressDisplay:
         self._bar.stop()
 
     def show(self, now: BuildProgress) -> None:
-        """Show the next progress of the build."""
+        """Update the display."""
         name, clock = now.source or now.step, self._clock()
         if self.is_empty:
-            # Not before: it has a thread, and workers are forked where there is none.
+            # Started only now because it runs a thread, and workers must be forked before any thread starts.
             self._bar.start()
         if self._current is None or (self._current.step, self._current.name) != (now.step, name):
-            # Units are reported in order, so that a source begins where the one before it ends.
+            # Units are reported in order, so a source starts when the previous one ends.
             self._current = _Line(now.step, name, self._began)
         line, elapsed = self._current, clock - self._current.began
         if now.done >= now.total:
@@ -90,7 +90,7 @@ class BuildProgressDisplay:
 
 
 def log_line(now: BuildProgress, elapsed: float) -> str:
-    """The progress of a source as plain text."""
+    """Format the progress of a source as plain text."""
     if now.done >= now.total:
         return f"done, {counts(now, elapsed)} in {duration(elapsed)}"
     left = seconds_left(now, elapsed)
@@ -100,9 +100,9 @@ def log_line(now: BuildProgress, elapsed: float) -> str:
 
 
 def counts(now: BuildProgress, elapsed: float) -> str:
-    """Rows, tokens, and the tokens that this build itself makes in a second.
+    """Format rows, tokens and tokens per second; the rate excludes resumed work.
 
-    Of less than a second there is no rate: workers may have rendered a source while the one before it was shown.
+    The first second has no rate: workers may have rendered this source while the previous one was displayed.
     """
     rows = f"{now.rows:,} rows, {now.tokens:,} tokens"
     own = now.tokens * (now.done - now.resumed) / now.done if now.done else 0.0
@@ -110,7 +110,7 @@ def counts(now: BuildProgress, elapsed: float) -> str:
 
 
 def seconds_left(now: BuildProgress, elapsed: float) -> float | None:
-    """How long the rest takes at the rate so far, without what was resumed; None if nothing tells."""
+    """Estimate the remaining seconds from the rate of this run, resumed work excluded; None if there is no rate yet."""
     own = now.done - now.resumed
     return elapsed * (now.total - now.done) / own if own > 0 else None
 

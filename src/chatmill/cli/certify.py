@@ -1,4 +1,4 @@
-"""`chatmill certify`: check a chat template against what training relies on, one finding per line."""
+"""`chatmill certify`: check that a chat template is safe to train with, one finding per line."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from chatmill.prepare.job import existing
 def certify_command(
     *,
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="A Hugging Face folder, or any tokenizer with --chat-template.")
+        str, typer.Option("--tokenizer", help="Hugging Face model folder, or any tokenizer with --chat-template.")
     ],
-    inputs: Annotated[list[str] | None, argument("INPUT...", "Conversations of your own.")] = None,
+    inputs: Annotated[list[str] | None, argument("INPUT...", "Your own conversations, to check as well.")] = None,
     template: TemplateFlags,
     read: ReadOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Certify a chat template: what training relies on, one line each: PASS, WARN, FAIL or SKIP.
+    """Check that a chat template is safe to train with. Prints PASS, WARN, FAIL or SKIP for each check.
 
-    Renders a small conversation of each shape that records come in and, if given, your own records. Compares the ids
-    with those of transformers, each trained answer with its prompt, and its end with the tokens at which the model
-    stops.
+    Renders a small conversation of every kind (system message, tools, reasoning, ...) and, if given, your own records.
+    Checks that the token ids equal those of transformers, that each trained answer starts where its generation prompt
+    ends, and that it ends with a token at which the model stops.
 
-    FAIL: something would be trained wrongly, or cannot be trained; the exit code is 1. WARN: it works, but you should
-    know, as that records of some shape will be refused. SKIP: it was not checked, and why. Faulty records may be
-    skipped with --on-error; one of yours that the template refuses is a FAIL.
+    FAIL: something would be trained wrongly or cannot be trained; the exit code is 1. WARN: training works, with a
+    limitation, for example some kinds of records will be refused. SKIP: not checked, with the reason. Use --on-error
+    skip to skip records of yours that cannot be read; a record that the template refuses is a FAIL.
 
     \b
     Examples:

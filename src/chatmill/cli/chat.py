@@ -17,24 +17,27 @@ if TYPE_CHECKING:
     from chatmill.train.chat_model import ChatSession, Reply
 
 HELP = """\
-  /system TEXT   begin a new conversation with this system message
-  /tool TEXT     answer a tool call of the model: what the tool gave back
-  /new           begin a new conversation
-  /quit          end; so does Ctrl-D. Ctrl-C cuts an answer short."""
+  /system TEXT   start a new conversation with this system message
+  /tool TEXT     send the result of a tool call
+  /new           start a new conversation
+  /quit          quit, as does Ctrl-D; Ctrl-C stops the current answer"""
 
-ModelPlace = Annotated[str, argument("MODEL", "A run (checkpoints/NAME), one of its checkpoints, or a model folder.")]
+ModelPlace = Annotated[
+    str, argument("MODEL", "Run folder (checkpoints/NAME), one of its checkpoints, or a model folder.")
+]
 ModelTokenizer = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", help="The one it was trained with, if that lies neither with it, nor beside its data, nor here."
+        "--tokenizer",
+        help="Tokenizer that the model was trained with, if it is not found next to the model or its data.",
     ),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where; auto: on a GPU if there is one.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto: a GPU if there is one.")]
 
 BaseChoice = Annotated[
     Literal["trained", "original"],
     typer.Option(
-        "--base", help="Base model of adapters: as in training (4-bit if it was quantized), or as stored on disk."
+        "--base", help="Base model for adapters: as in training (4-bit if it was quantized), or as stored on disk."
     ),
 ]
 BaseModel = Annotated[
@@ -46,26 +49,33 @@ BaseModel = Annotated[
 def chat(
     model: ModelPlace,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Say this and print the answer. Several are said one after the other.")
+        list[str] | None,
+        typer.Option(help="Send this message and print the answer; may be repeated for several turns."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Cut an answer that is longer.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from this many tokens; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest that have this much.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="What is drawn depends on it.")] = 0,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the most likely tokens up to this cumulative probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
     tokenizer: ModelTokenizer = None,
     format: Annotated[
-        str | None, typer.Option("--format", help="The one it was trained with, if the model does not say.")
+        str | None,
+        typer.Option(
+            "--format", help="Chat format that the model was trained with, if the model folder does not record it."
+        ),
     ] = None,
     device: Device = "auto",
     base: BaseChoice = "trained",
     base_model: BaseModel = None,
     as_json: AsJson = False,
 ) -> None:
-    """Talk to a model: what you type is written as it was in training, and answers end at the end token.
+    """Chat with a trained model, using the chat format that it was trained with.
 
-    Answers appear as they are made. No escape sequence or other control character of them reaches the terminal.
+    Streams each answer until the end-of-turn token. Keeps the conversation until /new; /help lists the other commands.
+    Control characters and escape sequences in answers are not sent to the terminal.
 
     \b
     Examples:
@@ -74,8 +84,8 @@ def chat(
       chatmill chat checkpoints/my_sft_model --system "Answer in one word." --prompt Hello --prompt Thanks --json
     """
     if as_json and not prompt:
-        raise UsageError("--json is for what --prompt says; give one")
-    # Before torch is imported, which takes seconds.
+        raise UsageError("--json requires --prompt")
+    # Check before importing torch, which takes seconds.
     check_headers(model_folder(model))
     from chatmill.train.chat_model import ChatSession, open_chat_model
     from chatmill.train.generation import Sampling
@@ -92,10 +102,10 @@ def chat(
 
 
 def _send_all(session: ChatSession, prompts: list[str], *, as_json: bool) -> None:
-    """Send the prompts of the command line; only the answers are printed."""
+    """Send the prompts of the command line and print only the answers."""
     answers = []
     for text in prompts:
-        # An answer in JSON is printed whole at the end.
+        # With --json, each answer is printed whole at the end.
         reply = session.send(text, (lambda text: None) if as_json else _write)
         answers.append({"prompt": text, "answer": reply.text, "tokens": reply.tokens, "stopped": reply.stopped})
         if not as_json:
@@ -105,11 +115,11 @@ def _send_all(session: ChatSession, prompts: list[str], *, as_json: bool) -> Non
 
 
 def _converse(session: ChatSession) -> None:
-    """Read lines from a person or a pipe, and answer each."""
+    """Answer each line of standard input, typed or piped."""
     interactive = sys.stdin.isatty()
     if interactive:
         typer.echo(f"format: {one_line(str(session.model.renderer.to_json()['name']))}", err=True)
-        typer.echo(f"Say something. {'/help':<6} lists what else you can type.", err=True)
+        typer.echo(f"Type a message. {'/help':<6} lists commands.", err=True)
     while True:
         try:
             line = input("> " if interactive else "")
@@ -117,7 +127,7 @@ def _converse(session: ChatSession) -> None:
             typer.echo("", err=True) if interactive else None
             return
         except UnicodeDecodeError:
-            raise UsageError("what was typed is not UTF-8; expected text") from None
+            raise UsageError("the input is not UTF-8; expected text") from None
         command, _, argument = line.strip().partition(" ")
         if command == "/quit":
             return
@@ -126,13 +136,13 @@ def _converse(session: ChatSession) -> None:
         elif command in ("/new", "/system"):
             session.reset(argument if command == "/system" else None)
         elif command.startswith("/") and command != "/tool":
-            typer.echo(f"no command {visible(command, limit=40)}; /help lists them", err=True)
+            typer.echo(f"unknown command {visible(command, limit=40)}; /help lists the commands", err=True)
         elif line.strip():
             try:
                 is_tool = command == "/tool"
                 reply = session.send(argument, _write, role="tool") if is_tool else session.send(line, _write)
             except ChatmillError as error:
-                # The message is not in the conversation then; a person can continue it or start a new one.
+                # The failed message is not part of the conversation; the user can continue or start a new one.
                 if not interactive:
                     raise
                 typer.echo(str(error), err=True)
@@ -143,7 +153,7 @@ def _converse(session: ChatSession) -> None:
 def _end_reply(reply: Reply) -> None:
     _write("\n")
     if not reply.stopped:
-        typer.echo(f"(cut after {reply.tokens:,} tokens: no end token came)", err=True)
+        typer.echo(f"(cut off after {reply.tokens:,} tokens without an end-of-turn token)", err=True)
 
 
 def _write(text: str) -> None:

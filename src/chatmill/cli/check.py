@@ -1,4 +1,4 @@
-"""`chatmill check`: read all records and count what they hold; nothing is written but rejects."""
+"""`chatmill check`: read all records and print a summary; writes nothing but rejects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ SHOWN_MESSAGES = 12
 
 
 def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
-    """Read conversations and print what they contain and how they were read. The first error stops with its line.
+    """Read all conversations and print how they were interpreted: record shape, roles and the first record.
+
+    Writes no dataset. Stops at the first invalid record and prints its file and line, unless --on-error skip is given.
 
     \b
     Examples:
@@ -39,7 +41,7 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
             trainable += any(message.role == "assistant" for message in record.messages)
     good = sum(sources.values())
     if not good and not records.ledger.total("rejected").rows:
-        raise DataError(f"{', '.join(shown(place(name)) for name in inputs)}: holds no record; expected at least one")
+        raise DataError(f"{', '.join(shown(place(name)) for name in inputs)}: no records; expected at least one")
     files = records.files()
     if as_json:
         reasons = {reason: entry.rows for bucket, reason, entry in records.ledger if bucket == "rejected"}
@@ -66,7 +68,7 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
 
 
 def shape_lines(files: list[FilePart]) -> Iterator[str]:
-    """The shape of each file and why; files of one shape and reason together."""
+    """Yield the detected shape of the files and the reason, grouping files with the same shape and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for part in files:
         groups.setdefault((part.shape, part.why), []).append(label(part.path))
@@ -77,7 +79,7 @@ def shape_lines(files: list[FilePart]) -> Iterator[str]:
 
 
 def message_lines(record: Record, trained: Sequence[bool] = ()) -> Iterator[str]:
-    """The record as it was read, a line for each message, with a note at those that are `trained`."""
+    """Yield one line per message of the record, marking the messages that are `trained`."""
     facts: dict[str, Any] = {
         "tools": len(record.tools) or None,
         "weight": record.weight if record.weight != 1 else None,

@@ -1,4 +1,4 @@
-"""`chatmill clean`: remove what killed or replaced builds left."""
+"""`chatmill clean`: remove files left by interrupted or replaced builds."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 def clean(
     dataset: Dataset,
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="What is younger stays: a number of s, m, h or d, such as 24h.")
+        str, typer.Option(metavar="AGE", help="Keep newer files: a number of s, m, h or d, such as 24h.")
     ] = "24h",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Count what would be removed, and remove nothing.")
+        bool, typer.Option("--dry-run", help="Count what would be removed, without removing it.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what builds left: files of a build that was killed, and objects of a dataset that was replaced.
+    """Remove files of interrupted builds, and objects of a dataset that has been replaced.
 
-    At a URL these are the objects that its metadata does not name. Somebody may still read a dataset that was replaced,
-    and a build may be about to name an object that it has uploaded: give an --older-than that is longer than the
-    longest build and the longest training run. Only objects with names that chatmill
-    generates are removed.
+    At a URL, removes objects that the dataset's metadata does not reference. A training run may still be reading a
+    replaced dataset, and a running build may have uploaded objects that are not referenced yet: set --older-than to
+    more than your longest build and training run. Objects that chatmill did not write are never removed.
 
     \b
     Examples:
@@ -56,16 +55,16 @@ def clean(
     if builds.removed.objects or cleaned is None:
         _print_count(f"files of unfinished builds on this machine {would}", builds.removed)
     if builds.young.objects:
-        _print_count(f"files of unfinished builds stay: younger than {older_than}", builds.young)
+        _print_count(f"files of unfinished builds kept: newer than {older_than}", builds.young)
 
 
 def _print_objects(url: str, cleaned: Cleaned, older_than: str, would: str) -> None:
-    _print_count(f"objects of {url} in use", cleaned.used)
+    _print_count(f"objects in use at {url}", cleaned.used)
     _print_count(f"leftovers {would}", cleaned.removed)
     for count, why in (
-        (cleaned.young, f"leftovers stay: younger than {older_than}"),
-        (cleaned.undated, "leftovers stay: the store does not tell their age"),
-        (cleaned.others, "other objects stay: chatmill did not write them"),
+        (cleaned.young, f"leftovers kept: newer than {older_than}"),
+        (cleaned.undated, "leftovers kept: the store does not report their age"),
+        (cleaned.others, "other objects kept: not written by chatmill"),
     ):
         if count.objects:
             _print_count(why, count)

@@ -1,48 +1,48 @@
-"""The commands of `chatmill` and its help, without importing any of them."""
+"""The list of commands and the output of `chatmill --help`, without importing the commands."""
 
 from __future__ import annotations
 
 ABOUT = "Conversations in, exact training batches out."
 COMMANDS = {
     "check": ("check.check", "Read conversations and print what they contain."),
-    "render": ("render.render_command", "Show conversations as token rows, and what is trained."),
+    "render": ("render.render_command", "Show conversations as tokens, with the loss mask."),
     "formats": ("formats.formats", "List the chat formats, or print one as TOML."),
-    "certify": ("certify.certify_command", "Check a chat template against what training relies on."),
+    "certify": ("certify.certify_command", "Check that a chat template is safe to train with."),
     "compare": ("compare.compare", "Show which tokens chatmill and TRL train differently."),
-    "recipe": ("recipe.app", "Write recipes, and look at them before they are built."),
+    "recipe": ("recipe.app", "Write a recipe, or preview one before building it."),
     "import": ("import_config.app", "Convert the config of another trainer."),
     "prepare": ("prepare.prepare_command", "Turn conversations into a dataset."),
     "verify": ("verify.verify", "Check the files, tokens and spans of a dataset."),
-    "reweigh": ("reweigh.reweigh", "Write a dataset with the same tokens and another mask."),
+    "reweigh": ("reweigh.reweigh", "Copy a dataset with a different loss mask."),
     "removed": ("removed.removed", "List the records that were removed from a dataset."),
-    "clean": ("clean.clean", "Remove what interrupted and replaced builds left."),
+    "clean": ("clean.clean", "Remove files left by interrupted or replaced builds."),
     "diff": ("diff.diff", "Show which conversations of two datasets differ."),
-    "order": ("order.order", "Recompute the order of an epoch."),
-    "show": ("show.show", "Show an episode turn by turn, and what is trained."),
-    "explain": ("show.explain", "Say what a token is, and why it is trained or not."),
-    "stats": ("stats.stats", "Count rows, tokens, lengths, packing and losses."),
-    "report": ("stats.report", "Write one self-contained page about a dataset."),
-    "view": ("view.view", "Browse a dataset: search and filter its episodes."),
-    "doctor": ("doctor.doctor", "Check the nodes of a run before it starts."),
-    "train": ("train.train", "Train a model on a dataset or on caches."),
-    "chat": ("chat.chat", "Talk to a model."),
-    "eval": ("eval.eval_command", "Measure a model: its loss and its answers."),
-    "merge": ("merge.merge", "Merge the LoRA adapters of a run into their base model."),
-    "rows": ("rows.rows_command", "Name the conversations of a training step."),
-    "build-sft-primer": ("build.build_sft_primer", "Build the cache of primer.jsonl."),
-    "build-sft-oasst1": ("build.build_sft_oasst1", "Build the cache of OpenAssistant trees."),
-    "build-sft-dolly15k": ("build.build_sft_dolly15k", "Build the cache of Dolly's instructions."),
-    "audit": ("audit.app", "Check the audit log of a run, or see a step of it again."),
-    "tokenizer": ("tokenizer.app", "Train a tokenizer on your conversations, or look at one."),
-    "export": ("export.app", "Write conversations or datasets for other tools."),
+    "order": ("order.order", "Print the order of episodes in an epoch."),
+    "show": ("show.show", "Show an episode turn by turn, with the loss mask."),
+    "explain": ("show.explain", "Explain why a token is trained or not."),
+    "stats": ("stats.stats", "Print row, token, length and packing statistics."),
+    "report": ("stats.report", "Write an HTML report about a dataset."),
+    "view": ("view.view", "Browse, search and filter a dataset in the browser."),
+    "doctor": ("doctor.doctor", "Check the nodes of a cluster before a training run."),
+    "train": ("train.train", "Train a model on a dataset or on SFT caches."),
+    "chat": ("chat.chat", "Chat with a trained model."),
+    "eval": ("eval.eval_command", "Evaluate a model: loss and exact-match answers."),
+    "merge": ("merge.merge", "Merge LoRA adapters into their base model."),
+    "rows": ("rows.rows_command", "List the conversations in a training step."),
+    "build-sft-primer": ("build.build_sft_primer", "Build the SFT cache for primer.jsonl."),
+    "build-sft-oasst1": ("build.build_sft_oasst1", "Build the SFT cache for OpenAssistant trees."),
+    "build-sft-dolly15k": ("build.build_sft_dolly15k", "Build the SFT cache for Dolly instructions."),
+    "audit": ("audit.app", "Verify the audit log of a run, or replay a step."),
+    "tokenizer": ("tokenizer.app", "Train a tokenizer, or inspect one."),
+    "export": ("export.app", "Export conversations or datasets to other tools."),
     "rollout": ("rollout.app", "Train on the model's own answers."),
 }
-"""The file of each command in this folder and its name there, and what `chatmill --help` says of it."""
+"""For each command: `file.name` in this folder, and its summary in `chatmill --help`."""
 
 
 def help_text() -> str:
-    """What `chatmill --help` prints: every command with one line."""
-    options = {"--version": "Print the version and stop.", "-h, --help": "Show this message and exit."}
+    """Return the output of `chatmill --help`: one line per command."""
+    options = {"--version": "Print the version and exit.", "-h, --help": "Show this message and exit."}
     commands = {name: summary for name, (_, summary) in COMMANDS.items()}
     lines = ["Usage: chatmill [OPTIONS] COMMAND [ARGS]...", "", f"  {ABOUT}"]
     for title, table in (("Options", options), ("Commands", commands)):

@@ -1,4 +1,4 @@
-"""`chatmill compare`: which tokens of the same records chatmill and another library train differently, and why."""
+"""`chatmill compare`: show which tokens chatmill and another library train differently, and why."""
 
 from __future__ import annotations
 
@@ -32,19 +32,24 @@ class PeerName(StrEnum):
 
 
 def compare(
-    data: Annotated[str, argument("DATA", "A file of conversations; or a glob, a folder, a URL, -.")],
+    data: Annotated[str, argument("DATA", "Conversations: a file, glob, folder or URL; - is standard input.")],
     model: Annotated[
-        str, argument("MODEL", "A Hugging Face folder with a chat template; any tokenizer.json with --chat-template.")
+        str,
+        argument(
+            "MODEL", "Hugging Face model folder with a chat template, or any tokenizer.json with --chat-template."
+        ),
     ],
     *,
-    peer: Annotated[PeerName, typer.Option(help="The library to compare with.")] = PeerName.TRL,
+    peer: Annotated[PeerName, typer.Option(help="Library to compare with.")] = PeerName.TRL,
     assistant_only_loss: Annotated[
         bool,
-        typer.Option(help="TRL's setting: loss on answers only, or on every token, which is TRL's default."),
+        typer.Option(help="TRL setting: loss on answers only, or on every token, which is TRL's default."),
     ] = True,
     max_length: Annotated[
         int | None,
-        typer.Option(min=0, help="TRL's setting: cut rows after this many tokens; 0 disables it. Default: TRL's own."),
+        typer.Option(
+            min=0, help="TRL setting: truncate rows to this many tokens; 0 disables truncation. Default: TRL's own."
+        ),
     ] = None,
     template: TemplateFlags,
     read: ReadOptions,
@@ -59,13 +64,14 @@ def compare(
 ) -> None:
     """Show which tokens chatmill and TRL train differently, and why, with an example of each reason.
 
-    Renders the same conversations with the template of MODEL, once with chatmill and once with the dataset preparation
-    of SFTTrainer in the installed TRL. TRL gets records as messages, or as prompts and completions if the file has
-    those. It runs with assistant_only_loss=True, which is not its default but matches chatmill; one line shows what its
-    default trains. If TRL cannot mask by this template, its reason is printed and its default is compared instead.
+    Renders the same conversations with the chat template of MODEL, once with chatmill and once with the dataset
+    preparation of SFTTrainer in the installed TRL. TRL receives messages, or prompts and completions if the file has
+    them. It runs with assistant_only_loss=True, which is not TRL's default but matches chatmill; one line shows what
+    the default would train. If TRL cannot mask answers with this template, prints the reason and compares with TRL's
+    default instead.
 
-    chatmill's rows are not truncated. Neither library predicts the first token of a row, so it counts as not trained.
-    Tokens in [brackets] are trained. The exit code is 0 even if records differ, unless --exit-code is given.
+    chatmill does not truncate rows here. Neither library predicts the first token of a row, so it counts as not
+    trained. Tokens in [brackets] are trained. The exit code is 0 even if records differ, unless --exit-code is given.
 
     \b
     Examples:
@@ -85,7 +91,7 @@ def compare(
             for record in islice(progress(records, "records"), limit):
                 _compare_record(record, renderer, trl, comparison, completions)
     if not comparison.records:
-        raise DataError(f"{data}: holds no record; expected at least one")
+        raise DataError(f"{data}: no records; expected at least one")
     settings = {"assistant_only_loss": assistant_only_loss and not setup.no_mask, "max_length": setup.max_length}
     if as_json:
         peer_json = {"name": "trl", "version": setup.version, **settings}
@@ -143,7 +149,7 @@ def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup,
     if setup.no_mask:
         echo_line(f"TRL cannot train answers only with this template, so every token is trained: {setup.no_mask}")
     if setup.patched:
-        typer.echo("TRL renders with its own training template for this model's template")
+        typer.echo("TRL replaces this model's chat template with its own training template")
     if not setup.end_trained:
         typer.echo("TRL warns: the end of an answer is not in the loss; the model may not learn to stop")
     for line in outcome_lines(comparison):

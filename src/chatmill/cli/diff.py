@@ -1,4 +1,4 @@
-"""`chatmill diff`: which conversations two datasets do not share, and why."""
+"""`chatmill diff`: show which conversations differ between two datasets, and why."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from chatmill.store.diff import ConversationOrigin, Diff, diff_datasets
 MEANING = {
     "added": "only in B",
     "removed": "only in A",
-    "changed": "the same was said, in other tokens",
-    "mask": "the same tokens, trained otherwise",
-    "moved": "in the other split",
+    "changed": "same content, different tokens",
+    "mask": "same tokens, different loss mask",
+    "moved": "in a different split",
 }
 
 
 def diff(
-    one: Annotated[GivenPlace, argument("A", "A dataset.", dataset_place)],
-    other: Annotated[GivenPlace, argument("B", "Another.", dataset_place)],
+    one: Annotated[GivenPlace, argument("A", "First dataset.", dataset_place)],
+    other: Annotated[GivenPlace, argument("B", "Second dataset.", dataset_place)],
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="End with exit code 1 if a conversation differs, as git diff does.")
+        bool, typer.Option("--exit-code", help="Exit with code 1 if a conversation differs, like git diff.")
     ] = False,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which conversations of A and B differ, with the first few of each kind, and what was made differently.
+    """Show which conversations differ between datasets A and B, and which build settings differ.
 
-    Conversations are matched by a hash of what was said in them, wherever they stand: neither their order, nor
-    shards, nor packing makes a difference. One that comes several times is matched as often as both have it.
-    Takes about 40 bytes of memory for each conversation. The exit code is 0 whatever is found, unless --exit-code
-    is given.
+    Prints counts and the first few conversations that were added, removed, retokenized, masked differently or moved
+    between splits. Conversations are matched by a hash of their content, so order, shards and packing do not matter. A
+    repeated conversation is matched once per occurrence. Uses about 40 bytes of memory per conversation. The exit code
+    is 0 even if datasets differ, unless --exit-code is given.
 
     \b
     Examples:
@@ -58,9 +58,9 @@ def _print_diff(one: Place, other: Place, result: Diff) -> None:
     if result.identical:
         echo_line(f"{one} and {other} are the same dataset, byte for byte")
     elif result.same:
-        echo_line(f"{one} and {other} hold the same conversations; order, shards or packing may differ")
+        echo_line(f"{one} and {other} have the same conversations; order, shards or packing may differ")
     if not result.by_key:
-        typer.echo("matched by tokens: one of the two has no hash of what was said")
+        typer.echo("matched by tokens, because one of the datasets has no content hashes")
     typer.echo(f"{result.equal:>9,} equal")
     for name, kind in result.kinds.items():
         if kind.count:

@@ -1,4 +1,4 @@
-"""`chatmill doctor`: check the nodes of a run before it starts."""
+"""`chatmill doctor`: check the nodes of a cluster before a training run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def doctor(
         typer.Option(
             "--shared",
             metavar="DIR",
-            help="A folder that all ranks should share; may be repeated. Default: the current folder and checkpoints.",
+            help="Folder that all ranks should share; may be repeated. Default: the current folder and checkpoints.",
             show_default=False,
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of each check.")] = 60.0,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Time limit per check.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Check the nodes of a run before it starts, and print one table.
+    """Check the nodes of a cluster before a training run, and print the results as a table.
 
     Checks versions, GPUs, memory, disk, system limits and network settings. With several ranks it also checks that
     their versions are equal, that they share folders, that their clocks agree, and that an all-reduce works with gloo
-    and NCCL. Start it with the launcher of the run. The exit code is 1 if a check fails. Where only numpy, torch and
-    safetensors are installed, use `python -m chatmill.train.doctor`, the same command.
+    and NCCL. Start it with the launcher of the run, such as torchrun. Exits with code 1 if a check fails. `python -m
+    chatmill.train.doctor` is the same command and needs only numpy, torch and safetensors.
 
     \b
     Examples:

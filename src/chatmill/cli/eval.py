@@ -1,4 +1,4 @@
-"""`chatmill eval`: score a model on a dataset, source by source."""
+"""`chatmill eval`: evaluate a model on a dataset, per source."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from chatmill.train.score import EvalReport, EvalScore
 
 REASONS = {
-    "partly_trained": "of which only a part is trained",
-    "unfinished": "that do not end with an end token",
-    "nothing_before": "with nothing before them",
-    "too_long": "longer than the model's positions with what is before them",
+    "partly_trained": "that are only partly trained",
+    "unfinished": "without an end-of-turn token",
+    "nothing_before": "without a prompt",
+    "too_long": "that exceed the model's maximum sequence length together with their prompt",
     "over_the_limit": "over --limit",
 }
 
@@ -31,12 +31,15 @@ REASONS = {
 def eval_command(
     model: ModelPlace,
     dataset: DatasetOrCaches,
-    split: Annotated[str, typer.Option(help="train or val.")] = "val",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Cut an answer that is longer.")] = 256,
+    split: Annotated[str, typer.Option(help="Split: train or val.")] = "val",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer in tokens.")] = 256,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=0, help="Questions to ask at most, chosen evenly.")
+        int | None,
+        typer.Option(
+            "--limit", "-n", min=0, help="Maximum number of answers to generate, spread evenly over the split."
+        ),
     ] = None,
-    wrong: Annotated[int, typer.Option(min=0, help="Show so many answers that are not exact.")] = 0,
+    wrong: Annotated[int, typer.Option(min=0, help="Show this many answers that are not exact.")] = 0,
     tokenizer: ItsTokenizer = None,
     device: Device = "auto",
     base: BaseChoice = "trained",
@@ -44,10 +47,11 @@ def eval_command(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model: the loss of trained tokens, answers that are exact, and answers that end by themselves.
+    """Evaluate a model on a dataset: loss on trained tokens, exact-match answers, and answers that end.
 
-    Every trained answer of the split is a question: the model is given the very ids that stand before it there, and
-    says what is likeliest. Exact means equal to the last token; stopped, that it came to the end token itself.
+    Prints a table per source. For every trained answer in the split, the model receives the token ids before the answer
+    and decodes greedily. `exact` counts outputs that equal the answer token for token; `stopped` counts outputs that
+    reach the end-of-turn token.
 
     \b
     Examples:
@@ -55,7 +59,7 @@ def eval_command(
       chatmill eval checkpoints/my_sft_model data/chat_sft --wrong 5
       chatmill eval checkpoints/my_sft_model data/chat_sft --split train --limit 200 --json
     """
-    # Before torch is imported, which takes seconds.
+    # Check before importing torch, which takes seconds.
     check_headers(model_folder(model))
     from chatmill.train.load_model import open_ready
     from chatmill.train.score import check_tokenizer, end_ids, open_all, score_model
@@ -63,7 +67,7 @@ def eval_command(
     sources = open_all(dataset, token_dtype)
     check_tokenizer(model, sources[0])
     if not end_ids(sources):
-        print_error(f"{dataset} does not say which token ends a turn: no question is asked")
+        print_error(f"{dataset} does not record an end-of-turn token, so only the loss is computed")
     with counting("conversations and answers") as advance:
         report = score_model(
             open_ready(model, device, base=base, base_model=base_model),
@@ -87,7 +91,7 @@ def eval_command(
         text = open_view(sources[0].path, tokenizer, token_dtype=token_dtype).text
         for answer in missed[:wrong]:
             expected, answered = (text.text(ids, limit=300) for ids in (answer.prompt.answer, answer.ids))
-            typer.echo(f"{one_line(answer.place, 200)}\n  expected {expected}\n  said     {answered}")
+            typer.echo(f"{one_line(answer.place, 200)}\n  expected {expected}\n  got      {answered}")
 
 
 def _score_json(score: EvalScore) -> dict[str, Any]:
@@ -123,6 +127,8 @@ def _tell(report: EvalReport, split: str) -> None:
     if report.empty_sources:
         typer.echo(f"no episodes in {split}: {', '.join(map(one_line, report.empty_sources))}")
     for reason, count in report.left_out.items():
-        typer.echo(f"not asked: {count:,} answers {REASONS[reason]}")
+        typer.echo(f"skipped: {count:,} answers {REASONS[reason]}")
     if report.cut:
-        typer.echo(f"{report.cut:,} conversations are longer than the model's positions; their last tokens were read")
+        typer.echo(
+            f"{report.cut:,} conversations exceed the model's maximum sequence length; only their last tokens were used"
+        )

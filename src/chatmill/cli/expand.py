@@ -1,4 +1,4 @@
-"""Parameters of commands that stand for several options: a group of options, or the keys of configurations."""
+"""Command parameters that expand to several options: a dataclass of options, or the keys of a config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatmill.config import NO_FLAG, flag_spellings, keys_of
 
 
 class OptionGroup(NamedTuple):
-    """Marks a parameter that stands for several options; `gather` makes its value of theirs."""
+    """Marks a parameter that expands to several options; `gather` builds its value from theirs."""
 
     options: list[inspect.Parameter]
     gather: Callable[..., Any] = dict
@@ -25,7 +25,7 @@ def option_parameter(name: str, annotation: Any, default: Any) -> inspect.Parame
 
 
 def key_options(config: type[Any]) -> OptionGroup:
-    """Marks a parameter that gets the value of every key of a configuration, from options of the keys' own types."""
+    """Mark a parameter that receives every key of a config as a typed option."""
     keys = {name: each for name, each in keys_of(config).items() if each.flag != NO_FLAG}
     tuples = {name for name, each in keys.items() if get_origin(each.type) is tuple}
     options = []
@@ -36,7 +36,7 @@ def key_options(config: type[Any]) -> OptionGroup:
 
 
 def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
-    """Marks a parameter that receives the given config flags as text, in both spellings.
+    """Mark a parameter that receives the given config flags as text, in both spellings.
 
     The help shows the key `first` before all others.
     """
@@ -51,16 +51,16 @@ def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
 
 
 def option(config: type[Any], name: str) -> Any:
-    """The typer option of a declared key."""
+    """Return the typer option of a config key."""
     each = keys_of(config)[name]
     return typer.Option(each.flag or f"--{name.replace('_', '-')}", metavar=each.metavar, help=each.help)
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with all options that its parameters stand for.
+    """Return the command with its grouped parameters expanded to options.
 
-    A parameter whose type is a dataclass stands for one option per field, and gets an instance. One that is annotated
-    with an `OptionGroup` stands for the options of the group, and gets a dict.
+    A dataclass parameter becomes one option per field and receives an instance. A parameter annotated with an
+    `OptionGroup` becomes the options of the group and receives the result of `gather`.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, OptionGroup] = {}
@@ -83,7 +83,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _group(annotation: Any) -> OptionGroup | None:
-    """The options that a parameter of this type stands for."""
+    """Return the options that a parameter with this annotation expands to, or None."""
     if is_dataclass(annotation) and isinstance(annotation, type):
         return OptionGroup(list(inspect.signature(annotation, eval_str=True).parameters.values()), annotation)
     return next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, OptionGroup)), None)

@@ -1,4 +1,4 @@
-"""`chatmill export`: conversations and datasets for other tools."""
+"""`chatmill export`: write conversations and datasets for other tools."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ from chatmill.store.files import refuse_existing, writing
 from chatmill.store.parquet import export_parquet
 from chatmill.tokenizer import open_tokenizer
 
-app = command_group("Write conversations or datasets for other tools.")
+app = command_group("Export conversations or datasets to other tools.")
 
 
 @app.command("transcripts")
 @expanded
 def transcripts(
     inputs: Inputs,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The text file to write, one conversation a line.")],
-    context_length: Annotated[int, typer.Option(min=1, help="Tokens that a model's context holds.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Text file to write, one conversation per line.")],
+    context_length: Annotated[int, typer.Option(min=1, help="Context length of the model in tokens.")],
     *,
     tokenizer: TokenizerName = "bytes",
     add_tokens: AddTokens = False,
     read: ReadOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Write transcripts (<|USER|>…<|END|><|ASSISTANT|>…<|END|>), as long as a context can hold them.
+    """Write conversations as text transcripts (<|USER|>…<|END|><|ASSISTANT|>…<|END|>) that fit a context length.
 
-    The first exchange must fit together with the system turn, each later one by itself; the first that does not
-    fit ends the conversation. Each ends with <|EOS|>. A line that holds line breaks or other control characters is
-    written as a JSON string, so that reading the file with `--shape transcript` gives the same text again.
+    Writes one conversation per line, each ending with <|EOS|>. The first exchange must fit together with the system
+    turn, and each later exchange must fit on its own; the conversation ends before the first exchange that does not
+    fit. A conversation with line breaks or other control characters is written as a JSON string, so reading the file
+    with `--shape transcript` gives the same text.
 
     \b
     Example:
@@ -78,19 +79,19 @@ def transcripts(
 @app.command("parquet")
 def parquet(
     dataset: Dataset,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="The folder to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Folder to write.")],
     split: Annotated[
-        list[str] | None, typer.Option(help="Only this split; may be given twice. Left out, all of them.")
+        list[str] | None, typer.Option(help="Split to export; may be repeated. Default: all splits.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is an export.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is an earlier export.")] = False,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a dataset as Parquet for other trainers, with a dataset card.
+    """Write a dataset as Parquet files for other trainers, with a dataset card.
 
-    Columns are input_ids, labels (-100 where nothing is trained and at the first token of every conversation, not
-    shifted), position_ids (from 0 in every conversation) and seq_lengths (of the conversations of a row).
-    `datasets.load_dataset("OUT")` reads it.
+    The columns are input_ids, labels (not shifted; -100 for untrained tokens and the first token of each conversation),
+    position_ids (starting from 0 in each conversation) and seq_lengths (lengths of the conversations packed in the
+    row). Load it with `datasets.load_dataset("OUT")`.
 
     \b
     Examples:
@@ -108,4 +109,4 @@ def parquet(
             f"{counts.files:,} {'file' if counts.files == 1 else 'files'}"
         )
     if weighted := sum(counts.weighted for counts in done.values()):
-        typer.echo(f"{weighted:,} trained tokens have a weight other than 1, which labels cannot say", err=True)
+        typer.echo(f"{weighted:,} trained tokens have a weight other than 1, which labels cannot represent", err=True)

@@ -12,7 +12,7 @@ from chatmill.remote.urls import Url, place
 
 
 def print_format(name: str | None, tokenizer: str, chat_template: str | None = None) -> None:
-    """Print the chosen format on standard error if none is named; `bytes` leaves no choice."""
+    """Print the chosen format on standard error if none is named; with `bytes` there is nothing to choose."""
     if name is not None or (chat_template is None and (tokenizer == "bytes" or not _exists(tokenizer))):
         return
     # A folder that cannot be read is reported where it is opened.
@@ -27,7 +27,7 @@ def print_format(name: str | None, tokenizer: str, chat_template: str | None = N
         elif Path(tokenizer).is_file() and has_template(str(Path(tokenizer).parent)):
             print(f"format: {chosen}, since {shown} is a file, which selects only the tokenizer", file=sys.stderr)
             folder = one_line(str(Path(tokenizer).parent), 300)
-            print(f"look: the chat template of {folder} is not used; pass --tokenizer {folder}", file=sys.stderr)
+            print(f"note: the chat template of {folder} is not used; pass --tokenizer {folder}", file=sys.stderr)
         else:
             print(f"format: {chosen}, since {shown} has no chat template", file=sys.stderr)
 

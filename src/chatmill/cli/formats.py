@@ -1,4 +1,4 @@
-"""`chatmill formats`: the presets, and each as the TOML a user's own format begins from."""
+"""`chatmill formats`: list the preset chat formats, or print one as TOML."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from chatmill.format import PRESETS, load_format
 
 
 def formats(
-    name: Annotated[str | None, typer.Argument(help="A preset, to print it as TOML.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="Preset to print as TOML.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the chat formats, or print one as TOML to start your own from.
+    """List the preset chat formats, or print one as TOML, as a starting point for your own format.
 
     \b
     Examples:
@@ -25,7 +25,7 @@ def formats(
     """
     if name is not None:
         if name not in PRESETS:
-            raise UsageError(f'no preset "{one_line(name)}"; there are {", ".join(PRESETS)}')
+            raise UsageError(f'no preset "{one_line(name)}"; expected {", ".join(PRESETS)}')
         text = resources.files("chatmill.format").joinpath("presets", f"{name}.toml").read_text("utf-8")
         if as_json:
             echo_json({"name": name, "toml": text})
@@ -39,5 +39,5 @@ def formats(
     for format in presets:
         typer.echo(f"{format.name:<14} {' '.join(format.tokens.values())}")
         typer.echo(f"{'':<14} trained in an assistant turn: {', '.join(format.trained)}")
-    typer.echo(f"{'text':<14} records of one text, or of a prompt and its completion, without turns")
-    typer.echo(f"{'template':<14} the chat template in the tokenizer's folder")
+    typer.echo(f"{'text':<14} plain text, or a prompt and its completion, without turns")
+    typer.echo(f"{'template':<14} the chat template of the tokenizer folder")

@@ -18,11 +18,11 @@ EXTRAS = {"torch": "train", "safetensors": "train"}
 
 
 def guarded(command: Callable[[], object]) -> NoReturn:
-    """Run a command and end the process: exit code 0, 1 after an error, or 2 for wrong usage."""
+    """Run a command and exit: with code 0, 1 after an error, or 2 for a usage error."""
     with standard_streams():
         warnings.showwarning = _show_warning  # type: ignore[assignment]  # it takes what it is given and more
         code = _exit_code(command)
-        # Not when the interpreter ends: an output that cannot be written is an error like others.
+        # Flush now rather than at interpreter exit, so that an output that cannot be written is reported as an error.
         if code == 0:
             code = _exit_code(sys.stdout.flush)
         else:
@@ -35,9 +35,9 @@ def guarded(command: Callable[[], object]) -> NoReturn:
 
 
 def _end_rank(code: int) -> NoReturn:
-    """End a rank of a distributed run, without the destructors of C++ objects.
+    """Exit a rank of a distributed run without running C++ destructors.
 
-    Threads of torch's process groups may outlive them, which aborts a process that has already done its work.
+    Threads of torch process groups may outlive the destroyed objects and abort a process that has finished its work.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -62,11 +62,11 @@ def _exit_code(command: Callable[[], object]) -> int:
     except OSError as error:
         return _report(system_fault(error), 1)
     except RecursionError:
-        return _report("something that was read is nested too deeply; expected fewer levels", 1)
+        return _report("the input is nested too deeply; expected fewer levels", 1)
     except MemoryError as error:
-        # numpy says how much memory it was; Python says nothing.
+        # numpy reports the requested size; Python does not.
         return _report(
-            f"not enough memory ({one_line(str(error)) or 'no more is to be had'}); ask for less at a time", 1
+            f"not enough memory ({one_line(str(error)) or 'allocation failed'}); process less data at a time", 1
         )
     except KeyboardInterrupt:
         return _report("stopped", 130)
@@ -79,7 +79,7 @@ def _report(line: str, code: int) -> int:
 
 
 def print_error(line: str) -> None:
-    """One line on standard error, printable whatever names stand in it."""
+    """Print one line on standard error, with control characters escaped."""
     print(f"chatmill: {one_line(line, None)}", file=sys.stderr)
 
 

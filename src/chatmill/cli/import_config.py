@@ -1,4 +1,4 @@
-"""`chatmill import`: converts configs of other trainers to a recipe and a train config."""
+"""`chatmill import`: convert configs of other trainers to a recipe and a training config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatmill.integrations.configs import (
 )
 from chatmill.plain_file import local_path
 
-app = command_group("Convert the config of another trainer to a recipe and a train config.")
+app = command_group("Convert the config of another trainer to a recipe and a training config.")
 Output = Annotated[
     Path,
     typer.Option("--output", "-o", metavar="FOLDER", help="Output folder.", parser=local_path),
@@ -29,12 +29,12 @@ Model = Annotated[
     str | None,
     typer.Option("--model", metavar="FOLDER", help="Folder of the base model, instead of the one in the config."),
 ]
-OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace files of an earlier import.")]
+OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier import.")]
 
 
 @app.command("axolotl")
 def axolotl_command(
-    config: Annotated[str, argument("CONFIG", "An Axolotl config in YAML.")],
+    config: Annotated[str, argument("CONFIG", "Axolotl config in YAML.")],
     output: Output,
     ranks: Ranks = None,
     model: Model = None,
@@ -55,19 +55,19 @@ def axolotl_command(
 
 @app.command("llamafactory")
 def llamafactory_command(
-    config: Annotated[str, argument("FILE", "A dataset_info.json, or the YAML config of a run.")],
+    config: Annotated[str, argument("FILE", "dataset_info.json, or the YAML config of a run.")],
     output: Output,
-    other: Annotated[str | None, argument("[FILE]", "The other of these two files.")] = None,
+    other: Annotated[str | None, argument("[FILE]", "The other of the two files.")] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--dataset", metavar="NAME", help="With dataset_info.json alone: import only this data set."),
+        typer.Option("--dataset", metavar="NAME", help="With dataset_info.json alone: import only this dataset."),
     ] = None,
     ranks: Ranks = None,
     model: Model = None,
     overwrite: OverwriteFiles = False,
     as_json: AsJson = False,
 ) -> None:
-    """Import a dataset_info.json of LLaMA-Factory, the config of a run, or both.
+    """Import a LLaMA-Factory dataset_info.json, the config of a run, or both.
 
     If only the config of a run is given, dataset_info.json is looked up in its dataset_dir. Writes recipe.yaml for
     `chatmill prepare`, train.json for `chatmill train`, and a report on each key as keys.txt.
@@ -84,7 +84,7 @@ def llamafactory_command(
 
 @app.command("trl")
 def trl_command(
-    config: Annotated[str, argument("CONFIG", "The YAML config of `trl sft`, or a recipe of the alignment handbook.")],
+    config: Annotated[str, argument("CONFIG", "YAML config of `trl sft`, or a recipe of the alignment handbook.")],
     output: Output,
     ranks: Ranks = None,
     model: Model = None,

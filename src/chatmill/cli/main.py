@@ -1,4 +1,4 @@
-"""The command `chatmill`: it runs the command that its arguments name, and reports errors in one line."""
+"""Entry point of `chatmill`: run the command named by its arguments, and report errors in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
 def _run() -> None:
     named = sys.argv[1] if len(sys.argv) > 1 else ""
     if named in ("", "-h", "--help"):
-        # Without typer and the commands, which take a second to import.
+        # Avoids importing typer and all commands, which takes a second.
         (sys.stdout if named else sys.stderr).write(help_text())
         sys.exit(0 if named else 2)
     from chatmill.cli.app import app_of, run

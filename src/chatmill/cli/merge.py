@@ -16,8 +16,8 @@ from chatmill.train.model_files import check_headers
 
 
 def merge(
-    adapters: Annotated[str, argument("RUN", "A LoRA run, one of its checkpoints, or an adapter folder.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The model folder to write.")],
+    adapters: Annotated[str, argument("RUN", "LoRA run, one of its checkpoints, or an adapter folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Model folder to write.")],
     save_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Dtype of the saved weights; auto: that of the base model."),
@@ -38,7 +38,7 @@ def merge(
       chatmill merge checkpoints/my_adapters -o models/merged
       chatmill merge checkpoints/my_adapters/step_00000500 -o models/merged --save-dtype float32 --overwrite
     """
-    # Before torch is imported, which takes seconds.
+    # Check before importing torch, which takes seconds.
     local_path(output)
     check_headers(model_folder(adapters))
     from chatmill.train.merge import merge_adapters

@@ -1,4 +1,4 @@
-"""What several commands share: options, summaries, and progress on standard error."""
+"""Shared parts of commands: options, summaries, and progress on standard error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def argument(metavar: str, help: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """A positional argument; its help shows no default."""
+    """Return a positional argument whose help shows no default."""
     return typer.Argument(metavar=metavar, help=help, show_default=False, parser=parser)
 
 
@@ -32,54 +32,54 @@ def command_group(help: str) -> typer.Typer:
 
 
 def dataset_place(name: str) -> Place:
-    """The folder or URL of a dataset, without a slash at its end."""
+    """Return the folder or URL of a dataset without a trailing slash."""
     from chatmill.store.layout import METADATA
 
     where = place(name)
     if where.name == METADATA and not (isinstance(where, Path) and where.is_dir()):
-        raise UsageError(f"{one_line(str(where), 1000)}: is a file of a dataset; give the folder, {where.parent}")
+        raise UsageError(f"{one_line(str(where), 1000)}: is a file inside a dataset; pass its folder, {where.parent}")
     return Url(where.address.rstrip("/")) if isinstance(where, Url) and where.is_folder else where
 
 
 if TYPE_CHECKING:
     GivenPlace = Place
 else:
-    # typer takes no union of types, and shows the name of a class in the help; `place` makes the value.
+    # typer does not support unions and shows the class name in the help; the `place` parser makes the value.
     GivenPlace = type("path or URL", (), {})
 Dataset = Annotated[GivenPlace, argument("DIR", "A dataset.", dataset_place)]
-DatasetOrCache = Annotated[GivenPlace, argument("DIR", "A dataset, or the cache of a source.", dataset_place)]
-DatasetOrCaches = Annotated[GivenPlace, argument("DIR", "A dataset, a cache, or a folder of caches.", dataset_place)]
+DatasetOrCache = Annotated[GivenPlace, argument("DIR", "Dataset, or the SFT cache of a source.", dataset_place)]
+DatasetOrCaches = Annotated[GivenPlace, argument("DIR", "Dataset, SFT cache, or folder of caches.", dataset_place)]
 DatasetFolder = Annotated[
     GivenPlace,
-    typer.Option("--output", "-o", metavar="DIR", help="The folder or URL of the dataset.", parser=dataset_place),
+    typer.Option("--output", "-o", metavar="DIR", help="Folder or URL of the dataset.", parser=dataset_place),
 ]
 TokenDtype = Annotated[
     Literal["uint16", "uint32"] | None,
     typer.Option(
-        "--token-dtype", help="Token type of another program's dataset, if the dataset does not determine it."
+        "--token-dtype", help="Token dtype of a dataset written by another program, if it cannot be detected."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")]
+OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
 
 # Summaries.
 
 
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:
-    """Say what was cut, dropped, repeated or noted, one line for each reason."""
+    """Print what was truncated, dropped, repeated or noted, one line per reason."""
     for bucket, reason, entry in ledger:
         if reason.startswith(UNREAD_KEY):
-            typer.echo(f"look: {unread_key(reason, entry.rows)}", err=err)
+            typer.echo(f"note: {unread_key(reason, entry.rows)}", err=err)
         elif bucket in ("repeated", "truncated", "dropped", "noted"):
             rows = f"{entry.rows:,} rows, " if entry.rows else ""
             typer.echo(f"  {bucket} {reason}: {rows}{entry.tokens:,} tokens", err=err)
 
 
 def unread_key(reason: str, rows: int) -> str:
-    """What to say about a key of records that is not read."""
+    """Return the warning about a key of records that is not read."""
     if reason.endswith(OTHER_NAMES):
-        return f"records have more keys than are named, {rows:,} times, which are not read"
+        return f"{rows:,} more keys of records are not read, and are not listed here"
     noun = "record has" if rows == 1 else "records have"
     return f'{rows:,} {noun} the key "{reason.removeprefix(UNREAD_KEY)}", which is not read'
 
@@ -91,7 +91,7 @@ def print_ledger(ledger: Ledger) -> None:
 
 
 def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str | int]]) -> None:
-    """Print a table with columns of text and, right-aligned, columns of numbers; no cell is read as markup."""
+    """Print a table of text columns and right-aligned number columns. Cells are not parsed as markup."""
     table = Table(*texts, box=None, pad_edge=False, header_style="")
     for column in numbers:
         table.add_column(column, justify="right")
@@ -101,7 +101,7 @@ def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Seq
 
 
 def console_on_stdout(*, soft_wrap: bool = False) -> Console:
-    """Where styled text is printed; names in it must be escaped already."""
+    """Return a console for styled text on standard output; callers escape names themselves."""
     output: Any = sys.stdout
     console = Console(file=getattr(output, "styled", output), highlight=False, soft_wrap=soft_wrap)
     if not console.is_terminal:
@@ -110,12 +110,12 @@ def console_on_stdout(*, soft_wrap: bool = False) -> Console:
 
 
 def share(part: int, whole: int, *, of_nothing: str = "0.0%") -> str:
-    """A part of a whole in percent."""
+    """Format a part of a whole as a percentage."""
     return f"{part / whole:.1%}" if whole else of_nothing
 
 
 def echo_line(line: str) -> None:
-    """Print one line, whatever names stand in it."""
+    """Print one line, with control characters escaped."""
     typer.echo(one_line(line, None))
 
 
@@ -128,23 +128,23 @@ def echo_json(value: Any) -> None:
 
 
 def progress_on_stderr(*columns: ProgressColumn) -> Progress:
-    """A progress display on standard error, which shows nothing where that is not a terminal."""
+    """Return a progress display on standard error that shows nothing if it is not a terminal."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int], None]]:
-    """Show a count on standard error; the function that this gives adds to it."""
+    """Show a counter on standard error; yield a function that adds to it."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
     with progress_on_stderr(*columns) as bar:
         task = bar.add_task(what, total=None)
-        # Adding to a display that shows nothing still costs time for each record.
+        # Updating a hidden display still costs time per record.
         yield (lambda count: None) if bar.disable else (lambda count: bar.advance(task, count))
 
 
 def progress(items: Iterable[T], what: str) -> Iterator[T]:
-    """The items themselves, counted on standard error."""
+    """Yield the items, counting them on standard error."""
     with counting(what) as advance:
         for item in items:
             yield item

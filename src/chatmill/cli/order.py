@@ -1,4 +1,4 @@
-"""`chatmill order`: which episodes come first in an epoch, and where in it one of them comes."""
+"""`chatmill order`: print the order of episodes in an epoch, or the position of one episode."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ DEFAULT = LoadConfig()
 
 def order(
     dataset: DatasetOrCaches,
-    seed: Annotated[
-        int | None, typer.Option(help="The base seed: epoch_seed of a config.", show_default="1337")
-    ] = None,
-    epoch: Annotated[int, typer.Option(min=0, help="Which epoch; of a source, where sources are mixed.")] = 0,
-    first: Annotated[int, typer.Option(min=0, max=LONGEST, metavar="N", help="Print so many episodes.")] = 10,
+    seed: Annotated[int | None, typer.Option(help="Base seed: epoch_seed of a config.", show_default="1337")] = None,
+    epoch: Annotated[int, typer.Option(min=0, help="Epoch; of one source if sources are mixed.")] = 0,
+    first: Annotated[int, typer.Option(min=0, max=LONGEST, metavar="N", help="Print this many episodes.")] = 10,
     find: Annotated[
         int | None, typer.Option(metavar="EPISODE", help="Print the position of this episode instead.")
     ] = None,
     mode: Annotated[
-        str | None, typer.Option(help=f"The order: {', '.join(MODES)}.", show_default=DEFAULT.batch_sampling_mode)
+        str | None, typer.Option(help=f"Sampling mode: {', '.join(MODES)}.", show_default=DEFAULT.batch_sampling_mode)
     ] = None,
-    split: Annotated[str, typer.Option(help="train or val.")] = "train",
-    config: Annotated[Path | None, typer.Option(help="The config of a run; flags win over it.")] = None,
+    split: Annotated[str, typer.Option(help="Split: train or val.")] = "train",
+    config: Annotated[Path | None, typer.Option(help="Config of a run; flags override it.")] = None,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recompute the order of an epoch: the numbers of its first episodes, or the position of one.
+    """Print the order in which an epoch visits its episodes, or the position of one episode.
 
-    Episodes are numbered over all shards, and over all sources in the order of their names. Those with fewer tokens
-    than episode_min_tokens (2) are in no epoch. With packing this is the order in which episodes are packed.
+    Recomputes the order from the seed and the epoch, without a training run. Episodes are numbered across all shards,
+    and across sources sorted by name. Episodes shorter than episode_min_tokens (2) are skipped. With packing, this is
+    the order in which episodes are packed.
 
     \b
     Examples:
@@ -50,7 +49,7 @@ def order(
     chosen = {"epoch_seed": seed, "batch_sampling_mode": mode, "token_dtype": token_dtype}
     changes = {name: value for name, value in chosen.items() if value is not None}
     settings = LoadConfig.from_mapping(changes) if config is None else LoadConfig.of_run(config, **changes)
-    # The order does not depend on the padding token, which a dataset may not name.
+    # The order does not depend on the padding token, which the dataset may not record.
     sources, settings = open_sources(dataset, replace(settings, pad_token_id=0))
     plan = LoadPlan(sources, settings, split)
     position = None if find is None else plan.order.find(epoch, plan.ordinal(find))
@@ -64,6 +63,6 @@ def order(
     skipped = f", {len(plan.skipped):,} too short" if len(plan.skipped) else ""
     typer.echo(
         f"{plan.order.name}, seed {settings.epoch_seed}, epoch {epoch}: "
-        f"{plan.num_eligible:,} episodes of {split}{skipped}"
+        f"{plan.num_eligible:,} episodes in {split}{skipped}"
     )
     typer.echo(" ".join(map(str, episodes)) if find is None else f"episode {find} is at position {position}")

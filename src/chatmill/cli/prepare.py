@@ -1,4 +1,4 @@
-"""`chatmill prepare`: conversations to a dataset that training reads."""
+"""`chatmill prepare`: turn conversations into a dataset for training."""
 
 from __future__ import annotations
 
@@ -63,27 +63,30 @@ def prepare_command(
     columns: Columns = None,
     response_template: ResponseTemplate = None,
     instruction_template: InstructionTemplate = None,
-    val_file: Annotated[list[str] | None, typer.Option(help="Files that are all for validation.")] = None,
+    val_file: Annotated[list[str] | None, typer.Option(help="Files used only for validation.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; as many as there are cores if left out.")
+        int | None, typer.Option(min=1, help="Number of worker processes. Default: one per core.")
     ] = None,
     engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Processes here, or a Ray cluster (pip install 'chatmill[ray]').")
+        Literal["local", "ray"], typer.Option(help="Local processes, or a Ray cluster (pip install 'chatmill[ray]').")
     ] = "local",
-    address: Annotated[str | None, typer.Option(help="The Ray cluster; one is started here if left out.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of the Ray cluster. Default: start one on this machine.")
+    ] = None,
     rejects: RejectsFile = None,
     allow_code: AllowCode = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the dataset and the rejects, if they are there.")
+        bool, typer.Option("--overwrite", help="Replace an existing dataset and rejects file.")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was interrupted.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted build.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Turn conversations into a dataset: read, render, fit, split, and publish in one step.
+    """Turn conversations into a tokenized dataset with a loss mask, for `chatmill train`.
 
-    The dataset appears whole or not at all, and its bytes depend on the input and the flags alone, whatever the
-    number of processes. INPUT may be one recipe instead, a .yaml or .toml
-    file that names several sources.
+    Reads the records, applies the chat format, truncates or packs long rows, splits off validation data, and writes
+    token shards, a loss mask and metadata to OUTPUT. OUTPUT appears only when it is complete. The same input and flags
+    give the same bytes with any number of processes. INPUT can also be a recipe: a .yaml or .toml file that lists
+    several sources.
 
     \b
     Examples:
@@ -97,13 +100,13 @@ def prepare_command(
         of_source = {"shape", "columns", "response_template", "instruction_template", "val_file"}
         of_recipe = [each for each in context.command.params if each.name in {*keys, *of_source}]
         if flags := [each.opts[0] for each in of_recipe if _was_given(context, str(each.name))]:
-            raise UsageError(f"{', '.join(flags)} with a recipe; write it into {recipe} instead")
+            raise UsageError(f"{', '.join(flags)} cannot be used with a recipe; set it in {recipe} instead")
         job = load_recipe(inputs[0])
     else:
         options = ShapeOptions(columns, response_template, instruction_template)
         job = Job(_sources(inputs, val_file, shape, options), **keys)
     if engine == "ray" and "-" in [name for source in job.sources for name in source.inputs]:
-        raise UsageError("-: standard input is read by this machine alone; with --engine ray give files or URLs")
+        raise UsageError("-: Ray workers cannot read standard input; with --engine ray pass files or URLs")
     chosen = _engine(engine, workers, address)
     flags_of_run = {"overwrite": overwrite, "resume": resume, "as_json": as_json}
     run(job, output, engine=chosen, rejects=rejects, allow_code=allow_code or (), **flags_of_run)
@@ -170,7 +173,7 @@ def run(
 def _engine(name: str, workers: int | None, address: str | None) -> Engine:
     if name == "local":
         if address is not None:
-            raise UsageError("--address is of a Ray cluster; add --engine ray")
+            raise UsageError("--address requires --engine ray")
         return LocalEngine(workers)
     from chatmill.prepare.ray_engine import RayEngine
 
@@ -205,32 +208,34 @@ def _print_summary(output: Place, metadata: Metadata) -> None:
         )
     print_ledger(metadata.ledger)
     for line in warnings_of(metadata.ledger):
-        echo_line(f"look: {line}")
+        echo_line(f"note: {line}")
 
 
 def warnings_of(ledger: Ledger) -> Iterator[str]:
-    """What to know before training on the dataset."""
+    """Yield what the user should know before training on the dataset."""
     reasons = {
-        "answer_cut": "{rows:,} rows lost a part of an answer; raise --max-tokens",
-        "header_of_cut_message": "{rows:,} rows: the chat template writes tools or the system text into the first "
-        "user message, which is cut off; --fit exchanges drops these rows; raise --max-tokens",
-        "answer_unfinished": "{tokens:,} tokens of answers that a block's end cuts are not trained; use larger blocks",
+        "answer_cut": "{rows:,} rows lost part of an answer; raise --max-tokens",
+        "header_of_cut_message": "{rows:,} rows lost the tools or system text that the chat template writes into the "
+        "first user message; raise --max-tokens, or use --fit exchanges, which drops these rows",
+        "answer_unfinished": "{tokens:,} answer tokens are not trained, because a block ends inside the "
+        "answer; use larger blocks",
         "no_trained_tokens": "{rows:,} rows had no trained token and were dropped",
-        "answers_cut_off": "{rows:,} rows lost all their answers to the cut and were dropped; raise --max-tokens",
+        "answers_cut_off": "{rows:,} rows lost all answers to truncation and were dropped; raise --max-tokens",
         "last_exchange_over_max_tokens": "{rows:,} rows were dropped because their last exchange does not fit; "
         "raise --max-tokens, or use --fit turns or --fit windows",
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
-        "duplicate": "{rows:,} rows were of conversations that equal another, and were dropped",
-        "near_duplicate": "{rows:,} rows were of conversations that nearly equal another, and were dropped",
+        "duplicate": "{rows:,} rows were dropped as duplicates of another conversation",
+        "near_duplicate": "{rows:,} rows were dropped as near-duplicates of another conversation",
         "excluded": "{rows:,} rows were excluded by --exclude",
-        "exclude_without_record": "{rows:,} lines that --exclude names have no record that can be rendered",
+        "exclude_without_record": "{rows:,} lines listed in --exclude have no record that can be rendered",
         "too_long": "{rows:,} rows were too long and were dropped",
-        "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write; see --unroll",
-        "messages_after_last_answer": "{rows:,} conversations go on after the last answer with a row; that is left out",
-        "answer_without_row": "{rows:,} answers have a weight of 0, or never close, and so no row of their own",
-        "range_splits_token": "{tokens:,} tokens are partly inside and partly outside a range of train_ranges",
-        "control_text": "{rows:,} rows contain text that spells special tokens of the tokenizer; it is encoded as text",
-        "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
+        "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template omits; see --unroll",
+        "messages_after_last_answer": "{rows:,} conversations have messages after the last answer with a row; these "
+        "are left out",
+        "answer_without_row": "{rows:,} answers have a weight of 0 or never end, so they have no row",
+        "range_splits_token": "{tokens:,} tokens straddle the edge of a range in train_ranges",
+        "control_text": "{rows:,} rows contain special tokens spelled out as text; they are encoded as plain text",
+        "tools_left_out": "{rows:,} rows have tools that the chat template does not render",
         "record_weight": "{rows:,} records have a weight, which multiplies the weights of their trained tokens",
         "template_kwargs_unused": "{rows:,} records have chat_template_kwargs, which only --format template uses",
     }
@@ -246,19 +251,19 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
 
 
 def script(shape: str, doc: str) -> None:
-    """The documented scripts: the same pipeline, with their documented flags."""
+    """Run one of the scripts in scripts/: the same pipeline with the script's own flags."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, nargs="+", help="files, globs, folders or URLs of conversations")
     parser.add_argument("--output_dir", required=True, type=place, help="the folder or URL of the dataset")
-    parser.add_argument("--val_split", type=float, default=0.0, help="share of conversations for validation")
-    parser.add_argument("--val_file", nargs="+", help="files that are all for validation")
-    parser.add_argument("--tokenization", default="bytes", help="as --tokenizer of `chatmill prepare`")
+    parser.add_argument("--val_split", type=float, default=0.0, help="fraction of conversations for validation")
+    parser.add_argument("--val_file", nargs="+", help="files used only for validation")
+    parser.add_argument("--tokenization", default="bytes", help="see --tokenizer of `chatmill prepare`")
     parser.add_argument("--format", default=None, help="see --format of `chatmill prepare`")
-    parser.add_argument("--tokens_per_shard", type=int, default=SHARD_TOKENS, help="tokens in a shard")
-    parser.add_argument("--seed", type=int, default=None, help="split by a shuffle with this seed, not by hash")
-    parser.add_argument("--resume", action="store_true", help="continue a build that was interrupted")
-    parser.add_argument("--overwrite", action="store_true", help="replace the dataset if it is there")
-    parser.add_argument("--verbose", action="store_true", help="print the whole ledger as JSON, too")
+    parser.add_argument("--tokens_per_shard", type=int, default=SHARD_TOKENS, help="tokens per shard")
+    parser.add_argument("--seed", type=int, default=None, help="split by shuffling with this seed instead of by hash")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted build")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
+    parser.add_argument("--verbose", action="store_true", help="also print the whole ledger as JSON")
     args = parser.parse_args()
     job = Job(
         _sources(args.input, args.val_file, shape),
@@ -276,7 +281,7 @@ def script(shape: str, doc: str) -> None:
         try:
             run(job, args.output_dir, engine=LocalEngine(), rejects=None, **options)
         except DataError as error:
-            # The names that these flags have here.
+            # Use the flag names of the scripts.
             raise DataError(str(error).replace("--val-split", "--val_split").replace("--split shuffle ", "")) from None
 
     guarded(build)

@@ -1,4 +1,4 @@
-"""`chatmill recipe check`: what the sources of a recipe give, before it is built."""
+"""`chatmill recipe check`: preview the sources of a recipe before building it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from chatmill.remote.urls import place
 
 
 def check_command(
-    recipe: Annotated[str, argument("RECIPE", "A recipe: .toml, .yaml or .yml, here or at a URL.")],
+    recipe: Annotated[str, argument("RECIPE", "Recipe: a .toml, .yaml or .yml file, local or at a URL.")],
     records: Annotated[
-        int, typer.Option("--records", "-n", min=1, help="Records that are read of each source.")
+        int, typer.Option("--records", "-n", min=1, help="Number of records to read from each source.")
     ] = RECORDS,
     allow_code: AllowCode = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read the first records of each source of a recipe, and print what it gives and what would be removed.
+    """Preview a recipe: read the first records of each source, and show what would be kept and removed.
 
-    They are rendered, filtered and deduplicated as in a build, among themselves. No dataset is written.
+    Renders, filters and deduplicates these records as a build would. Writes no dataset.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def _lines(sample: SourceSample, *, stops: bool) -> Iterator[str]:
     files, size = len(sample.files), sum(size for _, size in sample.files)
     yield f"{sample.name}: {files:,} {'file' if files == 1 else 'files'}, {size:,} bytes"
     yield from (f"  {line}" for line in shape_lines([part for part, _ in sample.files]))
-    read = "all of it" if sample.read_whole else "the first; see --records"
+    read = "the whole source" if sample.read_whole else "the first ones; see --records"
     yield f"  read:     {_records(sample.records)}, {read}"
     if sample.first is not None:
         yield f"  first:    {sample.first.file}:{sample.first.line}"
@@ -78,7 +78,7 @@ def _example(example: RemovedExample) -> str:
 
 
 def _text(example: RemovedExample) -> str:
-    """The first text of a removed record that is no system message."""
+    """Return the first text of a removed record, without system messages."""
     messages = example.record.messages if example.record is not None else ()
     texts = [message.content for message in messages if message.content and message.role != "system"]
     return texts[0] if texts else ""

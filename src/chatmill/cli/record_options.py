@@ -1,4 +1,4 @@
-"""Options of commands that read records and render them, and what became of records that were rejected."""
+"""Options of commands that read and render records, and the summary of rejected records."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Inputs = Annotated[
     list[str],
     argument(
         "INPUT...",
-        "Files, globs, folders and URLs of .jsonl .json .txt .parquet .arrow, each also .gz .zst .xz .bz2; - is "
-        "standard input.",
+        "Files, globs, folders or URLs of .jsonl, .json, .txt, .parquet or .arrow data, optionally compressed (.gz "
+        ".zst .xz .bz2); - is standard input.",
     ),
 ]
 Shape = Annotated[
@@ -36,7 +36,7 @@ ResponseTemplate = Annotated[str | None, option(InputSource, "response_template"
 InstructionTemplate = Annotated[str | None, option(InputSource, "instruction_template")]
 OnError = Annotated[
     Literal["stop", "skip"],
-    typer.Option(help="At a faulty record: stop with its line, or skip it and write it to the rejects."),
+    typer.Option(help="At an invalid record: stop and print its line, or skip it and write it to the rejects file."),
 ]
 RejectsFile = Annotated[
     GivenPlace | None,
@@ -44,17 +44,15 @@ RejectsFile = Annotated[
         "--rejects",
         metavar="FILE",
         parser=place,
-        help="Where skipped records go, with their reasons. Only with --on-error skip.",
+        help="With --on-error skip: file for skipped records and the reasons.",
         show_default="OUTPUT.rejects.jsonl, or rejects.jsonl without an output",
     ),
 ]
 AllowCode = Annotated[
     list[str] | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="A predicate of the recipe that may run; may be given several times."),
+    typer.Option(metavar="MODULE:FUNCTION", help="Allow the recipe to run this Python predicate; may be repeated."),
 ]
-OverwriteFiles = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what this command writes, if it is there: output and rejects.")
-]
+OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace existing output and rejects files.")]
 TokenizerName = Annotated[str, option(Job, "tokenizer")]
 FormatName = Annotated[str | None, option(Job, "format")]
 AddTokens = Annotated[bool, option(Job, "add_tokens")]
@@ -73,7 +71,9 @@ class ReadOptions:
     overwrite: OverwriteFiles = False
 
     def records(self, inputs: list[str], *, reads: Sequence[Path] = (), output: Path | None = None) -> CountedRecords:
-        """The records of the inputs as the options say; `reads` and `output` are what the command reads and writes."""
+        """Open the inputs with these options. `reads` and `output` are the other files that the command reads and
+        writes.
+        """
         return CountedRecords(
             inputs,
             shape=self.shape,
@@ -87,7 +87,7 @@ class ReadOptions:
 
 
 def print_rejects(records: CountedRecords) -> None:
-    """Say on standard error which records were rejected, why, and where they are."""
+    """Print on standard error how many records were rejected, why, and where they were written."""
     if records.rejects is not None and (count := records.ledger.total("rejected").rows):
         reasons = [f"{entry.rows} {reason}" for bucket, reason, entry in records.ledger if bucket == "rejected"]
         see = one_line(str(records.rejects.path), None)

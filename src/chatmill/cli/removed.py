@@ -1,4 +1,4 @@
-"""`chatmill removed`: the records that a dataset does not hold, and why."""
+"""`chatmill removed`: list the records that were removed from a dataset, and why."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from chatmill.store.removed import RecordPlace, RemovedRecord, removed_records
 def removed(
     dataset: Dataset,
     reason: Annotated[
-        str | None, typer.Option(metavar="REASON", help="Only records with this reason, such as duplicate.")
+        str | None, typer.Option(metavar="REASON", help="List only records removed for this reason, such as duplicate.")
     ] = None,
-    source: Annotated[str | None, typer.Option(metavar="NAME", help="Only records of this source.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each record, one a line.")] = False,
+    source: Annotated[str | None, typer.Option(metavar="NAME", help="List only records of this source.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for each record.")] = False,
 ) -> None:
-    """List the records that filters, deduplication and max_samples removed from a dataset, in the order of its input.
+    """List the records that filters, deduplication and max_samples removed from a dataset, in input order.
 
-    Each has its file and line, the reason and, for a duplicate, the record that is kept instead: its twin. Records that
-    could not be read are in the file of rejects, and rows that were cut or dropped for their length in the ledger.
+    Prints the file, line and reason of each record and, for a duplicate, the record that was kept instead (its twin).
+    Invalid records are in the rejects file instead, and rows that were truncated or dropped for their length are
+    counted in the ledger (see `chatmill stats`).
 
     \b
     Examples:
@@ -35,7 +36,7 @@ def removed(
     """
     opened = open_dataset(dataset)
     if opened.metadata is None:
-        raise DataError(f"{dataset}: another program wrote it, and did not list what it left out")
+        raise DataError(f"{dataset}: written by another program, without a list of removed records")
     count = 0
     for record in _wanted(removed_records(opened), reason, source):
         count += 1
@@ -59,6 +60,6 @@ def _wanted(records: Iterator[RemovedRecord], reason: str | None, source: str | 
 
 
 def _place(record: RecordPlace) -> str:
-    # The name of a source is often that of its file.
+    # A source often has the name of its file.
     name = "" if record.file.startswith(record.source) else f"{record.source} "
     return f"{name}{record.file}:{record.line}"

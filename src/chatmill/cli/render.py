@@ -1,4 +1,4 @@
-"""`chatmill render`: show conversations as token rows, or write them as JSON lines."""
+"""`chatmill render`: show conversations as token rows, or print them as JSON lines."""
 
 from __future__ import annotations
 
@@ -39,22 +39,26 @@ def render_command(
     template: TemplateFlags,
     read: ReadOptions,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Cut rows that are longer, as --fit says. Left out, nothing is cut.")
+        int | None, typer.Option(min=1, help="Truncate longer rows by the --fit strategy. Default: no truncation.")
     ] = None,
     fit: Annotated[
-        FitRule, typer.Option(help="How rows over --max-tokens are cut: see docs/explanation/packing.md.")
+        FitRule, typer.Option(help="What to do with rows over --max-tokens; see docs/explanation/packing.md.")
     ] = "exchanges",
     require_terminators: Annotated[
-        bool, typer.Option("--require-terminators", help="Drop rows that end inside an answer.")
+        bool, typer.Option("--require-terminators", help="Drop rows that end in the middle of an answer.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, max=LONGEST, help=f"Rows at most. To look at: {SHOWN}.")
+        int | None,
+        typer.Option(
+            "--limit", "-n", min=1, max=LONGEST, help=f"Maximum number of rows. Default: {SHOWN}, or all with --json."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn conversations into token rows and show for every span whether it is trained, and why.
+    """Tokenize conversations and show, span by span, what is trained and why.
 
-    With --json: one object a row, with ids, labels (-100 where nothing is trained), weights and spans.
+    Writes no files. --json prints one object per row, with token ids, labels (-100 for untrained tokens), weights and
+    spans.
 
     \b
     Examples:
@@ -77,7 +81,7 @@ def render_command(
     with read.records(inputs, reads=reads) as records:
         ledger = records.ledger
         for rows in _rendered(records, renderer, render, limit):
-            # Rows without a trained token are shown too, and noted.
+            # Rows without trained tokens are shown too, with a note.
             rows = truncate(
                 rows, max_tokens, fit, ledger=ledger, drop_untrained=False, require_terminators=require_terminators
             )
@@ -102,7 +106,7 @@ def render_command(
 
 
 def _rendered(records: CountedRecords, renderer: Renderer, render: RenderOptions, limit: int | None) -> Iterator[Rows]:
-    """The first `limit` rows of the records, in chunks, counted as rendered."""
+    """Yield the first `limit` rows of the records in chunks, and count them as rendered."""
     counted, ledger, train_on = progress(records, "records"), records.ledger, render.train_on
     if render.unroll:
         conversations = unrolled(counted, renderer, train_on=train_on, on_reject=records.reject, ledger=ledger)
@@ -116,7 +120,7 @@ def _rendered(records: CountedRecords, renderer: Renderer, render: RenderOptions
 
 
 def rendered_json(row: Rows, *, unrolled: bool = False) -> dict[str, Any]:
-    """One rendered row: its origin, ids, labels, weights and spans; if it is `unrolled`, the message it ends with."""
+    """Return a row as JSON: origin, ids, labels, weights, spans and, if `unrolled`, the message that it ends with."""
     stored = row_json(row)
     [segment] = stored.pop("segments")
     spans = [{name: span[name] for name in SPAN_KEYS} for span in stored.pop("spans")]

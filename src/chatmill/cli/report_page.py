@@ -1,4 +1,4 @@
-"""The report page about a dataset, for the training commands."""
+"""The dataset report, for the training commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from chatmill.remote.urls import Place
 
 
 def report_page(dataset: Place) -> str:
-    """The page that `chatmill report` writes; `ModuleNotFoundError` if its packages are not installed."""
+    """Return the page that `chatmill report` writes; raise `ModuleNotFoundError` if its packages are not installed."""
     from chatmill import __version__
     from chatmill.show.report import dataset_page
 

@@ -1,4 +1,4 @@
-"""`chatmill reweigh`: the same tokens, another choice of who is trained."""
+"""`chatmill reweigh`: copy a dataset with a different loss mask."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ def reweigh(
     train_on: Annotated[
         TrainOn,
         typer.Option(
-            help="Whose turns are trained: the assistant's, the last answer of each conversation, all answers after "
-            "its last user message, or everyone's. What a message's own flag decided, and what the format never "
-            "trains, stays as it is."
+            help="Which turns to train: every assistant turn, the last one, those after the last user message, or all. "
+            "Messages with their own train flag, and tokens that the format never trains, keep their mask."
         ),
     ],
     output: Annotated[
         GivenPlace,
         typer.Option(
-            "--output", "-o", metavar="NEW", help="The dataset to write: a folder or a URL.", parser=dataset_place
+            "--output", "-o", metavar="NEW", help="Dataset to write: a folder or a URL.", parser=dataset_place
         ),
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW if it is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a dataset with the same tokens and another mask, without tokenizing anything.
+    """Copy a dataset with a different loss mask, without tokenizing again.
 
-    Tokens are shared by hard link, so that they take no room of their own; they are copied where no link can be
-    made, such as to another file system. Either dataset can be removed or replaced without harm to the other. Rows
-    that were cut or dropped when DIR was prepared stay so.
+    Token files are hard-linked, so they take no extra space, or copied where links are not possible, such as on another
+    file system. Either dataset can be removed or replaced without affecting the other. Rows that were truncated or
+    dropped when DIR was prepared are not restored.
 
     \b
     Example:
@@ -65,7 +64,7 @@ def reweigh(
             f"{name}: {split.num_episodes:,} episodes, {split.num_tokens:,} tokens, {now} trained, before {then}"
         )
     if done.untrained:
-        typer.echo(f"{done.untrained:,} conversations have no trained token now")
+        typer.echo(f"{done.untrained:,} conversations now have no trained tokens")
     if done.copied:
         echo_line(f"{done.copied:,} files were copied")
     else:

@@ -1,4 +1,4 @@
-"""`chatmill rollout`: targets from the model's own answers."""
+"""`chatmill rollout`: train on targets made from the model's own answers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from chatmill.store.metadata import Metadata
 
 app = command_group("Train on the model's own answers.")
 
-TruthFile = Annotated[str, argument("TRUTH", "A .jsonl of records: id, messages, objects.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")]
+TruthFile = Annotated[str, argument("TRUTH", ".jsonl file of ground-truth records: id, messages, objects.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the dataset to write.")]
 FieldNames = Annotated[
     str | None,
-    typer.Option(
-        "--fields", help="Entries have these fields, with commas between, matched if equal. Left out: desc and boxes."
-    ),
+    typer.Option("--fields", help="Comma-separated fields of an entry, matched if equal. Default: desc and boxes."),
 ]
 FormatName = Annotated[
     str | None,
@@ -36,40 +34,40 @@ FormatName = Annotated[
         "the tokenizer's folder if it has one, else chatml."
     ),
 ]
-ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens in a shard.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the dataset if it is there.")]
+ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens per shard.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")]
 
 
 @app.command("build")
 def build(
-    rollouts: Annotated[str, argument("ROLLOUTS", "A .jsonl of answers: id, response_token_ids, prompt_token_ids.")],
+    rollouts: Annotated[str, argument("ROLLOUTS", ".jsonl file of answers: id, response_token_ids, prompt_token_ids.")],
     truth: TruthFile,
     output: Output,
     tokenizer: TokenizerName = "bytes",
     format: FormatName = None,
     add_tokens: AddTokens = False,
     fields: FieldNames = None,
-    gate: Annotated[float, typer.Option(help="Boxes that overlap less are not matched.")] = GATE,
-    train_values: Annotated[
-        bool, typer.Option(help="Whether the texts of appended entries are trained; all else that is appended is.")
-    ] = True,
+    gate: Annotated[float, typer.Option(help="Minimum overlap (IoU) of matched boxes.")] = GATE,
+    train_values: Annotated[bool, typer.Option(help="Also train the texts of appended entries.")] = True,
     train_cut: Annotated[
-        bool, typer.Option(help="Whether a token that the cut went through is trained to be the shorter one.")
+        bool, typer.Option(help="Where the cut splits a token, train the shorter token that remains.")
     ] = False,
     border: Annotated[
         Border,
         typer.Option(
-            help="Tokens where the append begins: encoded by itself (shorter), the first one not trained (masked), "
-            "encoded with the last token of the answer (joined), or as the tokenizer writes the whole text (canonical)."
+            help="How to tokenize the start of the append: on its own (shorter), on its own with "
+            "the first token masked (masked), together with the last token of the answer (joined), or as part "
+            "of the whole text (canonical)."
         ),
     ] = "shorter",
     shard_tokens: ShardTokens = SHARD_TOKENS,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a dataset of targets from stored rollouts: each answer's prefix is kept, what it missed is appended.
+    """Build a dataset from stored rollouts: keep the prefix of each answer and append the objects that it missed.
 
-    Matched coordinates are trained toward the true ones, what is appended is trained, all else is context.
+    Matched coordinates are trained toward the ground truth and appended objects are trained; everything else is
+    context. Writes the dataset to OUTPUT.
 
     \b
     Examples:
@@ -104,10 +102,9 @@ def answers(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a dataset of the true answers, for the fine-tuning that comes before rollouts.
+    """Build a dataset of ground-truth answers, for fine-tuning before rollouts.
 
-    Each record is answered with all its objects in their order, coordinates as tokens of their own; the whole
-    answer is trained.
+    The answer of each record lists all its objects in order, with coordinate tokens; the whole answer is trained.
 
     \b
     Example:
@@ -122,17 +119,18 @@ def answers(
 
 @app.command("train")
 def train(
-    config: Annotated[Path, argument("CONFIG", "A JSON file of settings.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the run.")],
+    config: Annotated[Path, argument("CONFIG", "JSON file of settings.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")],
     resume: Annotated[
-        str | None, typer.Option(help="auto: continue from the newest checkpoint, if there is one; or its folder.")
+        str | None,
+        typer.Option(help="auto: continue from the newest checkpoint, if any; or the folder of a checkpoint."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a model answer, make targets of its answers, and train it on them.
+    """Generate answers with a model, turn them into targets, and train the model on these.
 
-    CONFIG names the truth, the model and its tokenizer; `chatmill rollout keys` lists what else it may say. The run
-    writes metrics.jsonl, rollouts.jsonl and checkpoints.
+    CONFIG sets the ground truth, the model and its tokenizer; `chatmill rollout keys` lists all settings. Writes
+    metrics.jsonl, rollouts.jsonl and checkpoints to OUTPUT.
 
     \b
     Examples:
@@ -203,19 +201,19 @@ def _tell(output: Path, metadata: Metadata, health: Health | None, *, as_json: b
         typer.echo(line)
     for _, reason, entry in metadata.ledger:
         if reason.startswith(UNREAD_KEY):
-            typer.echo(f"look: {unread_key(reason, entry.rows)}")
+            typer.echo(f"note: {unread_key(reason, entry.rows)}")
 
 
 def health_lines(health: Health) -> Iterator[str]:
-    """What a person wants to know of rollouts."""
+    """Yield summary lines about rollouts: matches, dropped entries and faults."""
     true = health.matched + health.missed
     share = f" ({health.matched / true:.1%})" if true else ""
     yield (
         f"  true objects {true:,}: {health.matched:,} found{share}, {health.missed:,} appended; "
-        f"{health.false_positives:,} found that are none"
+        f"{health.false_positives:,} false positives"
     )
     yield (
-        f"  tokens of rollouts {health.rollout_tokens:,}: {health.kept_tokens:,} kept, "
+        f"  rollout tokens {health.rollout_tokens:,}: {health.kept_tokens:,} kept, "
         f"{health.slots:,} of them trained as coordinates"
     )
     for name, counts in (("entries dropped", health.dropped), ("nothing kept", health.fallback)):
@@ -223,15 +221,15 @@ def health_lines(health: Health) -> Iterator[str]:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
             yield f"  {name}: {reasons}"
     if health.truncated:
-        yield f"  {health.truncated:,} rollouts end before their answer does"
+        yield f"  {health.truncated:,} rollouts end before the answer is complete"
     if health.broken:
-        yield f"  {health.broken:,} targets hold a body that is no JSON"
+        yield f"  {health.broken:,} targets have a body that is not valid JSON"
     if health.gated:
         yield f"  {health.gated:,} pairs overlap too little to be matched"
     if health.as_text:
         yield (
-            f"  {health.as_text:,} answers came as text; of {health.retokenized:,} the server counted another number "
-            "of tokens than they have encoded"
+            f"  {health.as_text:,} answers came as text; for {health.retokenized:,} the server reports a different "
+            "number of tokens than encoding gives"
         )
     if health.too_long:
-        yield f"  {health.too_long:,} prompts and targets are too long for the model's positions, and were left out"
+        yield f"  {health.too_long:,} prompts and targets exceed the model's maximum sequence length and were left out"

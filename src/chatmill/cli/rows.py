@@ -1,4 +1,4 @@
-"""`chatmill rows`: which conversations a training step was made of, and what each of them cost."""
+"""`chatmill rows`: list the conversations in a training step with their losses."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ RUNS = Path("checkpoints")
 
 
 def rows_command(
-    run: Annotated[Path | None, argument("[RUN]", "The folder of a run; of those in checkpoints/ the newest.")] = None,
-    step: Annotated[int, typer.Option(min=1, help="Which step.", show_default=False)] = ...,  # type: ignore[assignment]
+    run: Annotated[Path | None, argument("[RUN]", "Run folder. Default: the newest in checkpoints/.")] = None,
+    step: Annotated[int, typer.Option(min=1, help="Training step.", show_default=False)] = ...,  # type: ignore[assignment]
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="Conversations to list at most; all if left out.")
+        int | None, typer.Option("--limit", "-n", min=1, help="Maximum number of conversations. Default: all.")
     ] = None,
     dataset: Annotated[
         GivenPlace | None,
         typer.Option(
             metavar="DIR",
-            help="What it was trained on, if that was moved since.",
+            help="Dataset of the run, if it has moved.",
             show_default=False,
             parser=dataset_place,
         ),
@@ -43,9 +43,9 @@ def rows_command(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Name the conversations of a training step by file and line, those with the highest loss first.
+    """List the conversations in a training step by file and line, highest loss first.
 
-    Needs a run that was trained with --log_rows.
+    Use it to find the data behind a loss spike. Requires a run trained with --log_rows.
 
     \b
     Examples:
@@ -74,10 +74,10 @@ def rows_command(
 
 
 def newest_run(folder: Path) -> Path:
-    """The run that last wrote losses of conversations."""
+    """Return the run that most recently logged losses per conversation."""
     from chatmill.train.run_dir import ROWS
 
     written = {path.parent.parent: path.stat().st_mtime_ns for path in folder.glob(f"*/{ROWS}/rank_00000.jsonl")}
     if not written:
-        raise UsageError(f"{folder}: holds no run with losses of conversations; name a run, or train with --log_rows")
+        raise UsageError(f"{folder}: no run with losses per conversation; name a run, or train with --log_rows")
     return max(written, key=lambda run: (written[run], str(run)))

@@ -1,4 +1,4 @@
-"""`chatmill show` and `chatmill explain`: episodes in the terminal, what is trained in colour; one token, and why."""
+"""`chatmill show` and `chatmill explain`: print episodes with their loss mask, and explain single tokens."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from chatmill.show.text import find, locate
 
 LISTED = 10
 
-Split = Annotated[str | None, typer.Option(help="train or val; the first that holds an episode if left out.")]
+Split = Annotated[str | None, typer.Option(help="Split: train or val. Default: the first with an episode.")]
 ItsTokenizer = Annotated[
     str | None,
     typer.Option(
         "--tokenizer",
-        help="The tokenizer it was built with, if it is neither in it, nor next to it, nor here; of records: `bytes`, "
-        "or another tokenizer to render them with.",
+        help="Tokenizer of the dataset, if it is not found in or next to the dataset or at its original path; for records, "
+        "the tokenizer to render them with (default: bytes).",
     ),
 ]
 
@@ -50,27 +50,25 @@ ItsTokenizer = Annotated[
 def show(
     dataset: Viewed,
     episode: Annotated[
-        int | None, typer.Argument(metavar="[EPISODE]", min=0, help="Its number. Left out, episodes are listed.")
+        int | None, typer.Argument(metavar="[EPISODE]", min=0, help="Episode number. Default: list episodes.")
     ] = None,
     split: Split = None,
     search: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="List the episodes that hold this text, whatever its case.")
+        str | None, typer.Option(metavar="TEXT", help="List the episodes that contain this text, ignoring case.")
     ] = None,
-    decode: Annotated[
-        bool, typer.Option("--decode", help="One line for each token: its id and what it stands for.")
-    ] = False,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Episodes that are listed at most.")] = LISTED,
+    decode: Annotated[bool, typer.Option("--decode", help="Print one line per token: its id and text.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Maximum number of episodes to list.")] = LISTED,
     tokenizer: ItsTokenizer = None,
     *,
     preview: PreviewOptions,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show an episode turn by turn: who speaks, what is trained, and what was cut or injected.
+    """Show an episode turn by turn: roles, text, what is trained, and what was truncated or injected.
 
-    Trained text is in colour, and where the output is piped in [brackets]; brackets of the text itself are then
-    written \\[ and \\]. Packed rows, blocks and rollout targets are shown as they are stored. No control character,
-    escape sequence or direction mark of a text reaches the terminal.
+    Without EPISODE, lists episodes. Trained text is colored, or in [brackets] if the output is piped; brackets in the
+    text are then written as \\[ and \\]. Packed rows, blocks and rollout targets are shown as stored. Control
+    characters, escape sequences and direction marks in texts are not sent to the terminal.
 
     \b
     Examples:
@@ -82,9 +80,9 @@ def show(
       chatmill show chat.jsonl 3 --tokenizer Qwen3-4B
     """
     if episode is not None and search is not None:
-        raise UsageError("an episode is named and a text to search for too; give one of them")
+        raise UsageError("EPISODE and --search cannot be used together")
     if episode is None and decode:
-        raise UsageError("--decode shows the tokens of one episode; name it")
+        raise UsageError("--decode requires EPISODE")
     with open_data(dataset, tokenizer, preview, token_dtype=token_dtype) as opened:
         _show(opened.view, split, episode, search, limit, decode=decode, as_json=as_json)
 
@@ -102,7 +100,7 @@ def _show(
     name, episodes = view.split_named(split)
     console = console_on_stdout(soft_wrap=True)
     warn_about(view)
-    of = f"{len(episodes):,} episodes of {name}"
+    of = f"{len(episodes):,} episodes in {name}"
     if episode is not None:
         _show_one(view, name, episode, console, decode=decode, as_json=as_json)
         return
@@ -114,20 +112,20 @@ def _show(
             hits = find(episodes, view.text, search, progress=advance)
             count = _list(view, name, islice(hits, limit), search, console, as_json=as_json)
             has_more = next(hits, None) is not None
-        summary = f"{limit:,} shown; more of {of} hold it" if has_more else f"{count:,} of {of} hold it"
+        summary = f"{limit:,} shown; more of {of} match" if has_more else f"{count:,} of {of} match"
     if not as_json:
         echo_line(summary if (format := view.format_name) is None else f"{summary}; format {format}")
 
 
 def explain(
     dataset: DatasetOrCache,
-    token: Annotated[str, argument("EPISODE:TOKEN", "An episode, and a token of it, from 0.")],
+    token: Annotated[str, argument("EPISODE:TOKEN", "Episode and token, both counted from 0.")],
     split: Split = None,
     tokenizer: ItsTokenizer = None,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say in one sentence what a token is, where it came from, and which rule decided whether it is trained.
+    """Explain in one sentence what a token is, where it came from, and why it is trained or not.
 
     \b
     Examples:
@@ -136,7 +134,7 @@ def explain(
     """
     numbers = re.fullmatch(r"(\d{1,18}):(\d{1,18})", token, re.ASCII)
     if numbers is None:
-        raise UsageError(f'"{one_line(token)}" is no token; expected EPISODE:TOKEN, such as 3:17')
+        raise UsageError(f'"{one_line(token)}" is not a token position; expected EPISODE:TOKEN, such as 3:17')
     view = open_view(dataset, tokenizer, token_dtype=token_dtype)
     explanation = explain_token(view, view.split_named(split)[0], int(numbers[1]), int(numbers[2]))
     if as_json:
@@ -172,7 +170,7 @@ def _show_one(view: DatasetView, split: str, episode: int, console: Console, *, 
 def _list(
     view: DatasetView, split: str, numbers: Iterable[int], query: str | None, console: Console, *, as_json: bool
 ) -> int:
-    """One line for each episode; returns how many there were."""
+    """Print one line per episode; return the number of episodes."""
     count = 0
     for number in numbers:
         count += 1
@@ -190,7 +188,7 @@ def _list(
 
 
 def _excerpt(view: DatasetView, row: Rows, query: str | None) -> Text:
-    """The beginning of the row, or the text around the first match of the query."""
+    """Return the beginning of the row, or the text around the first match of the query."""
     match = None if query is None else locate(row.ids.tolist(), view.text, query)
     if match is None:
         return Text(preview(row, view.text), style="dim")
@@ -202,7 +200,7 @@ def _colours(console: Console) -> bool:
 
 
 def _print(lines: Iterable[Text], console: Console) -> None:
-    """Print in colour to a terminal; to a pipe as plain text, without the cost of rich."""
+    """Print in color to a terminal, or as plain text to a pipe, which is faster than rich."""
     if _colours(console):
         for line in lines:
             console.print(line)

@@ -1,4 +1,4 @@
-"""`chatmill recipe snippet`: sources for well-known data sets."""
+"""`chatmill recipe snippet`: recipe sources for well-known datasets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from chatmill.prepare.snippets import known_sets, snippet
 
 
 def snippet_command(
-    names: Annotated[list[str] | None, argument("[NAME]...", "Data sets; left out, all are listed.")] = None,
+    names: Annotated[list[str] | None, argument("[NAME]...", "Datasets. Default: list all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a recipe of well-known data sets, with the shape and the columns of each.
+    """Print recipe sources for well-known datasets, with the shape and columns of each.
 
     \b
     Examples:

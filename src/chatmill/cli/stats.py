@@ -1,4 +1,4 @@
-"""`chatmill stats` and `chatmill report`: what a dataset holds, in numbers, or as a page to open, print or send."""
+"""`chatmill stats` and `chatmill report`: statistics of a dataset in the terminal, or as an HTML page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BlockSizes = Annotated[
         "--block-size",
         min=1,
         max=LONGEST,
-        help="A block size that packing is tried at; may be given several times.",
+        help="Block size to report packing for; may be repeated.",
         show_default=", ".join(map(str, BLOCK_SIZES)),
     ),
 ]
@@ -46,15 +46,15 @@ BlockSizes = Annotated[
 
 def stats(
     dataset: DatasetOrCache,
-    split: Annotated[str | None, typer.Option(help="train or val; all of them if left out.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split: train or val. Default: all.")] = None,
     block_size: BlockSizes = None,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Count a dataset: rows, tokens, what is trained by role and source, lengths, packing, and its ledger.
+    """Print statistics of a dataset: rows, tokens, trained tokens by role and source, lengths, packing, and the ledger.
 
-    The fill says how much of rows of that size is not padding: with one episode a row, and packed as the loader
-    packs them. Episodes that are longer lose their beginning there.
+    For each block size, `fill` is the share of tokens that are not padding, with one episode per row and with packing.
+    Episodes longer than the block lose their beginning.
 
     \b
     Examples:
@@ -78,7 +78,7 @@ def stats(
 
 def report(
     dataset: Viewed,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
     overwrite: OverwriteFile = False,
     tokenizer: ItsTokenizer = None,
     *,
@@ -86,10 +86,11 @@ def report(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one self-contained page: lengths, what is trained, what was lost and why, packing, sources, samples.
+    """Write an HTML report: lengths, trained tokens, dropped and truncated tokens with reasons, packing, sources and
+    samples.
 
-    It loads nothing and runs nothing, reads well in the dark, on paper and by keyboard, and the same dataset always
-    gives the same bytes.
+    The page is a single file without scripts or external resources. It supports dark mode, printing and keyboard
+    navigation. The same dataset always gives the same bytes.
 
     \b
     Examples:
@@ -107,13 +108,13 @@ def report(
         episodes = {each.split: each.rows for each in splits}
         echo_json({"path": str(output), "bytes": len(page), "episodes": episodes, "sha256": view.dataset.sha256})
         return
-    counts = ", ".join(f"{each.rows:,} episodes of {each.split}" for each in splits)
+    counts = ", ".join(f"{each.rows:,} episodes in {each.split}" for each in splits)
     echo_line(f"{output}: {len(page):,} bytes, {counts}")
     warn_about(view)
 
 
 def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:
-    """The statistics of the split that is named, or of all that have an episode."""
+    """Return the statistics of the given split, or of all splits with an episode."""
     names = [split] if split is not None else [name for name in view.dataset.splits if len(view.dataset[name])]
     with counting("rows") as advance:
         return [split_stats(view.dataset[name], name, block_sizes=block_sizes, progress=advance) for name in names]
@@ -125,7 +126,7 @@ def _print_stats(stats: SplitStats) -> None:
         f"{stats.trained:,} trained ({stats.share:.1%})"
     )
     if stats.untrained_rows:
-        typer.echo(f"look: {stats.untrained_rows:,} rows have no trained token")
+        typer.echo(f"note: {stats.untrained_rows:,} rows have no trained tokens")
     names = ("least", "5%", "25%", "median", "75%", "95%", "99%", "most")
     quantiles = ", ".join(f"{name} {stats.quantile(q):,}" for name, q in zip(names, QUANTILES, strict=True))
     typer.echo(f"tokens of a row: {quantiles}\n")

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a command, whatever they are: a terminal, a closed pipe, a full disk, nothing."""
+"""Standard streams of a command, safe for terminals, closed pipes, full disks and closed file descriptors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from contextlib import contextmanager
 from typing import Any
 
 _NOT_PLAIN = re.compile(r"[^ -~\n\t\u200c\u200d]+")
-"""Line ends, tabs and the joiners of words and emoji are written as they are."""
+"""Line ends, tabs and joiners in words and emoji are written unchanged."""
 
 
 class Styled:
-    """Standard output for styled text. If its reader is gone, as with `| head`, the process ends with exit code 0."""
+    """Standard output for styled text. If the reader closes the pipe, as `| head` does, the process exits with code
+    0.
+    """
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         self._stream = stream
         self._failure: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
-        # Without its buffer no library can write past this class.
+        # Hide the buffer, so that no library can bypass this class.
         if name == "buffer":
             raise AttributeError(name)
         return getattr(self._stream, name)
@@ -45,7 +47,7 @@ class Styled:
     @contextmanager
     def _failures(self) -> Iterator[None]:
         try:
-            # Again at each call: a library may have swallowed the first.
+            # Raise at every call: a library may have swallowed the first exception.
             if self._failure is not None:
                 raise self._failure
             yield
@@ -62,8 +64,8 @@ class Styled:
 class Output(Styled):
     """Standard output without control characters.
 
-    A name or a text that reaches it unescaped is escaped as in JSON: it can do nothing to a terminal, and JSON stays
-    what it was.
+    Control characters in names and texts are written as JSON escapes, so they cannot affect the terminal, and JSON
+    output stays valid.
     """
 
     @property
@@ -71,14 +73,14 @@ class Output(Styled):
         return Styled(self._stream)
 
     def write(self, text: str) -> int:
-        # Nearly all lines are plain, and to see that is much faster than to search for what is not.
+        # Nearly all lines are plain, and this check is much faster than the search.
         plain = text.isascii() and text.replace("\n", "").isprintable()
         super().write(text if plain else _NOT_PLAIN.sub(_printable, text))
         return len(text)
 
 
 class ErrorOutput(Styled):
-    """Standard error. Where it cannot be written only words are lost, so the command goes on."""
+    """Standard error. The command continues if it cannot be written."""
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -97,7 +99,7 @@ def _in_json(text: str) -> str:
 
 
 def _escape_unencodable(error: UnicodeError) -> tuple[str, int]:
-    r"""Characters that an output cannot write, as JSON escapes such as `\udcff`."""
+    r"""Replace characters that cannot be encoded with JSON escapes such as `\udcff`."""
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
@@ -106,7 +108,7 @@ codecs.register_error("escaped", _escape_unencodable)
 
 
 def discard(stream: io.TextIOWrapper) -> None:
-    """From now on what is written to a stream goes nowhere: nothing fails when the interpreter ends."""
+    """Redirect a stream to the null device, so that flushing it at interpreter exit cannot fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -114,7 +116,7 @@ def discard(stream: io.TextIOWrapper) -> None:
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Use these streams in the block."""
+    """Replace the standard streams within the block."""
     _open_closed()
     before = sys.stdout, sys.stderr
     for stream in before:
@@ -131,7 +133,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _open_closed() -> None:
-    """Open standard streams that are closed, as with `>&-`: else the next opened file would take their place."""
+    """Reopen closed standard streams, as with `>&-`: otherwise the next opened file would get their file descriptor."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""`chatmill tokenizer`: train one on your conversations, or look at one."""
+"""`chatmill tokenizer`: train a tokenizer on conversations, or inspect one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from chatmill.store.files import refuse_existing, write_file
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
 MOST_TOKENS = 2**24
-"""More than any vocabulary has; the trainer allocates memory for all of --vocab-size."""
+"""Upper limit of --vocab-size, for which the trainer allocates memory; larger than any real vocabulary."""
 
-app = command_group("Train a tokenizer on your conversations, or look at one.")
+app = command_group("Train a tokenizer, or inspect one.")
 
 
 @app.command("train")
@@ -29,17 +29,20 @@ app = command_group("Train a tokenizer on your conversations, or look at one.")
 def train(
     inputs: Inputs,
     vocab_size: Annotated[
-        int, typer.Option(max=MOST_TOKENS, help="Tokens in all: 256 bytes, the control tokens, and learned ones.")
+        int,
+        typer.Option(max=MOST_TOKENS, help="Vocabulary size: 256 bytes, the control tokens and the learned tokens."),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The tokenizer.json to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="tokenizer.json to write.")],
     *,
     format: Annotated[
-        str, typer.Option(help="The format whose control tokens it gets: a preset, or a .toml file.")
+        str, typer.Option(help="Chat format whose control tokens to add: a preset or a .toml file.")
     ] = "chatml",
     read: ReadOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level BPE on the texts of conversations, with the control tokens of a format.
+    """Train a byte-level BPE tokenizer on conversations, with the control tokens of a chat format.
+
+    Writes a tokenizer.json that `tokenizers` and transformers can load.
 
     \b
     Example:
@@ -59,22 +62,24 @@ def train(
     else:
         echo_line(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
         if made.vocab_size < vocab_size:
-            typer.echo(f"the texts gave no more than that; {vocab_size:,} were asked for")
+            typer.echo(f"the texts contain too few merges for {vocab_size:,} tokens")
     print_losses(records.ledger, err=True)
     print_rejects(records)
 
 
 @app.command("info")
 def info(
-    tokenizer: Annotated[str, typer.Argument(help="As for --tokenizer of the other commands.")],
+    tokenizer: Annotated[str, typer.Argument(help="Tokenizer, as for --tokenizer of other commands.")],
     format: Annotated[
         str | None,
-        typer.Option("--format", help="A format whose control tokens it must have; without one, all that it has."),
+        typer.Option(
+            "--format", help="Chat format whose control tokens must be present. Default: list all control tokens."
+        ),
     ] = None,
     add_tokens: AddTokens = False,
     as_json: AsJson = False,
 ) -> None:
-    """Open a tokenizer and say what it is: size, hash, engine, and the control tokens of a format, or all it has.
+    """Print the vocabulary size, hash, encoding engine and control tokens of a tokenizer.
 
     \b
     Examples:
@@ -82,7 +87,7 @@ def info(
       chatmill tokenizer info tokenizer.json --format primer --add-tokens
     """
     if format is None and add_tokens:
-        raise UsageError("--add-tokens without --format; name the format whose tokens are to be added")
+        raise UsageError("--add-tokens requires --format, the format whose tokens to add")
     control = load_format(format).tokens if format is not None else {}
     opened = open_tokenizer(tokenizer, control=control, add_tokens=add_tokens)
     ids = opened.special_token_ids() if format is not None else dict(opened.control_ids)

@@ -1,4 +1,4 @@
-"""The hash of a tokenizer as caches keep it, for the training commands."""
+"""The hash of a tokenizer as stored in caches, for the training commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 
 def tokenizer_sha256(path: str) -> str | None:
-    """The hash that a cache built with this tokenizer has; None where the packages to open it are not installed."""
+    """Return the hash stored in caches built with this tokenizer; None if the packages to open it are not installed."""
     try:
         from chatmill.format import load_format
         from chatmill.tokenizer import open_tokenizer
@@ -15,5 +15,5 @@ def tokenizer_sha256(path: str) -> str | None:
     with warnings.catch_warnings():
         # Warnings were shown when the cache was built.
         warnings.simplefilter("ignore")
-        # A cache has the control tokens, so those that the tokenizer lacks were added.
+        # A cache needs all control tokens, so building it added the missing ones.
         return open_tokenizer(path, control=load_format("primer").tokens, add_tokens=True).sha256

@@ -1,4 +1,4 @@
-"""`chatmill train`: the command of train.py, under the other commands."""
+"""`chatmill train`: the command of train.py as a subcommand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class TrainCommand(TyperCommand):
-    """A command whose true-or-false flags may stand without a value."""
+    """A command whose boolean flags may be given without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_bare_switches(args))
 
 
 COMMAND = {"cls": TrainCommand, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-"""Unknown flags reach the command, so that their error is one line."""
+"""Unknown flags reach the command, which reports them in one line."""
 
 
 def train(
@@ -36,11 +36,12 @@ def train(
     flags: Annotated[dict[str, str], text_flags(RunFlags, TrainConfig, first=FIRST_FLAG)],
     as_json: AsJson = False,
 ) -> None:
-    """Train a model on a dataset, a cache, or a mix of the caches in a folder.
+    """Train a model on a dataset, an SFT cache, or a mix of caches.
 
-    `python train.py` is the same command. Every key of a config file is a flag, as --batch_size 8 or --batch-size 8.
-    Flags override the config file, which overrides chatmill.toml in the current folder, the settings that caches are
-    built with. Values are JSON or plain text, and a flag of a true-or-false key without a value is true.
+    Writes checkpoints and metrics to OUT_DIR/MODEL_NAME. Every key of a config file is also a flag, as --batch_size 8
+    or --batch-size 8. Flags override the config file, which overrides chatmill.toml in the current folder, the settings
+    that caches are built with. Values are JSON or plain text; a boolean flag without a value is true. `python train.py`
+    is the same command.
 
     \b
     Examples:
@@ -64,7 +65,9 @@ def train(
 
 
 def _decoder(dataset: Place) -> Callable[[Sequence[int]], str] | None:
-    """How to decode the tokens of a dataset, if its tokenizer is there; else sample answers are not shown."""
+    """Return the decoder of a dataset; None if its tokenizer is not available, in which case sample answers are not
+    shown.
+    """
     text = dataset_text(dataset)
     return None if text.tokenizer is None else text.text
 

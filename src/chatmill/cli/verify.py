@@ -1,4 +1,4 @@
-"""`chatmill verify`: is this dataset, byte for byte, what was written?"""
+"""`chatmill verify`: check that a dataset is intact."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from chatmill.store import is_cache, verify_cache, verify_dataset
 def verify(
     dataset: DatasetOrCache,
     full: Annotated[
-        bool, typer.Option("--full", help="Read every byte: hashes, ids, and that mask equals spans.")
+        bool,
+        typer.Option("--full", help="Read every byte: check hashes, token ids, and that the mask equals the spans."),
     ] = False,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a dataset: its metadata, the size of every file, that episodes tile tokens and spans tile episodes.
+    """Check that a dataset is intact: metadata, file sizes, and that episodes and spans cover all tokens exactly.
 
-    Every fault is one line, and the exit code then 1. Episodes of another program need not tile its tokens: how many
-    tokens are in none of them, or in several, is printed.
+    Prints OK and the counts of each split, or one line per fault and exits with code 1. Add --full to read every byte
+    and compare hashes. In datasets written by another program, tokens may be in no episode or in several; their number
+    is printed.
 
     \b
     Examples:
@@ -35,7 +37,7 @@ def verify(
     else:
         result = verify_dataset(dataset, full=full, token_dtype=token_dtype)
     if as_json:
-        # All tokens of chatmill's own datasets are in one episode.
+        # In chatmill's own datasets every token is in exactly one episode.
         left_out = {"uncovered", "shared"} if result.sha256 else set()
         splits = {
             name: {key: value for key, value in asdict(counts).items() if key not in left_out}
@@ -49,7 +51,7 @@ def verify(
         for fault in result.faults:
             echo_line(fault)
     else:
-        unknown = " (of another program: no hashes to check, and no count of shards)"
+        unknown = " (written by another program, without hashes or a number of shards to check)"
         hashed = f" (sha256 {result.sha256})" if result.sha256 else unknown
         echo_line(f"OK: {dataset}{hashed}" + (", every byte read" if full else ""))
         for name, counts in result.splits.items():

@@ -1,4 +1,4 @@
-"""`chatmill view`: a dataset in the browser, served by this machine to itself."""
+"""`chatmill view`: browse a dataset in a local web page."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from chatmill.show.viewer import Viewer
 def view(
     dataset: Viewed,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The port; 0 is any that is free.", show_default="any that is free")
+        int, typer.Option(min=0, max=65535, help="Port; 0: any free port.", show_default="any free port")
     ] = 0,
     audit: Annotated[
-        list[Path] | None, typer.Option(help="An audit log, or a folder of them; may be given several times.")
+        list[Path] | None, typer.Option(help="Audit log or folder of audit logs; may be repeated.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The config of a run, for the order of its epochs and its packing.")
+        Path | None, typer.Option(help="Config of a run, to show the order of its epochs and its packing.")
     ] = None,
     run: Annotated[
         Path | None,
@@ -38,13 +38,17 @@ def view(
     ] = None,
     records: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="A folder that the input's file names start from.", show_default="this one"),
+        typer.Option(
+            metavar="DIR",
+            help="Folder that the file names of the input are relative to; may be repeated.",
+            show_default="the current folder",
+        ),
     ] = None,
     index: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where indexes are kept, about as large as the text.",
+            help="Folder for search indexes, about as large as the text.",
             show_default="chatmill/view in the user's cache",
         ),
     ] = None,
@@ -54,11 +58,11 @@ def view(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Browse a dataset: search and filter episodes, see each token and why it is trained, the record, the order.
+    """Browse a dataset in the browser: search and filter episodes, and see why each token is trained.
 
-    The page is served on 127.0.0.1 to browsers on this machine alone, and changes nothing. When a dataset is viewed for
-    the first time an index is made beside it in the background; the page says how far it is. Needs
-    pip install 'chatmill[view]'. Ctrl-C ends it. With --json the address is printed as JSON.
+    Serves a read-only page on 127.0.0.1, for browsers on this machine only; press Ctrl-C to quit. The first time a
+    dataset is viewed, a search index is built in the background and kept in --index. Requires pip install
+    'chatmill[view]'. --json prints the address as JSON.
 
     \b
     Examples:
@@ -71,7 +75,7 @@ def view(
     try:
         from chatmill.show.server import serve
     except ImportError as error:
-        raise UsageError(f"the viewer needs {error.name}: pip install 'chatmill[view]'") from None
+        raise UsageError(f"the viewer needs {error.name}; pip install 'chatmill[view]'") from None
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = local_path(index) if index else user_cache / "chatmill" / "view"
     load = None if config is None else LoadConfig.of_run(config)
@@ -81,13 +85,13 @@ def view(
         if as_json:
             echo_json({"url": url, "dataset": str(dataset), "index": str(cache)})
         else:
-            echo_line(f"{dataset}: {url}  (Ctrl-C ends it)")
+            echo_line(f"{dataset}: {url}  (press Ctrl-C to quit)")
             echo_line(
                 opened.view.preview.note
                 if opened.view.preview
                 else f"the index for search and filters is kept in {cache}"
             )
-        # The reader of a pipe waits for it.
+        # A program reading from a pipe waits for the address.
         sys.stdout.flush()
 
     # Without a handler, SIGTERM would end the process before temporary files are removed.

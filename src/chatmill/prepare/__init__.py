@@ -1,4 +1,4 @@
-"""Build datasets from conversations: units rendered in any order by any number of processes, then one pass in order.
+"""Build datasets from conversations: render units in parallel, in any order, then assemble them in one ordered pass.
 
     Job, InputSource   what to build: files, tokenizer, format, fit, split
     load_recipe        a job from a YAML or TOML file
@@ -6,9 +6,9 @@
     Rejects            a file of the records that could not be read, with reasons
     LocalEngine        processes on this machine; RayEngine: a Ray cluster
 
-How a build runs: `pipeline` cuts the input into units, an `engine` runs them, each `unit` reads, renders and fits its
-part and writes the rows to `staging` files in the `build_dir`, and `assemble` reads those to dedupe, split,
-pack and write the shards. Names are imported when they are first used.
+How a build runs: `pipeline` splits the input into units and an `engine` runs them. Each `unit` reads, renders and fits
+its part and writes the rows to `staging` files in the `build_dir`. `assemble` reads these files to deduplicate, split
+and pack the rows, and writes the shards. Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Assembly: write the shards of a dataset from staged rows, as `select` and `shard_plan` decide.
+"""Assembly: write the shards of a dataset from staged rows, as planned by `select` and `shard_plan`.
 
-Shards can be written one after the other or, by `write_shard`, each on its own, by any process. Stream blocks are cut
-in order: where one begins depends on all tokens before it.
+Shards are written one after the other, or independently by any process with `write_shard`. Stream blocks are cut in
+order, because the start of a block depends on all tokens before it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from chatmill.store.metadata import ShardInfo, SplitInfo
 from chatmill.store.write import SplitWriter
 
 CHUNK_TOKENS = 2**22
-"""Tokens that are gathered at a time; memory is a few times this, whatever the size of the data."""
+"""Tokens to gather at a time; memory use is a few times this, independent of the size of the data."""
 MAPPED = 256
-"""Staged files that are mapped at once. Each holds a file descriptor, and the limit is often 1,024."""
+"""Number of staged files mapped at once. Each uses a file descriptor, and the limit is often 1,024."""
 ANY_SIZE = 2**62
 
 
@@ -45,7 +45,7 @@ def assemble(
     on_tokens: Callable[[int], None] = lambda tokens: None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> dict[str, SplitInfo]:
-    """Write the chosen rows of `train`, and of `val` if the job has one, under `staging`; an empty split is an error.
+    """Write the selected rows of `train`, and of `val` if the job has one, below `staging`; an empty split is an error.
 
     `on_shard` is called with the folder of each shard when its files are complete.
     """
@@ -73,7 +73,9 @@ def assemble_by_shard(
     ledger: Ledger,
     on_tokens: Callable[[int], None],
 ) -> dict[str, SplitInfo]:
-    """As `assemble`, of rows that are not blocks: `write` writes each shard on its own, and tells of them in order."""
+    """Like `assemble`, for rows that are not blocks: `write` writes the shards independently and yields them in
+    order.
+    """
     numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
     shards: dict[str, list[ShardInfo]] = {name: [] for name in numbers}
     started: deque[str] = deque()
@@ -103,7 +105,7 @@ def split_names(job: Job) -> tuple[str, ...]:
 
 
 def write_shard(plan: ShardPlan, folder: Path, *, vocab_size: int) -> ShardInfo:
-    """Write one shard of a split into `folder`: the bytes that `assemble` writes."""
+    """Write one shard of a split into `folder`, byte-identical to the output of `assemble`."""
     with SplitWriter(
         folder, vocab_size=vocab_size, shard_tokens=ANY_SIZE, first=plan.number, files=plan.files
     ) as writer:
@@ -114,7 +116,7 @@ def write_shard(plan: ShardPlan, folder: Path, *, vocab_size: int) -> ShardInfo:
 
 
 def check_filled(splits: Mapping[str, SplitInfo], staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> None:
-    """Raise `DataError` if a split is empty, or a source that is to be mixed has nothing to train."""
+    """Raise `DataError` if a split is empty, or if a source in the mix has nothing to train on."""
     for name, split in splits.items():
         if split.num_episodes == 0:
             raise DataError(f"the split {name} would be empty; {_why_empty(name, splits, staged, job, ledger)}")
@@ -122,8 +124,8 @@ def check_filled(splits: Mapping[str, SplitInfo], staged: Sequence[StagedFile], 
     for mix in job.default_mix().values():
         if empty := [one_line(name) for name in mix if name not in filled]:
             raise DataError(
-                f"no record of {', '.join(empty)} is left to train on, and training would mix "
-                f"{', '.join(map(one_line, mix))}; leave the source out of the recipe, or change its filters"
+                f"no records of {', '.join(empty)} are left to train on, but training would mix "
+                f"{', '.join(map(one_line, mix))}; remove the source from the recipe, or change its filters"
             )
 
 
@@ -133,24 +135,22 @@ def _why_empty(
     own_shares = any(source.val_split is not None for source in job.sources)
     if any(split.num_episodes for split in splits.values()) and (job.val_split or own_shares):
         if own_shares:
-            return (
-                f"give more records, or {'larger' if name == 'val' else 'smaller'} shares as val_split of the sources"
-            )
+            return f"use more records, or a {'larger' if name == 'val' else 'smaller'} val_split for the sources"
         if name == "val" and (shares := smallest_shares(staged, job)) is not None:
             by_hash, exact = (f"--val-split {share:.16g}" for share in shares)
             if job.split == "shuffle":
-                return f"the smallest share that fills it is {exact}"
-            shuffle = f"{exact} with exact shares (--split shuffle --seed {job.seed})"
-            return f"the smallest share that fills it is {by_hash}, or {shuffle}"
-        return f"give more records, or a {'larger' if name == 'val' else 'smaller'} --val-split"
+                return f"the smallest fraction that fills it is {exact}"
+            shuffle = f"{exact} with an exact split (--split shuffle --seed {job.seed})"
+            return f"the smallest fraction that fills it is {by_hash}, or {shuffle}"
+        return f"use more records, or a {'larger' if name == 'val' else 'smaller'} --val-split"
     lost = [
         f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket in ("rejected", "filtered", "dropped")
     ]
-    return f"no record is left to train on ({', '.join(lost) or 'there are none'})"
+    return f"no records are left to train on ({', '.join(lost) or 'the input has none'})"
 
 
 def _rows(name: str, chosen: Sequence[Chosen], job: Job, ledger: Ledger) -> Iterator[tuple[str | None, Rows]]:
-    """The rows of a split, in order, with their source if the dataset remembers sources."""
+    """Yield the rows of a split in order, with their source if the dataset stores sources."""
     if job.fit != "blocks":
         for plan in plan_shards(name, chosen, job):
             yield from ((plan.source, rows) for rows in rows_of(plan))
@@ -162,7 +162,7 @@ def _rows(name: str, chosen: Sequence[Chosen], job: Job, ledger: Ledger) -> Iter
 
 
 def rows_of(plan: ShardPlan) -> Iterator[Rows]:
-    """The rows of a shard, in order, some at a time."""
+    """Yield the rows of a shard in order, in chunks."""
     if plan.first is not None:
         yield from _packed(plan, plan.first)
         return
@@ -171,14 +171,14 @@ def rows_of(plan: ShardPlan) -> Iterator[Rows]:
 
 
 def _taken(unit: Staged, rows: Numbers) -> Rows:
-    """These rows of a staged file, which are in ascending order: without a copy if none is left out."""
+    """Return the given ascending rows of a staged file, without a copy if all rows are selected."""
     if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
         return unit.rows()[int(rows[0]) : int(rows[-1]) + 1]
     return unit.rows().take(rows)
 
 
 def _packed(plan: ShardPlan, first: Index) -> Iterator[Rows]:
-    """Packed rows, gathered `CHUNK_TOKENS` at a time."""
+    """Yield packed rows, gathered `CHUNK_TOKENS` at a time."""
     sizes = np.empty((2, len(plan.of)), dtype=np.int32)
     for here in by_file(plan.of):
         unit, rows = plan.staged[plan.of[here[0]]].head(), plan.row[here]
@@ -199,13 +199,13 @@ def _packed(plan: ShardPlan, first: Index) -> Iterator[Rows]:
 
 
 def by_file(of: Numbers) -> list[Index]:
-    """The positions of each file."""
+    """Yield each file with its positions."""
     order = np.argsort(of, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(of[order])) + 1)
 
 
 class _Gather:
-    """Rows of one conversation each from several staged files: every token is copied once, to its place."""
+    """Gather single-conversation rows from several staged files, copying every token once."""
 
     def __init__(self, tokens: NDArray[np.int32], spans: NDArray[np.int32]) -> None:
         self._start, self._first_span = offsets(tokens), offsets(spans)
@@ -220,7 +220,7 @@ class _Gather:
         first, last = unit.first_span[rows], unit.first_span[rows + 1]
         copy_ranges(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])
         as_bytes(self._origins)[here] = as_bytes(unit.origins).take(rows)
-        # Every staged row has a file; padding is added later.
+        # Every staged row has an input file; padding is added later.
         numbers = np.array([self._files.setdefault(file, len(self._files)) for file in unit.files], dtype=np.uint32)
         self._origins["file"][here] = numbers[unit.origins["file"][rows]]
         unit.release()

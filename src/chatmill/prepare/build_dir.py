@@ -1,8 +1,8 @@
-"""The directory in which a dataset is built, next to its target and by one process at a time.
+"""The directory in which a dataset is built: next to its target, by one process at a time.
 
-.NAME.building         the dataset as it is written; published by a rename
-.NAME.building.units   the staged rows and a fingerprint of their job, for --resume
-.NAME.building.lock    locked by the process that builds
+.NAME.building         the dataset while it is written; published by a rename
+.NAME.building.units   staged rows and the fingerprint of their job, for --resume
+.NAME.building.lock    locked by the building process
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chatmill.store.publish import DATASET, FolderKind, check_target, locked, re
 JOB = "job.json"
 UNITS = FolderKind("build", JOB, re.compile(rf"{re.escape(JOB)}|unit_[^/]*|\.[^/]*{re.escape(PART)}"))
 PATIENCE = 2.0
-"""Seconds to wait for the workers of a killed build, which hold its lock until they end."""
+"""Seconds to wait for the workers of a killed build, which hold its lock until they exit."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,17 +37,17 @@ class BuildDir:
     staging: Path
     units: Path
     resumed: bool
-    """Whether an interrupted build of the same job left units there."""
+    """Whether an interrupted build of the same job left units."""
 
 
 @contextmanager
 def build_dir(
     target: Path, job: bytes, *, resume: bool, overwrite: bool, name: Place | None = None
 ) -> Iterator[BuildDir]:
-    """Lock and create the folders to build in; what the block does not publish is removed when it ends.
+    """Lock and create the build folders; whatever is not published is removed when the block ends.
 
-    Bad input leaves nothing behind; any other error keeps the units, for --resume. `name` is what errors call the
-    dataset, if it is built elsewhere than it is published.
+    An error in the input removes everything; any other error keeps the units for --resume. `name` is the name of the
+    dataset in errors, if it is not built where it is published.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -60,37 +60,40 @@ def build_dir(
             try:
                 yield BuildDir(staging, units, resumed)
             except BaseException as error:
-                # A failing cleanup must not hide the error; the next build cleans up as well.
+                # A failed cleanup must not hide the error; the next build cleans up too.
                 _remove(staging, DATASET)
                 if isinstance(error, DataError | UsageError) and not isinstance(error, RemoteError):
                     _remove(units, UNITS)
                 raise
             if left := _remove(units, UNITS):
-                warnings.warn(f"{units}: {left}; the dataset is complete, look and remove this", stacklevel=3)
+                warnings.warn(f"{units}: {left}; the dataset is complete, remove this folder by hand", stacklevel=3)
     except OSError as error:
         if error.errno not in FULL:
             raise
         raise ChatmillError(
-            f"{error.filename or target}: {error.strerror}; nothing was published; make room and continue with --resume"
+            f"{error.filename or target}: {error.strerror}; nothing was published; "
+            "free disk space and continue with --resume"
         ) from None
     finally:
         for folder in missing:
-            # Folders created for this build; those that are not empty stay.
+            # Remove the folders created for this build, unless they are not empty.
             with suppress(OSError):
                 folder.rmdir()
 
 
 @dataclass(frozen=True)
 class CleanedBuilds:
-    """The files that killed builds left next to their target."""
+    """Files left next to the target by killed builds."""
 
     removed: ObjectCount
     young: ObjectCount
-    """Files that stay, because they are too young."""
+    """Files kept because they are too new."""
 
 
 def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBuilds:
-    """Remove what a killed build of `target` left next to it, if nothing of it was written for so many seconds."""
+    """Remove files left next to `target` by a killed build, unless any was written within the last `older_than`
+    seconds.
+    """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
     counts = {True: ObjectCount(0, 0), False: ObjectCount(0, 0)}
@@ -102,20 +105,20 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
                 is_old = time.time() - newest >= older_than
                 counts[is_old] += ObjectCount(len(statuses), sum(status.st_size for status in statuses))
                 if is_old and not dry_run and (left := _remove(folder, kind)):
-                    raise DataError(f"{folder}: {left}; it is of an earlier build, look and remove it")
+                    raise DataError(f"{folder}: {left}; left by an earlier build, remove it by hand")
     return CleanedBuilds(removed=counts[True], young=counts[False])
 
 
 def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
-    """Remove what an earlier build left, except units to resume from; whether there are any."""
+    """Remove the files of an earlier build, except units to resume from; return whether there are any."""
     path = units / JOB
     resumed = resume and path.is_file()
     if resumed and path.read_bytes() != job:
-        raise DataError(f"{units}: the interrupted build was of another job or other input; build without --resume")
-    # Shards are written again from the units, which is fast and gives the same bytes.
+        raise DataError(f"{units}: the interrupted build had a different job or input; build without --resume")
+    # Shards are rewritten from the units, which is fast and gives the same bytes.
     for folder, kind in ((staging, DATASET), *(() if resumed else ((units, UNITS),))):
         if left := _remove(folder, kind):
-            raise DataError(f"{folder}: {left}; it is of an earlier build, look and remove it")
+            raise DataError(f"{folder}: {left}; left by an earlier build, remove it by hand")
     if resumed:
         for part in units.glob(f".*{PART}"):
             files.disk.remove(part)
@@ -126,26 +129,27 @@ def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
 
 
 def _remove(folder: Path, kind: FolderKind) -> str:
-    """Remove a folder if it is there; one line if something of it is left."""
+    """Remove a folder if it exists; return a one-line error if that fails."""
     return remove_folder(folder, kind) if os.path.lexists(folder) else ""
 
 
 @contextmanager
 def _alone(lock: Path, target: Place) -> Iterator[None]:
-    """Hold a lock that ends with the processes that hold it; `DataError` if another build does."""
+    """Hold a lock that is released when the processes holding it exit; raise `DataError` if another build holds it."""
 
     def opened() -> int:
         try:
             files.make_folder(lock.parent)
             return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise DataError(f"{target}: cannot be made there ({error.strerror}); give another folder") from None
+            raise DataError(f"{target}: cannot be created ({error.strerror}); use another folder") from None
 
     busy = f"{target}: another process is building this dataset; wait for it"
     with locked(lock, busy, opened=opened, patience=PATIENCE):
         try:
             yield
         finally:
-            # Before the lock is released: afterwards it may be of another process. One that stays does no harm.
+            # Remove it before releasing the lock: afterwards another process may own it. A leftover lock file does no
+            # harm.
             with suppress(OSError):
                 lock.unlink()

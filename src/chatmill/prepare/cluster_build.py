@@ -1,10 +1,10 @@
-"""Build a dataset at a URL on a Ray cluster: units are staged as objects, and each shard is written by a task.
+"""Build a dataset at a URL on a Ray cluster: units are staged as objects, and tasks write the shards.
 
     URL/staging/BUILD/unit_000000_0000.rows     written whole by a worker; BUILD is the hash of the job and its input
     URL/objects/SHA256                          the files of shards, written by the tasks
 
-Nodes need nothing in common but the object store. This process plans from the heads of the staged objects, which the
-workers send, and writes the metadata; tokens and spans go past it.
+Nodes share only the object store. This process plans from the heads of the staged objects, which the workers send, and
+writes the metadata; tokens and spans never pass through it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from chatmill.store.remote_files import STAGING
 from chatmill.store.remote_publish import RemoteTarget
 
 TASKS_PER_CPU = 2
-"""Tasks that write shards, at least, if there are as many shards: the last ones to end leave few CPUs idle."""
+"""Minimum number of tasks that write shards, if there are enough shards: few CPUs are idle while the last tasks
+finish.
+"""
 
 
 @dataclass(frozen=True)
 class ClusterBuild:
-    """A build on a Ray cluster whose target is a URL; `fingerprint` names its job and input."""
+    """A build on a Ray cluster whose target is a URL; `fingerprint` identifies its job and input."""
 
     engine: RayEngine
     target: RemoteTarget
@@ -48,12 +50,14 @@ class ClusterBuild:
 
     @property
     def units(self) -> Url:
-        """The folder of the staged objects: the same when an interrupted build goes on, wherever that is."""
+        """URL of the staged objects; a resumed build has the same URL on any machine."""
         return self.target.url / STAGING / hashlib.sha256(self.fingerprint).hexdigest()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect to the cluster. Units are removed when the block ends, or fails for its input, but for --resume."""
+        """Connect to the cluster. Staged units are removed when the block ends or the input is invalid; other errors
+        keep them for --resume.
+        """
         with self.engine.connected():
             try:
                 yield
@@ -64,11 +68,11 @@ class ClusterBuild:
             self.remove_units()
 
     def run(self, units: Sequence[Unit], job: Job, renderer: Renderer) -> Generator[Done, None, None]:
-        """As `Engine.run`, with staged objects; those of an interrupted build are used if this one resumes it."""
+        """Like `Engine.run`, with staged objects; a resumed build reuses existing ones."""
         return self.engine.run(units, job, renderer, self.units, resume=self.resume)
 
     def staged(self, unit: Unit, done: Done, lines_before: int, folder: Path) -> Iterator[StagedFile]:
-        """The staged objects of a unit; copies of their heads are written to `folder`."""
+        """Return the staged objects of a unit, after copying their heads to `folder`."""
         for number, head in enumerate(done.heads):
             name = unit.staged_name(number)
             (folder / name).write_bytes(head)
@@ -85,23 +89,23 @@ class ClusterBuild:
         ledger: Ledger,
         on_tokens: Callable[[int], None],
     ) -> dict[str, SplitInfo]:
-        """As `assemble`: every shard is written and uploaded by a task of its own."""
+        """Like `assemble`, with every shard written and uploaded by a separate task."""
         per_task = self._shards_per_task(job, ledger)
         write = partial(self.engine.write_shards, target=self.target, vocab_size=vocab_size, per_task=per_task)
         return assemble_by_shard(staged, chosen, job, write=write, ledger=ledger, on_tokens=on_tokens)
 
     def _shards_per_task(self, job: Job, ledger: Ledger) -> int:
-        """One, unless rows are packed and there are far more shards than CPUs.
+        """Return the number of shards per task: one, unless rows are packed and there are far more shards than CPUs.
 
-        The rows of a packed shard lie anywhere among 2^20 rows, so that a task reads about all of these; if it writes
-        several shards, it reads them once.
+        The rows of a packed shard are spread over 2^20 rows, so a task reads nearly all of these. Writing several
+        shards in one task reads them only once.
         """
         shards = ledger.total("rendered", "repeated").tokens // job.shard_tokens
         return 1 if job.pack is None else max(1, shards // (TASKS_PER_CPU * self.engine.num_cpus()))
 
     def remove_units(self) -> None:
-        """Remove the staged objects; what cannot be removed does no harm, and is found by `chatmill clean`."""
+        """Remove the staged objects. Objects that cannot be removed do no harm; `chatmill clean` finds them."""
         try:
             self.engine.remove(objects.names_below(self.units))
         except ChatmillError as error:
-            warnings.warn(f"{error}; staged objects are left, `chatmill clean` removes them", stacklevel=2)
+            warnings.warn(f"{error}; staged objects remain, `chatmill clean` removes them", stacklevel=2)

@@ -1,8 +1,8 @@
-"""Find duplicates and near-duplicates among all records, from the columns that `dedupe_columns` staged.
+"""Find duplicates and near-duplicates among all records, from the columns staged by `dedupe_columns`.
 
-Near-duplicates are found band by band: the records with the same key of a band are candidates, and a pair of candidates
-is verified by its signatures. Verified pairs are united to groups, of which one record is kept. Memory is a few bytes
-for each record; signatures stay in the staged files.
+Near-duplicates are found band by band: records with the same band key are candidates, and each pair of candidates is
+verified by its signatures. Verified pairs are merged into groups, of which one record is kept. Memory use is a few
+bytes per record; signatures stay in the staged files.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.signedinteger[Any]]
-"""Numbers of records: 4 bytes each while that suffices."""
+"""Dtype of record numbers: 4 bytes if that suffices."""
 Pairs = tuple[Numbers, Numbers]
 
 COMPARED = 32
-"""Candidates of a band before it that a record is compared with, besides the first: all of them, in all but very large
-groups."""
+"""Preceding candidates of a band that a record is compared with, besides the first: all, except in very large
+groups.
+"""
 PAIRS = 2**16
-"""Pairs whose signatures are in memory together."""
+"""Number of pairs whose signatures are in memory at once."""
 LOWER = np.uint64(2**32 - 1)
 MEMBERS = 2**18
-"""Candidates whose pairs are listed together."""
+"""Number of candidates whose pairs are listed at once."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,20 @@ class Duplicates:
     """Values for each record that has rows, in input order."""
 
     twin: Numbers
-    """The number of the record that is kept instead; -1 for a record that is no duplicate.
+    """Number of the record that is kept instead; -1 for a record that is not a duplicate.
 
-    Of an exact duplicate it is the first equal one, which may itself be a near-duplicate of another.
+    For an exact duplicate it is the first equal record, which may itself be a near-duplicate of another.
     """
     near: Flags
-    """Whether it is not equal to its twin, but nearly so."""
+    """Whether the record is a near-duplicate of its twin rather than equal to it."""
 
 
 def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
-    """All duplicates: of equal records the first is kept, by precedence of their sources and then in input order.
+    """Find all duplicates: the first of equal records is kept, by source precedence and then by input order.
 
     `excluded` are the rows of each file whose records are not compared.
 
-    Internally records are numbered in that order, so the first one of a group has its smallest number.
+    Records are numbered in that order, so the first of a group has the smallest number.
     """
     counts = [int(record_begins(file.head()).sum()) for file in staged]
     order = sorted(range(len(staged)), key=lambda at: _precedence(job, staged[at].source))
@@ -96,11 +97,11 @@ def _precedence(job: Job, source: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Files:
-    """Staged files in order of precedence; records are numbered through all of them."""
+    """Staged files in order of precedence, with records numbered across all files."""
 
     files: Sequence[StagedFile]
     start: NDArray[np.int64]
-    """The number of the first record with rows of each file, and of all of them."""
+    """Number of the first record with rows of each file, followed by the total number."""
 
     @property
     def count(self) -> int:
@@ -111,7 +112,7 @@ class _Files:
         return np.int32 if self.count < 2**31 else np.int64
 
     def column(self, name: str, *, band: int | None = None) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """A column, file by file: the numbers of the records with rows, and their values."""
+        """Yield a column file by file: the numbers of the records with rows, and their values."""
         for at, file in enumerate(self.files):
             if self.start[at] < self.start[at + 1]:
                 unit = file.head()
@@ -119,7 +120,7 @@ class _Files:
                 yield slice(*self.start[at : at + 2].tolist()), column[unit.record[record_begins(unit)]]
 
     def signatures(self, numbers: Numbers) -> NDArray[np.uint8]:
-        """The signatures of records, whose numbers ascend."""
+        """Return the signatures of records, given in ascending order."""
         out = np.empty((len(numbers), VALUES), dtype=np.uint8)
         border = np.searchsorted(numbers, self.start)
         for at in np.flatnonzero(np.diff(border)).tolist():
@@ -131,9 +132,9 @@ class _Files:
 
 
 def _exact(files: _Files, skipped: Flags) -> Numbers:
-    """For each record the first one with the same key; -1 for the first, and for records that are skipped.
+    """Return for each record the first record with the same key; -1 for the first itself and for skipped records.
 
-    Keys are compared a sixteenth at a time, so that memory is little more than the 16 bytes of each.
+    Keys are compared a sixteenth at a time, so memory use is little more than 16 bytes per key.
     """
     keys = np.empty((files.count, 2), dtype="<u8")
     for here, values in files.column("exact"):
@@ -142,7 +143,7 @@ def _exact(files: _Files, skipped: Flags) -> Numbers:
     share = keys.view(np.uint8)[:, 7] >> 4
     for number in range(16):
         chosen = np.flatnonzero((share == number) & ~skipped)
-        # Sorting is stable: of equal keys the first in order comes first.
+        # Sorting is stable, so the first of equal keys stays first.
         order = chosen[np.lexsort((keys[chosen, 1], keys[chosen, 0]))]
         again = np.append(False, np.all(keys[order[1:]] == keys[order[:-1]], axis=1))[: len(order)]
         first = np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))
@@ -154,8 +155,10 @@ def _exact(files: _Files, skipped: Flags) -> Numbers:
 
 
 def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
-    """For each record the first of its group of near-duplicates; -1 for the first, and for exact duplicates."""
-    # Of values of one byte, those of different records are equal by chance as well.
+    """Return for each record the first of its near-duplicate group; -1 for the first itself and for exact
+    duplicates.
+    """
+    # One-byte values of different records are sometimes equal by chance.
     needed = np.ceil(VALUES * (threshold + (1 - threshold) / 256) - 1e-9)
     groups = _Groups(files.count, files.dtype)
     bands = max((len(file.head().columns.get("bands", ())) for file in files.files), default=0)
@@ -174,8 +177,8 @@ def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
 
 
 def _candidates(files: _Files, band: int, twin: Numbers) -> Iterator[Pairs]:
-    """Pairs of records with the same key of a band, without exact duplicates; at most `COMPARED` + 1 for each."""
-    # The key in the upper half and the number in the lower one, which sorts numbers of one key, too.
+    """Yield pairs of records with the same band key, without exact duplicates; at most `COMPARED` + 1 per record."""
+    # Key in the upper half and number in the lower half, so sorting also orders numbers with the same key.
     keyed, filled = np.empty(files.count, dtype=np.uint64), 0
     for here, keys in files.column("bands", band=band):
         numbers = np.flatnonzero((keys != NOT_COMPARED) & (twin[here] < 0))
@@ -201,7 +204,7 @@ def _numbers(keyed: NDArray[np.uint64]) -> Numbers:
 
 
 def _repeated(keyed: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Sort by key and number, in place, and leave out keys that occur once."""
+    """Sort by key and number in place, and drop keys that occur once."""
     keyed.sort()
     same = np.zeros(len(keyed) + 1, dtype=bool)
     for begin in range(1, len(keyed), MEMBERS):
@@ -211,7 +214,7 @@ def _repeated(keyed: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _verify(files: _Files, pending: Sequence[Pairs], groups: _Groups, needed: float) -> None:
-    """Unite the pairs whose signatures have at least so many values in common."""
+    """Merge the pairs whose signatures share at least `least` values."""
     one, other = (np.concatenate([np.empty(0, dtype=np.int64), *column]) for column in zip(*pending, strict=True))
     for begin in range(0, len(one), PAIRS):
         pairs = groups.apart(one[begin : begin + PAIRS], other[begin : begin + PAIRS])
@@ -228,14 +231,14 @@ def _verify(files: _Files, pending: Sequence[Pairs], groups: _Groups, needed: fl
 
 
 class _Groups:
-    """Records united to groups, each known by its first record."""
+    """Union-find over records; each group is represented by its first record."""
 
     def __init__(self, count: int, dtype: Any) -> None:
         self._earlier: Numbers = np.arange(count, dtype=dtype)
-        """For each record one of its group that does not come after it; the first of a group has itself."""
+        """Parent of each record in the union-find: a record of the same group that is not after it."""
 
     def first(self, numbers: Numbers) -> Numbers:
-        """The first of the group of each record."""
+        """Return the first record of each record's group."""
         earlier = self._earlier[numbers]
         while np.any((further := self._earlier[earlier]) != earlier):
             earlier = further
@@ -243,7 +246,7 @@ class _Groups:
         return earlier
 
     def apart(self, one: Numbers, other: Numbers) -> Pairs:
-        """Those pairs that are not in one group yet."""
+        """Return the pairs that are not in the same group yet."""
         differ = self.first(one) != self.first(other)
         return one[differ], other[differ]
 

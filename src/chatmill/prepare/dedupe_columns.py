@@ -1,11 +1,11 @@
-"""What duplicates are found by, computed for each record where it is rendered, and staged with its rows.
+"""Columns for finding duplicates, computed for each record when it is rendered and staged with its rows.
 
     exact      u64[R, 2]        hash of the normalized conversation
     bands      u32[BANDS, R]    hashes of groups of MinHash values: near-duplicates have at least one in common
     signature  u8[R, 128]       the low bytes of the MinHash values: their share in common estimates the similarity
 
-The similarity of two conversations is the share of their distinct 5-token sequences that both have (Jaccard), of the
-tokens of all messages but system messages. Every value is a function of one record and the job.
+The similarity of two conversations is the Jaccard index of their sets of 5-token sequences, without system messages.
+Every value is a function of one record and the job.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from chatmill.records.record import NO_ROLE, ROLES, Message, is_layout, without_
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, copy_ranges, copy_tokens, offsets, ragged_index
 
 SHINGLE = 5
-"""Tokens of a sequence. A conversation of fewer tokens is one sequence of all of them."""
+"""Tokens per sequence. A shorter conversation is one sequence of all its tokens."""
 VALUES = 128
-"""MinHash values of a conversation: the standard error of a similarity of 0.8 is 0.035."""
+"""MinHash values per conversation; the standard error of a similarity of 0.8 is 0.035."""
 RECALL = 0.99
-"""The chance, at least, that two conversations of just the similarity that is asked for have a band in common."""
+"""Minimum probability that two conversations of exactly the requested similarity share a band."""
 NOT_COMPARED = 0
-"""The band of a conversation without tokens."""
+"""Band key of a conversation without tokens."""
 
 _SEED = 24
 _ROWS = 2048
-"""Conversations whose MinHash values are computed together; the library returns them as Python integers."""
+"""Conversations per MinHash call, which returns Python integers."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FIRST_ROLE = 0xF8
-"""Written before a text for the role 0, and so on. These bytes are not in UTF-8, so texts cannot imitate them."""
+"""Prefix of a text by role. These bytes do not occur in UTF-8, so texts cannot imitate them."""
 _WITH_FIELDS = b"\xff"
 _IS_SPACE = np.zeros(256, dtype=bool)
 _IS_SPACE[[ord(char) for char in map(chr, range(128)) if char.isspace()]] = True
 _OTHER_SPACES = str.maketrans(dict.fromkeys("\x85\u1680\u2028\u2029", " "))
-"""White space that is neither ASCII nor written as a plain space by NFKC."""
+"""Whitespace that is neither ASCII nor mapped to a plain space by NFKC."""
 
 Columns = Mapping[str, NDArray[Any]]
 
 
 @cache
 def _multipliers() -> NDArray[np.uint64]:
-    """Odd numbers for the hashes of sequences; not made at import, which few builds need."""
+    """Odd multipliers for hashing sequences; computed on first use, because few builds need them."""
     return np.random.default_rng(_SEED).integers(0, 2**63, VALUES, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 def dedupe_identity(job: Job) -> dict[str, Any]:
-    """What the columns depend on besides the job: builds with another one cannot be resumed."""
+    """Identify what the columns depend on besides the job; a build with a different value cannot be resumed."""
     if not job.removes_duplicates:
         return {}
     identity = {"unicode": unicodedata.unidata_version}
@@ -69,7 +69,7 @@ def dedupe_identity(job: Job) -> dict[str, Any]:
 
 
 def dedupe_columns(batch: Sequence[Record] | Sequence[Unrolled], rows: Rows, record_of: Index, job: Job) -> Columns:
-    """The columns of the records of a batch, which has these rendered rows; none if the job keeps duplicates."""
+    """Return the columns for the records of a batch, given its rendered rows; empty if the job keeps duplicates."""
     if not job.removes_duplicates:
         return {}
     records = batch if isinstance(batch, ChatColumns) else [_record(each) for each in batch]
@@ -82,7 +82,7 @@ def dedupe_columns(batch: Sequence[Record] | Sequence[Unrolled], rows: Rows, rec
 
 
 def joined_columns(batches: Sequence[Columns]) -> Columns:
-    """The columns of several batches, as they are staged: those of bands one band after the other."""
+    """Join the columns of several batches for staging, with band keys grouped by band."""
     names = batches[0] if batches else ()
     columns = {name: np.concatenate([batch[name] for batch in batches]) for name in names}
     return columns | {name: column.T for name, column in columns.items() if name == "bands"}
@@ -96,12 +96,14 @@ def _record(each: Record | Unrolled) -> Record:
 
 
 def normalized(text: str) -> str:
-    """Text as it is compared: NFKC, lower case, runs of white space one space, none at the ends."""
+    """Normalize text for comparison: NFKC, lower case, runs of whitespace as one space, stripped."""
     return " ".join(unicodedata.normalize("NFKC", text).lower().split())
 
 
 def exact_keys(records: Sequence[Record]) -> NDArray[np.uint64]:
-    """Two numbers for each record, equal for equal roles, normalized texts, and all else that messages have."""
+    """Return two numbers per record, equal if roles, normalized texts and all other fields of the messages are
+    equal.
+    """
     keys = _column_keys(records) if isinstance(records, ChatColumns) else None
     if keys is None:
         keys = b"".join(map(_key, records))
@@ -128,14 +130,16 @@ def _key(record: Record) -> bytes:
 
 
 def _is_plain(message: Message) -> bool:
-    """Whether a message has a role and a text only."""
+    """Whether a message has only a role and a text."""
     others = (message.reasoning, message.tool_calls, message.train_ranges)
     named = (message.name, message.tool_call_id, message.weight)
     return message.role != NO_ROLE and message.complete and not any(others) and all(value is None for value in named)
 
 
 def _column_keys(columns: ChatColumns) -> bytes | None:
-    """The keys of records in columns, all texts normalized together; None if a text holds NUL, which is put between."""
+    """Return the keys of records in columns, normalizing all texts at once; None if a text contains NUL, the
+    separator.
+    """
     place = offsets(columns.stop - columns.start + 1)
     parted = np.zeros(place[-1], dtype=np.uint8)
     copy_ranges(np.frombuffer(columns.data, dtype=np.uint8), columns.start, columns.stop, parted, place[:-1] + 1)
@@ -143,7 +147,7 @@ def _column_keys(columns: ChatColumns) -> bytes | None:
     if not text.isascii():
         text = text.translate(_OTHER_SPACES)
     data = np.frombuffer(text.encode(), dtype=np.uint8)
-    # Of each run the first space is kept, unless a text begins or ends with it.
+    # Keep the first space of each run, unless it is at the start or end of a text.
     space = _IS_SPACE[data]
     data = np.where(space, np.uint8(ord(" ")), data)[~(space & np.append(True, (space | (data == 0))[:-1]))]
     data = data[~((data == ord(" ")) & np.append((data == 0)[1:], True))]
@@ -160,9 +164,9 @@ def _column_keys(columns: ChatColumns) -> bytes | None:
 
 
 def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint64], Index]:
-    """Hashes of the 5-token sequences of each of `count` records, and where those of each record begin and end.
+    """Return hashes of the 5-token sequences of `count` records, and the offsets of each record.
 
-    A record may have several rows, one after the other; of two that hold a message, both count.
+    A record may have several consecutive rows; a message that is in two rows counts twice.
     """
     spans = rows.spans
     compared = np.isin(spans["part"], (Part.CONTENT, Part.REASONING, Part.TOOL_CALL))
@@ -172,7 +176,7 @@ def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint6
     row_tokens = np.diff(offsets(length)[rows.first_span[rows.first_segment]])
     start = offsets(row_tokens)
     windows = np.where(row_tokens > 0, np.maximum(row_tokens - SHINGLE + 1, 1), 0)
-    # Ids are counted from 1, so that no token is the same as the 0 behind the end.
+    # Shift ids by 1, so that no token equals the 0 past the end.
     padded = np.append(ids.astype(np.uint64) + np.uint64(1), np.zeros(SHINGLE, dtype=np.uint64))
     sums = np.zeros(len(ids), dtype=np.uint64)
     for place, multiplier in enumerate(_multipliers()[:SHINGLE]):
@@ -187,7 +191,7 @@ def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint6
 
 
 def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
-    """`VALUES` MinHash values of each set of hashes; all have the largest value for a set without any."""
+    """Return `VALUES` MinHash values for each set of hashes; an empty set has the largest value everywhere."""
     library = _minhash()
     values = np.empty((len(start) - 1, VALUES), dtype=np.uint32)
     for at in range(0, len(values), _ROWS):
@@ -199,7 +203,7 @@ def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
 
 
 def band_size(threshold: float) -> int:
-    """The most MinHash values of a band with which conversations of this similarity are found: see `RECALL`.
+    """Return the largest band size that finds conversations of this similarity with probability `RECALL`.
 
     >>> band_size(0.8), band_size(0.5)
     (6, 3)
@@ -210,7 +214,7 @@ def band_size(threshold: float) -> int:
 
 
 def band_keys(values: NDArray[np.uint32], threshold: float) -> NDArray[np.uint32]:
-    """A hash of each band of MinHash values; `NOT_COMPARED` for a record without tokens."""
+    """Return a hash of each band of MinHash values; `NOT_COMPARED` for a record without tokens."""
     size = band_size(threshold)
     count = VALUES // size
     bands = values[:, : count * size].reshape(-1, count, size)
@@ -223,7 +227,7 @@ def band_keys(values: NDArray[np.uint32], threshold: float) -> NDArray[np.uint32
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The numbers with every bit dependent on every other: the last steps of SplitMix64."""
+    """Mix the bits of each number: the finalizer of SplitMix64."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

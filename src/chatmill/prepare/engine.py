@@ -1,4 +1,4 @@
-"""Engines run units, and write shards, and yield the results in order."""
+"""Engines run units and write shards in parallel, and yield the results in order."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ R = TypeVar("R")
 
 class Engine(Protocol):
     def run(self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path) -> Generator[Done, None, None]:
-        """Run all units and yield their results in order; the first fault in that order is raised.
+        """Run all units and yield their results in order; raise the first error in that order.
 
-        When the generator is closed, no worker writes to the folder any more.
+        Once the generator is closed, no worker writes to the folder.
         """
 
 
 class LocalEngine:
     """Runs units in `workers` processes on this machine, forked so that the tokenizer is loaded once and shared.
 
-    They end with this process, and when nothing can come any more from `parent`, the descriptor of a pipe.
+    Workers exit with this process, or when the other end of the pipe `parent` (a file descriptor) is closed.
     """
 
     def __init__(self, workers: int | None = None, *, parent: int | None = None) -> None:
@@ -64,13 +64,13 @@ class LocalEngine:
 
     @property
     def writes_shards(self) -> bool:
-        """Whether `write_shards` may be called: it forks, too."""
+        """Whether `write_shards` may be called, which also forks."""
         return self.workers > 1 and threading.active_count() == 1
 
     def write_shards(
         self, plans: Iterable[ShardPlan], staging: Path, *, vocab_size: int
     ) -> Generator[ShardInfo, None, None]:
-        """Write the shards of a dataset, several at a time, and yield what was written in their order."""
+        """Write the shards of a dataset in parallel, and yield what was written in order."""
 
         def write(plan: ShardPlan) -> ShardInfo:
             return write_shard(plan, staging / plan.split, vocab_size=vocab_size)
@@ -80,8 +80,8 @@ class LocalEngine:
     def _in_order(
         self, work: Callable[[T], R], items: Iterable[T], *, processes: int, most: int | None = None
     ) -> Generator[R, None, None]:
-        """The results of `work` in the order of the items, of which `most` are taken ahead; all if it is None."""
-        # Objects made before the fork are never collected, so their pages stay shared.
+        """Yield the results of `work` in the order of the items, submitting at most `most` ahead; all if None."""
+        # Freeze objects created before the fork, so that garbage collection does not touch their shared pages.
         gc.collect()
         gc.freeze()
         ended, held = os.pipe()
@@ -97,7 +97,8 @@ class LocalEngine:
                 try:
                     while True:
                         with warnings.catch_warnings():
-                            # Python 3.12 warns of any thread; those of OpenBLAS, tokenizers and fastokens expect forks.
+                            # Python 3.12 warns about any thread, but those of OpenBLAS, tokenizers and fastokens are
+                            # fork-safe.
                             warnings.filterwarnings("ignore", r"This process .* is multi-threaded", DeprecationWarning)
                             for item in islice(left, None if most is None else most - len(pending)):
                                 pending.append(pool.submit(_run, item))
@@ -105,7 +106,7 @@ class LocalEngine:
                             break
                         yield _result(pending.popleft())
                 finally:
-                    # Workers still running are not waited for.
+                    # Do not wait for workers that are still running.
                     os.close(held)
         finally:
             os.close(ended)
@@ -117,22 +118,22 @@ def _result(future: Future[R]) -> R:
         return future.result()
     except BrokenProcessPool:
         raise ChatmillError(
-            "a worker process was killed, perhaps for lack of memory; continue with --resume, or with fewer --workers"
+            "a worker process was killed, perhaps because memory ran out; continue with --resume and fewer --workers"
         ) from None
 
 
-# In a worker process.
+# Code that runs in worker processes.
 
 _work: Callable[[Any], Any] | None = None
 
 
 def _start_worker(work: Callable[[Any], Any], watched: list[int], held: int) -> None:
-    """Set up a worker: it ignores Ctrl-C, and exits when the other end of a watched pipe is closed."""
+    """Worker init: ignore SIGINT, and exit when the other end of a watched pipe is closed."""
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.close(held)
-    # Records and rows hold no reference cycles; collecting while they are made costs a tenth of the time.
+    # Records and rows have no reference cycles, and garbage collection would take a tenth of the time.
     gc.disable()
     threading.Thread(target=_exit_with_parent, args=(watched,), daemon=True).start()
 
@@ -147,7 +148,7 @@ def _run(item: Any) -> Any:
     try:
         return _work(item)
     except OSError as error:
-        # Its traceback, which may tell the file, stays in this process.
+        # The traceback, which may reveal the file, stays in this process.
         raise name_file(error) from None
     finally:
         gc.collect()

@@ -1,7 +1,7 @@
-"""Filters: which records, and which rendered conversations, a job keeps.
+"""Filters that decide which records and rendered conversations a job keeps.
 
-Filters of turns, text, language and a predicate look at a record before it is rendered. Those of tokens and of the
-trained share look at the rendered rows of a conversation before they are cut, many at a time.
+Filters on turns, text, language and predicates check a record before it is rendered. Filters on tokens and the trained
+share check the rendered rows of many conversations at once, before truncation.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from chatmill.rows import Index
 EXCLUDE = "exclude"
 """Removes the records whose ids are in the file of `--exclude`."""
 NAMES = (*keys_of(Filters), EXCLUDE)
-"""All filters; the number of one is staged with what it removes."""
+"""All filters; the index of a filter is staged with each record that it removes."""
 ROW_FILTERS = ("min_tokens", "max_tokens", "min_trained_share", "max_trained_share")
-"""Filters of rendered rows; all others are of records."""
+"""Filters on rendered rows; all others are on records."""
 LANGUAGE_CHARACTERS = 2000
-"""Characters of the answers by which their language is told."""
+"""Characters of the answers used to detect their language."""
 MATCH_SECONDS = 10.0
-"""The longest time that the regular expressions may take for one record."""
+"""Time limit for all regular expressions on one record."""
 
 TIME_LIMIT = "time_limit"
-"""The kind of fault of a record for which they take longer."""
+"""Error kind of a record that exceeds the time limit."""
 
 RecordTest = Callable[[Record], bool]
 
 
 def reason(name: str) -> str:
-    """How the ledger and the list of removed records call a filter."""
+    """Return the name of a filter in the ledger and in the list of removed records."""
     return "excluded" if name == EXCLUDE else f"filter {name}"
 
 
 def filters_of(job: Job, source: int) -> tuple[Filters, ...]:
-    """The filters that the records of a source must pass: those of the job, and its own."""
+    """Return the filters for the records of a source: those of the job and its own."""
     return (job.filters, job.sources[source].filters)
 
 
@@ -68,37 +68,35 @@ def all_filters(job: Job) -> tuple[Filters, ...]:
 
 @dataclass(frozen=True)
 class Predicate:
-    """A function of the user's that may run, and the hash of the file that defines it."""
+    """A user function that is allowed to run, and the hash of the file that defines it."""
 
     name: str
     """As module:function."""
     folder: str
-    """The folder in which its module is looked for, besides those of Python."""
+    """Folder to import the module from, in addition to Python's own path."""
     sha256: str
 
 
 def allowed_predicates(job: Job, allow_code: Sequence[str]) -> tuple[Predicate, ...]:
-    """The predicates of a job, imported; `UsageError` if one is not allowed, or one is allowed that it does not name.
+    """Import the predicates of a job; raise `UsageError` if one is not allowed, or if an allowed one is not used.
 
     Nothing is imported unless all are allowed.
     """
     named = dict.fromkeys(filters.predicate for filters in all_filters(job) if filters.predicate is not None)
     for name in named:
         if name not in allow_code:
-            raise UsageError(
-                f"the predicate {one_line(name)} is code that would run; allow it with --allow-code {name}"
-            )
+            raise UsageError(f"the predicate {one_line(name)} would run code; allow it with --allow-code {name}")
     for name in allow_code:
         if name not in named:
-            raise UsageError(f"--allow-code {one_line(name)}: no filter names this predicate; leave it out")
+            raise UsageError(f"--allow-code {one_line(name)}: no filter uses this predicate; remove it")
     folder = str(Path.cwd())
     return tuple(Predicate(name, folder, _module_hash(_function(name, folder)[0])) for name in named)
 
 
 def _function(name: str, folder: str) -> tuple[ModuleType, Callable[[Any], Any]]:
-    """The module and the function of a predicate; `UsageError` if there is none."""
+    """Import the module and function of a predicate; raise `UsageError` if that fails."""
     module_name, _, function_name = name.partition(":")
-    # Last, and not for longer than it takes: no other module shall be found there.
+    # Append the folder, and remove it afterwards, so that no other module is imported from it.
     sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
@@ -120,12 +118,12 @@ def _module_hash(module: ModuleType) -> str:
 
 @lru_cache
 def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
-    """The function of a predicate, perhaps in another process or on another machine than the one that allowed it."""
+    """Return the function of a predicate, in any process or on any machine."""
     module, function = _function(predicate.name, predicate.folder)
     if _module_hash(module) != predicate.sha256:
         raise DataError(
-            f"{getattr(module, '__file__', predicate.name)}: was changed while the build ran, or is another on this "
-            "node; build again with one"
+            f"{getattr(module, '__file__', predicate.name)}: changed during the build, or differs on this node; "
+            "build again with one version"
         )
     return function
 
@@ -134,9 +132,9 @@ def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
 def record_tests(
     filters: tuple[Filters, ...], predicates: tuple[Predicate, ...] = ()
 ) -> tuple[tuple[str, RecordTest], ...]:
-    """The filters of records that are given: the name of each, and a function that says whether a record passes it.
+    """Return the record filters that are set: the name and a function that returns whether a record passes.
 
-    The function of a predicate raises `RecordError` if the predicate fails.
+    The function raises `RecordError` if a predicate fails.
     """
     allowed = {predicate.name: predicate for predicate in predicates}
     make: dict[str, Callable[[Any], RecordTest]] = {
@@ -157,12 +155,12 @@ def record_tests(
 
 
 def failed_test(record: Record, tests: Sequence[tuple[str, RecordTest]]) -> str | None:
-    """The name of the first filter that a record does not pass; None if it passes all."""
+    """Return the name of the first filter that a record does not pass; None if it passes all."""
     return next((name for name, passes in tests if not passes(record)), None)
 
 
 def turns(record: Record) -> int:
-    """The messages of a record, without system messages and text outside of turns."""
+    """Return the messages of a record, without system messages and text outside turns."""
     return sum(message.role not in ("system", NO_ROLE) for message in record.messages)
 
 
@@ -192,9 +190,9 @@ class _MatchTimeError(Exception):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `_MatchTimeError` in the block after so many seconds; only in the main thread, which alone gets signals.
+    """Raise `_MatchTimeError` in the block after `seconds`; only in the main thread, which receives signals.
 
-    While an expression is matched no other thread runs, so that one that never ends could not be stopped otherwise.
+    No other thread runs during a regular expression match, so this is the only way to stop one that never ends.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -211,7 +209,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:
-            # That of the caller goes on.
+            # Restore the caller's timer.
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-6), interval)
 
 
@@ -227,9 +225,9 @@ def _identifier() -> Any:
 
 
 def check_languages(job: Job) -> None:
-    """Raise `UsageError` if a filter names a language that cannot be told, or if py3langid is not installed.
+    """Raise `UsageError` if a filter names an unsupported language, or if py3langid is not installed.
 
-    Also loads its model, which the workers then share.
+    Also loads the model, which the workers then share.
     """
     wanted = {code for each in all_filters(job) for code in each.languages}
     if wanted and (unknown := sorted(wanted - set(_identifier().labels))):
@@ -238,7 +236,7 @@ def check_languages(job: Job) -> None:
 
 
 def _language_is_of(record: Record, languages: Sequence[str]) -> bool:
-    """Whether the answers are in one of these languages. Answers without a letter are in any."""
+    """Whether the answers are in one of these languages. Answers without letters always pass."""
     answers = "\n".join(
         message.content for message in record.messages if message.role == "assistant" and message.content
     )
@@ -263,7 +261,7 @@ def _passes(predicate: Predicate, record: Record) -> bool:
 
 
 def as_dict(record: Record) -> dict[str, Any]:
-    """A record as a predicate gets it; every message has a role and a content.
+    """Return a record in the form that predicates receive; every message has a role and content.
 
     >>> from chatmill import Record
     >>> as_dict(Record([{"role": "user", "content": "Hi"}]))["messages"]
@@ -274,7 +272,7 @@ def as_dict(record: Record) -> dict[str, Any]:
         {"role": message.role, "content": message.content, **msgspec.to_builtins(message)}
         for message in record.messages
     ]
-    # The number within a part of the file, which depends on how the work is cut.
+    # The line number within the unit, which depends on how the work is split.
     del fields["line"], fields["unread_keys"]
     return fields
 
@@ -289,10 +287,10 @@ def has_row_filters(filters: Sequence[Filters]) -> bool:
 def failed_row_filters(
     filters: Sequence[Filters], tokens: NDArray[Any], trained: NDArray[Any], record_of: Index
 ) -> NDArray[np.uint8]:
-    """For each row 0 if it is kept, or 1 + the number in `NAMES` of the first filter that removes it.
+    """Return for each row 0 if it is kept, or 1 + the index in `NAMES` of the first filter that removes it.
 
-    A conversation is kept or removed with all its rows, which follow each other and have one number in `record_of`: its
-    tokens are those of its longest row, its trained share is that of all its rows.
+    A conversation is kept or removed with all its rows, which are consecutive and have the same number in `record_of`.
+    Its tokens are those of its longest row; its trained share is that of all its rows.
     """
     failed = np.zeros(len(record_of), dtype=np.uint8)
     if not len(record_of):

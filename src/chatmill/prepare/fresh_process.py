@@ -1,8 +1,7 @@
 """Run units from a new process, for a caller that has threads.
 
 A fork copies the locks that other threads hold, but not the threads: a worker forked while another thread encodes may
-wait for ever. The new process has no thread of Python's besides its own, loads the renderer that the job names, and
-forks the workers.
+deadlock. The new process has no other Python threads; it loads the renderer of the job and forks the workers.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ SERVE = "from chatmill.prepare.fresh_process import serve; serve()"
 def run_in_fresh_process(
     units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path, *, workers: int
 ) -> Generator[Done, None, None]:
-    """As `LocalEngine.run`. Nothing writes to the folder any more when the generator is closed or this process ends."""
+    """As `LocalEngine.run`. Run units in a new process. Nothing writes to the folder once the generator is closed or
+    this process exits.
+    """
     pipe, its_end = Pipe()
     with its_end:
-        # Of a process group of its own: Ctrl-C is for this process, which then closes the generator.
+        # Use a separate process group: Ctrl-C goes to this process, which then closes the generator.
         process = subprocess.Popen(
             [sys.executable, "-c", SERVE],
             stdin=its_end.fileno(),
-            # What a library prints is no result.
+            # Keep output printed by libraries out of the results.
             stdout=2,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             process_group=0,
@@ -49,26 +50,26 @@ def run_in_fresh_process(
             yield result
     except (EOFError, ConnectionError):
         raise ChatmillError(
-            "the process that runs the workers was killed, perhaps for lack of memory; continue with --resume"
+            "the process that runs the workers was killed, perhaps because memory ran out; continue with --resume"
         ) from None
     finally:
-        # The workers watch its other end.
+        # The workers watch the other end.
         pipe.close()
         process.wait()
 
 
-# In the new process.
+# Code that runs in the new process.
 
 
 def serve() -> None:
-    """Run the units that come through the pipe at standard input, and send back a result for each, or an error."""
+    """Run the units received on standard input, and send back a result or an error for each."""
     from chatmill.prepare.engine import LocalEngine
 
     try:
         with Connection(os.dup(0)) as pipe:
             units, job, identity, folder, workers, copies = pipe.recv()
             try:
-                # So that nothing is downloaded here, which takes threads.
+                # Avoids downloads in this process, which would start threads.
                 use_copies(copies)
                 engine = LocalEngine(workers, parent=pipe.fileno())
                 with closing(engine.run(units, job, same_renderer(job, identity), folder)) as running:

@@ -38,30 +38,30 @@ POSITIVE = ValueCheck(
     "a number over 0", lambda value: value is None or (type(value) in (int, float) and 0 < value <= LARGEST)
 )
 TABLE = ValueCheck("a table of filters", lambda value: isinstance(value, Filters))
-UNROLL_ALL = "--unroll makes a row of each answer, and --train-on all trains every turn; give one of them"
+UNROLL_ALL = "--unroll makes one row per answer, and --train-on all trains every turn; use one of them"
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which records are kept: those that pass every filter that is given."""
+    """Filters on records; a record is kept if it passes every filter that is set."""
 
-    min_tokens: int | None = key(None, "The fewest tokens of a conversation, before it is cut.", optional(integer(1)))
-    max_tokens: int | None = key(None, "The most tokens of a conversation, before it is cut.", optional(integer(1)))
-    min_turns: int | None = key(None, "The fewest messages, system messages not counted.", optional(integer(1)))
-    max_turns: int | None = key(None, "The most messages, system messages not counted.", optional(integer(1)))
-    min_trained_share: float | None = key(None, "The smallest share of tokens that are trained.", optional(SHARE))
-    max_trained_share: float | None = key(None, "The largest share of tokens that are trained.", optional(SHARE))
-    match: str | None = key(None, "A regular expression that the text of a message must match.")
-    no_match: str | None = key(None, "A regular expression that the text of no message may match.")
+    min_tokens: int | None = key(None, "Minimum tokens per conversation, before truncation.", optional(integer(1)))
+    max_tokens: int | None = key(None, "Maximum tokens per conversation, before truncation.", optional(integer(1)))
+    min_turns: int | None = key(None, "Minimum number of messages, not counting system messages.", optional(integer(1)))
+    max_turns: int | None = key(None, "Maximum number of messages, not counting system messages.", optional(integer(1)))
+    min_trained_share: float | None = key(None, "Minimum fraction of trained tokens.", optional(SHARE))
+    max_trained_share: float | None = key(None, "Maximum fraction of trained tokens.", optional(SHARE))
+    match: str | None = key(None, "Regular expression that the text of at least one message must match.")
+    no_match: str | None = key(None, "Regular expression that no message may match.")
     languages: tuple[str, ...] = key((), "Languages of answers as ISO 639-1 codes, such as en.")
-    predicate: str | None = key(None, "A Python function as module:function, which must be allowed with --allow-code.")
+    predicate: str | None = key(None, "Python function as module:function; requires --allow-code.")
 
     def faults(self) -> Iterator[str]:
-        """What is wrong with these filters."""
+        """Yield the errors in these filters."""
         for what in ("tokens", "turns", "trained_share"):
             least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if least is not None and most is not None and least > most:
-                yield f"min_{what} {least} is over max_{what} {most}, so that no record would be left"
+                yield f"min_{what} {least} is over max_{what} {most}, so no record would be left"
         for name in ("match", "no_match"):
             try:
                 re.compile(getattr(self, name) or "")
@@ -69,9 +69,9 @@ class Filters:
                 yield f"{name} is not a regular expression ({one_line(str(error))})"
         for code in self.languages:
             if not re.fullmatch("[a-z]{2,3}", code):
-                yield f'"{one_line(code)}" is not the code of a language; give codes such as en or de'
+                yield f'"{one_line(code)}" is not a language code; expected codes such as en or de'
         if self.predicate is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.predicate):
-            yield f'predicate "{one_line(self.predicate)}" is not a function; give it as module:function'
+            yield f'predicate "{one_line(self.predicate)}" is not a function; expected module:function'
 
 
 @dataclass(frozen=True)
@@ -84,30 +84,32 @@ class InputSource:
 
     inputs: tuple[str, ...] = required("Files, globs, folders and URLs.")
     shape: str | None = key(None, "Shape of the records. Default: detected from the first records.")
-    name: str | None = key(None, "Name of the source; left out, that of each file.")
-    train_on: TrainOn | None = key(None, "Whose turns are trained in these files; left out, as the job says.")
-    only_val: bool = key(False, "Use all of these files for validation, whatever the split.")
+    name: str | None = key(None, "Name of the source. Default: the name of each file.")
+    train_on: TrainOn | None = key(None, "Which turns to train in this source. Default: the job's train_on.")
+    only_val: bool = key(False, "Use this source only for validation.")
     weight: float | None = key(
         None, "Share of the training rows that come from this source, relative to the other weights.", POSITIVE
     )
     epochs: float | None = key(
-        None, "How often each row of this source is trained in one pass over the dataset.", POSITIVE
+        None, "How often each row of this source is trained per pass over the dataset.", POSITIVE
     )
     max_samples: int | None = key(
-        None, "Keep at most this many records: the first that no filter and no duplicate removes.", optional(integer(1))
+        None, "Keep at most this many records: the first that pass the filters and deduplication.", optional(integer(1))
     )
-    val_split: float | None = key(None, "The share of this source for validation; left out, that of the recipe.")
-    filters: Filters = key(Filters(), "Filters for this source, besides those of the recipe.", TABLE, flag=NO_FLAG)
+    val_split: float | None = key(None, "Fraction of this source for validation. Default: the recipe's val_split.")
+    filters: Filters = key(
+        Filters(), "Filters for this source, in addition to those of the recipe.", TABLE, flag=NO_FLAG
+    )
     columns: str | None = key(
         None,
-        "Names of keys and roles in the files: messages=conversations,role=from,content=value,user=human.",
+        "Names of keys and roles in the files, such as messages=conversations,role=from,content=value,user=human.",
         metavar="NAME=COLUMN,...",
     )
     response_template: str | None = key(
-        None, "For records of one text: train only the text after this string.", metavar="TEXT"
+        None, "For plain-text records: train only the text after this string.", metavar="TEXT"
     )
     instruction_template: str | None = key(
-        None, "With --response-template: the string at which an answer ends and the next prompt begins.", metavar="TEXT"
+        None, "With --response-template: the string that starts the next prompt, where an answer ends.", metavar="TEXT"
     )
 
     def options(self) -> ShapeOptions:
@@ -116,7 +118,7 @@ class InputSource:
 
 @dataclass(frozen=True)
 class Job:
-    """What to build. Its keys are the flags of `chatmill prepare` and the keys of a recipe.
+    """What to build. Each field is a flag of `chatmill prepare` and a key of a recipe.
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),), max_tokens=512, pack=2048)
     >>> job.format, job.fit
@@ -126,38 +128,40 @@ class Job:
     sources: tuple[InputSource, ...]
     tokenizer: str = key(
         "bytes",
-        "`bytes` (embedded), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face folder, here or at "
-        "a URL.",
+        "`bytes` (built in), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face model folder, "
+        "as a path or URL.",
     )
     format: str | None = key(
         None,
         "Chat format: a preset (see `chatmill formats`), a .toml file, or `template`. Default: the "
         "chat template of the tokenizer's folder if it has one, else chatml.",
     )
-    add_tokens: bool = key(False, "Add the control tokens of the format that the tokenizer lacks.")
+    add_tokens: bool = key(False, "Add control tokens of the chat format that the tokenizer lacks.")
     chat_template: str | None = key(
-        None, "With --format template: a Jinja file instead of the tokenizer's own.", metavar="FILE"
+        None, "With --format template: a Jinja file to use instead of the tokenizer's chat template.", metavar="FILE"
     )
     template_args: tuple[str, ...] = key(
         (),
-        "Variable for the template, such as enable_thinking=false; may be given several times.",
+        "Variable for the chat template, such as enable_thinking=false; may be repeated.",
         flag="--template-arg",
         metavar="NAME=VALUE",
     )
-    template_date: str | None = key(None, "Date for templates that print it. Today, if left out.", metavar="YYYY-MM-DD")
-    mask: Mask = key("derived", "With --format template: derive what is trained, or follow its generation tags.")
+    template_date: str | None = key(None, "Date for templates that print it. Default: today.", metavar="YYYY-MM-DD")
+    mask: Mask = key(
+        "derived",
+        "With --format template: derive the loss mask from the rendered text, or use the template's generation tags.",
+    )
     text_tokens: TextTokens = key(
         "as-transformers",
-        "With --format template: encode added tokens such as <think> in message text as tokens, as transformers does, "
-        "or never. Special tokens and those of headers are always plain text.",
+        "With --format template: encode added tokens such as <think> in message text as single tokens, like "
+        "transformers, or never. Special tokens and header tokens in message text are always encoded as plain text.",
     )
     allow_no_end_token: bool = key(
-        False, "With --format template: train answers that no token ends, instead of refusing them."
+        False, "With --format template: train answers without an end-of-turn token instead of refusing them."
     )
     strip_prompt_space: bool = key(
         False,
-        "With --format template: train the spaces that the assistant header ends in as part of answers; prompts are "
-        "without them.",
+        "With --format template: move trailing spaces of the assistant header from the prompt into the trained answer.",
     )
     train_on: TrainOn = key(
         "assistant",
@@ -168,88 +172,93 @@ class Job:
         False,
         "Make one row per answer, with all messages before it as context. For templates that drop earlier reasoning.",
     )
-    max_tokens: int | None = key(None, "The longest row, or the size of a block. Left out, nothing is cut.")
+    max_tokens: int | None = key(None, "Maximum row length, or the block size with --fit blocks. Default: no limit.")
     fit: Fit = key(
         "exchanges",
-        "How rows over --max-tokens are cut: see docs/explanation/packing.md; blocks makes stream blocks instead.",
+        "How to shorten rows over --max-tokens (see docs/explanation/packing.md); blocks makes fixed-size "
+        "stream blocks.",
     )
-    require_terminators: bool = key(False, "Drop rows that end inside an answer.")
-    pack: int | None = key(None, "Put whole rows together into rows of at most this many tokens.")
-    val_split: float = key(0.0, "The share of conversations for validation, chosen by a hash of what they say.")
-    split: SplitBy = key("hash", "By hash, which never moves a conversation, or by a shuffle with --seed.")
-    seed: int = key(42, "For --split shuffle.")
-    shard_tokens: int = key(SHARD_TOKENS, "Tokens in a shard.")
+    require_terminators: bool = key(False, "Drop rows that end in the middle of an answer.")
+    pack: int | None = key(None, "Pack whole conversations into rows of at most this many tokens.")
+    val_split: float = key(0.0, "Fraction of conversations for validation.")
+    split: SplitBy = key(
+        "hash",
+        "Choose validation conversations by a hash of their content, which is stable when data is added, "
+        "or by a shuffle.",
+    )
+    seed: int = key(42, "Seed for --split shuffle.")
+    shard_tokens: int = key(SHARD_TOKENS, "Tokens per shard.")
     dedupe: bool = key(
         False,
-        "Keep only the first of conversations that are equal but for case and white space.",
+        "Keep only the first of conversations that are equal up to case and whitespace.",
     )
     near_dedupe: float | None = key(
         None,
-        "As --dedupe, and drop conversations that nearly equal another: from this share of common 5-token sequences "
-        "on, such as 0.8.",
+        "Like --dedupe, and also drop near-duplicates: conversations that share at least this fraction of 5-token "
+        "sequences, such as 0.8.",
         metavar="SHARE",
     )
     precedence: tuple[str, ...] = key(
-        (), "Names of sources: of duplicates, that of the first of them is kept.", flag=NO_FLAG
+        (), "Source names in order of precedence: of duplicates, the one from the first source is kept.", flag=NO_FLAG
     )
     filters: Filters = key(Filters(), "Filters for all sources.", TABLE, flag=NO_FLAG)
     exclude: str | None = key(
         None, "Leave out the records that this file names, by FILE:LINE or id, a line each.", metavar="FILE"
     )
     on_error: Literal["stop", "skip"] = key(
-        "stop", "At a faulty record: stop with its line, or skip it and write it to the rejects."
+        "stop", "At an invalid record: stop and print its line, or skip it and write it to the rejects file."
     )
 
     def check(self) -> None:
-        """Raise `UsageError` with all faults in one line."""
+        """Raise `UsageError` with all errors in one line."""
         faults = []
         if not any(source.inputs for source in self.sources):
             faults.append("no input")
         if self.fit not in FITS:
-            faults.append(f'--fit "{self.fit}" is none of {", ".join(FITS)}')
+            faults.append(f'--fit "{self.fit}" is unknown; expected {", ".join(FITS)}')
         if self.unroll and "all" in [source.train_on or self.train_on for source in self.sources]:
             faults.append(UNROLL_ALL)
         if self.max_tokens is not None and self.max_tokens < 2:
-            faults.append(f"--max-tokens {self.max_tokens} is too small; a row that can be trained has 2 tokens")
+            faults.append(f"--max-tokens {self.max_tokens} is too small; expected at least 2")
         if self.pack is not None and self.pack < 2:
-            faults.append(f"--pack {self.pack} is too small; give at least 2")
+            faults.append(f"--pack {self.pack} is too small; expected at least 2")
         if self.pack is not None and self.pack > LONGEST:
-            faults.append(f"--pack {self.pack} is too large; give at most {LONGEST}")
+            faults.append(f"--pack {self.pack} is too large; expected at most {LONGEST}")
         if self.pack is not None and self.max_tokens is not None and self.max_tokens > self.pack:
-            faults.append(f"--max-tokens {self.max_tokens} is over --pack {self.pack}; such rows would not fit")
+            faults.append(f"--max-tokens {self.max_tokens} is over --pack {self.pack}; expected at most {self.pack}")
         if self.fit == "blocks" and self.max_tokens is None:
-            faults.append("--fit blocks needs the size of a block as --max-tokens")
+            faults.append("--fit blocks requires the block size as --max-tokens")
         if self.fit == "blocks" and self.pack is not None:
-            faults.append("--fit blocks makes full rows already; leave out --pack")
+            faults.append("--fit blocks already makes full rows; remove --pack")
         if not (math.isfinite(self.val_split) and 0 <= self.val_split < 1):
-            faults.append(f"--val-split {self.val_split} is outside of 0 to 1; 0.1 keeps a tenth for validation")
+            faults.append(f"--val-split {self.val_split} is not between 0 and 1; 0.1 keeps a tenth for validation")
         if self.val_split and any(source.only_val for source in self.sources):
-            faults.append("--val-split and --val-file both say what is for validation; give one")
+            faults.append("--val-split and --val-file both select validation data; use one")
         if self.seed < 0:
-            faults.append(f"--seed {self.seed} is below 0; give a whole number from 0 on")
+            faults.append(f"--seed {self.seed} is negative; expected a whole number of at least 0")
         faults += self._source_faults()
         if self.near_dedupe is not None and not 0.5 <= self.near_dedupe <= 1:
-            faults.append(f"--near-dedupe {self.near_dedupe} is outside of 0.5 to 1; 0.8 is common")
+            faults.append(f"--near-dedupe {self.near_dedupe} is not between 0.5 and 1; 0.8 is common")
         if self.precedence and not self.removes_duplicates:
-            faults.append("precedence is for duplicates, and none are looked for; add dedupe or near_dedupe")
+            faults.append("precedence requires dedupe or near_dedupe")
         faults += [f"filters: {fault}" for fault in self.filters.faults()]
         if self.shard_tokens < 1:
-            faults.append(f"--shard-tokens {self.shard_tokens} is too small; give at least 1")
+            faults.append(f"--shard-tokens {self.shard_tokens} is too small; expected at least 1")
         if faults:
             raise UsageError("; ".join(faults))
 
     def _source_faults(self) -> Iterator[str]:
-        """Faults of sources and of what names them."""
+        """Yield the errors in sources and in keys that refer to them."""
         names = [source.name for source in self.sources if source.name is not None]
         for name in names:
             if not name or "/" in name or "\\" in name:
-                yield f'the source name "{one_line(name)}" is empty or a path; give a plain name'
+                yield f'the source name "{one_line(name)}" is empty or a path; expected a plain name'
         for name in [name for name, count in Counter(names).items() if count > 1]:
             yield f'two sources have the name "{one_line(name)}"; give each its own `name`'
         for name in self.precedence:
             if name not in names:
                 known = ", ".join(map(one_line, names)) or "none, give each a `name`"
-                yield f'precedence has "{one_line(name)}", which is not the name of a source ({known})'
+                yield f'precedence names "{one_line(name)}", which is not a source (known: {known})'
         yield from _mix_faults(self.sources)
         for number, source in enumerate(self.sources):
             where = f"source {number if source.name is None else one_line(source.name)}"
@@ -257,13 +266,13 @@ class Job:
             if source.val_split is None:
                 continue
             if source.only_val:
-                yield f"{where}: val_split and only_val both say what is for validation; give one"
+                yield f"{where}: val_split and only_val both select validation data; use one"
             if not (math.isfinite(source.val_split) and 0 <= source.val_split < 1):
-                yield f"{where}: val_split {source.val_split} is outside of 0 to 1; 0.1 keeps a tenth for validation"
+                yield f"{where}: val_split {source.val_split} is not between 0 and 1; 0.1 keeps a tenth for validation"
 
     @property
     def capacity(self) -> int | None:
-        """The longest row that may come out of fitting; None for any."""
+        """The longest row that fitting can produce; None if unlimited."""
         return self.max_tokens if self.max_tokens is not None else self.pack
 
     @property
@@ -271,7 +280,7 @@ class Job:
         return any(source.only_val or self.val_share(source) > 0 for source in self.sources)
 
     def val_share(self, source: InputSource) -> float:
-        """The share of a source that is for validation."""
+        """Return the fraction of a source for validation."""
         return self.val_split if source.val_split is None else source.val_split
 
     @property
@@ -279,12 +288,12 @@ class Job:
         return self.dedupe or self.near_dedupe is not None
 
     def source_name(self, number: int) -> str | None:
-        """The name under which the dataset remembers a source: if there are several, and all have names."""
+        """Return the name under which the dataset stores a source, if there are several and all have names."""
         named = len(self.sources) > 1 and all(source.name is not None for source in self.sources)
         return self.sources[number].name if named else None
 
     def default_mix(self) -> dict[str, dict[str, float]]:
-        """How training mixes the sources, as the key of its config; empty if no source has a weight or epochs."""
+        """The mix of sources for the training config; empty if no source has a weight or epochs."""
         named = [(source.name, source) for source in self.sources if source.name is not None and not source.only_val]
         if any(source.epochs is not None for _, source in named):
             return {"mix_epochs": {name: 1.0 if source.epochs is None else source.epochs for name, source in named}}
@@ -292,11 +301,13 @@ class Job:
         return {"mix_sft": weights} if weights else {}
 
     def named_files(self) -> list[Path]:
-        """The files and folders that it reads besides its input: tokenizer, format and chat template."""
+        """Return the files and folders read besides the input: tokenizer, format, chat template and exclude list."""
         return existing(self.tokenizer, self.format, self.chat_template, self.exclude)
 
     def to_json(self) -> dict[str, Any]:
-        """All keys, URLs without user, password and query: these are secret, and may differ from build to build."""
+        """Return all keys, with URLs without user, password and query, which are secret and may differ between
+        builds.
+        """
         stored = asdict(self)
         for source in stored["sources"]:
             source["inputs"] = tuple(map(_safe, source["inputs"]))
@@ -307,19 +318,19 @@ class Job:
 
 
 def _mix_faults(sources: Sequence[InputSource]) -> Iterator[str]:
-    """Faults of `weight` and `epochs`, which say how training mixes the sources."""
+    """Yield the errors in `weight` and `epochs`, which set how training mixes the sources."""
     trained = [source for source in sources if not source.only_val]
     mixed = [source for source in sources if source.weight is not None or source.epochs is not None]
     if not mixed:
         return
     if len(sources) == 1:
-        yield "weight and epochs mix several sources, and there is one; leave them out, and train for more epochs"
+        yield "weight and epochs need several sources, and there is only one; remove them, and train for more epochs"
         return
     if any(source.only_val for source in mixed):
-        yield "weight and epochs are for training; leave them out of sources that are only_val"
+        yield "weight and epochs are for training; remove them from sources that are only_val"
     weights = [source.weight is not None for source in trained]
     if any(weights) and any(source.epochs is not None for source in trained):
-        yield "weight and epochs both say how often a source is trained; give one of them for all sources"
+        yield "weight and epochs both set how often a source is trained; use one of them for all sources"
     elif any(weights) and not all(weights):
         yield "some sources have a weight; give one to every source that is trained, or to none"
     if any(source.name is None for source in sources):
@@ -331,5 +342,5 @@ def _safe(name: str | None) -> str | None:
 
 
 def existing(*names: str | None) -> list[Path]:
-    """Those names that are files or folders, rather than the names of something built in."""
+    """Return the names that are existing files or folders rather than built-in names."""
     return [Path(name) for name in names if name is not None and os.path.exists(name)]  # noqa: PTH110

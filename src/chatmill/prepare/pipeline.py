@@ -1,4 +1,4 @@
-"""`prepare_dataset`: build the dataset that a job describes, and publish it."""
+"""`prepare_dataset`: build the dataset described by a job, and publish it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from chatmill.store.publish import check_target, publish, refuse_inside
 from chatmill.store.remote_publish import Uploads, check_remote_target, publish_remote, scratch_folder
 
 UNIT_BYTES = 4 * 2**20
-"""Bytes of input in a unit, if the file can be cut. It has no influence on the bytes of the dataset."""
+"""Bytes of input per unit, if the file can be split. Does not affect the bytes of the dataset."""
 MOST_UNITS = 2**16
-"""Of a large input units are larger instead: one process collects their results."""
+"""Maximum number of units: a large input has larger units, because one process collects their results."""
 
 FORKED_TOKENS = 2**23
-"""Fewer tokens are written by one process in the time that it takes to start others."""
+"""Below this many tokens, one process writes the shards before others could start."""
 
 
 def prepare_dataset(
@@ -65,23 +65,23 @@ def prepare_dataset(
     on_fault: Callable[[RecordError], None] = lambda fault: None,
     on_progress: Callable[[BuildProgress], None] = lambda progress: None,
 ) -> Metadata:
-    """Build the dataset that `job` describes at `target`: it appears whole, or not at all.
+    """Build the dataset described by `job` at `target`, which appears only when it is complete.
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),), val_split=0.1)
     >>> metadata = chatmill.prepare_dataset(job, "v1")
     >>> {name: split.num_episodes for name, split in metadata.splits.items()}
     {'train': 356, 'val': 44}
 
-    `renderer` is the one that `job` names, if it is open already. With `resume` the units that an interrupted build
-    of the same job completed are used. Each rejected record goes to `on_fault`. `allow_code` names the predicates of
-    filters, as module:function, that may run.
+    `renderer` is the renderer of the job, if it is already open. `resume` reuses the units completed by an interrupted
+    build of the same job. Rejected records are passed to `on_fault`. `allow_code` lists the filter predicates
+    (module:function) that may run.
     """
     job.check()
     check_languages(job)
     predicates = allowed_predicates(job, allow_code)
     where = urls.place(target)
     remote = check_remote_target(where, overwrite=overwrite) if isinstance(where, Url) else None
-    # A dataset for a URL is built here, and uploaded shard by shard.
+    # A dataset for a URL is built locally and uploaded shard by shard.
     local = scratch_folder(where) if isinstance(where, Url) else where
     check_target(local, overwrite=overwrite)
     inputs = InputFiles([source.inputs for source in job.sources])
@@ -142,7 +142,7 @@ def units_of(
     predicates: Sequence[Predicate] = (),
     excluded: Excluded = NOTHING,
 ) -> list[Unit]:
-    """The units of the input, in its order; `DataError` if a file of `excluded` is not among it."""
+    """Split the input into units, in order; raise `DataError` if a file in `excluded` is not part of the input."""
     parts = [
         (part, number)
         for number, (source, files) in enumerate(zip(job.sources, inputs.groups, strict=True))
@@ -153,7 +153,7 @@ def units_of(
     seen = {identity(part.path) for part, number in parts if not job.sources[number].only_val}
     for part, number in parts:
         if job.sources[number].only_val and identity(part.path) in seen:
-            raise DataError(f"{shown(part.path)}: is given for training and for validation; leave it out of one")
+            raise DataError(f"{shown(part.path)}: is used for both training and validation; remove it from one")
     tests = [
         tuple(each for each in predicates if each.name in [one.predicate for one in filters_of(job, number)])
         for number in range(len(job.sources))
@@ -170,14 +170,14 @@ def units_of(
             about = (name, source.train_on or job.train_on, source.only_val, size, number, tests[number], excluded.ids)
             units.append(Unit(len(units), piece, *about))
     if not units:
-        raise DataError("the input is empty; there is nothing to prepare")
+        raise DataError("the input is empty; expected at least one record")
     return units
 
 
 def relative_names(paths: Sequence[Place]) -> list[str]:
-    """Names that do not depend on where the files are: as given, or relative to the folder all have in common.
+    """Return file names that do not depend on the location: as given, or relative to the common parent folder.
 
-    A URL is like an absolute path; beside local files it is stored whole. Standard input is `-`.
+    A URL is treated like an absolute path; if there are local files too, it is stored whole. Standard input is `-`.
     """
     here = [path for path in paths if isinstance(path, Path) and not is_standard_input(path)]
     urls = [path for path in paths if isinstance(path, Url)]
@@ -186,7 +186,7 @@ def relative_names(paths: Sequence[Place]) -> list[str]:
         # s3://bucket/chat/a.jsonl -> /s3:/bucket/chat/a.jsonl
         names |= dict(zip(urls, _below_common([Path("/", *str(url).split("/")) for url in urls]), strict=True))
     if any(path.is_absolute() for path in here):
-        # A path may begin with two slashes, and is then not below one that begins with one.
+        # A path that starts with two slashes is not below one that starts with one.
         names |= dict(zip(here, _below_common([Path("/", *path.absolute().parts[1:]) for path in here]), strict=True))
     return [names[path] for path in paths]
 
@@ -198,7 +198,7 @@ def _below_common(absolute: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Build:
-    """What every step of a build needs."""
+    """State shared by the steps of a build."""
 
     job: Job
     renderer: Renderer
@@ -207,7 +207,7 @@ class _Build:
     place: BuildDir
     on_progress: Callable[[BuildProgress], None]
     cluster: ClusterBuild | None
-    """The Ray cluster that builds it, if its target is a URL."""
+    """The Ray cluster that builds the dataset, if its target is a URL."""
     excluded: Excluded
 
 
@@ -220,12 +220,12 @@ def _staged(build: _Build, unit: Unit, done: Done, lines_before: int) -> list[St
 
 
 def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, None]:
-    """The result of each unit, in order, and the number of lines before it in its file.
+    """Yield the result of each unit in order, and the number of lines before it in its file.
 
-    Units that an interrupted build completed are not run again.
+    Units completed by an interrupted build are not run again.
     """
     units, place = build.units, build.place
-    # On a cluster the workers look which units are complete.
+    # On a cluster the workers check which units are complete.
     completed = _completed(build) if place.resumed and build.cluster is None else {}
     left = [unit for unit in units if unit.number not in completed]
     progress, before = SourceProgress(build.job, units), 0
@@ -238,7 +238,7 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
             try:
                 done = completed[unit.number] if unit.number in completed else next(running)
             except (RecordError, RemoteError) as fault:
-                # A file that changes under its reader breaks records, too.
+                # A file that changes while it is read also causes invalid records.
                 build.inputs.check_times()
                 if isinstance(fault, RecordError):
                     fault.line += before
@@ -252,7 +252,7 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
 
 
 def _completed(build: _Build) -> dict[int, Done]:
-    """The results of the units that an interrupted build completed; the bytes that they read are read again."""
+    """Return the results of units completed by an interrupted build, after checking the input bytes that they read."""
     completed, checked, total = {}, 0, sum(unit.size for unit in build.units)
     for unit in build.units:
         if (done := finished(unit, build.place.units)) is not None:
@@ -270,9 +270,9 @@ def _write(
     engine: Engine | None = None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> Metadata:
-    """Write all files of the dataset from staged rows, the metadata last; with an `engine`, in its processes."""
+    """Write all files of the dataset from staged rows, metadata last; with an `engine`, in its processes."""
     if not ledger.total("read").rows:
-        raise DataError("the input holds no record; there is nothing to prepare")
+        raise DataError("the input has no records; expected at least one")
     rendered, written = ledger.total("rendered", "repeated"), 0
 
     def on_tokens(count: int) -> None:
@@ -315,14 +315,14 @@ def _write(
 
 
 def _is_large(job: Job, tokens: int) -> bool:
-    """Whether shards are written in processes of their own. Blocks are cut in order, by this one."""
+    """Whether shards are written in worker processes. Blocks are cut in order, by this process."""
     return job.fit != "blocks" and tokens >= max(FORKED_TOKENS, 2 * job.shard_tokens)
 
 
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles, excluded: Excluded) -> bytes:
-    """What an interrupted build must have in common with this one for its units to be used.
+    """Return a hash that must match for the units of an interrupted build to be reused.
 
-    Of the input it has the sizes: each unit has the hash of the bytes that it read.
+    It covers only the sizes of input files; each unit stores a hash of the bytes that it read.
     """
     parts = [(label(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
     files = {label(path): size for path, size in inputs.sizes.items()}
@@ -333,17 +333,17 @@ def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: In
 
 
 def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, Any]:
-    """The job as the dataset stores it: what has an influence on its bytes, and no absolute paths."""
+    """Return the job as stored in the dataset: everything that affects its bytes, without absolute paths."""
     config = job.to_json()
     of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
     of_answers = ("allow_no_end_token", "strip_prompt_space")
     for key in ("tokenizer", "on_error", "format", *of_template, *of_answers):
-        # Stored with the tokenizer or the format, or without influence on the bytes.
+        # Stored with the tokenizer or the format, or without effect on the bytes.
         del config[key]
     config["exclude"] = excluded.sha256
     for name in ("unroll", "near_dedupe", "precedence", "filters", "exclude"):
         if getattr(job, name) == keys_of(Job)[name].default:
-            # As in datasets from before there was this key, so that their bytes stay the same.
+            # Left out so that datasets from before this key existed keep the same bytes.
             del config[name]
     read = dict.fromkeys(
         (
@@ -368,7 +368,7 @@ def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, An
 
 
 def _selection_keys(source: InputSource) -> dict[str, Any]:
-    """The keys of a source, where they are given, that say which of its records are used."""
+    """Return the keys of a source that are set and select its records."""
     filters = {name: value for name, value in asdict(source.filters).items() if value not in (None, ())}
     keys = {"val_split": source.val_split, "max_samples": source.max_samples, "filters": filters or None}
     return {name: value for name, value in keys.items() if value is not None}

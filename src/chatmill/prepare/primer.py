@@ -1,7 +1,8 @@
-"""`build_cache`: one file of conversations to the primer cache of one source.
+"""`build_cache`: build the primer cache of one source from a file of conversations.
 
-Read all, shuffle by the seed, split, keep the last tokens of each row, write: one example per row. The shuffle needs
-all rows at once, so a source must fit into memory: as columns of ids and spans, with no Python object per token.
+Reads all records, shuffles them with the seed, splits them, keeps the last tokens of each row, and writes one example
+per row. The shuffle needs all rows at once, so a source must fit into memory, as columns of ids and spans without
+Python objects per token.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from chatmill.store.publish import refuse_inside
 from chatmill.tokenizer import open_tokenizer
 
 SHAPES = {"primer": "primer", "oasst1": "oasst1", "dolly15k": "dolly"}
-"""The sources of caches, and the shape of their records."""
+"""Sources of caches, and the shape of their records."""
 LEAST_TOKENS = 2
 CHUNK = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(Config):
-    """What decides the bytes of a cache."""
+    """Settings that determine the bytes of a cache."""
 
-    path: str = required("The file to read.", named("file"))
+    path: str = required("File to read.", named("file"))
     out_dir: str = key(CACHES, "Folder of the caches, one subfolder per source.", named("folder"))
     seed: int = key(
         42,
-        "The seed of the shuffle that splits and orders.",
-        ValueCheck("a whole number from 0 on", lambda value: type(value) is int and value >= 0),
+        "Seed of the shuffle that splits and orders the examples.",
+        ValueCheck("a whole number of at least 0", lambda value: type(value) is int and value >= 0),
     )
-    val_frac: float = key(0.1, "The share of examples for validation, 0 for none.", BELOW_ONE)
-    t_max: int = key(1024, "Tokens a row at most: of a longer one the last stay.", integer(2, LONGEST))
+    val_frac: float = key(0.1, "Fraction of examples for validation; 0 for none.", BELOW_ONE)
+    t_max: int = key(1024, "Maximum tokens per row; longer rows keep their last tokens.", integer(2, LONGEST))
     tokenizer: str = key("bytes", keys_of(Job)["tokenizer"].help, named("tokenizer"))
     add_tokens: bool = key(False, keys_of(Job)["add_tokens"].help)
 
@@ -59,9 +60,9 @@ def build_cache(
     overwrite: bool = False,
     progress: Callable[[Iterable[Record]], Iterable[Record]] = iter,
 ) -> CacheMeta:
-    """Render, split, cut and write the records of one source; their ledger counts what became of every row.
+    """Render, split, truncate and write the records of one source; their ledger accounts for every row.
 
-    `progress` passes the records on and may count them.
+    `progress` wraps the iterator of records, for example to count them.
     """
     out, ledger = local_path(config.out_dir), records.ledger
     target = check_place(out, source, overwrite=overwrite)
@@ -74,7 +75,7 @@ def build_cache(
         rows = concat(list(renderer.render_chunks(_answered(progress(records), records.reject))))
     if not len(rows):
         rejects = records.rejects
-        why = f"all records were rejected, see {rejects.path}" if rejects and rejects.counts else "holds no record"
+        why = f"all records were rejected, see {rejects.path}" if rejects and rejects.counts else "no records"
         raise DataError(f"{shown(place(config.path))}: {why}; expected at least one")
     ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
     split = shuffle_split(len(rows), config.val_frac, seed=config.seed)
@@ -97,18 +98,18 @@ def build_cache(
 
 
 def _answered(records: Iterable[Record], reject: Callable[[RecordError], None]) -> Iterator[Record]:
-    """The records with an assistant turn; all others are rejected."""
+    """Yield the records with an assistant turn; reject all others."""
     for record in records:
         if any(message.role == "assistant" for message in record.messages):
             yield record
             continue
-        right = "expected at least one: there would be nothing to train"
+        right = "expected at least one, otherwise there is nothing to train"
         fault = RecordError("no message has role assistant", right, kind="no_assistant")
         reject(fault.at(record.file, record.line, record.id))
 
 
 def _fitted(rows: Rows, numbers: list[int], t_max: int, ledger: Ledger) -> Iterator[Rows]:
-    """These rows in this order, a chunk at a time, of each the last `t_max` tokens."""
+    """Yield the given rows in order, in chunks, truncated to their last `t_max` tokens."""
     for at in range(0, len(numbers), CHUNK):
         chosen = rows.take(numbers[at : at + CHUNK])
         chosen = truncate(chosen, t_max, "tail", ledger=ledger, drop_untrained=False, min_tokens=LEAST_TOKENS)
@@ -117,7 +118,7 @@ def _fitted(rows: Rows, numbers: list[int], t_max: int, ledger: Ledger) -> Itera
 
 
 def count_stored(rows: Rows, ledger: Ledger) -> None:
-    """Count rows as stored, and note those without a trained token."""
+    """Count rows as stored, and note those without trained tokens."""
     row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span[rows.first_segment]))
     untrained = np.bincount(row[rows.spans["weight"] > 0], minlength=len(rows)) == 0
     if untrained.any():

@@ -1,4 +1,4 @@
-"""How far a build is, source by source."""
+"""Progress of a build, per source."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from chatmill.remote.urls import place
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """Progress of a build: `step` is check (of units to resume), render (in bytes of input) or write (in tokens).
+    """Progress of a build: `step` is check (units to resume), render (bytes of input) or write (tokens).
 
-    When a job has several sources, rendering is reported for each of them: all numbers are of `source` alone.
+    If a job has several sources, rendering is reported per source: all numbers refer to `source`.
     """
 
     step: str
@@ -25,18 +25,18 @@ class BuildProgress:
     rows: int
     tokens: int
     source: str = ""
-    """The name of the source that is rendered; empty if the job has one source, and in other steps."""
+    """Name of the source being rendered; empty if the job has one source, and in other steps."""
     resumed: int = 0
-    """How much of `done` was taken over from an interrupted build."""
+    """The part of `done` that was reused from an interrupted build."""
 
 
 def source_title(source: InputSource) -> str:
-    """The name of a source; without one, its first input."""
+    """Return the name of a source, or its first input if it has none."""
     return source.name or shown(place(source.inputs[0]))
 
 
 class SourceProgress:
-    """Counts the units of each source that are rendered."""
+    """Counts the rendered units of each source."""
 
     def __init__(self, job: Job, units: Sequence[Unit]) -> None:
         self._names = [source_title(source) for source in job.sources] if len(job.sources) > 1 else [""]
@@ -46,7 +46,7 @@ class SourceProgress:
             self._total[unit.source] += unit.size
 
     def after(self, unit: Unit, done: Done) -> BuildProgress:
-        """The progress of the source of a unit after that unit."""
+        """Return the progress of a unit's source after that unit."""
         source, rendered = unit.source, done.ledger.total("rendered")
         self._done[source] += unit.size
         self._resumed[source] += unit.size if done.resumed else 0

@@ -1,7 +1,7 @@
-"""Run units, and write the shards of a dataset at a URL, as tasks of a Ray cluster, which retries lost ones.
+"""Run units, and write the shards of a dataset at a URL, as tasks of a Ray cluster, which retries lost tasks.
 
-Where input, tokenizer and target are URLs, nodes need nothing in common. Whatever of them is a local path must be on a
-file system that all nodes see under the same path.
+If input, tokenizer and target are URLs, nodes need no shared file system. A local path must be accessible under the
+same path on all nodes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from chatmill.store.metadata import ShardInfo
 from chatmill.store.remote_publish import RemoteTarget
 
 RETRIES = 8
-"""How often a unit is run again after its worker was lost; errors of the unit itself are never retried."""
+"""Retries of a unit after its worker is lost; errors of the unit itself are never retried."""
 PATIENCE = 600
-"""Seconds that running tasks are given to end after a fault, so that nothing writes to the build any more."""
+"""Seconds to wait for running tasks after an error, so that nothing writes to the build afterwards."""
 TASKS_PER_CPU = 4
-"""Tasks that are submitted at a time; after a fault only these are waited for."""
+"""Maximum number of submitted tasks; after an error only these have to finish."""
 
 REMOVED_TOGETHER = 500
-"""Objects that a task removes."""
+"""Objects removed per task."""
 LOOK_SECONDS = 1.0
-"""How often it is checked that the cluster is there while its units are waited for."""
+"""Seconds between checks that the cluster is reachable while waiting for units."""
 MISSED = 4
-"""So many checks in a row must fail before the cluster is given up."""
+"""Number of consecutive failed checks after which the cluster counts as lost."""
 
 
 class LostClusterError(ChatmillError):
-    """The head of the cluster, or the raylet of this node, is gone."""
+    """The head of the cluster, or the raylet of this node, cannot be reached."""
 
 
 class RayEngine:
-    """Runs units on the Ray cluster at `address`, or on a local one with `workers` CPUs, stopped at the end."""
+    """Runs units on the Ray cluster at `address`, or on a temporary local cluster with `workers` CPUs."""
 
     def __init__(self, workers: int | None = None, address: str | None = None) -> None:
         self.workers = workers
@@ -58,7 +58,7 @@ class RayEngine:
     def run(
         self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Place, *, resume: bool = False
     ) -> Generator[Done, None, None]:
-        """As `Engine.run`; with `resume`, units whose staged objects are in the folder are not run again."""
+        """Like `Engine.run`; with `resume`, units whose staged objects exist are not run again."""
         local = [*job.named_files(), *(unit.part.path for unit in units), folder]
         # Paths are kept as the user gave them, because they appear in errors.
         here = Path.cwd() if any(isinstance(place, Path) for place in local) else None
@@ -68,31 +68,31 @@ class RayEngine:
     def write_shards(
         self, plans: Iterable[ShardPlan], target: RemoteTarget, *, vocab_size: int, per_task: int = 1
     ) -> Generator[ShardInfo, None, None]:
-        """Write shards of a dataset at a URL from staged objects, and yield what was written in their order."""
+        """Write shards of a dataset at a URL from staged objects, and yield what was written in order."""
         left = iter(plans)
         tasks = iter(lambda: list(islice(left, per_task)), [])
         for infos in self._in_order(_write, tasks, (target, vocab_size)):
             yield from infos
 
     def remove(self, urls: Sequence[Url]) -> None:
-        """Remove objects, in tasks: each takes a request."""
+        """Remove objects in parallel tasks, because each takes a request."""
         parts = [urls[at : at + REMOVED_TOGETHER] for at in range(0, len(urls), REMOVED_TOGETHER)]
         for _ in self._in_order(_remove, parts, None):
             pass
 
     def num_cpus(self) -> int:
-        """Of the whole cluster."""
+        """Number of CPUs of the whole cluster."""
         with self.connected() as ray:
             return int(ray.cluster_resources().get("CPU", 1))
 
     def _in_order(self, work: Callable[[Any, Any], Any], items: Iterable[Any], shared: Any) -> Generator[Any]:
-        """The results of `work` for all items, in their order; the first error in that order is raised."""
+        """Yield the results of `work` for all items in order; raise the first error in that order."""
         with self.connected() as ray:
-            # Less than one CPU each, or the tasks of a small cluster starve the ones that feed them.
+            # Request less than one CPU per task, or the tasks of a small cluster starve those that feed them.
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(work)
             shared = ray.put(shared)
             places, waiting = _places(ray), iter(items)
-            # Once: a call of the head while it is lost may end this process.
+            # Only once: calling the head while it is lost may kill this process.
             most = max(4, TASKS_PER_CPU * self.num_cpus())
             pending: deque[Any] = deque()
             try:
@@ -104,24 +104,24 @@ class RayEngine:
                     yield _result(ray, pending[0], places)
                     pending.popleft()
             except LostClusterError:
-                # Nobody is there to end its tasks.
+                # Tasks of a lost cluster cannot be cancelled.
                 pending.clear()
                 raise
             finally:
                 if pending and not self._started:
-                    # Not cancelled: Ray may end this process if a task completes while it is being cancelled.
+                    # Do not cancel: Ray may kill this process if a task completes while it is being cancelled.
                     ray.wait(list(pending), num_returns=len(pending), timeout=PATIENCE)
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """Ray, connected until the end of the block; a cluster that was started for it ends then."""
+        """Connect to Ray for the block; a cluster started for the block is stopped at the end."""
         try:
             import ray
         except ImportError:
             raise UsageError("--engine ray needs ray: pip install 'chatmill[ray]'") from None
         starts = not ray.is_initialized()
         if starts:
-            # "local": Ray would otherwise join any cluster that happens to run on this machine.
+            # Without "local", Ray would join any cluster that happens to run on this machine.
             own = {"address": "local", "num_cpus": self.workers, "include_dashboard": False}
             where = {"address": self.address} if self.address else own
             try:
@@ -140,16 +140,18 @@ class RayEngine:
 
 
 def _check_reachable(address: str | None) -> None:
-    """Raise `OSError` if nothing listens at HOST:PORT, for which Ray itself would wait many minutes."""
+    """Raise `OSError` if nothing listens at HOST:PORT; Ray itself would wait many minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def _places(ray: Any) -> list[str]:
-    """HOST:PORT of the head of the cluster and of this node's raylet: without them Ray ends this process, or hangs."""
+    """Return HOST:PORT of the cluster head and of this node's raylet: if they are lost, Ray kills this process or
+    hangs.
+    """
     if ray.util.client.ray.is_connected():
-        # Connected through a server of the cluster, whose loss Ray reports by itself.
+        # Connected through a Ray client server, whose loss Ray reports itself.
         return []
     context = ray.get_runtime_context()
     here = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
@@ -157,7 +159,7 @@ def _places(ray: Any) -> list[str]:
 
 
 def _wait(ray: Any, task: Any, places: Sequence[str]) -> None:
-    """Wait for a task; `LostClusterError` if a place cannot be reached several times in a row."""
+    """Wait for a task; raise `LostClusterError` if an address is unreachable several times in a row."""
     missed = 0
     while not ray.wait([task], timeout=LOOK_SECONDS)[0]:
         try:
@@ -181,13 +183,15 @@ def _result(ray: Any, task: Any, places: Sequence[str]) -> Any:
         cause = error.cause
         raise cause if isinstance(cause, ChatmillError | OSError) else error from None
     except ray.exceptions.RayError as error:
-        raise ChatmillError(f"Ray lost a task for good ({one_line(str(error), 200)}); continue with --resume") from None
+        raise ChatmillError(
+            f"Ray lost a task repeatedly ({one_line(str(error), 200)}); continue with --resume"
+        ) from None
 
 
-# In a worker process.
+# Code that runs in worker processes.
 
 _renderers: dict[str, Renderer] = {}
-"""The renderer of this worker process: a tokenizer takes a second to load and serves all of its units."""
+"""Renderer of this worker process, kept for all units because a tokenizer takes a second to load."""
 
 
 def _run(unit: Unit, shared: tuple[Job, dict[str, Any], Place, Path | None, bool]) -> Done:
@@ -209,8 +213,8 @@ def _enter(folder: Path) -> None:
         os.chdir(folder)
     except OSError as error:
         raise DataError(
-            f"{folder}: cannot be entered on the node {socket.gethostname()} ({error.strerror}); "
-            "give URLs, or paths that all nodes of the cluster see"
+            f"{folder}: not accessible on the node {socket.gethostname()} ({error.strerror}); use URLs, or paths "
+            "that exist on all nodes"
         ) from None
 
 

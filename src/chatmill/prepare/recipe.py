@@ -1,4 +1,4 @@
-"""Recipes: jobs as YAML or TOML files, with several sources, each read in its own way.
+"""Recipes: jobs as YAML or TOML files, with several sources that have their own settings.
 
 tokenizer: tokenizer.json
 max_tokens: 2048
@@ -36,15 +36,15 @@ from chatmill.remote.urls import place
 
 SUFFIXES = (".toml", ".yaml", ".yml")
 LIMIT = 1 << 20
-"""Bytes that a recipe may have."""
+"""Maximum size of a recipe in bytes."""
 EXPECTED = "a recipe is a YAML or TOML file"
 _GLOB = re.compile(r"[*?\[]")
 
 
 def load_recipe(path: str | Path) -> Job:
-    """The job that a recipe, here or at a URL, describes; all faults of the file are reported together, in one line.
+    """Load the job of a recipe from a file or URL; all errors in the file are reported together in one line.
 
-    Relative names in it are of the current folder, wherever the recipe lies.
+    Relative paths are resolved from the current folder, not from the folder of the recipe.
     """
     name = str(place(path))
     data = _read(local_file(path, limit=LIMIT), name)
@@ -65,14 +65,14 @@ def load_recipe(path: str | Path) -> Job:
 
 
 def _without_flags(text: str) -> str:
-    """A message with the keys of a recipe instead of flags."""
+    """Replace flags in a message by the keys of a recipe."""
     return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", "_"), text).replace(
         "val_file", "only_val"
     )
 
 
 def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource]:
-    """The sources, each with one name: its own, or that of its first input; one that gives no name is a fault."""
+    """Name each source: its own name, or the name of its first input; report sources without a usable name."""
     for number, source in enumerate(sources):
         if source.name is None and not _input_name(source.inputs[0]):
             faults.append(f'source {number} ("{one_line(source.inputs[0])}") has no name; give it a `name`')
@@ -80,7 +80,7 @@ def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource
 
 
 def _input_name(text: str) -> str:
-    """The name of a file without its ending, or of the folder that is given or that a glob is in; may be empty.
+    """Return the name of a file without its suffix, or of the folder that is given or contains the glob; may be empty.
 
     `data/chat.jsonl.gz` -> `chat`, `data/chat` -> `chat`, `data/chat/*.jsonl` -> `chat`, `*.jsonl` -> ``
     """
@@ -94,22 +94,22 @@ def _input_name(text: str) -> str:
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:
-    """The table that a file holds."""
+    """Return the table in a file."""
     try:
         if (size := check_plain(path)) > LIMIT:
-            raise DataError(f"{name}: has {size:,} bytes; a recipe has at most {LIMIT:,}")
+            raise DataError(f"{name}: has {size:,} bytes; expected at most {LIMIT:,}")
         if name.lower().endswith(".toml"):
             return read_toml(path, what=EXPECTED, name=name)
         data = _parse_yaml(read_plain(path, LIMIT), name)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror}); {EXPECTED}") from None
     if not isinstance(data, dict):
-        raise DataError(f"{name}: holds no table of keys; expected `sources` and the keys of the dataset")
+        raise DataError(f"{name}: is not a table; expected `sources` and the settings of the dataset")
     return data
 
 
 def _parse_yaml(data: bytes, name: str) -> Any:
-    """What a YAML file holds: tables, lists, texts, numbers, true, false and null, as YAML 1.2 spells them."""
+    """Parse a YAML file of tables, lists, strings, numbers, true, false and null, by the rules of YAML 1.2."""
     try:
         from chatmill.prepare.yaml_loader import parse_yaml
     except ImportError:
@@ -123,19 +123,19 @@ def _parse_yaml(data: bytes, name: str) -> Any:
 
 
 def _source_tables(data: dict[str, Any], faults: list[str]) -> list[Any]:
-    """The tables of the sources, which are taken out of `data`."""
+    """Remove the source tables from `data` and return them."""
     if "source" in data and "sources" in data:
-        faults.append("source and sources are the same key; give one of them")
+        faults.append("source and sources are the same key; use one of them")
     one, several = data.pop("source", None), data.pop("sources", None)
     tables = several if one is None else one
     if not isinstance(tables, list) or not tables:
-        faults.append("no sources; give a list of tables, [[sources]] in TOML, each with its files as `inputs`")
+        faults.append("no sources; expected a list of tables ([[sources]] in TOML), each with its files as `inputs`")
         return []
     return tables
 
 
 def _source(table: Any, where: str, faults: list[str]) -> InputSource:
-    """The source of a table; what is wrong with it is added to `faults`."""
+    """Return the source of a table; its errors are added to `faults`."""
     if isinstance(table, dict):
         table = dict(table)
         if isinstance(table.get("inputs"), str):
@@ -146,7 +146,7 @@ def _source(table: Any, where: str, faults: list[str]) -> InputSource:
     values = _values(InputSource, table, where, faults)
     if not values.get("inputs"):
         if len(faults) == before:
-            faults.append(f"{where} has no inputs; give a list of files, globs, folders or URLs")
+            faults.append(f"{where} has no inputs; expected a list of files, globs, folders or URLs")
         values["inputs"] = ()
     for text in values["inputs"]:
         _add_fault(place, text, where, faults)
@@ -165,21 +165,21 @@ def _add_fault(check: Any, value: str, where: str, faults: list[str]) -> None:
 
 
 def _columns_text(table: dict[Any, Any], where: str, faults: list[str]) -> str | None:
-    """The table of columns as `--columns` takes it; a role may have several names, as a list."""
+    """Convert the table of columns to the form of `--columns`; a role may have a list of names."""
     pairs = []
     for ours, theirs in table.items():
         for each in theirs if isinstance(theirs, list) else [theirs]:
             if not isinstance(each, str) or not each.strip() or "," in each or each != each.strip():
-                faults.append(f"{where}: columns: {one_line(str(ours))} must be the name of a column, as a text")
+                faults.append(f"{where}: columns: {one_line(str(ours))} must be the name of a column, as a string")
                 return None
             pairs.append(f"{ours}={each}")
     if not pairs:
-        faults.append(f"{where}: columns names no column; leave it out")
+        faults.append(f"{where}: columns is empty; remove it")
     return ",".join(pairs) or None
 
 
 def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dict[str, Any]:
-    """The values of a table that are right, as the config holds them; all others are faults."""
+    """Return the valid values of a table in the form of the config; the others are added to `faults`."""
     if not isinstance(table, dict):
         faults.append(f"{where} must be a table")
         return {}
@@ -192,7 +192,7 @@ def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dic
         table = table | {"filters": Filters(**_values(Filters, table["filters"], f"{where}: filters", faults))}
     wrong = misfits(keys, table)
     for each in wrong:
-        # A key that is left out is null, and options are listed with commas.
+        # A missing key is null, and choices are listed with commas.
         expected = each.expected.removesuffix(", or null").replace('" or "', '", "')
         faults.append(f"{where}: {each.name} must be {expected}")
     refused = {each.name for each in wrong}
@@ -202,7 +202,7 @@ def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dic
 
 
 def _held(value: Any, hint: Any) -> Any:
-    """A value as a job holds it: its hash names the build, so that 1 and 1.0 are the same number."""
+    """Convert a value to the type in the job: the hash of the job identifies the build, so 1 and 1.0 must be equal."""
     if isinstance(value, list):
         return tuple(value)
     if type(value) is int and float in (hint, *get_args(hint)):

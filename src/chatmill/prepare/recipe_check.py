@@ -1,4 +1,4 @@
-"""`check_recipe`: what each source of a job gives, from the first records of it, before anything is built."""
+"""`check_recipe`: preview each source of a job from its first records, before building anything."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from chatmill.records import FilePart, InputFiles, ReadLog, Record, read_blocks
 from chatmill.rows import File
 
 RECORDS = 1000
-"""Records of a source that are read at most."""
+"""Maximum number of records to read per source."""
 EXAMPLES = 3
-"""Removed records that are shown for each reason."""
+"""Number of removed records to show per reason."""
 WHOLE = 2**62
-"""Files are not cut into units."""
+"""Unit size that keeps files whole."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class RemovedExample:
     line: int
     record: Record | None
     twin: dict[str, Any] | None
-    """Of a duplicate: source, file and line of the record that is kept instead."""
+    """For a duplicate: source, file and line of the record that is kept instead."""
 
 
 @dataclass
 class SourceSample:
-    """What the first records of a source give."""
+    """Results for the first records of a source."""
 
     name: str
     files: list[tuple[FilePart, int]] = field(default_factory=list)
-    """Each file, with the shape that it is read in, and its bytes."""
+    """Each file with its shape, and its size in bytes."""
     read_whole: bool = True
-    """Whether the source has no more records than were read."""
+    """Whether all records of the source were read."""
     ledger: Ledger = field(default_factory=Ledger)
-    """What became of the records that were read, up to deduplication."""
+    """Counts of the records that were read, up to deduplication."""
     faults: list[RecordError] = field(default_factory=list)
     first: Record | None = None
     trained: tuple[bool, ...] = ()
@@ -64,7 +64,7 @@ class SourceSample:
     """Records that filters, deduplication and `max_samples` remove, by reason."""
     examples: dict[str, list[RemovedExample]] = field(default_factory=dict)
     rows: int = 0
-    """Rows that are left, before they are packed."""
+    """Number of rows kept, before packing."""
     tokens: int = 0
     trained_tokens: int = 0
 
@@ -74,10 +74,10 @@ class SourceSample:
 
 
 def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] = ()) -> list[SourceSample]:
-    """What each source gives: at most `records` of it are read, rendered, filtered and deduplicated, as in a build.
+    """Preview each source: read at most `records` of it, and render, filter and deduplicate them as in a build.
 
-    Duplicates are looked for among these records alone. Faulty records are collected, whatever `job.on_error` says.
-    Rows are kept in a temporary folder, which is removed; nothing else is written.
+    Only duplicates among these records are found. Invalid records are collected regardless of `job.on_error`. Rows are
+    stored in a temporary folder, which is removed; nothing else is written.
     """
     job.check()
     check_languages(job)
@@ -116,12 +116,12 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
         _count_kept(samples, selection)
         _add_removed(samples, units, staged, selection, folder / "removed.jsonl", held)
     if not any(sample.records for sample in samples):
-        raise DataError("the input holds no record; there is nothing to check")
+        raise DataError("the input has no records; expected at least one")
     return samples
 
 
 class FirstRecords:
-    """Reads the first records of a part, in place of `read_blocks`; a faulty one counts, too."""
+    """Replaces `read_blocks`: reads the first records of a part, counting invalid ones."""
 
     def __init__(self, most: int, *, hold: bool = False) -> None:
         self._most, self._read, self._faults, self._hold = most, 0, 0, hold
@@ -164,11 +164,11 @@ class FirstRecords:
 
 
 class _EnoughError(Exception):
-    """All records that were wanted are read."""
+    """All requested records have been read."""
 
 
 def _trained_messages(record: Record, unit: Unit, job: Job, renderer: Renderer) -> tuple[bool, ...]:
-    """Whether each message of a record has a trained token; empty if the record cannot be rendered."""
+    """Return for each message of a record whether it has trained tokens; empty if the record cannot be rendered."""
     ledger, train_on = Ledger(), unit.train_on
     try:
         if job.unroll:

@@ -1,4 +1,4 @@
-"""Records that are read for a command: counted in its ledger, faulty ones raised or written to the file of rejects."""
+"""Read records for a command: count them in its ledger, and raise invalid ones or write them to the rejects file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from chatmill.remote.urls import Place, Url, place
 from chatmill.store import files
 
 KEYS = ("file", "line", "id", "kind", "reason", "raw")
-"""The keys of a line, in order."""
+"""Keys of a line, in order."""
 LONGEST = 1 << 20
-"""Bytes of a line that are read at most."""
+"""Maximum bytes of a line to read."""
 
 
 def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
-    """Note keys that are not read, and records with a weight."""
+    """Note unread keys and record weights in the ledger."""
     for record in records:
         for name in record.unread_keys:
             ledger.add("noted", UNREAD_KEY + name, rows=1)
@@ -38,21 +38,21 @@ def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
 
 
 def rejects_path(output: Place | None) -> Path:
-    """Where rejects go if no file is named: beside the output, as NAME.rejects.jsonl; here if the output is a URL."""
+    """Return the default rejects file: NAME.rejects.jsonl next to the output, or in the current folder for a URL."""
     if isinstance(output, Url):
         return Path(f"{output.name}.rejects.jsonl")
     if output is not None and output.name in ("", ".."):
-        raise UsageError(f"{output}: has no name of its own; give the output as NAME or DIR/NAME")
+        raise UsageError(f"{output}: has no file name; expected NAME or DIR/NAME as the output")
     return Path("rejects.jsonl") if output is None else output.with_name(f"{output.name}.rejects.jsonl")
 
 
 class Rejects:
-    """Writes a JSONL file of rejected records, and counts them by kind. Call it with each fault.
+    """Writes a JSONL file of rejected records, and counts them by kind. Call it with each error.
 
-    A line has file, line, id, kind, reason (the text of the fault) and the beginning of the record. The file appears
-    whole when the block ends, even if nothing is rejected; if it ends with an error, only where that is due to the
-    input. It must not be a file that the command `reads`, nor in its `output`; an earlier file of rejects is replaced
-    only with `overwrite`, any other file never.
+    Each line has file, line, id, kind, reason (the error message) and the beginning of the record. The complete file
+    appears when the block ends, even if nothing is rejected; after an error, only if the input caused it. It must not
+    be a file that the command `reads`, nor be inside its `output`. An earlier rejects file is replaced only with
+    `overwrite`; other files are never replaced.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Rejects:
 
     def _check_file(self, path: Path, reads: Sequence[Path], output: Path | None) -> None:
         if output is not None and files.real(output) in (files.real(path), *files.real(path).parents):
-            raise UsageError(f"{shown(path)}: is the output, or lies in it; name another file for the rejects")
+            raise UsageError(f"{shown(path)}: is the output, or inside it; use another file for the rejects")
         if any(files.real(each) == files.real(path) or _same(each, path) for each in reads):
-            raise UsageError(f"{shown(path)}: is read, and rejects would be written over it; name another file")
+            raise UsageError(f"{shown(path)}: is an input, which the rejects would overwrite; use another file")
         if output is None or output.parent != path.parent or output.parent.exists():
-            # The folder of the output is made if need be.
+            # Create the folder of the output if necessary.
             files.refuse_existing(path, overwrite=self._overwrite)
         if path.exists():
             with path.open("rb") as file:
@@ -92,7 +92,7 @@ class Rejects:
                     raise _other_file(path)
 
     def __enter__(self) -> Self:
-        # Without a name until it is complete: a command that fails or is killed leaves nothing.
+        # The file has no name until it is complete, so a command that fails or is killed leaves nothing.
         if isinstance(self.path, Path) and not self._is_device:
             folder = next(folder for folder in self.path.absolute().parents if folder.is_dir())
             self._file = tempfile.TemporaryFile(dir=folder)
@@ -108,7 +108,7 @@ class Rejects:
                 return
             file.seek(0)
             if isinstance(self.path, Url):
-                # Again, because the command took its time.
+                # Check again, because time has passed.
                 self._check_object(self.path)
                 objects.upload(self.path, Path(file.name))
             else:
@@ -119,7 +119,7 @@ class Rejects:
 
     def __call__(self, fault: RecordError) -> None:
         if self._file is None:
-            raise ValueError("rejects are written inside `with Rejects(path)` only")
+            raise ValueError("rejects can only be written inside `with Rejects(path)`")
         line = {name: getattr(fault, name) for name in ("file", "line", "id", "kind")}
         line |= {"reason": f"{fault.what}; {fault.right}", "raw": fault.raw.decode(errors="replace")}
         self._file.write(json_line(line))
@@ -127,16 +127,16 @@ class Rejects:
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether two paths are one file, by links of any kind."""
+    """Whether two paths refer to the same file, through any kind of link."""
     return one.exists() and other.exists() and one.samefile(other)
 
 
 def _other_file(path: Place) -> DataError:
-    return DataError(f"{shown(path)}: is no file of rejects, so that it is not replaced; name another")
+    return DataError(f"{shown(path)}: is not a rejects file, so it is not replaced; use another name")
 
 
 def _is_reject(line: bytes) -> bool:
-    """Whether the first line of a file is one that `Rejects` writes, or the file is empty."""
+    """Whether a file is empty, or its first line was written by `Rejects`."""
     try:
         return not line or tuple(json.loads(line)) == KEYS
     except (ValueError, TypeError, RecursionError):
@@ -144,7 +144,9 @@ def _is_reject(line: bytes) -> bool:
 
 
 class CountedRecords:
-    """The records of some inputs, each counted in its ledger. A context manager, which writes the file of rejects."""
+    """Iterates over the records of inputs and counts them in a ledger. As a context manager, it writes the rejects
+    file.
+    """
 
     def __init__(
         self,
@@ -158,7 +160,9 @@ class CountedRecords:
         output: Path | None = None,
         overwrite: bool = False,
     ) -> None:
-        """`reads` is what the command reads besides the inputs, `output` what it writes; see `Rejects`."""
+        """`reads` are the files that the command reads besides the inputs, `output` is what it writes; see
+        `Rejects`.
+        """
         self._inputs, self._shape, self._options, self.ledger = inputs, shape, options or ShapeOptions(), Ledger()
         self.rejects, self._on_error = None, on_error
         if on_error == "skip":
@@ -189,11 +193,11 @@ class CountedRecords:
             yield record
 
     def files(self) -> list[FilePart]:
-        """The files that are read, with their shapes."""
+        """Return the input files with their shapes."""
         return plan(self._inputs, shape=self._shape, options=self._options, on_error=self._on_error)
 
     def reject(self, fault: RecordError) -> None:
-        """Reject a record that was read: raise its fault, or write it to the rejects."""
+        """Reject a record: raise its error, or write it to the rejects file."""
         if self.rejects is None:
             raise fault
         self.rejects(fault)

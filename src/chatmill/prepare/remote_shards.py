@@ -1,7 +1,7 @@
-"""Write shards of a dataset at a URL from staged objects: on any machine, with nothing but URLs.
+"""Write shards of a dataset at a URL from staged objects, on any machine, using only URLs.
 
-Of each staged object its head is read, and the range of tokens and spans from the first to the last row that is wanted.
-The rows are copied to a temporary folder first, so that memory does not grow with the shards.
+Reads the head of each staged object, and the range of tokens and spans from the first to the last row needed. Rows are
+copied to a temporary folder first, so memory use does not grow with the shards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chatmill.store.remote_publish import RemoteTarget, Uploads
 
 
 def write_remote_shards(plans: Sequence[ShardPlan], target: RemoteTarget, *, vocab_size: int) -> list[ShardInfo]:
-    """Write the files of some shards and upload them under the names of their hashes."""
+    """Write the files of some shards and upload them under names made from their hashes."""
     infos = []
     with tempfile.TemporaryDirectory(prefix="chatmill-") as name, Uploads(target) as uploads:
         folder = Path(name)
@@ -39,7 +39,7 @@ def write_remote_shards(plans: Sequence[ShardPlan], target: RemoteTarget, *, voc
 
 
 def _copied(plans: Sequence[ShardPlan], folder: Path) -> Iterator[ShardPlan]:
-    """The same plans over local files that hold their rows alone."""
+    """Return the same plans over local files that contain only the needed rows."""
     parts: dict[StagedFile, list[Numbers]] = {}
     for plan in plans:
         for here in by_file(plan.of):
@@ -55,7 +55,7 @@ def _copied(plans: Sequence[ShardPlan], folder: Path) -> Iterator[ShardPlan]:
 
 
 def _copy_rows(file: StagedFile, wanted: Numbers, path: Path) -> None:
-    """Copy these rows of a staged object, which are in ascending order, to a staged file."""
+    """Copy the given ascending rows of a staged object to a local staged file."""
     assert isinstance(file.path, Url)
     head = StagedHead(objects.read(file.path, 0, file.head_size), lines_before=file.lines_before)
     first, stop = int(wanted[0]), int(wanted[-1]) + 1

@@ -1,4 +1,4 @@
-"""Write `removed.jsonl`: each record that a filter, deduplication or `max_samples` removed, and why."""
+"""Write `removed.jsonl`: the records removed by filters, deduplication and `max_samples`, with reasons."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from chatmill.store.hashed import FileInfo, HashedFile
 
 REASONS = (*select.REASONS, *map(filters.reason, filters.NAMES))
 PIECE = 2**12
-"""Lines that are in memory together."""
+"""Lines in memory at once."""
 _ENTRY = np.dtype([("line", "<u8"), ("reason", "u1"), ("twin", "<i8")])
 
 
 def write_removed(path: Path, staged: Sequence[StagedFile], selection: Selection) -> FileInfo | None:
-    """Write a line for each removed record, in the order of files and lines; None, and no file, if there is none.
+    """Write one line per removed record, ordered by file and line; write no file and return None if there are none.
 
     {"source": "chat", "file": "chat.jsonl", "line": 7, "reason": "duplicate", "twin": {"source": "chat", …}}
     """
@@ -42,7 +42,7 @@ def write_removed(path: Path, staged: Sequence[StagedFile], selection: Selection
 
 
 def _lines(staged: Sequence[StagedFile], selection: Selection) -> Iterator[bytes]:
-    """The lines, some at a time."""
+    """Yield the lines in chunks."""
     selected = {part.file: part for part in selection.removed}
     twins = _Twins(staged, selection)
     for _, group in groupby(enumerate(staged), key=lambda each: each[1].unit):
@@ -75,12 +75,12 @@ def _place(file: File) -> str:
 
 
 class _Twins:
-    """Where the records are that are kept instead of duplicates; a few bytes for each."""
+    """Places of the records that are kept instead of duplicates; a few bytes each."""
 
     def __init__(self, staged: Sequence[StagedFile], selection: Selection) -> None:
         numbers = np.concatenate([np.empty(0, np.int64), *(part.twin for part in selection.removed)])
         if len(numbers):
-            # For none of them numpy would still import what it needs.
+            # Return early: even for empty input, numpy would import additional modules.
             numbers = np.unique(numbers)
         self._numbers = numbers[numbers >= 0]
         self._line = np.empty(len(self._numbers), dtype=np.uint64)
@@ -96,7 +96,7 @@ class _Twins:
             before += len(rows)
 
     def texts(self, twins: Index) -> Iterator[str]:
-        """The end of the line of each of these twins; empty for -1."""
+        """Return the end of the output line for each twin; empty for -1."""
         at = np.minimum(np.searchsorted(self._numbers, twins), max(len(self._numbers) - 1, 0))
         for twin, place in zip(twins.tolist(), at.tolist(), strict=True):
             if twin < 0:

@@ -1,4 +1,6 @@
-"""Select the rows of each split from the heads of staged files: deduplication, `max_samples`, the validation split."""
+"""Select the rows of each split from the heads of staged files: deduplication, `max_samples` and the validation
+split.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from chatmill.rows import File, Index
 NO_FILE = File("", "")
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.uint32]
-"""Numbers of rows or files, in a narrow type because there may be very many of them."""
+"""Row or file numbers, in a narrow dtype because there may be very many."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,18 @@ class StagedFile:
     only_val: bool
     lines_before: int
     head_copy: Path | None = None
-    """A local copy of its head, if it is an object."""
+    """Local copy of the head, if the file is an object."""
     head_size: int = 0
-    """Bytes of the head, if it is an object."""
+    """Size of the head in bytes, if the file is an object."""
     source: int = 0
-    """The number of its source in the job."""
+    """Index of the source in the job."""
     unit: int = 0
-    """The number of the unit that it is of."""
+    """Index of the unit that wrote the file."""
     file: File = NO_FILE
-    """The input file of that unit."""
+    """Input file of that unit."""
 
     def open(self) -> Staged:
-        """The whole file; of an object a copy, whose room is free when it is not used any more."""
+        """Open the whole file; an object is copied to a temporary file that is freed when no longer used."""
         if isinstance(self.path, Path):
             return Staged(self.path, lines_before=self.lines_before)
         with tempfile.NamedTemporaryFile(prefix="chatmill-") as copy:
@@ -72,16 +74,16 @@ REASONS = ("duplicate", "near_duplicate", "max_samples", "excluded")
 
 @dataclass(frozen=True)
 class RemovedRecords:
-    """Records of one staged file that are removed, in their order."""
+    """Removed records of one staged file, in order."""
 
     file: int
-    """The number of the staged file."""
+    """Index of the staged file."""
     row: Numbers
-    """The first row of each record in it."""
+    """First row of each record in the file."""
     reason: NDArray[np.uint8]
-    """A number into `REASONS`."""
+    """Index into `REASONS`."""
     twin: Index
-    """Of a duplicate: the number of the record that is kept instead, among all records that have rows; else -1."""
+    """For a duplicate, the number (among records with rows) of the record that is kept instead; else -1."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ class Selection:
 
 
 def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Excluded = NOTHING) -> Selection:
-    """The rows of each split, without duplicates if the job says so, and at most `max_samples` records of a source.
+    """Return the rows of each split: deduplicated if the job asks for it, at most `max_samples` records per source.
 
-    Excluded records are removed before duplicates are looked for: another record that equals one of them is kept.
+    Excluded records are removed before deduplication, so another record equal to an excluded one is kept.
     """
     excluded_rows = excluded.flags(staged) if excluded.lines else None
     duplicates = find_duplicates(staged, job, excluded_rows) if job.removes_duplicates else None
@@ -115,7 +117,7 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Exc
         if duplicates is not None or file.source in left or excluded_rows is not None:
             begins = record_begins(unit)
             count = int(begins.sum())
-            # 0 for records that are kept, else 1 + the number of the reason.
+            # 0 for records that are kept, else 1 + the index of the reason.
             reason, twin = np.zeros(count, dtype=np.uint8), np.full(count, -1, dtype=np.int64)
             if duplicates is not None:
                 here = slice(first_with_rows, first_with_rows + count)
@@ -151,7 +153,7 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Exc
 
 
 def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) -> None:
-    """Count the rows that are removed, by reason."""
+    """Count the removed rows by reason."""
     length = np.diff(unit.row_start)
     for number, name in enumerate(REASONS, 1):
         those = reason == number
@@ -161,7 +163,7 @@ def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) 
 
 
 def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:
-    """The smallest shares that give both splits a record, by hash and by shuffle; None if no share does."""
+    """Return the smallest fractions that give both splits a record, by hash and by shuffle; None if there is none."""
     first, last, before = 1.0, 0.0, 0
     has_rows = np.zeros(sum(file.head().extra["records"] for file in staged), dtype=bool)
     for file in staged:
@@ -176,9 +178,9 @@ def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, floa
 
 
 def _shuffled(staged: Sequence[StagedFile], job: Job) -> Flags:
-    """Whether each record is for validation, by the split of the primer cache.
+    """Return for each record whether it is for validation, by the split of the primer cache.
 
-    All records are shuffled together; those of each source alone if a source has a share of its own.
+    All records are shuffled together, or per source if any source has its own fraction.
     """
     alone = any(source.val_split is not None for source in job.sources)
     parts = [np.zeros(0, dtype=bool)]

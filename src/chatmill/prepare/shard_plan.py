@@ -1,7 +1,7 @@
-"""Plan the shards of a dataset from the heads of staged files, without their tokens and spans.
+"""Plan the shards of a dataset from the heads of staged files, without reading tokens and spans.
 
-With `select`, everything that depends on more than one row is decided here: packing, where shards end, and the
-numbers of input files. What is left to do for a shard needs its own rows alone.
+Together with `select`, this decides everything that depends on more than one row: packing, the ends of shards, and the
+numbers of input files. Writing a shard then needs only its own rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from chatmill.rows import File, Index, offsets
 from chatmill.store.write import FileTable
 
 WINDOW = 2**20
-"""Rows whose packing is planned together."""
+"""Number of rows packed together."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The conversations of one shard, in their order: conversation i is row `row[i]` of the file `staged[of[i]]`."""
+    """The conversations of one shard in order: conversation i is row `row[i]` of the file `staged[of[i]]`."""
 
     split: str
     number: int
@@ -33,17 +33,17 @@ class ShardPlan:
     of: Numbers
     row: Numbers
     first: Index | None
-    """The first conversation of each packed row, and the number of conversations; None if each is a row."""
+    """First conversation of each packed row, followed by the number of conversations; None without packing."""
     files: Mapping[File, int]
-    """The number in its split of each input file that the conversations came from."""
+    """Number within the split of each input file of the conversations."""
     source: str | None = None
-    """The source of all its conversations, if the dataset remembers sources."""
+    """Source of all conversations, if the dataset stores sources."""
 
 
 def plan_shards(split: str, chosen: Iterable[Chosen], job: Job) -> Iterator[ShardPlan]:
-    """The shards of a split in order, planned as they are taken: memory does not grow with their number.
+    """Yield the shards of a split in order, planned lazily so that memory use does not grow with their number.
 
-    A shard ends where the next row would exceed the tokens of a shard, as in `SplitWriter`, and where a source does.
+    A shard ends before the row that would exceed its tokens, as in `SplitWriter`, and at the end of a source.
     """
     numbers, count = FileTable(), itertools.count()
     for source, part in by_source(chosen, job):
@@ -53,12 +53,12 @@ def plan_shards(split: str, chosen: Iterable[Chosen], job: Job) -> Iterator[Shar
 
 
 def by_source(chosen: Iterable[Chosen], job: Job) -> Iterator[tuple[str | None, Iterator[Chosen]]]:
-    """The rows of each source that the dataset remembers; all rows, with None, if it does not."""
+    """Yield the rows of each source stored in the dataset; all rows, with None, if it stores none."""
     return itertools.groupby(chosen, key=lambda part: job.source_name(part.file.source))
 
 
 def _cut(batches: Iterable[_PlannedRows], shard_tokens: int) -> Iterator[list[_PlannedRows]]:
-    """The rows of each shard."""
+    """Yield the rows of each shard."""
     pending, held = list[_PlannedRows](), 0
     for batch in batches:
         start, at = batch.start, 0
@@ -79,20 +79,20 @@ def _cut(batches: Iterable[_PlannedRows], shard_tokens: int) -> Iterator[list[_P
 
 @dataclass(frozen=True)
 class _PlannedRows:
-    """Conversations whose rows are planned together, in their order; fields as in `ShardPlan`."""
+    """Conversations whose rows are planned together, in order; fields as in `ShardPlan`."""
 
     staged: tuple[StagedFile, ...]
     of: Numbers
     row: Numbers
     first: Index | None
     start: Index
-    """Tokens before each row, and of all of them."""
+    """Tokens before each row, followed by the total."""
     names: tuple[File, ...]
     file: Numbers
-    """The input file of each conversation, a number into `names`."""
+    """Input file of each conversation, as an index into `names`."""
 
     def cut(self, start: int, stop: int) -> _PlannedRows:
-        """The rows [start, stop); their staged files alone."""
+        """Return rows [start, stop), with only their staged files."""
         first = None if self.first is None else self.first[start : stop + 1]
         begin, end = (start, stop) if first is None else first[[0, -1]].tolist()
         used, of = np.unique(self.of[begin:end], return_inverse=True)
@@ -114,7 +114,7 @@ def _unpacked(part: Chosen) -> _PlannedRows:
 
 
 def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[_PlannedRows]:
-    """Rows packed best-fit, `WINDOW` at a time."""
+    """Pack rows best-fit, `WINDOW` at a time."""
     window: list[Chosen] = []
     free = WINDOW
     for part in chosen:

@@ -1,4 +1,4 @@
-"""Sources of recipes for well-known data sets, as YAML that a recipe can begin from."""
+"""Recipe sources for well-known datasets, as YAML to start a recipe from."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from chatmill.errors import UsageError, one_line
 
 
 def known_sets() -> dict[str, str]:
-    """The name of each data set, and what it is."""
+    """Return the name and description of each dataset."""
     return {name: table["about"] for name, table in _tables().items()}
 
 
 def snippet(names: Sequence[str]) -> str:
-    """A recipe with these data sets as its sources."""
+    """Return a recipe with these datasets as sources."""
     tables = _tables()
     for name in names:
         if name not in tables:
-            raise UsageError(f'no snippet "{one_line(name)}"; there are {", ".join(tables)}')
-    # Two sources of one name would be refused.
+            raise UsageError(f'no snippet "{one_line(name)}"; expected {", ".join(tables)}')
+    # Two sources with the same name would be refused.
     return "sources:\n" + "".join(tables[name]["yaml"] for name in dict.fromkeys(names))
 
 

@@ -1,12 +1,12 @@
-"""Staged files: the fitted rows of a unit, written by the worker that made them and read by the assembly.
+"""Staged files: the fitted rows of a unit, written by a worker and read by assembly.
 
-    magic · crc32 of all that follows · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
+    magic · crc32 of the rest · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
-The arrays that hold a number or a few for each row come first: the beginning of a file, its *head*, is all that the
-assembly needs to plan shards. Tokens and spans follow.
+Arrays with one or a few numbers per row come first: the beginning of a file, its *head*, is all that assembly needs to
+plan shards. Tokens and spans follow.
 
-A file gets its name when it is complete. It is not synced: after a power loss the checksum tells whether it is intact.
-An object of an object store appears whole, or not at all.
+A file is renamed when it is complete. It is not synced; after a power loss the checksum tells whether it is intact.
+Objects in an object store appear atomically.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, offsets
 from chatmill.store import files
 
 MAGIC = b"chatmill rows 5\n"
-"""Its number rises when the same input gives other rows: units that an older version left are made again."""
+"""The version number increases when the same input gives different rows, so units of older versions are not reused."""
 PREFIX = len(MAGIC) + 16
 ALIGN = 64
 FIRST_READ = 1 << 16
-"""Bytes that are read of an object to learn where its arrays are: more than most headers have."""
+"""Bytes of the first request for an object: larger than most headers."""
 PART = ".part"
-"""The suffix of a file that is not complete yet."""
+"""Suffix of an incomplete file."""
 
 _LONG = np.dtype("<i8")
 _HEAD = (_LONG, _LONG, ORIGIN, _LONG, _LONG)
@@ -48,10 +48,10 @@ NAMES = ("first_span", "row_start", "origins", "record", "trained", "ids", "span
 
 
 class StagedHead:
-    """The head of a staged file of rows of one conversation each: mapped from a file that begins with it, or its bytes.
+    """The head of a staged file of single-conversation rows, mapped from a file or given as bytes.
 
-    `record` is the index of the record of each row, `trained` the number of its tokens that are trained. `lines_before`
-    is the number of lines before the unit in its input file; the unit numbers its own from 1. A map holds a file
+    For each row, `record` is the index of its record and `trained` the number of its trained tokens. `lines_before` is
+    the number of lines before the unit in its input file; the unit counts its own from 1. A mapping uses a file
     descriptor, so only some are open at a time.
     """
 
@@ -66,7 +66,7 @@ class StagedHead:
         for name, dtype, place in header["columns"]:
             self._places[name], self._dtypes[name] = place, _dtype(dtype)
         self.columns = {name: self._array(name) for name, *_ in header["columns"]}
-        """Further arrays, which only some jobs need."""
+        """Additional arrays, which only some jobs need."""
         if lines_before:
             self.origins = self.origins.copy()
             self.origins["line"] += lines_before
@@ -83,7 +83,7 @@ class StagedHead:
         return np.frombuffer(self._data, dtype.base, items, self._base + start).reshape(count, *dtype.shape)
 
     def bytes_of(self, name: str, start: int = 0, stop: int | None = None) -> tuple[int, int]:
-        """Where the items [start, stop) of an array lie in the file."""
+        """Return the byte range of items [start, stop) of an array in the file."""
         count, begin = self._places[name]
         size = self._dtypes[name].itemsize
         at = self._base + begin
@@ -96,12 +96,12 @@ class StagedHead:
 
     @property
     def head_size(self) -> int:
-        """Bytes before the tokens."""
+        """Number of bytes before the tokens."""
         return self.bytes_of("ids")[0]
 
 
 class Staged(StagedHead):
-    """A whole staged file, mapped."""
+    """A memory-mapped staged file."""
 
     def __init__(self, path: Path, *, lines_before: int = 0, check: bool = False) -> None:
         data = _mapped(path)
@@ -112,13 +112,13 @@ class Staged(StagedHead):
         self.ids, self.spans = self._array("ids"), self._array("spans")
 
     def rows(self) -> Rows:
-        """All rows; narrow tokens are widened."""
+        """Return all rows, with narrow tokens widened."""
         ids = self.ids.astype(np.uint32, copy=False)
         each = np.arange(len(self) + 1, dtype=np.int64)
         return Rows(ids, self.spans, self.first_span, self.origins, each, self.files)
 
     def release(self) -> None:
-        """Free the memory of the map; pages are read again when they are accessed."""
+        """Free the memory of the mapping; pages are read again on access."""
         self._data.madvise(mmap.MADV_DONTNEED)
 
 
@@ -135,7 +135,7 @@ def _header_size(data: Any) -> int:
 
 
 def read_head(url: Url) -> bytes:
-    """The head of a staged object, in as few requests as it takes; `DataError` if there is none."""
+    """Read the head of a staged object in as few requests as possible; raise `DataError` if it does not exist."""
     data = objects.read(url, 0, FIRST_READ)
     if not data.startswith(MAGIC) or len(data) < PREFIX:
         raise DataError(f"{url}: no staged rows; build without --resume")
@@ -155,11 +155,11 @@ def save(
     extra: Any,
     columns: Mapping[str, NDArray[Any]] = NO_COLUMNS,
 ) -> bytes:
-    """Write rows of one conversation each; ids are narrowed to `tokens`, which must hold them.
+    """Write single-conversation rows; ids are narrowed to the dtype `tokens`, which must be large enough.
 
-    `columns` are further arrays of the head.
+    `columns` are additional arrays of the head.
 
-    Returns the head if they are written to a URL, where it is not at hand.
+    Returns the head if the target is a URL, because reading it back would take a request.
     """
     head = (rows.first_span, rows.row_start, rows.origins, record, trained_of_rows(rows))
     arrays: list[NDArray[Any]] = [
@@ -191,7 +191,7 @@ def save(
         data = b"".join(pieces)
         objects.write(place, data)
         return data[: StagedHead(data).head_size]
-    # A unique name: a unit may run twice at the same time, on two machines.
+    # Use a unique name: a unit may run twice at the same time, on two machines.
     aside = place.with_name(f".{place.name}.{uuid.uuid4().hex}{PART}")
     try:
         with files.create(aside) as file:
@@ -205,7 +205,7 @@ def save(
 
 
 def _description(array: NDArray[Any]) -> Any:
-    """The dtype and the shape of one item of an array, as JSON holds them."""
+    """Return the dtype and item shape of an array as JSON values."""
     return [array.dtype.descr if array.dtype.names else array.dtype.str, array.shape[1:]]
 
 
@@ -215,7 +215,7 @@ def _dtype(description: Any) -> np.dtype[Any]:
 
 
 def trained_of_rows(rows: Rows) -> Index:
-    """The trained tokens of each row."""
+    """Return the number of trained tokens of each row."""
     spans = rows.spans
     before = offsets(np.where(spans["weight"] > 0, spans["length"], 0))[rows.first_span]
     return np.diff(before)

@@ -1,4 +1,4 @@
-"""Transcripts: conversations as lines of text, as many turns as a context holds."""
+"""Transcripts: conversations as lines of text, with as many turns as fit a context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 1024
 def transcript_lines(
     records: Iterable[Record], renderer: TurnRenderer, context_length: int, ledger: Ledger
 ) -> Iterator[str]:
-    """The line of every conversation that is kept, whole or in part; the ledger counts all of them."""
+    """Yield the line of every conversation that is kept whole or in part; the ledger counts all conversations."""
     stream = iter(records)
     while chunk := list(islice(stream, CHUNK)):
         rows = renderer.render(chunk)
@@ -37,7 +37,7 @@ def transcript_lines(
             ledger.add("stored", rows=1, tokens=stored)
             if stored < length:
                 ledger.add("truncated", "pair_over_context", tokens=length - stored)
-            # With EOS, the file reads the same as lines and as one stream.
+            # With EOS, the file gives the same records whether it is read as lines or as a stream.
             text = "".join(turns[:count]) + renderer.format.end
             plain = text.isprintable() and text == text.strip() and all(message.complete for message in record.messages)
             yield text if plain else json.dumps(text, ensure_ascii=False)

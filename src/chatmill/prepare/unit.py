@@ -43,14 +43,14 @@ from chatmill.rows import EMPTY, File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 
 CHUNK = 512
-"""Records that are rendered at a time, if they are not in columns; few, because several processes render at once."""
+"""Records to render at a time if they are not in columns; small, because several processes render at once."""
 FILE_TOKENS = 2**22
-"""Tokens after which a unit begins another staged file: an input file that cannot be cut may have any size."""
+"""Tokens after which a unit starts another staged file: an input file that cannot be split may have any size."""
 Batch = Sequence[Record] | Sequence[Unrolled]
 Block = ChatColumns | list[Record]
-"""Records as they are read, many at a time."""
+"""Blocks of records, as they are read."""
 REMOVED = np.dtype([("line", "<u8"), ("filter", "u1")])
-"""A record that a filter removed, as staged files hold it: its line in the unit, and the number of the filter."""
+"""A record removed by a filter, as stored in staged files: its line in the unit, and the index of the filter."""
 
 
 @dataclass(frozen=True)
@@ -58,41 +58,43 @@ class Unit:
     number: int
     part: FilePart
     name: str
-    """The file as it is stored in the dataset: never an absolute path."""
+    """File name as stored in the dataset, never an absolute path."""
     train_on: TrainOn
     only_val: bool
     size: int
     """Bytes of input, for progress."""
     source: int = 0
-    """The number of its source in the job."""
+    """Index of the source in the job."""
     predicates: tuple[Predicate, ...] = ()
-    """Those that its records must pass."""
+    """Filters that its records must pass."""
     excluded_ids: frozenset[str] = frozenset()
 
     def staged_name(self, number: int) -> str:
-        """The name of its staged file `number`."""
+        """Return the name of staged file `number`."""
         return f"unit_{self.number:06d}_{number:04d}.rows"
 
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a unit besides its staged files; small, so that a worker can send it to the main process."""
+    """The result of a unit besides its staged files; small enough to send to the main process."""
 
     number: int
     files: int
     lines: int
-    """How many lines it has. It numbers them from 1, because it does not know how many come before it in the file."""
+    """Number of lines. They are counted from 1, because the unit does not know how many lines precede it in the
+    file.
+    """
     ledger: Ledger
     faults: tuple[RecordError, ...]
     read: BytesRead
     heads: tuple[bytes, ...] = ()
-    """The heads of its staged files if these are objects: see `staging`."""
+    """Heads of the staged files if these are objects; see `staging`."""
     resumed: bool = False
-    """Whether an interrupted build completed it."""
+    """Whether the unit was completed by an interrupted build."""
 
 
 def job_renderer(job: Job) -> Renderer:
-    """The renderer that a job names; answers are masked when rows are cut."""
+    """Open the renderer of a job; answers are masked when rows are truncated."""
     template = TemplateOptions(
         chat_template=job.chat_template,
         arguments=job.template_args,
@@ -106,13 +108,13 @@ def job_renderer(job: Job) -> Renderer:
 
 
 def renderer_identity(renderer: Renderer) -> dict[str, Any]:
-    """What decides the rows that a renderer makes; two builds, or two processes, must have it in common."""
+    """Return what determines the rows of a renderer; it must be equal in all processes and in a resumed build."""
     tokenizer = renderer.tokenizer
     return {"format": renderer.to_json(), "tokenizer": tokenizer.sha256, "control": dict(tokenizer.control_ids)}
 
 
 def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
-    """The renderer that a job names, opened again in another process: a `DataError` if its files were changed."""
+    """Reopen the renderer of a job in another process; raise `DataError` if its files have changed."""
     renderer = job_renderer(job)
     own = renderer_identity(renderer)
     for name, file in (
@@ -122,16 +124,18 @@ def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
     ):
         if own[name] != identity[name]:
             what = "the control tokens" if name == "control" else f"the {name}"
-            raise DataError(f"{file}: {what} changed while the build ran, or on another node; build again with one")
+            raise DataError(
+                f"{file}: {what} changed during the build, or differs on another node; build again with one version"
+            )
     return renderer
 
 
 def run_unit(
     unit: Unit, job: Job, renderer: Renderer, folder: Place, *, read: Callable[..., Iterable[Block]] = read_blocks
 ) -> Done:
-    """Read, render and fit one unit. With `on_error` "stop" its first fault is raised.
+    """Read, render and fit one unit. With `on_error` "stop", raises its first error.
 
-    `read` gives the records of its part, as `read_blocks` does.
+    `read` yields the records of the part, like `read_blocks`.
     """
     records = _Records(unit, job, renderer, read)
     vocab_size = renderer.tokenizer.vocab_size
@@ -152,14 +156,14 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """The rows that are staged, and the rendered row of each. Blocks are made of whole rows, in assembly."""
+    """Return the rows to stage, and the rendered row of each. Blocks are made from whole rows in assembly."""
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
     fit = partial(truncate_with_sources, rule=job.fit, ledger=ledger, require_terminators=job.require_terminators)
     if not requires_user(renderer):
         note_untrained(rows, ledger)
         return fit(rows, job.capacity)
-    # Truncation may remove the user turn of an answer, so the mask, and which rows are dropped, is decided after it.
+    # Truncation may remove the user turn before an answer, so the mask and dropped rows are decided afterwards.
     cut, source = fit(rows, job.capacity, drop_untrained=False)
     cut = mask_answers(cut)
     note_untrained(cut, ledger)
@@ -168,9 +172,9 @@ def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[R
 
 
 def finished(unit: Unit, folder: Place) -> Done | None:
-    """The result of a unit that an interrupted build completed; None if it must be run again.
+    """Return the result of a unit completed by an interrupted build; None if it must run again.
 
-    An error if the input does not have the bytes any more that the rows were made of.
+    Raises if the input bytes that the rows were made from have changed.
     """
     heads: list[bytes] = []
     for number in numbers():
@@ -189,13 +193,13 @@ def finished(unit: Unit, folder: Place) -> Done | None:
             return None
         if (counts := staged.extra["ledger"]) is not None:
             ledger = Ledger.from_json(counts)
-            # Faults have to be reported again, and are not staged.
+            # Errors must be reported again, and they are not staged.
             if ledger.total("rejected").rows:
                 return None
             read = BytesRead.from_json(staged.extra["read"])
             if not has_bytes(unit.part.path, read):
                 raise ChatmillError(
-                    f"{shown(unit.part.path)}: was changed since the interrupted build read it; build without --resume"
+                    f"{shown(unit.part.path)}: changed since the interrupted build read it; build without --resume"
                 )
             return Done(unit.number, number + 1, staged.extra["lines"], ledger, (), read, tuple(heads), resumed=True)
     raise AssertionError
@@ -206,7 +210,7 @@ def trained_tokens(rows: Rows) -> int:
 
 
 class _Records:
-    """The records of a unit that can be rendered, in batches, with the faults and counts of all of them."""
+    """Yields the renderable records of a unit in batches, and collects the errors and counts of all records."""
 
     def __init__(self, unit: Unit, job: Job, renderer: Renderer, read: Callable[..., Iterable[Block]]) -> None:
         self.ledger = Ledger()
@@ -222,7 +226,7 @@ class _Records:
         self._removed_line, self._removed_by = array("Q"), array("B")
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches in input order: columns where the records allow it, lists of about `CHUNK` rows otherwise."""
+        """Yield batches in input order: columns where possible, lists of about `CHUNK` rows otherwise."""
         waiting: list[Any] = []
         count = 0
         try:
@@ -247,24 +251,24 @@ class _Records:
                         yield waiting
                         waiting, count = [], 0
         except RecordError as fault:
-            # Rendering what was read before it may raise an earlier fault, which is the one to report.
+            # Rendering the records before it may raise an earlier error, which must be reported first.
             self.stopped_by = fault
         if waiting:
             yield waiting
 
     @property
     def _keeps_columns(self) -> bool:
-        """Whether nothing needs each record as an object of its own."""
+        """Whether no step needs records as separate objects."""
         return not (self._job.unroll or self._tests)
 
     def _passed(self, records: Iterable[Record]) -> Iterator[Record]:
-        """The records that pass the filters that look at them before they are rendered."""
+        """Return the records that pass the filters applied before rendering."""
         for record in records:
             try:
                 name = failed_test(record, self._tests)
             except RecordError as fault:
                 if fault.kind == TIME_LIMIT:
-                    # Which records these are depends on the machine: the rows of a dataset must not.
+                    # Which records time out depends on the machine; the rows of a dataset must not.
                     raise
                 self._fault(fault)
                 continue
@@ -277,11 +281,11 @@ class _Records:
             self._removed_by.append(NAMES.index(name))
 
     def filtered(self, rows: Rows, record_of: Index) -> tuple[Rows, Index]:
-        """The rendered rows that pass the filters of tokens and of the trained share, and their records."""
+        """Return the rendered rows that pass the filters on tokens and the trained share, and their records."""
         if not has_row_filters(self._filters):
             return rows, record_of
         tokens = np.diff(rows.row_start)
-        # Answers without a user turn before them are masked only when rows are cut.
+        # Answers without a preceding user turn are masked only when rows are truncated.
         trained = trained_of_rows(mask_answers(rows) if requires_user(self._renderer) else rows)
         failed = failed_row_filters(self._filters, tokens, trained, record_of)
         if not failed.any():
@@ -297,7 +301,7 @@ class _Records:
         return rows.take(kept), record_of[kept]
 
     def removed(self) -> NDArray[Any]:
-        """The line of each record that a filter removed, in order, and the number of the filter."""
+        """Return the line of each record removed by a filter, in order, and the index of the filter."""
         removed = np.empty(len(self._removed_line), dtype=REMOVED)
         removed["line"], removed["filter"] = self._removed_line, self._removed_by
         return removed[np.argsort(removed["line"], kind="stable")]
@@ -309,9 +313,9 @@ class _Records:
         return unrolled(block, self._renderer, train_on=train_on, on_reject=self._fault, ledger=self.ledger)
 
     def render(self, batch: Batch) -> tuple[Rows, Index, Batch]:
-        """The rows of a batch, with the keys of their records, the number of the record of each, and these records.
+        """Return the rows of a batch, the keys of their records, the record number of each row, and the records.
 
-        A record may be refused only when it is encoded: then without it.
+        A record that is refused during encoding is left out.
         """
         while len(batch):
             try:
@@ -334,7 +338,7 @@ class _Records:
         conversations = cast(Sequence[Unrolled], batch)
         rows = render_unrolled(self._renderer, conversations, self.ledger)
         record_of = np.repeat(np.arange(len(batch), dtype=np.int64), [len(each.rows) for each in conversations])
-        # The key is that of the whole conversation: its rows go to one split, and are duplicates together.
+        # The key is that of the whole conversation, so its rows go to the same split and are deduplicated together.
         keys = np.frombuffer(keys_of([each.record for each in conversations]), dtype="<u8").reshape(-1, 2)
         rows.origins["key"] = keys[record_of]
         return rows, record_of
@@ -353,7 +357,7 @@ def _place(each: Record | Unrolled) -> tuple[str, int]:
 
 
 class _StagedFiles:
-    """Writes the staged files of a unit; the last one holds the ledger, which marks the unit as finished."""
+    """Writes the staged files of a unit; the last one contains the ledger, which marks the unit as complete."""
 
     def __init__(self, unit: Unit, dtype: np.dtype[np.unsignedinteger], folder: Place) -> None:
         self._unit, self._dtype, self._folder = unit, dtype, folder
@@ -377,7 +381,7 @@ class _StagedFiles:
         self._tokens += len(rows.ids)
 
     def save(self, finished: _Records | None) -> None:
-        """Write a file: the last one if the records are finished."""
+        """Write a staged file, the last one if `is_last`."""
         rows = concat(self._rows)
         rows = replace(rows, files=tuple(File(file.source, self._unit.name) for file in rows.files))
         record = np.concatenate([np.empty(0, dtype=np.int64), *self._record])
@@ -395,7 +399,7 @@ class _StagedFiles:
 
 
 def _check_ids(rows: Rows, vocab_size: int) -> None:
-    """Check ids before they are narrowed: one beyond the vocabulary would become another token."""
+    """Check ids before they are narrowed: an id beyond the vocabulary would become another token."""
     if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
         origin = rows.origins[np.searchsorted(rows.segment_start, int(rows.ids.argmax()), side="right") - 1]
         fault = RecordError(f"token id {largest}", f"the vocabulary has {vocab_size}", kind="vocabulary")

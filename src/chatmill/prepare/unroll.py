@@ -1,4 +1,4 @@
-"""Rows of `--unroll`: one for each answer, in which that answer alone is trained."""
+"""Rows of `--unroll`: one per answer, in which only that answer is trained."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from chatmill.records import Record, Unrolled, unroll_record
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, Rule, TrainOn, offsets
 
 NOT_WRITTEN = "reasoning_left_out"
-"""The renderer's note of a row without reasoning, which matters here only for the answer that the row trains."""
+"""The renderer's note about omitted reasoning, which matters here only for the trained answer of a row."""
 
 
 def unrolled(
     records: Iterable[Record], renderer: Renderer, *, train_on: TrainOn, on_reject: OnReject, ledger: Ledger
 ) -> Iterator[Unrolled]:
-    """The records with their rows, ready to be rendered. A record of which one row is refused is refused."""
+    """Return the records with their rows, ready to render. A record is refused if one of its rows is."""
     for record in records:
         try:
             made = unroll_record(record, train_on)
             rows = [*renderer.renderable(made.rows[:-1], last_only=True)]
-            # The last row may have no answer to train.
+            # The last row may have no trained answer.
             rows += renderer.renderable(made.rows[-1:], last_only=made.answers[-1] >= 0)
             made = replace(made, rows=rows)
         except RecordError as fault:
@@ -42,7 +42,7 @@ def unrolled(
 def row_chunks(
     conversations: Iterable[Unrolled], size: int, *, limit: int | None = None
 ) -> Iterator[Sequence[Unrolled]]:
-    """Conversations in chunks of at least `size` rows, except the last chunk; stops reading at `limit` rows."""
+    """Yield conversations in chunks of at least `size` rows, except for the last; stop at `limit` rows."""
     chunk: list[Unrolled] = []
     count, left = 0, limit
     for each in conversations:
@@ -60,9 +60,9 @@ def row_chunks(
 
 
 def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledger) -> Rows:
-    """All rows of these conversations, counted in the ledger.
+    """Render all rows of these conversations and count them in the ledger.
 
-    Tokens that an earlier row has, too, count as repeated; all others as rendered.
+    Tokens that are also in an earlier row count as repeated, all others as rendered.
     """
     records = [row for each in batch for row in each.rows]
     notes = Ledger()
@@ -83,7 +83,7 @@ def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledge
 
 
 def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_new: Index) -> int:
-    """Set weights and rules so that each row trains only what is new in it; returns the number of repeated tokens."""
+    """Set weights and rules so that each row trains only its new messages; return the number of repeated tokens."""
     context_rules = np.array([rule for each in batch for rule in each.context_rules], dtype=np.uint8)
     first_message = offsets(np.array([len(each.context_rules) for each in batch]))[:-1]
     first_message = np.repeat(first_message, [len(each.rows) for each in batch])
@@ -91,7 +91,7 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
     answer, first_new, first_message = (
         np.repeat(column, spans_of_row) for column in (answer, first_new, first_message)
     )
-    # BOS and a system text that the format adds precede the first message.
+    # A BOS token and a system text added by the format precede the first message.
     message = np.where(spans["message"] == NO_MESSAGE, -1, spans["message"].astype(np.int64))
     by_role = spans["rule"] == Rule.ROLE
     trained = (spans["role"] == Role.ASSISTANT) & (message == answer)
@@ -107,7 +107,7 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
 
 
 def _without_reasoning(rows: Rows, records: Sequence[Record], answer: Index) -> int:
-    """The number of rows whose answer has reasoning that the template does not write."""
+    """Return the number of rows whose answer has reasoning that the template omits."""
     row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span))
     written = (rows.spans["part"] == Part.REASONING) & (rows.spans["message"] == answer[row])
     has = np.bincount(row[written], minlength=len(rows)) > 0

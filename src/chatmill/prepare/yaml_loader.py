@@ -1,8 +1,9 @@
-"""RecipeLoader and parse_yaml: YAML as recipes use it. Imported only where a file is YAML, because PyYAML is an extra.
+"""RecipeLoader and parse_yaml: the subset of YAML that recipes use. Imported only for YAML files, because PyYAML is an
+extra.
 
-Plain values are those of YAML 1.2: `no` is a text (the code of Norwegian), 1e-3 is a number, and a date is a text.
-Only tables, lists, texts, numbers, true, false and null are made, whatever tags a file has. Merge keys (`<<`) are not
-read: a small file could make a huge table with them. Aliases share one value, so they cannot.
+Plain values follow YAML 1.2: `no` is a string (the code of Norwegian), 1e-3 is a number, and a date is a string. Only
+tables, lists, strings, numbers, true, false and null are created, whatever tags a file has. Merge keys (`<<`) are not
+supported, because a small file could create a huge table with them. Aliases share one value, so they are safe.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class RecipeLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Loads plain values only, and refuses a key that stands in a table twice."""
+    """Loads only plain values, and refuses duplicate keys in a table."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
     yaml_constructors = {  # noqa: RUF012
@@ -28,13 +29,13 @@ class RecipeLoader(yaml.SafeLoader):  # type: ignore[misc]
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """The table of a node."""
+        """Construct the table of a node."""
         if isinstance(node, yaml.MappingNode):
             seen = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
                     if key.value in seen:
-                        problem = f'the key "{key.value}" stands there twice'
+                        problem = f'the key "{key.value}" is given twice'
                         raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                     seen.add(key.value)
         return yaml.constructor.BaseConstructor.construct_mapping(self, node, deep=deep)  # type: ignore[no-any-return]
@@ -50,7 +51,7 @@ for _tag, _pattern, _first in (
 
 
 def parse_yaml(data: bytes, name: str, loader: type[RecipeLoader] = RecipeLoader) -> Any:
-    """What a YAML file holds; `DataError` with the place of the fault if it is not YAML."""
+    """Parse a YAML file; raise `DataError` with the position of the error if it is invalid."""
     try:
         return yaml.load(data, loader)
     except yaml.MarkedYAMLError as error:

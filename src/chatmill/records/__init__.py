@@ -1,13 +1,13 @@
-"""Read conversations from files of any shape into `Record`.
+"""Read conversations from files of any supported shape into `Record`.
 
-Record, Message, ToolCall    a conversation; they also take the dicts of OpenAI and Hugging Face
+Record, Message, ToolCall    a conversation; also built from OpenAI and Hugging Face dicts
 read_records                 all records of files, globs, folders and URLs, in order
-SHAPES, ShapeOptions         the shapes of records that are read, detected from the first records of a file
-plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blocks, for workers
+SHAPES, ShapeOptions         supported record shapes, detected from the first records of a file
+plan, FilePart, read_part, read_blocks, ChatColumns    reading in parts and blocks, for workers
 unroll_record, Unrolled      a conversation as one row per answer
-InputFiles, ReadLog, BytesRead                         whether files changed while they were read
+InputFiles, ReadLog, BytesRead                         detect files that change while they are read
 
-Names are imported when they are first used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

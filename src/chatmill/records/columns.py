@@ -1,11 +1,11 @@
-"""Conversations of roles and texts only, in columns: all lines of a block at once, without an object per message.
+"""Plain conversations (roles and texts only) as columns: a whole block of lines at once, without an object per message.
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
 
     ->  data ...Hi...Yes...   roles [1 2]   start, stop of both texts in the data   first_message [0 2]
 
-The work is done in C. Without the compiled module there are no columns, and every record is read on its own: slower,
-with the same rows.
+Implemented in C. Without the compiled module every record is parsed separately, which is slower and gives the same
+rows.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ COMPILED = _columns is not None
 
 @dataclass(frozen=True, eq=False)
 class ChatColumns(Sequence[Record]):
-    """Records of consecutive lines with roles and texts only. As a sequence it creates them when they are accessed."""
+    """Plain records of consecutive lines. As a sequence, it creates `Record` objects on access."""
 
     source: str
     file: str
     line: int
-    """Of the first record."""
+    """Line of the first record."""
     data: bytes
     record_stop: Index
-    """Where each record ends in the data, which is MessagePack and the input of its key."""
+    """End offset of each record in `data`, which holds MessagePack, the input of `record_key`."""
     first_message: Index
     roles: NDArray[np.uint8]
     """Indices into ROLES."""
@@ -59,7 +59,7 @@ class ChatColumns(Sequence[Record]):
         return self._records[index]
 
     def texts(self, row: int) -> list[str]:
-        """The texts of one record."""
+        """Return the texts of one record."""
         messages = slice(*self.first_message[row : row + 2].tolist())
         ranges = zip(self.start[messages].tolist(), self.stop[messages].tolist(), strict=True)
         return [self.data[start:stop].decode() for start, stop in ranges]
@@ -85,9 +85,9 @@ class ChatColumns(Sequence[Record]):
 def parse(
     block: bytes, at: int, *, source: str, file: str, line: int, parse_lines: Callable[[int, bytes], Sequence[Any]]
 ) -> tuple[int, ChatColumns]:
-    """The columns of the lines from byte `at` on that have roles and texts only, and where these lines end.
+    """Return the columns of the plain lines starting at byte `at`, and the offset where these lines end.
 
-    `parse_lines` creates the records of lines, given the number of the first one, when they are accessed.
+    `parse_lines` creates the records on access, given the number of the first line.
     """
     end, data, messages, record_stop, roles, start, stop = _columns.columns(block, at)
     record_stops, counts, starts, stops = (

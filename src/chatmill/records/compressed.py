@@ -1,6 +1,6 @@
-"""Read compressed files as a stream of bounded memory: .gz, .zst, .xz and .bz2, also of several streams or frames.
+"""Read .gz, .zst, .xz and .bz2 files as streams in bounded memory, including files of several streams or frames.
 
-A file that is cut off or corrupt, or has other bytes behind its end, is a `RecordError`.
+A file that is truncated or corrupt, or has other bytes after its end, raises a `RecordError`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any, NamedTuple, NoReturn
 from chatmill.errors import DataError, RecordError
 
 NAMES = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
-"""The endings of compressed files, and what they are called."""
+"""Suffixes of compressed files, and the names of the formats."""
 MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".xz": b"\xfd7zXZ\0", ".bz2": b"BZh"}
-"""The first bytes of compressed files."""
+"""Magic bytes of compressed files."""
 SKIPPABLE = tuple(bytes((0x50 + kind, 0x2A, 0x4D, 0x18)) for kind in range(16))
-"""Beginnings of zstd frames without data, which may come first."""
+"""Magic bytes of skippable zstd frames, which may precede the data."""
 LOOK = 16
-"""Bytes that tell what a file is."""
+"""Number of bytes that identify the format of a file."""
 MAX_WINDOW = 1 << 27
-"""Bytes of memory that decompressing may take for what was read before; the limit of the zstd command."""
+"""Largest decompression window in bytes; the same limit as the zstd command."""
 _BUFFER = 1 << 18
 _FED = 1 << 12
-"""Bytes that are given to zstd at once, which puts out all that they hold: 128 KiB for four bytes in the worst case."""
+"""Bytes to decompress at once: zstd returns all of their output, in the worst case 128 KiB for four bytes."""
 
 
 class Form(NamedTuple):
-    """What a file is by its first bytes, in spite of its name, and what to do about it."""
+    """The format that the first bytes of a file indicate, and what the user should do about it."""
 
     name: str
     right: str
 
 
 def form_of(start: bytes) -> Form | None:
-    """What a file is that begins with `start`; None if that does not tell, as with text."""
+    """Detect the format of a file that begins with `start`; None for text and unknown formats."""
     if start.startswith(b"BZh") and start[4:10] != b"1AY&SY":
         return None
     for ending, magic in MAGIC.items():
@@ -58,7 +58,7 @@ def form_of(start: bytes) -> Form | None:
 
 
 def text_form(start: bytes) -> Form | None:
-    """The same for the beginning of a text."""
+    """Return the text format if `start` is the beginning of printable UTF-8 text, else None."""
     try:
         text = getincrementaldecoder("utf-8-sig")().decode(start)
     except UnicodeDecodeError:
@@ -67,7 +67,7 @@ def text_form(start: bytes) -> Form | None:
 
 
 def decompressed(raw: io.RawIOBase, compression: str, name: str) -> io.BufferedReader:
-    """The decompressed bytes of a file called `name`."""
+    """Return a reader of the decompressed bytes of a file called `name`."""
     source = io.BufferedReader(raw, _BUFFER)
     start = source.peek(LOOK)[:LOOK]
     if start and not _begins(start, compression) and (form := form_of(start) or text_form(start)):
@@ -82,7 +82,7 @@ def decompressed(raw: io.RawIOBase, compression: str, name: str) -> io.BufferedR
 
 
 def _maker(compression: str, name: str) -> Callable[[], Any]:
-    """What makes the decompressor of one stream."""
+    """Return a factory for the decompressor of one stream."""
     if compression == ".bz2":
         return bz2.BZ2Decompressor
     if compression == ".xz":
@@ -95,10 +95,10 @@ def _maker(compression: str, name: str) -> Callable[[], Any]:
 
 
 class _Gunzip(gzip.GzipFile):
-    """Decompression that raises a `RecordError` for corrupt data."""
+    """Raw file of the decompressed bytes; raises a `RecordError` for corrupt data."""
 
     begins = False
-    """Whether the file begins as gzip does."""
+    """Whether the file starts with the gzip magic bytes."""
 
     def readinto(self, buffer: Any) -> int:
         try:
@@ -112,31 +112,31 @@ class _Gunzip(gzip.GzipFile):
 
 
 class _Streams(io.RawIOBase):
-    """The content of all streams of a compressed file, one after the other."""
+    """Raw file of the concatenated content of all streams of a compressed file."""
 
     def __init__(self, source: io.BufferedReader[io.RawIOBase], compression: str, make: Callable[[], Any]) -> None:
         self._source, self._compression, self._make = source, compression, make
         self._stream: Any = None
-        """The decompressor of the stream that is read; None between two."""
+        """Decompressor of the current stream; None between streams."""
         self._data = memoryview(b"")
-        """Decompressed, and not yet read."""
+        """Decompressed bytes that have not been read."""
         self._input = b""
-        """Read of the file, and not yet decompressed."""
+        """Bytes of the file that have not been decompressed."""
         self._at, self._ended = 0, False
-        """Bytes that were read; whether a stream ended."""
+        """Number of bytes read so far, and whether a stream has ended."""
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        # Within the buffer of its reader: enough for the byte order mark.
+        # Only seeks within the reader's buffer work, which is enough to skip the byte order mark.
         return True
 
     def tell(self) -> int:
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        # The reader of an empty file seeks to where it is.
+        # For an empty file, the reader seeks to the current position.
         if whence != io.SEEK_SET or offset != self._at:
             raise io.UnsupportedOperation("seek")
         return offset
@@ -166,7 +166,7 @@ class _Streams(io.RawIOBase):
                 return False
         if self._stream is None:
             if self._compression == ".xz":
-                # Streams may be padded with zeros, in fours.
+                # Streams may be padded with zeros to a multiple of four bytes.
                 self._input = self._input.lstrip(b"\0")
                 if not self._input:
                     return True
@@ -178,7 +178,7 @@ class _Streams(io.RawIOBase):
         try:
             data = self._stream.decompress(self._input) if is_zstd else self._stream.decompress(self._input, size)
         except Exception as error:
-            # OSError, EOFError, LZMAError, ZstdError: each library has its own.
+            # Each library raises its own: OSError, EOFError, LZMAError, ZstdError.
             if "memory" in str(error).lower():
                 _too_large(self._compression)
             _corrupt(self._compression)
@@ -189,7 +189,7 @@ class _Streams(io.RawIOBase):
 
 
 def _begins(start: bytes, compression: str) -> bool:
-    """Whether bytes are the beginning of a compressed stream, or the beginning of one."""
+    """Whether `start` begins with the magic bytes, or is itself a prefix of them."""
     magic = MAGIC[compression]
     is_frame = compression == ".zst" and start[:4].startswith(SKIPPABLE)
     return is_frame or start.startswith(magic) or magic.startswith(start)
@@ -197,7 +197,7 @@ def _begins(start: bytes, compression: str) -> bool:
 
 def _cut_off(compression: str) -> NoReturn:
     right = "expected the whole file; copy it again"
-    raise RecordError("the compressed file is cut off", right, kind=NAMES[compression]) from None
+    raise RecordError("the compressed file is truncated", right, kind=NAMES[compression]) from None
 
 
 def _has_more(compression: str) -> NoReturn:

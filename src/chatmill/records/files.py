@@ -1,4 +1,4 @@
-"""Expand inputs to files, here and at URLs, and open files whether compressed or not."""
+"""Expand inputs to local and remote files, and open files, compressed or not."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ KINDS = (".jsonl", ".json", ".txt", *TABLES)
 SUFFIXES = tuple(kind + compression for compression in ("", *NAMES) for kind in KINDS)
 EXPECTED = f"{', '.join(KINDS)}, each also with {', '.join(NAMES)}"
 WITHOUT_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that Hugging Face datasets writes beside its tables."""
+"""Files that Hugging Face datasets writes next to its tables."""
 METADATA = "dataset_metadata.json"
-"""In the folder of a dataset of chatmill."""
+"""Metadata file of a chatmill dataset."""
 SHOWN_NAMES = 3
 Units = Generator[tuple[int, bytes], None, None]
-"""The bytes of each record of a file, with the line (of a table, the row) that it begins on, from 1."""
+"""The bytes of each record of a file, with the line (in a table, the row) where it starts, counted from 1."""
 
 _BOM = b"\xef\xbb\xbf"
 _BUFFER = 1 << 18
 
 
 def expand(inputs: Sequence[str | Place]) -> list[Place]:
-    """The files of names, globs and folders: in the given order, sorted within a glob or folder, each file once."""
+    """Expand names, globs and folders to files: in the given order, sorted within a glob or folder, each file once."""
     given = [inputs] if isinstance(inputs, str | Path | Url) else inputs
     refuse_repeated(given)
     files: dict[Any, Place] = {}
@@ -51,22 +51,22 @@ def expand(inputs: Sequence[str | Place]) -> list[Place]:
 def refuse_repeated(names: Iterable[str | Place]) -> None:
     """Raise `UsageError` if standard input is named twice."""
     if sum(str(name) == NAME for name in names) > 1:
-        raise UsageError(f"{NAME}: is given twice, and standard input can be read once; leave one out")
+        raise UsageError(f"{NAME}: given twice, but standard input can be read only once; remove one")
 
 
 def local_files(inputs: Sequence[str | Place]) -> list[Path]:
-    """The files of `inputs` that are on this machine, where a command must not write."""
+    """Return the local files of `inputs`, which a command must not overwrite."""
     here = [path for name in inputs if isinstance(path := place(name), Path)]
     return [path for path in expand(here) if isinstance(path, Path)]
 
 
 def identity(path: Place) -> Path | Url:
-    """The same for all names of one file."""
+    """Return a value that is equal for all names of the same file."""
     return path.resolve() if isinstance(path, Path) else path
 
 
 def suffix(path: Place) -> str:
-    """The suffix that decides how a file is read; an unknown one is an error."""
+    """Return the suffix that decides how a file is read; raise `UsageError` if it is unknown."""
     for known in reversed(SUFFIXES):
         if path.name.lower().endswith(known):
             return known
@@ -74,27 +74,27 @@ def suffix(path: Place) -> str:
 
 
 def compression(path: Place) -> str:
-    """The ending of a compressed file, such as `.gz`; empty for others."""
+    """Return the suffix of a compressed file, such as `.gz`; empty for other files."""
     return next((ending for ending in NAMES if path.name.lower().endswith(ending)), "")
 
 
 def kind(path: Place) -> str:
-    """The suffix without that of the compression: one of KINDS."""
+    """Return the suffix without the compression suffix: one of KINDS."""
     return suffix(path).removesuffix(compression(path))
 
 
 def source_name(path: Place) -> str:
-    """The name by which records are mixed: `conversations` for `data/conversations.jsonl.gz`."""
+    """Return the source name of a file: `conversations` for `data/conversations.jsonl.gz`."""
     return path.name[: -len(suffix(path))]
 
 
 def label(path: Place) -> str:
-    """The name of a file as the user gave it, without what is secret in a URL."""
+    """Return the name of a file as the user gave it, without secrets in a URL."""
     return NAME if is_standard_input(path) else str(path)
 
 
 def shown(path: Place) -> str:
-    """The same, safe to print on one line."""
+    """Return `label`, safe to print on one line."""
     return one_line(label(path), 1000)
 
 
@@ -102,9 +102,9 @@ def shown(path: Place) -> str:
 def open_bytes(
     path: Place, *, log: ReadLog | None = None, start: int = 0, stop: int | None = None
 ) -> Iterator[io.BufferedReader]:
-    """The bytes of a file from `start` on, after its byte order mark, decompressed where its name says so.
+    """Open a file at `start`, after its byte order mark, and decompress it if its suffix says so.
 
-    `log` gets the bytes of the file itself as they are read. What lies beyond `stop` is not wanted.
+    `log` records the raw bytes of the file as they are read. Bytes from `stop` on are not needed.
     """
     try:
         raw = open_raw(path, log, stop=stop)
@@ -119,12 +119,12 @@ def open_bytes(
             if kind(path) not in TABLES:
                 _check_form(path, begin)
             file.seek(len(_BOM) if begin.startswith(_BOM) else 0)
-        # Only now: what is read ahead would be in the log.
+        # Set the log only now, because read-ahead would be logged.
         yield io.BufferedReader(raw, _BUFFER) if file is raw else file
 
 
 def _check_form(path: Place, start: bytes) -> None:
-    """Raise a `RecordError` if a file of text, which begins with `start`, is something else by its first bytes."""
+    """Raise a `RecordError` if `start`, the beginning of a text file, has the magic bytes of another format."""
     if form := form_of(start):
         what = "the decompressed content" if compression(path) else "the file"
         raise RecordError(f"{what} is {form.name}, not {kind(path)} text", form.right, kind="file_type")
@@ -139,7 +139,7 @@ def check_text(path: Place) -> None:
             raise DataError(f"{shown(path)}: is not UTF-8 text; expected conversations as text") from None
 
 
-# Names to files.
+# Expanding names to files.
 
 
 def _matches(name: str | Place) -> list[Place]:
@@ -164,7 +164,7 @@ def _matches(name: str | Place) -> list[Place]:
 
 def _remote_matches(url: Url) -> list[Place]:
     pattern = str(url).partition("://")[2]
-    # A name may hold brackets, as a local one may.
+    # Like a local file name, an object name may contain brackets.
     if "*" not in pattern and not url.is_folder and objects.find(url) is not None:
         return [url]
     if glob.has_magic(pattern):
@@ -174,7 +174,7 @@ def _remote_matches(url: Url) -> list[Place]:
             raise DataError(f"{shown(url)}: the glob matches no object; expected at least one")
         return [*sorted(matches, key=_parts)]
     if not url.is_folder and EXTRAS[url.scheme] == "http":
-        # Web servers have no folders to look into.
+        # Web servers cannot list folders.
         raise objects.missing(url)
     if not (below := [each for each in objects.names_below(url) if not each.is_folder]):
         raise objects.missing(url)
@@ -182,7 +182,7 @@ def _remote_matches(url: Url) -> list[Place]:
 
 
 def _parts(url: Url) -> list[str]:
-    """By these the objects of a bucket are sorted as the files of a folder are."""
+    """Sort key that puts the objects of a bucket in the same order as files in a folder."""
     return str(url).rstrip("/").split("/")
 
 
@@ -191,10 +191,10 @@ def _is_hidden(url: Url, known: int = 3) -> bool:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files in a folder and below it, links followed, without hidden ones."""
+    """List all files below a folder, following links, without hidden files."""
     files, seen = [], set()
     for above, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        # A link to a folder above would never end.
+        # A link to a parent folder would never end.
         if (real := Path(above).resolve()) in seen:
             folders.clear()
             continue
@@ -209,10 +209,10 @@ def _raise(error: OSError) -> None:
 
 
 def _files_in(folder: Place, files: Sequence[Place]) -> list[Place]:
-    """The files of a folder that hold records, sorted; a warning names others."""
+    """Return the record files of a folder, sorted; warn about other files."""
     if datasets := [path.parent for path in files if path.name == METADATA]:
-        what = "is a dataset" if datasets[0] == folder else f"holds the dataset {shown(datasets[0])}"
-        raise DataError(f"{shown(folder)}: {what}; expected a folder of conversations alone, or a glob")
+        what = "is a dataset" if datasets[0] == folder else f"contains the dataset {shown(datasets[0])}"
+        raise DataError(f"{shown(folder)}: {what}; expected a folder with only conversations, or a glob")
     read: list[Place] = []
     others: list[str] = []
     for path in files:
@@ -221,7 +221,7 @@ def _files_in(folder: Place, files: Sequence[Place]) -> list[Place]:
         else:
             others.append(path.name)
     if not read:
-        raise DataError(f"{shown(folder)}: the folder holds no file that is read; expected {EXPECTED}")
+        raise DataError(f"{shown(folder)}: no record files in this folder; expected {EXPECTED}")
     if others:
         names = ", ".join(map(one_line, sorted(others)[:SHOWN_NAMES])) + (", …" if len(others) > SHOWN_NAMES else "")
         noun = "file" if len(others) == 1 else "files"

@@ -1,11 +1,12 @@
-"""Notice input files that change while they are read, or between an interrupted build and its continuation.
+"""Detect input files that change while they are read, or before an interrupted build is resumed.
 
     before planning     InputFiles    size, times and inode of every file, size and version of every object
     each part, read     BytesRead     which bytes were read, and their hash
     at the end          InputFiles.check
 
-While `stat` of a file, or the version of an object, stays the same, its bytes do. Otherwise the bytes that were read
-are read again, and must have the hash that they had: `touch`, `chmod` and copies of the same content are no change.
+If the `stat` of a file, or the version of an object, is unchanged, so is its content. Otherwise the bytes that were
+read are read again and must have the same hash: `touch`, `chmod` and copies with the same content do not count as
+changes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from chatmill.remote.threads import in_threads
 from chatmill.remote.urls import Place, Url, place
 
 FRESH = 2.0
-"""Seconds after a change in which another one may leave the times of a file as they are; they are as coarse as this."""
+"""Resolution of file times in seconds: a second change within this time may leave them unchanged."""
 
 
 class _State(NamedTuple):
-    """What `stat` says of a file. The inode and the time of the last change of any kind cannot be set by a copy."""
+    """The `stat` of a file. Copying a file cannot set the inode and the change time (ctime)."""
 
     size: int
     modified: int
@@ -38,7 +39,7 @@ class _State(NamedTuple):
 
 
 class InputFiles:
-    """Files as they were before anything was read of them; `groups` are the files of each of the `inputs`."""
+    """The state of all input files before reading; `groups` has the files of each of the `inputs`."""
 
     def __init__(self, inputs: Sequence[Sequence[str | Place]]) -> None:
         self._inputs = inputs
@@ -53,9 +54,9 @@ class InputFiles:
         return {path: state.size for path, state in self._states.items()}
 
     def check_size(self, path: Place) -> None:
-        """Raise a `DataError` if a file is gone, or shorter or longer than it was: quick, for between two units.
+        """Raise a `DataError` if a file was removed or its size changed. Fast enough to call between units.
 
-        Objects are looked at only in the end: it takes a request.
+        Objects are checked only at the end, because each check is a request.
         """
         if isinstance(path, Path):
             self._compare_sizes(path, _state(path))
@@ -67,16 +68,16 @@ class InputFiles:
             raise _changed(path, f"{what} from {before:,} to {now:,} bytes")
 
     def check_times(self) -> None:
-        """Raise a `DataError` if any file was written or replaced: a fault may come from that, not from its content."""
+        """Raise a `DataError` if any file was written or replaced, which explains a fault better than its content."""
         for path, state in _states(self._states).items():
             self._compare_sizes(path, state)
             if state != self._states[path]:
                 raise _changed(path, "was changed")
 
     def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
-        """Raise a `DataError` unless the bytes of all `parts`, as they were read, are those that the files have now.
+        """Raise a `DataError` unless the files still have the bytes that were read for all `parts`.
 
-        `is_planned` says whether planning would give the same parts again; it is asked if anything is in doubt.
+        `is_planned` returns whether planning again gives the same parts; called only if a file may have changed.
         """
         now = _states(self._states)
         for path, state in now.items():
@@ -94,7 +95,7 @@ class InputFiles:
                 raise _changed(path, "was changed")
 
     def check_names(self) -> None:
-        """Raise a `DataError` if a glob matches other files now."""
+        """Raise a `DataError` if a glob matches additional files now."""
         for names, before in zip(self._inputs, self.groups, strict=True):
             known = {identity(path) for path in before}
             for name in names:
@@ -107,10 +108,10 @@ class InputFiles:
 
 
 def _states(paths: Iterable[Place]) -> dict[Place, _State | objects.ObjectInfo]:
-    """The state of each file and object."""
+    """Return the state of each file and object."""
     states: dict[Place, _State | objects.ObjectInfo | None] = dict.fromkeys(paths)
     urls = [path for path in states if isinstance(path, Url)]
-    # Objects in memory are of this process alone, which is forked only where there are no threads.
+    # In-memory objects exist only in this process, which may fork later and so must not start threads.
     infos = in_threads(_object_state, urls, here=all(url.scheme == "memory" for url in urls))
     states |= dict(zip(urls, infos, strict=True))
     return {path: state or _state(path) for path, state in states.items()}  # type: ignore[arg-type]
@@ -123,7 +124,7 @@ def _object_state(url: Url) -> objects.ObjectInfo:
 
 
 def _may_change_unseen(state: _State | objects.ObjectInfo, began: float) -> bool:
-    """Whether another change could leave a state as it is."""
+    """Whether a later change could leave the state unchanged."""
     if isinstance(state, _State):
         return state.changed / 1e9 > began - FRESH
     return not state.version
@@ -135,7 +136,7 @@ def _state(path: Path) -> _State:
     except OSError as error:
         raise _changed(path, f"cannot be opened any more ({error.strerror})") from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{shown(path)}: is a pipe or a device; write what it gives to a file, and name that")
+        raise DataError(f"{shown(path)}: is a pipe or a device; write its output to a file and pass that")
     return _State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, (status.st_dev, status.st_ino))
 
 

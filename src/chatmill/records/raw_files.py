@@ -1,4 +1,4 @@
-"""Open files and objects alike; an object is read some MiB at a time, the next ones while these are used."""
+"""Open local files and objects in the same way. Objects are read a few MiB at a time, with read-ahead."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from chatmill.remote.threads import submit
 from chatmill.remote.urls import Place, Url
 
 FIRST_BYTES = 1 << 19
-"""Bytes of the first request; each following one reads four times as many, so that a look at a file costs little."""
+"""Bytes of the first request; each further request reads four times as many, so that peeking at a file is cheap."""
 MOST_BYTES = 1 << 22
 _CHUNK = 1 << 20
 
 
 def open_raw(path: Place, log: ReadLog | None = None, *, stop: int | None = None) -> io.RawIOBase:
-    """A file as it is, opened for reading; `log` gets what is read. Bytes from `stop` on are not wanted."""
+    """Open a file for reading, without decompression. `log` records what is read; bytes from `stop` on are not
+    needed.
+    """
     if isinstance(path, Url):
         return RemoteFile(path, log, stop=stop)
     return io.FileIO(path) if log is None else LoggedFile(path, log)
 
 
 def has_bytes(path: Place, read: BytesRead) -> bool:
-    """Whether a file still has the bytes that were read, and no others behind an end that was seen."""
+    """Whether a file still has the bytes that were read and, if its end was reached, no more after them."""
     log = ReadLog()
     try:
         with open_raw(path, log) as file:
@@ -55,23 +57,23 @@ class LoggedFile(io.FileIO):
             self._log.add(start, view[:count])
         return count
 
-    # Those of FileIO do not call readinto.
+    # The methods of FileIO do not call readinto.
     read = io.RawIOBase.read  # type: ignore[assignment]
     readall = io.RawIOBase.readall
 
 
 class RemoteFile(io.RawIOBase):
-    """An object, opened for reading; its reads are added to the log. Bytes from `stop` on are not read ahead."""
+    """An object opened for reading, with its reads added to the log. Read-ahead ends at `stop`."""
 
     def __init__(self, url: Url, log: ReadLog | None = None, *, stop: int | None = None) -> None:
         self._url, self._log, self._stop = url, log, stop
         self._size: int | None = None
         self._at = 0
         self._start, self._block = 0, memoryview(b"")
-        """The bytes that were read last, and where they begin."""
+        """The current block and its offset."""
         self._length = FIRST_BYTES
         self._ahead: tuple[int, Future[bytes]] | None = None
-        """The bytes that are read meanwhile, and where they begin."""
+        """The block that is being read ahead, and its offset."""
 
     def readable(self) -> bool:
         return True
@@ -107,7 +109,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _end(self) -> int:
-        """The size of the object, which is asked for once."""
+        """Return the size of the object, requesting it only once."""
         if self._size is None:
             if (info := objects.find(self._url)) is None:
                 raise objects.missing(self._url)
@@ -115,7 +117,7 @@ class RemoteFile(io.RawIOBase):
         return self._size
 
     def _load(self) -> None:
-        """Read the block that begins here, and begin to read the next one if this goes on from the last one."""
+        """Read the block at the current position, and start reading the next one if access is sequential."""
         end = self._stop if self._stop is not None and self._at < self._stop else self._end()
         is_first = not len(self._block)
         goes_on = not is_first and self._at == self._start + len(self._block)
@@ -131,7 +133,7 @@ class RemoteFile(io.RawIOBase):
             data = objects.read(self._url, self._at, stop) if self._at < stop else b""
         self._block = memoryview(data)
         start = self._at + len(data)
-        # A log is of a reader that wants everything from where it begins.
+        # A reader with a log reads everything from its start position.
         if data and start < end and (goes_on or (is_first and self._log is not None)):
             stop = min(end, start + min(MOST_BYTES, 4 * self._length))
             url = self._url

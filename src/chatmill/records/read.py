@@ -2,7 +2,7 @@
 
     inputs ── plan ──▶ parts ── units ──▶ (line, bytes) ── parser ──▶ records
 
-A part is a file, or the lines in a byte range of one; a worker needs nothing else.
+A part is a file, or the lines in a byte range of a file; it is all that a worker needs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from chatmill.remote.urls import Place, Url
 
 MAX_LINE_BYTES = 64 * 2**20
 MIN_COLUMN_BYTES = 2**17
-"""Bytes of consecutive lines for which columns are faster, where the lines of a block are mixed."""
+"""Smallest run of plain lines, in bytes, for which columns are faster in a mixed block."""
 CHECKED_RECORDS = 1000
-"""Records of a file in which the names of `--columns` are looked for."""
+"""Number of records per file in which the names of `--columns` are looked up."""
 RETRY_BYTES = 2**16
-"""Bytes of lines that are read one by one before columns are tried again."""
+"""Bytes of lines to parse one by one before trying columns again."""
 SCAN = 2**18
-"""Bytes that are read at once to tell lines from a stream."""
+"""Bytes to read at once when deciding between lines and a stream."""
 T = TypeVar("T")
 OnError = Literal["stop", "skip"]
 OnReject = Callable[[RecordError], None]
@@ -45,7 +45,9 @@ OnReject = Callable[[RecordError], None]
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """One file of one shape, or the lines (or row groups) of one that begin in bytes [start, stop), numbered from 1."""
+    """A file of one shape, or the lines (or row groups) of a file that start in bytes [start, stop), numbered from
+    1.
+    """
 
     path: Place
     shape: str
@@ -54,12 +56,13 @@ class FilePart:
     stop: int | None = None
     options: ShapeOptions = NO_OPTIONS
     is_array: bool = False
-    """A file that is one JSON array although its name promises lines."""
+    """Whether a .jsonl file contains one JSON array instead of lines."""
     why: str = field(default="", compare=False)
-    """Why it has this shape, for the user."""
+    """Reason for the shape, shown to the user."""
 
     def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
-        """Parts of at least `size` bytes with the same records in the same order, of a file of `end` bytes.
+        """Split the part, of a file with `end` bytes, into parts of at least `size` bytes with the same records in
+        order.
 
         Parquet files are cut at row groups. Compressed files, arrays and other tables are not cut, nor are shapes whose
         records span several lines.
@@ -89,9 +92,9 @@ def read_records(
     >>> [record.id for record in chatmill.read_records(["data/conversations.jsonl"])][:2]
     ['chat-000', 'chat-001']
 
-    Names and globs that match nothing, and shapes that cannot be detected, raise before the first record. With
-    `on_error` "stop" the first faulty record is raised; with "skip" each goes to `on_reject` and reading continues.
-    A file that changes while it is read is a `DataError` after the last record.
+    Names and globs that match no file, and shapes that cannot be detected, raise before the first record. With
+    `on_error` "stop" the first invalid record raises; with "skip" invalid records are passed to `on_reject` and reading
+    continues. A file that changes while it is read raises a `DataError` after the last record.
     """
     on_fault = _fault_handler(on_error, on_reject)
     before = InputFiles([[inputs] if isinstance(inputs, str | Path | Url) else inputs])
@@ -130,9 +133,10 @@ def plan(
     on_error: OnError = "skip",
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
-    """One part per file, in reading order; a `shape` of None is detected from the first records of each file.
+    """Return one part per file, in reading order. If `shape` is None, it is detected from the first records of each
+    file.
 
-    With `on_error` "stop" a file is not read beyond a record that is too long, which reading reports.
+    With `on_error` "stop", detection ends at a record that is too long; reading reports it later.
     """
     paths, limit = files.expand(inputs), max_line_bytes
     return plan_files(paths, shape=shape, source=source, options=options, on_error=on_error, max_line_bytes=limit)
@@ -147,12 +151,12 @@ def plan_files(
     on_error: OnError = "skip",
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
-    """`plan` for files, as `expand` gives them."""
+    """Like `plan`, for files returned by `expand`."""
     if shape is not None and shape not in SHAPES:
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     options.column_map()
     options.templates()
-    # Looking at an object takes several requests; objects in memory are of this process alone, which may fork.
+    # Inspecting an object takes several requests, so use threads, except for in-memory objects: the process may fork.
     parts = in_threads(
         lambda path: _planned(path, shape, source, options, max_line_bytes, stops=on_error == "stop"),
         paths,
@@ -164,7 +168,7 @@ def plan_files(
 
 
 def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bool) -> None:
-    """Warn of names in `--columns` that the first records of no file have, such as misspelled ones."""
+    """Warn about names in `--columns` that are in none of the first records of any file, such as misspelled ones."""
     missing: set[str] = set()
     for part in parts:
         columns = part.options.column_map()
@@ -177,7 +181,7 @@ def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bo
                     return
     for name in sorted(missing):
         what = f'--columns names "{one_line(name)}", which none of the first {CHECKED_RECORDS:,} records has'
-        warnings.warn(f"{what}; correct it, or leave it out", stacklevel=2)
+        warnings.warn(f"{what}; correct or remove it", stacklevel=2)
 
 
 def _planned(
@@ -196,7 +200,7 @@ def read_part(
     max_line_bytes: int = MAX_LINE_BYTES,
     log: ReadLog | None = None,
 ) -> Iterator[Record]:
-    """The records of one part, one at a time; see `read_blocks`."""
+    """Yield the records of one part, one at a time; see `read_blocks`."""
     blocks = read_blocks(
         part, on_fault=on_fault, on_end=on_end, max_line_bytes=max_line_bytes, as_columns=False, log=log
     )
@@ -212,10 +216,10 @@ def read_blocks(
     as_columns: bool = True,
     log: ReadLog | None = None,
 ) -> Iterator[ChatColumns | list[Record]]:
-    """The records of one part, many at a time: columns where possible (unless not `as_columns`), lists otherwise.
+    """Yield the records of one part in blocks: `ChatColumns` where possible and `as_columns` is set, lists otherwise.
 
-    Each fault goes to `on_fault`, which raises it to stop, or returns to continue. `on_end` gets the number of lines
-    of the part, so that the lines of the next one can be numbered. `log` gets the bytes that are read.
+    Each fault goes to `on_fault`, which raises it to stop, or returns to continue. `on_end` receives the number of
+    lines of the part, so that the next part can be numbered. `log` records the bytes read.
     """
     for parsed in _read(part, max_line_bytes, as_columns=as_columns, on_end=on_end, log=log):
         if isinstance(parsed, ChatColumns):
@@ -224,7 +228,7 @@ def read_blocks(
         records: list[Record] = []
         for item in parsed:
             if isinstance(item, RecordError):
-                # The records before a fault are passed on first.
+                # Yield the records before a fault first.
                 if records:
                     yield records
                     records = []
@@ -241,7 +245,7 @@ ParsedItems = Sequence[Record | RecordError]
 def _read(
     part: FilePart, limit: int, *, as_columns: bool, on_end: Callable[[int], None], log: ReadLog | None
 ) -> Iterator[ParsedItems]:
-    """Records and faults, some at a time, up to where the file itself is broken."""
+    """Yield blocks of records and faults, up to the point where the file itself is corrupt."""
     line = 0
     with closing(_parsed(part, limit, as_columns=as_columns, log=log)) as parsed:
         try:
@@ -249,14 +253,14 @@ def _read(
                 yield items
             on_end(line)
         except RecordError as fault:
-            # The file is broken from here on; without a line of its own, the fault is after the last line read.
+            # The file is corrupt from here on; a fault without a line is reported after the last line read.
             yield [fault.at(files.label(part.path), fault.line or line + 1)]
 
 
 def _parsed(
     part: FilePart, limit: int, *, as_columns: bool, log: ReadLog | None
 ) -> Generator[tuple[int, ParsedItems], None, None]:
-    """Records and faults, some at a time, with the number of the last line read."""
+    """Yield blocks of records and faults, with the number of the last line read."""
     parse = parser(part.shape, file=files.label(part.path), source=part.source, limit=limit, options=part.options)
     if not _is_of_lines(part):
         for line, data in _units(part, limit, log):
@@ -266,7 +270,7 @@ def _parsed(
     as_columns = as_columns and COMPILED and parse.decode_lines is not None
     size = units.WIDE_BLOCK if as_columns else units.BLOCK
     for block in units.blocks(part.path, limit=limit, start=part.start, stop=part.stop, size=size, log=log):
-        # A block within the limit has no line over it.
+        # A block within the size limit has no line over the limit.
         in_columns = as_columns and len(block) <= limit
         for count, items in _columns(parse, before, block) if in_columns else [_one_by_one(parse, before, block)]:
             before += count
@@ -274,7 +278,7 @@ def _parsed(
 
 
 def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, ParsedItems]:
-    """The number of lines of a block, and their records and faults."""
+    """Return the number of lines in a block, and their records and faults."""
     if records := parse.block(before + 1, block):
         return len(records), records
     pieces = units.split(block)
@@ -283,7 +287,7 @@ def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, Par
 
 
 def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, ParsedItems]]:
-    """The same, in columns as far as the lines allow it, with others one by one in between."""
+    """Like `_one_by_one`, with runs of plain lines as columns."""
 
     def parse_lines(line: int, data: bytes) -> ParsedItems:
         return _one_by_one(parse, line - 1, data)[1]
@@ -301,7 +305,7 @@ def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[in
 
 
 def _is_of_lines(part: FilePart) -> bool:
-    """Whether every record is one line of a text file."""
+    """Whether every record is one line of text."""
     ending = files.kind(part.path)
     return ending in (".jsonl", ".txt") and not part.is_array and part.shape not in ("oasst1", "transcript-stream")
 
@@ -320,16 +324,16 @@ def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Unit
 
 
 def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -> FilePart:
-    """The part with the given or detected shape, transcripts as lines or stream, and why."""
+    """Return the part with its given or detected shape and the reason; transcripts become lines or a stream."""
     path = part.path
     ending = files.kind(path)
     if ending in files.TABLES and shape == "transcript-stream":
-        raise UsageError(f"{files.shown(path)}: a table is no stream; expected shape transcript-lines")
+        raise UsageError(f"{files.shown(path)}: a table cannot be a stream; expected shape transcript-lines")
     if ending == ".txt" and shape in (None, "transcript"):
         with closing(units.lines(path, limit=limit)) as numbered:
             first = next(_readable(numbered), (0, b""))[1]
         if stops and len(first) > limit and b"<|" not in first:
-            # Too long as a line and as a part of a stream.
+            # Too long both as a line and as a unit of a stream.
             return replace(part, shape="transcript-lines", why="by its first line")
         # Objects in a text file are JSON Lines under another name.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
@@ -344,21 +348,21 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
 
 
 def _transcript_shape(path: Place, *, is_transcript: bool) -> str:
-    """Lines or a stream, if the file leaves no doubt; a `DataError` that asks otherwise."""
+    """Return the shape for lines or for a stream; raise a `DataError` asking for --shape if the file is ambiguous."""
     try:
         with open_bytes(path) as file:
             layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
     except RecordError:
-        # It is broken from its first byte on, which reading reports.
+        # The file is corrupt from its first byte; reading reports it.
         return "transcript-lines"
     if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
         files.check_text(path)
         names = ", ".join(SHAPES)
-        raise DataError(f"{files.shown(path)}: has no markers of a transcript; name its shape with --shape: {names}")
+        raise DataError(f"{files.shown(path)}: no transcript markers found; set the shape with --shape: {names}")
     if layout.shape is None:
         raise DataError(
-            f"{files.shown(path)}: lines and <|EOS|> separate it into different records; "
-            "name it with --shape: transcript-lines or transcript-stream"
+            f"{files.shown(path)}: records could be separated by lines or by <|EOS|>; "
+            "pass --shape transcript-lines or transcript-stream"
         )
     return layout.shape
 
@@ -372,7 +376,7 @@ def _size(path: Place) -> int:
 
 
 def _readable(pieces: Iterator[T]) -> Iterator[T]:
-    """Pieces of a file up to where the file is broken, which reading reports; detecting the shape need not."""
+    """Yield pieces of a file up to the point where it is corrupt; reading reports the error later."""
     try:
         yield from pieces
     except RecordError:
@@ -380,14 +384,16 @@ def _readable(pieces: Iterator[T]) -> Iterator[T]:
 
 
 def _readable_units(numbered: files.Units, limit: int, *, stops: bool) -> Iterator[tuple[int, bytes]]:
-    """The same for units; if reading stops at the first fault, up to one over the limit, whose end may be far."""
+    """Like `_readable`, for units. If reading stops at the first fault, ends at a unit over the limit, whose end may be
+    far.
+    """
     return takewhile(lambda unit: not stops or len(unit[1]) <= limit, _readable(numbered))
 
 
 def _fault_handler(on_error: OnError, on_reject: OnReject | None) -> OnReject:
     if on_error == "skip":
         if on_reject is None:
-            raise UsageError('on_error "skip" without on_reject would lose records in silence; give both')
+            raise UsageError('on_error "skip" requires on_reject, otherwise records would be lost silently')
         return on_reject
     if on_error != "stop":
         raise UsageError(f'unknown on_error "{on_error}"; expected stop or skip')

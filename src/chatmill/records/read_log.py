@@ -1,4 +1,4 @@
-"""Which bytes of a file were read, and their hash, taken while they are read."""
+"""Log of the bytes read from a file, with their hash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BytesRead:
-    """The bytes of a file that were read: their ranges, the hash of all of them, and where the file ended, if seen."""
+    """The bytes read from a file: their ranges, their hash, and the end of the file if it was reached."""
 
     ranges: tuple[tuple[int, int], ...]
     sha256: str
@@ -25,7 +25,7 @@ class BytesRead:
 
 
 class ReadLog:
-    """Hashes the bytes of one file as they are read. A reader may open the file several times, and skip in it."""
+    """Hashes the bytes of one file as they are read. The file may be opened several times and read with seeks."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
@@ -33,7 +33,7 @@ class ReadLog:
         self._ends: set[int] = set()
 
     def add(self, start: int, data: memoryview) -> None:
-        """Add what was read at byte `start`: nothing, if the file ends there."""
+        """Add the bytes read at `start`; empty bytes mean the end of the file."""
         if not len(data):
             self._ends.add(start)
         elif self._ranges and self._ranges[-1][1] == start:

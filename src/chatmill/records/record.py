@@ -1,4 +1,4 @@
-"""The one form of a conversation that every shape is read into: `Record`, `Message`, `ToolCall`."""
+"""The common form of a conversation, independent of the input shape: `Record`, `Message`, `ToolCall`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
 NO_ROLE: Literal["none"] = "none"
-"""The role of text outside of every span of a transcript; complete if an `<|END|>` that closes nothing follows it."""
+"""Role of text outside all spans of a transcript; complete if an unmatched `<|END|>` follows it."""
 
 _construct = msgspec.StructMeta.__call__
 
 
 class _FromFields(msgspec.StructMeta):
-    """Makes `Message(**fields)` and `Record(**fields)` check and convert their fields as the reader does."""
+    """Metaclass that makes `Message(**fields)` and `Record(**fields)` validate and convert fields like the reader."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
         if cls not in (Message, Record):
@@ -45,16 +45,16 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, repr_o
     arguments: str
     id: str | None = None
     raw_arguments: str = ""
-    """The arguments as the record wrote them, where it gave a text that `json.dumps` does not write."""
+    """The arguments as written in the record, if they are text that differs from the output of `json.dumps`."""
 
     @property
     def arguments_text(self) -> str:
-        """The arguments as the record wrote them; an object as `json.dumps` and the `tojson` of templates write it."""
+        """The arguments as written in the record; an object as `json.dumps` and the templates' `tojson` write it."""
         return self.raw_arguments or spaced_json(msgspec.json.decode(self.arguments))
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metaclass=_FromFields):
-    """One message of a conversation. It takes the fields of OpenAI and Hugging Face messages.
+    """One message of a conversation. Accepts the fields of OpenAI and Hugging Face messages.
 
     >>> call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     >>> chatmill.Message(role="assistant", content=None, tool_calls=[call]).tool_calls
@@ -62,8 +62,8 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     >>> chatmill.Message("assistant", [{"type": "text", "text": "4"}], thinking="2 + 2 = 4", train=True).weight
     1.0
 
-    `content` may be a list of text parts, or None with tool calls; the reasoning may be called `reasoning_content`,
-    `reasoning` or `thinking`; `train` is a weight of 1 or 0. What cannot be read is a `RecordError`.
+    `content` may be a list of text parts, or None with tool calls; reasoning may be named `reasoning_content`,
+    `reasoning` or `thinking`; `train` sets a weight of 1 or 0. Invalid fields raise a `RecordError`.
     """
 
     role: Role | Literal["none"]
@@ -75,25 +75,25 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     weight: float | None = None
     """None leaves the choice to the format and `--train-on`; a number takes precedence over both."""
     complete: bool = True
-    """False for a transcript span that never closed: rendered without its close, and never trained."""
+    """False for a transcript span without an end marker: rendered without it, and never trained."""
     train_ranges: tuple[tuple[int, int, float], ...] = ()
-    """(start, stop, weight): weights of characters of the content, which take precedence over that of the message."""
+    """(start, stop, weight) of character ranges in the content; they take precedence over the weight of the message."""
 
 
 class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
-    """A conversation and its origin: the `source` it is mixed by, and the `file` and `line` it was read from.
+    """A conversation and its origin: the `source` it is mixed as, and the `file` and `line` it was read from.
 
     >>> record = chatmill.Record([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
     >>> record.messages[1].content
     'Hello'
 
-    Messages are `Message` objects or dicts of their fields; tools are definitions, or compact JSON of them.
+    Messages are `Message` objects or dicts of their fields; tools are definitions, as objects or compact JSON.
     """
 
     messages: list[Message]
     id: str | None = None
     tools: tuple[str, ...] = ()
-    """The definitions of the functions that the assistant may call, each as compact JSON."""
+    """Tool definitions, each as compact JSON."""
     source: str = ""
     file: str = ""
     line: int = 0
@@ -104,25 +104,25 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
     unread_keys: tuple[str, ...] = ()
     """Keys that the reader does not know, such as `score` or `messages[].lang`."""
     is_text: bool = False
-    """One text without roles, in a message of the assistant; only `--format text` writes it."""
+    """The record is plain text without roles, stored as one assistant message; only `--format text` renders it."""
 
 
 new_message: Callable[..., Message] = MethodType(_construct, Message)
-"""`Message` without checks, for fields that were checked already."""
+"""`Message` without validation, for fields that were already checked."""
 new_record: Callable[..., Record] = MethodType(_construct, Record)
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def spaced_json(value: Any) -> str:
-    """A JSON value as `json.dumps` writes it, with its characters as they are."""
+    """Return a JSON value as `json.dumps` writes it, without escaping non-ASCII characters."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def record_key(record: Record) -> bytes:
-    """Sixteen bytes that identify a conversation, whatever its id and origin, and spaces in its arguments.
+    """Return a 16-byte hash of a conversation that ignores its id, its origin and spaces in tool arguments.
 
-    Whitespace between the turns of a transcript does not count either.
+    Whitespace between the turns of a transcript is ignored as well.
     """
     messages = [
         without_raw_arguments(message) if message.tool_calls else message
@@ -133,7 +133,7 @@ def record_key(record: Record) -> bytes:
 
 
 def is_layout(message: Message) -> bool:
-    """Whether a message is only whitespace between the turns of a transcript."""
+    """Whether a message is just whitespace between the turns of a transcript."""
     return message.role == NO_ROLE and not message.complete and message.content.isspace()
 
 

@@ -1,4 +1,4 @@
-"""Validation splits: by a hash of each record, or, as in the primer specification, by place in a seeded shuffle."""
+"""Validation splits: by a hash of each record, or by a seeded shuffle as in the primer specification."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class Split(NamedTuple):
 
 
 def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
-    """Shuffle records 0 to count-1 by `seed`: the first floor(count * val_frac) validate, all others train.
+    """Shuffle records 0 to count-1 with `seed`: the first floor(count * val_frac) are for validation, the others for
+    training.
 
     5 records, 0.4, shuffled to 3 1 0 4 2  ->  val 3 1, train 0 4 2
     The product is computed in floating point: 0.29 of 100 is 28.999… and gives 28.
     """
     if not 0 <= val_frac < 1:
-        raise UsageError(f"a share of {val_frac} for validation cannot be; expected one from 0 to below 1")
+        raise UsageError(f"the validation fraction is {val_frac}; expected a number from 0 to below 1")
     if count < 0 or seed < 0:
-        # Python's generator reads -1 as 1, so that two seeds would give one order.
-        raise UsageError(f"{count} records with seed {seed} cannot be split; expected whole numbers from 0 on")
+        # Python's generator treats -1 as 1, so two seeds would give the same order.
+        raise UsageError(f"{count} records with seed {seed} cannot be split; expected non-negative numbers")
     order = list(range(count))
     random.Random(seed).shuffle(order)
     stop = math.floor(count * val_frac)
@@ -38,21 +39,21 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
 
 
 def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """The place of each record in [0, 1), by half of its key; it is for validation if the share is over it."""
-    # The upper 53 bits, which a float holds exactly.
+    """Map half of each record key to [0, 1); a record is for validation if this value is below the fraction."""
+    # A float represents the upper 53 bits exactly.
     return np.asarray((keys >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def smallest_hash_share(first: float, last: float) -> float | None:
-    """The smallest share, of three digits or more, that keeps a record for validation, and leaves one for training.
+    """Return the smallest fraction, with three digits or more, that gives at least one record to each split.
 
-    `first` and `last` are the smallest and the largest place of a record. None if no share does.
+    `first` and `last` are the smallest and largest value of `hash_places`. None if no fraction works.
     """
     return _rounded_up(first, lambda share: first < share <= last)
 
 
 def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float | None:
-    """The same for `shuffle_split`; by record, whether it has rows."""
+    """Like `smallest_hash_share`, for `shuffle_split`; `has_rows` tells for each record whether it has rows."""
     count = len(has_rows)
     order = shuffle_split(count, 0.0, seed=seed).train
     size = next((at + 1 for at, record in enumerate(order) if has_rows[record]), 0)
@@ -62,7 +63,7 @@ def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float |
 
 
 def _rounded_up(number: float, fits: Callable[[float], bool]) -> float | None:
-    """The number with as few digits as fit, at least three, rounded up."""
+    """Round up to the fewest digits, at least three, that satisfy `fits`."""
     first = 2 - math.floor(math.log10(number)) if number > 0 else 3
     for digits in range(first, first + 15):
         scale: int = 10**digits

@@ -1,4 +1,4 @@
-"""Standard input as a file: it is read twice, and in parts, so it is written to a temporary file first."""
+"""Copy standard input to a temporary file, because it is read twice and in parts."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from chatmill.records.compressed import MAGIC, SKIPPABLE, decompressed
 from chatmill.records.shapes.decode import decode
 
 NAME = "-"
-"""What stands for standard input where a file is named."""
+"""The file name that means standard input."""
 _PREFIX = "chatmill-standard-input-"
 _LOOK = 1 << 18
 _CHUNK = 1 << 20
 _folder: Path | None = None
-"""Where standard input of this process lies; it can be read only once."""
+"""Folder with the copy of standard input, which can be read only once."""
 
 
 def is_standard_input(path: Any) -> bool:
-    """Whether a file has the bytes of standard input; in any process."""
+    """Whether a file is a copy of standard input, made by this or another process."""
     return isinstance(path, Path) and path.parent.name.startswith(_PREFIX)
 
 
 def standard_input() -> Path:
-    """The file of standard input, called `stdin` with the suffix of what it holds; until `remove_standard_input`."""
+    """Copy standard input to a file named `stdin` plus the suffix of its format, and return the path.
+
+    The file exists until `remove_standard_input`."""
     global _folder
     if _folder is None:
         if sys.stdin is None or sys.stdin.closed:
-            raise UsageError("-: standard input is closed; give a file, or pipe records in")
+            raise UsageError("-: standard input is closed; pass a file, or pipe records to it")
         if sys.stdin.isatty():
-            print("chatmill: reading records from the terminal; end them with Ctrl-D", file=sys.stderr)
+            print("chatmill: reading records from the terminal; press Ctrl-D to finish", file=sys.stderr)
         _folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         atexit.register(remove_standard_input, os.getpid())
         _remove_when_terminated()
@@ -50,7 +52,7 @@ def standard_input() -> Path:
 
 
 def remove_standard_input(process: int | None = None) -> None:
-    """Remove the file of standard input, if there is one and this process wrote it."""
+    """Remove the copy of standard input, if this process wrote one."""
     global _folder
     if _folder is not None and process in (None, os.getpid()):
         shutil.rmtree(_folder, ignore_errors=True)
@@ -58,7 +60,7 @@ def remove_standard_input(process: int | None = None) -> None:
 
 
 def _remove_when_terminated() -> None:
-    """Remove the file also if a signal ends this process, which runs nothing that was registered for its exit."""
+    """Remove the file when a signal terminates the process, which skips atexit handlers."""
     owner = os.getpid()
 
     def remove_and_end(number: int, frame: Any) -> None:
@@ -68,13 +70,13 @@ def _remove_when_terminated() -> None:
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            # Others have their own way to end, or none.
+            # Leave other handlers in place.
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, remove_and_end)
 
 
 def _suffix(path: Path) -> str:
-    """What the file would end with if it had a name: by its first bytes."""
+    """Return the suffix for the format that the first bytes indicate."""
     with path.open("rb", buffering=0) as file:
         start = file.read(_LOOK)
         compression = next((ending for ending, magic in MAGIC.items() if start.startswith(magic)), "")
@@ -86,7 +88,7 @@ def _suffix(path: Path) -> str:
             try:
                 start = reader.read(_LOOK)
             except RecordError:
-                # Reading it says what is wrong.
+                # Reading reports the error.
                 start = b"{"
     return _kind(start) + compression
 
@@ -100,7 +102,7 @@ def _kind(start: bytes) -> str:
     first, *others = [line for line in lines if line.strip()] or [b"{"]
     if not first.lstrip().startswith((b"{", b"[")):
         return ".txt"
-    # One object over several lines, unless the second one begins an object of its own.
+    # One object over several lines, unless the second line starts another object.
     is_object = first.startswith(b"{") and others and not others[0].startswith(b"{") and not _is_json(first)
     return ".json" if is_object else ".jsonl"
 

@@ -1,6 +1,6 @@
-"""The rows of Parquet and Arrow files as numbered units of bytes, each one JSON object.
+"""Read the rows of Parquet and Arrow files as numbered JSON objects.
 
-An Arrow file is of the file or of the stream format; Hugging Face datasets writes the latter.
+Both Arrow formats are supported: files, and streams, which Hugging Face datasets writes.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Place
 
 TABLE_ROWS = 256
-"""Rows of a table that are decoded together; fewer where they hold images."""
+"""Rows per decoded batch; fewer for tables with images."""
 ARROW_FILE = b"ARROW1"
-"""The first bytes of the file format."""
+"""Magic bytes of the Arrow file format."""
 STREAM_END = bytes(4)
-"""The last bytes of the stream format: the length of no further message."""
+"""Last bytes of the Arrow stream format: the end-of-stream marker."""
 NO_MEMORY: dict[str, tuple[type[MemoryError], ...]] = {".parquet": (), ".arrow": (MemoryError,)}
-"""Errors that mean a corrupt file, too: Arrow allocates what its file says."""
+"""Exceptions that also mean a corrupt file: Arrow allocates sizes stored in the file."""
 _BUFFER = 1 << 18
 _MAGIC = {".parquet": b"PAR1", ".arrow": ARROW_FILE}
 _NAMES = {".parquet": "Parquet", ".arrow": "Arrow"}
-# Types that JSON does not have are written as text.
+# Types without a JSON equivalent are written as text.
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
 
 
 def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: ReadLog | None = None) -> Units:
-    """The rows of a table, each as one JSON object, with their numbers, from 1.
+    """Yield the rows of a table as JSON objects, numbered from 1.
 
-    Of a Parquet file, those of the row groups that begin in bytes [start, stop), as from `cut_table`.
+    For a Parquet file, only the row groups that start in bytes [start, stop), as returned by `cut_table`.
 
-    A missing number, which is NaN in a table, becomes null. Bytes become `BYTES`: no field of a conversation has that
-    type, but whether a record has images decides whether it is refused.
+    NaN, a missing number in tables, becomes null. Binary values become `BYTES`: conversations have none, but a record
+    with images must be refused.
     """
     pyarrow = _pyarrow(path)
     number = 0
@@ -65,7 +65,7 @@ def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: Rea
 
 
 def _other_form(path: Place) -> tuple[str, str] | None:
-    """What a table is by its first bytes if it is no table of its kind, and what to do about it."""
+    """Raise a `RecordError` if the first bytes of a table file indicate another format."""
     with open_bytes(path) as file:
         start = file.read(LOOK)
     magic = _MAGIC[kind(path)]
@@ -76,9 +76,9 @@ def _other_form(path: Place) -> tuple[str, str] | None:
 
 
 def cut_table(path: Place, *, size: int, end: int) -> list[tuple[int, int]]:
-    """Cut a Parquet file of `end` bytes at row groups into pieces of at least `size` bytes: (start, stop).
+    """Split a Parquet file of `end` bytes at row groups into pieces (start, stop) of at least `size` bytes.
 
-    A file that cannot be cut, or is corrupt, is one piece.
+    A file that cannot be split, or is corrupt, is one piece.
     """
     pyarrow = _pyarrow(path)
     if end <= size or kind(path) != ".parquet" or compression(path):
@@ -111,7 +111,7 @@ def _pyarrow(path: Place) -> Any:
 
 @contextmanager
 def _seekable(path: Place, log: ReadLog | None, stop: int | None) -> Iterator[Any]:
-    """A table as a file in which one can seek: a compressed one is decompressed to a temporary file first."""
+    """Open a table as a seekable file; a compressed table is decompressed to a temporary file first."""
     with open_bytes(path, log=log, stop=stop) as file:
         if not compression(path):
             yield file
@@ -123,7 +123,7 @@ def _seekable(path: Place, log: ReadLog | None, stop: int | None) -> Iterator[An
 
 
 def _rows(file: Any, ending: str, start: int, stop: int | None) -> Iterator[list[bytes]]:
-    """The rows of a table as JSON objects, some at a time."""
+    """Yield batches of rows as JSON objects."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -160,13 +160,13 @@ def _parquet(file: Any) -> Any:
 
 
 def _group_starts(metadata: Any) -> list[int]:
-    """Where each row group begins: with the first of its column chunks, whose dictionary comes before its data."""
+    """Return the offset of each row group: that of its first column chunk, where the dictionary precedes the data."""
     starts = []
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         chunks = [group.column(index) for index in range(group.num_columns)]
         offsets = [offset for each in chunks for offset in (each.data_page_offset, each.dictionary_page_offset)]
-        # Some writers put 0 for a dictionary that is not there.
+        # Some writers store 0 for a missing dictionary.
         starts.append(min((offset for offset in offsets if offset), default=0))
     return starts
 
@@ -195,7 +195,7 @@ def _arrow(file: Any) -> Any:
 
 
 class _BoundedReader(io.BufferedIOBase):
-    """A file of which no more than there is can be asked for: memory for it is allocated before it is read."""
+    """Limits reads to the size of the file: Arrow allocates the requested size before reading."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._size = file, file.seek(0, io.SEEK_END)
@@ -227,23 +227,23 @@ def _arrow_batches(table: Any, columns: list[str], size: int, pyarrow: Any) -> I
     else:
         whole = iter(table)
     for batch in whole:
-        # Offsets into buffers are as somebody wrote them, and are followed as they are.
+        # Arrow uses the buffer offsets of the file without checking them.
         batch.validate(full=True)
         for at in range(0, batch.num_rows, size):
             yield batch.select(columns).slice(at, size)
 
 
 def _check_end(file: Any) -> None:
-    """Raise `ValueError` for a stream that ends without its end: some of it may be missing."""
+    """Raise `ValueError` if a stream lacks its end marker, because data may be missing."""
     file.seek(0)
     if file.read(len(ARROW_FILE)) != ARROW_FILE:
         file.seek(-len(STREAM_END), io.SEEK_END)
         if file.read() != STREAM_END:
-            raise ValueError("the stream is cut off")
+            raise ValueError("the stream is truncated")
 
 
 def _is_present(column: Any, compute: Any, types: Any) -> list[bool]:
-    """By row: whether a column holds anything, where an empty list is nothing."""
+    """Return for each row whether the column has a value; an empty list counts as none."""
     if types.is_list(column.type) or types.is_large_list(column.type):
         return [bool(length) for length in compute.list_value_length(column).to_pylist()]
     present: list[bool] = column.is_valid().to_pylist()

@@ -1,12 +1,12 @@
-"""Decide from the whole file whether transcripts are one record per line or one stream.
+"""Decide from the whole file whether a transcript file has one record per line or is one stream.
 
-Each line is reduced to letters: S, U and A for the markers of spans, E for `<|END|>`, X for `<|EOS|>`, x for text
-outside spans, j for such text that begins like JSON. Of the text inside a span, only a line break is kept.
+Each line is reduced to letters: S, U and A for the span markers, E for `<|END|>`, X for `<|EOS|>`, x for text outside
+spans, j for text outside spans that looks like JSON. Of the text inside a span, only line breaks are kept.
 
     <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
-Two readings go over the lines: one starts a record with each line, one only after `<|EOS|>`. Files have few different
-lines in this form, so each is read only once.
+The letters are parsed in two ways: with a new record on each line, and with a new record only after `<|EOS|>`. Files
+have few distinct lines in this form, so each is parsed only once.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _LONGEST = max(map(len, _MARKS))
 
 
 class TranscriptLayout(IntFlag):
-    """What the two readings of a file find."""
+    """Findings of the two ways to parse a file."""
 
     MARKERS = 1
     TEXT = 2
-    """There is text at all."""
+    """The file has text."""
     JSON = 4
-    """A line is JSON, which a stream would take for text outside of spans."""
+    """A line is JSON, which a stream would treat as text outside spans."""
     JOINS = 8
-    """The stream has text of several lines in one conversation, so that the readings differ."""
+    """As a stream, a conversation has text on several lines, so the two ways differ."""
     CROSSES = 16
-    """A span that closes goes over the end of a line: as lines, both of its parts would be broken."""
+    """A closed span crosses a line end, so lines would break it into two invalid parts."""
     SECOND_SYSTEM = 32
-    """Within a conversation of the stream a system span follows other spans, as if another record began there."""
+    """As a stream, a conversation has a system span after other spans, as if a new record started there."""
     LINE_ANSWERS = 64
-    """A line has an answer after its user span, so that lines would train something."""
+    """A line has an answer after its user span, so lines would have trained tokens."""
     STREAM_ANSWERS = 128
 
     @property
     def shape(self) -> str | None:
-        """The shape of the file; None if both readings are possible, or none, and they have different records."""
+        """The shape of the file; None if it is ambiguous."""
         has, kind = self.__contains__, TranscriptLayout
         if not has(kind.JOINS) and not has(kind.JSON):
             return "transcript-lines"
@@ -55,7 +55,7 @@ class TranscriptLayout(IntFlag):
 
 
 def transcript_layout(chunks: Iterable[bytes]) -> TranscriptLayout:
-    """Read a file, given in chunks of any size."""
+    """Parse a file, given in chunks of any size."""
     layout, state = 0, _Readings()
     for letters in _line_parts(chunks):
         state, seen = _read(state, letters)
@@ -64,36 +64,38 @@ def transcript_layout(chunks: Iterable[bytes]) -> TranscriptLayout:
 
 
 class _Conversation(NamedTuple):
-    """Where a reading is in a conversation."""
+    """Parser state within a conversation."""
 
     begun: bool = False
-    """It has text since EOS."""
+    """There is text since the last EOS."""
     spans: bool = False
-    """It has a span since EOS."""
+    """There is a span since the last EOS."""
     span: str = ""
-    """The span that is open."""
+    """The open span, if any."""
     over: bool = False
-    """The open span began on an earlier line."""
+    """The open span started on an earlier line."""
     has_user: bool = False
     """The last user span is complete."""
     left_open: bool = False
-    """An answer did not close."""
+    """An answer has no end marker."""
 
 
 class _Readings(NamedTuple):
-    """Where both readings are."""
+    """States of both parsers."""
 
     stream: _Conversation = _Conversation()
     line: _Conversation = _Conversation()
     begins: bool = True
-    """The line has had no text yet."""
+    """The line has no text so far."""
     is_json: bool = False
     """The line is JSON."""
 
 
 @lru_cache(maxsize=1 << 14)
 def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
-    """Read a line, or a part of one, in both ways; also what is seen, as flags of `TranscriptLayout`."""
+    """Parse a line, or part of a line, in both ways; return the new states and the findings as `TranscriptLayout`
+    flags.
+    """
     stream, line, begins, is_json = state
     text, seen = letters.rstrip("\n"), 0
     if begins and text:
@@ -111,7 +113,7 @@ def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
 
 
 def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
-    """Read letters from a state on, by the rules of the loss mask."""
+    """Parse letters from a state, by the rules of the loss mask."""
     begun, spans, span, over, has_user, left_open = state
     seen = 0
     for letter in letters:
@@ -141,11 +143,11 @@ def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
 
 
 def _line_parts(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Lines as letters, with their ends; a line that goes over several chunks in several parts."""
+    """Yield lines as letters, including line ends; a line that spans several chunks is yielded in parts."""
     held, in_span = b"", False
     for chunk in chunks:
         data = held + chunk
-        # A marker may straddle two chunks.
+        # A marker may span two chunks.
         cut = data.rfind(b"<", max(0, len(data) - _LONGEST + 1))
         cut = len(data) if cut < 0 else cut
         letters, in_span = _letters(data[:cut], in_span=in_span)
@@ -156,7 +158,7 @@ def _line_parts(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _letters(data: bytes, *, in_span: bool) -> tuple[str, bool]:
-    """The letters of some text, and whether it ends inside of a span."""
+    """Return the letters of a text, and whether it ends inside a span."""
     first, *pieces = _MARK.split(data)
     letters = [_text(first, in_span=in_span)]
     for mark, text in zip(pieces[::2], pieces[1::2], strict=True):

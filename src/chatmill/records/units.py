@@ -1,8 +1,8 @@
-"""A file as numbered units of bytes, one for each record: lines, the elements of an array, the conversations of a
-transcript stream. The rows of a table are in tables.py.
+"""Split a file into numbered units of bytes, one per record: lines, array elements, or conversations of a transcript
+stream. For the rows of a table, see tables.py.
 
-Of a unit longer than the limit only a beginning is passed on, long enough for the parser to refuse it; the remaining
-bytes are skipped and never held.
+A unit over the size limit is cut to a prefix that is long enough for the parser to refuse it; the rest is skipped, so
+memory stays bounded.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from chatmill.remote.urls import Place, Url
 
 _CHUNK = 1 << 18
 BLOCK = 1 << 18
-"""Bytes of lines that are parsed together: small enough that they and their records stay in the CPU cache."""
+"""Block size in bytes, small enough that lines and records stay in the CPU cache."""
 WIDE_BLOCK = 1 << 20
-"""The same for columns, which are compact, and cheaper per row the more rows they have."""
+"""Block size for columns, which are compact and cheaper per row in larger blocks."""
 LINE_END_BYTES = 1 << 16
-"""Bytes of an object that are read at once to find the end of a line."""
+"""Bytes to request from an object at once when looking for the end of a line."""
 _SPACE = b" \t\r\n"
 _STRING = rb'(?:[^"\\]++|\\.)*+("?)'
 _STRING_END = re.compile(_STRING, re.DOTALL)
@@ -37,7 +37,7 @@ _TOKEN = re.compile(rb'"' + _STRING + rb"|[{}\[\],]", re.DOTALL)
 
 
 def lines(path: Place, *, limit: int, log: ReadLog | None = None) -> Units:
-    """The lines of a file with their numbers, without line ends and blank lines."""
+    """Yield the numbered lines of a file, without line ends and blank lines."""
     before = 0
     for block in blocks(path, limit=limit, log=log):
         pieces = split(block)
@@ -56,9 +56,9 @@ def blocks(
     size: int = BLOCK,
     log: ReadLog | None = None,
 ) -> Iterator[bytes]:
-    """The lines of bytes [start, stop), some at a time. `start` and `stop` are beginnings of lines, as from `cut`.
+    """Yield the lines in bytes [start, stop) as blocks. `start` and `stop` are line starts, as returned by `cut`.
 
-    Lines before a fault of the file are yielded before the fault is raised.
+    If the file is corrupt, the lines before the error are yielded first.
     """
     held = bytearray()
     with open_bytes(path, log=log, start=start, stop=stop) as file:
@@ -69,7 +69,7 @@ def blocks(
                 yield b"".join((held, memoryview(data)[:end])) if held or end < len(data) else data
                 held.clear()
             held += data[end:]
-            # One byte over the limit, because the last byte kept may be the first of a two-byte line end.
+            # Keep one byte over the limit, because the last byte may be the first of a two-byte line end.
             if len(held) > limit + 1:
                 yield bytes(held[: limit + 2]) + b"\n"
                 held.clear()
@@ -79,7 +79,7 @@ def blocks(
 
 
 def split(block: bytes) -> list[bytes]:
-    """All lines of a block, without line ends."""
+    """Return the lines of a block, without line ends."""
     return block.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
 
 
@@ -88,9 +88,9 @@ def is_blank(line: bytes) -> bool:
 
 
 def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut the first `end` bytes of an uncompressed file of lines into pieces of at least `size` bytes: (start, stop).
+    """Split the first `end` bytes of an uncompressed file of lines into pieces (start, stop) of at least `size` bytes.
 
-    Only the ends of the pieces are read, so that planning is fast for very large files.
+    Only the ends of the pieces are read, so planning is fast even for very large files.
     """
     if isinstance(path, Url):
         yield from _cut_object(path, size=size, end=end)
@@ -98,7 +98,7 @@ def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
     with path.open("rb") as file:
         start = 0
         while start < end:
-            # From the last byte that the piece must have to the end of its line; a file may have grown or shrunk since.
+            # Extend the piece to the end of its last line; the file may have grown or shrunk since planning.
             stop = file.seek(min(start + size, end) - 1)
             stop = min(stop + max(1, _skip_line(file)), end)
             yield start, stop
@@ -106,7 +106,7 @@ def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """The same of an object, in pieces of about `size`: their ends are looked for together, as each takes a request."""
+    """Like `cut`, for an object: the ends of all pieces are requested in parallel."""
     least = range(size - 1, end - 1, size)
     stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
     start = 0
@@ -117,7 +117,7 @@ def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _line_end(url: Url, at: int, end: int) -> int:
-    """Where the line ends that byte `at` is in; an object may have grown or shrunk since."""
+    """Return the end of the line that contains byte `at`; the object may have grown or shrunk since planning."""
     while at < end and (data := objects.read(url, at, min(end, at + LINE_END_BYTES))):
         if stop := data.find(b"\n") + 1:
             return at + stop
@@ -126,7 +126,9 @@ def _line_end(url: Url, at: int, end: int) -> int:
 
 
 def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """The pieces of a stream between `<|EOS|>` marks with the line each begins on, without blank ones."""
+    """Yield the conversations of a stream, separated by `<|EOS|>`, with the line where each starts; blank ones are
+    skipped.
+    """
     held, searched, overlong, line = bytearray(), 0, False, 1
     with open_bytes(path, log=log) as file:
         while data := file.read(chunk):
@@ -137,7 +139,7 @@ def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog 
                 line += held.count(b"\n", 0, end)
                 del held[: end + len(EOS)]
                 searched, overlong = 0, False
-            # A mark may straddle two chunks.
+            # A marker may span two chunks.
             searched = max(0, len(held) - len(EOS) + 1)
             if len(held) > limit + len(EOS):
                 if not overlong:
@@ -151,7 +153,7 @@ def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog 
 
 
 def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
-    """The text before `end` without leading space, at the line of its first character."""
+    """Return the text before `end` without leading whitespace, and the line of its first character."""
     text = bytes(held[: min(end, limit + 1)])
     begin = len(text) - len(text.lstrip())
     if begin < len(text):
@@ -160,7 +162,7 @@ def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Skip to the end of a line and return the number of bytes."""
+    """Skip to the end of the line and return the number of bytes skipped."""
     skipped = 0
     while piece := file.readline(_CHUNK):
         skipped += len(piece)
@@ -169,11 +171,11 @@ def _skip_line(file: BinaryIO) -> int:
     return skipped
 
 
-# The elements of an array are located by brackets and quotes and decoded later: a broken element is one fault.
+# Array elements are located by brackets and quotes and decoded later, so an invalid element is a single error.
 
 
 def is_array(path: Place, *, limit: int) -> bool:
-    """Whether a file of lines is one JSON array instead: its first line does not end it, or is all there is."""
+    """Whether a .jsonl file is one JSON array: its first line opens an array that continues, or is the only line."""
     with closing(lines(path, limit=limit)) as numbered:
         try:
             _, first = next(numbered, (0, b""))
@@ -190,7 +192,7 @@ def is_array(path: Place, *, limit: int) -> bool:
 
 
 def elements(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """The records of a `.json` file with the line each begins on: elements of an array, one object, or lines."""
+    """Yield the records of a `.json` file with the line where each starts: array elements, one object, or lines."""
     with open_bytes(path, log=log) as file:
         line = 1
         while (first := file.read(1)) and first in _SPACE:
@@ -208,7 +210,7 @@ def elements(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | Non
 
 
 def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
-    """The elements of an array from after its `[` on, each with its line, without the space around it.
+    """Yield the elements of an array after its `[`, each with its line and without surrounding whitespace.
 
     {"a": 1}, {"b": [2, 3]} ]  ->  {"a": 1}  ·  {"b": [2, 3]}
     """
@@ -220,12 +222,10 @@ def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
         element += (solid.rstrip(_SPACE) if sign else solid)[: limit + 1 - len(element)]
         line += piece.count(b"\n")
         if ended and element:
-            raise _array_fault(
-                "text stands after the end of the array", "expected one array in the file", begins, element
-            )
+            raise _array_fault("text after the end of the array", "expected one array in the file", begins, element)
         if sign:
             ended = sign == b"]"
-            # `[]` has no element; a comma has one on both sides.
+            # `[]` has no elements; a comma has an element on both sides.
             if element or count or not ended:
                 yield begins, bytes(element if len(element) > limit else element.rstrip(_SPACE))
             count += 1
@@ -235,7 +235,7 @@ def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
 
 
 def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
-    """The text of an array in pieces of its elements, each with the comma or bracket that ends the element, if any."""
+    """Yield pieces of array elements, each with the comma or bracket that ends the element, if any."""
     depth, held = 0.0, b""
     in_string = False
     while data := file.read(chunk):
@@ -251,9 +251,9 @@ def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
             elif not depth and sign in (b",", b"]"):
                 yield data[start : token.start()], sign
                 start = at
-                # After the array nothing ends an element.
+                # After the end of the array, no element can end.
                 depth = math.inf if sign == b"]" else 0
-        # A backslash at the end is read again with the byte that it escapes.
+        # Reread a backslash at the end together with the byte that it escapes.
         stop = at if in_string else len(data)
         yield data[start:stop], b""
         held = data[stop:]

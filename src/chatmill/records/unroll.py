@@ -1,10 +1,10 @@
-"""One row per answer: the prefixes of a conversation that end with each of its trained answers.
+"""Unroll a conversation into one row per trained answer: the prefix that ends with this answer.
 
     user a1 user a2   ->   user a1
                            user a1 user a2        here a1 is context: the row before trains it
 
-A chat template may write an answer differently when more messages follow it, such as without its reasoning. As the last
-message of a row, each answer is written as the model has to generate it.
+A chat template may render an answer differently when more messages follow it, for example without its reasoning. As the
+last message of a row, each answer is rendered as the model has to generate it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from chatmill.records.record import Message, Record
 from chatmill.rows import Rule, TrainOn
 
 MAX_ROWS = 1024
-"""Most rows of one conversation: they are in memory together, and their tokens grow with the square of their number."""
+"""Maximum rows per conversation: they are in memory together, and their tokens grow quadratically with the number."""
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """A conversation as rows. Every trained message is trained in the first row that holds it, and in no other."""
+    """A conversation as rows. Each trained message is trained only in the first row that contains it."""
 
     record: Record
     rows: Sequence[Record]
@@ -32,7 +32,7 @@ class Unrolled:
     answers: Sequence[int]
     """For each row, the message that it trains and ends with; -1 if it trains none, or only ranges of it."""
     first_new: Sequence[int]
-    """For each row, the first message that no earlier row has."""
+    """For each row, the first message that is not in an earlier row."""
     context_rules: Sequence[Rule]
     """For each message, why it is context in rows that do not train it."""
     flagged_answers: int
@@ -41,14 +41,14 @@ class Unrolled:
     """Messages after the last row."""
 
     def first(self, count: int) -> Unrolled:
-        """The first `count` rows alone."""
+        """Return only the first `count` rows."""
         return replace(self, rows=self.rows[:count], answers=self.answers[:count], first_new=self.first_new[:count])
 
 
 def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
-    """The rows of a conversation, one for each answer that `train_on` or its own weight selects.
+    """Return the rows of a conversation, one per answer selected by `train_on` or by its own weight.
 
-    A conversation without such an answer is one row, as it is.
+    A conversation without such an answer stays one row.
     """
     messages = record.messages
     since = _first_selected(messages, train_on)
@@ -56,14 +56,14 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     answers = [at for at, message in numbered if message.role == "assistant"]
     with_row = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
     stops = [at + 1 for at in with_row]
-    # Of an answer that only its ranges train, no rule trains what they leave out.
+    # If only the ranges of an answer are trained, no rule trains the text outside them.
     trained = [at if at >= since or messages[at].weight is not None else -1 for at in with_row]
-    # Keep a trailing message that its own weight trains, such as a user message, in a row without an answer.
+    # Keep a trailing message trained by its own weight, such as a user message, in a row without an answer.
     if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):
         stops.append(len(messages))
         trained.append(-1)
     if len(stops) > MAX_ROWS:
-        what = f"it has {len(stops):,} answers, and the row of each would repeat all messages before it"
+        what = f"the record has {len(stops):,} answers, and the row of each would repeat all messages before it"
         right = f"at most {MAX_ROWS:,} can be unrolled; split the conversation, or leave out --unroll"
         raise RecordError(what, right, kind="too_many_answers").at(record.file, record.line, record.id)
     return Unrolled(
@@ -78,7 +78,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
 
 
 def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
-    """The first message from which `train_on` selects assistant messages."""
+    """Return the index of the first message from which `train_on` selects answers."""
     if train_on == "assistant":
         return 0
     last = "assistant" if train_on == "last" else "user"

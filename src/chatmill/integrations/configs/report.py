@@ -129,7 +129,7 @@ class TheirKeys:
         if type(value) not in (int, float) or not math.isfinite(value):
             return self._wrong(name, value, "a number")
         if (least is not None and value < least) or value > most:
-            return self._wrong(name, value, f"a number from {least:g} on" if value <= most else "a smaller number")
+            return self._wrong(name, value, f"a number of at least {least:g}" if value <= most else "a smaller number")
         return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(value)
 
     def integer(self, name: str, *, least: int = 0, most: int = 2**31) -> int | None:
@@ -161,7 +161,7 @@ class TheirKeys:
             value = [part.strip() for part in value.split(separator)] if separator else [value]
         if value is None or (isinstance(value, list) and all(isinstance(each, str) and each for each in value)):
             return value
-        return self._wrong(name, value, "a text or a list of texts")
+        return self._wrong(name, value, "a string or a list of strings")
 
     def table(self, name: str) -> dict[str, Any] | None:
         value = self.pop(name)

@@ -1,6 +1,6 @@
-"""A function per shape: how it reads one record, and the fault it names where it cannot.
+"""One parser per record shape, and detection of the shape of a file.
 
-A shape reads the bytes of one record into conversations; files are read elsewhere.
+A parser turns the bytes of one record into conversations, or raises a `RecordError`; it does not read files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chatmill.records.shapes.plain_text import TextTemplates
 Shape = Callable[[bytes], list[ParsedRecord]]
 DecodeLines = Callable[[bytes], list[ParsedRecord] | None]
 
-# What a fault keeps of its record: enough to recognise it, little enough to hold many.
+# Bytes of the record kept with a fault: enough to recognize it, few enough to keep many.
 RAW_BYTES = 4096
 
 
@@ -41,7 +41,7 @@ _DECODERS: dict[str, Callable[[bytes], ParsedRecord | None]] = {
     "messages": messages.decode,
     "primer": messages.decode_primer,
 }
-"""The same for records in the common form, faster; None for all others."""
+"""Faster parsers for plain records; they return None for other records."""
 _OTHERS: dict[str, Shape] = {
     "oasst1": lambda data: [oasst.parse(decode(data))],
     "transcript": transcript.from_line,
@@ -53,33 +53,33 @@ SHAPES = (*_OBJECTS, *_OTHERS)
 _RECORDS = 16
 _UNITS = 1000
 _PAIRS = (("question", "answer"), ("query", "response"), ("input", "output"), ("prompt", "response"))
-"""Names of a question and its answer that are common, but too general to be read without being named."""
+"""Common key names for a question and its answer, too general to be used without `--columns`."""
 
 
 class _OtherFormat(NamedTuple):
     name: str
     keys: set[str]
-    """Of each object in its list."""
+    """Keys of each object in the list."""
 
 
 _OTHER_FORMATS = {
-    "contents": _OtherFormat("the form of Gemini", {"parts"}),
-    "segments": _OtherFormat("the segments of Axolotl", {"label", "text"}),
+    "contents": _OtherFormat("the Gemini format", {"parts"}),
+    "segments": _OtherFormat("the Axolotl segments format", {"label", "text"}),
     "conversation": _OtherFormat("pairs of human and assistant", {"human", "assistant"}),
 }
-"""Lists of other formats, which are not read."""
-_HINT = f"name it with --shape: {', '.join(SHAPES)}"
+"""Keys of formats that are not supported."""
+_HINT = f"set it with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
-"""Shapes that can decode many lines at once; most data is of this shape."""
+"""Parsers for blocks of lines; most data has this shape."""
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """What else decides how records are read."""
+    """Options that affect how records are parsed."""
 
     columns: str | None = None
-    """The names of keys and roles in the file, as `messages=conversations,role=from`."""
+    """Names of keys and roles in the file, such as `messages=conversations,role=from`."""
     response_template: str | None = None
     """With `text` records: the text before each answer."""
     instruction_template: str | None = None
@@ -91,7 +91,7 @@ class ShapeOptions:
     def templates(self) -> TextTemplates | None:
         if self.response_template is None:
             if self.instruction_template is not None:
-                raise UsageError("--instruction-template without --response-template; give both")
+                raise UsageError("--instruction-template requires --response-template")
             return None
         if "" in (self.response_template, self.instruction_template):
             raise UsageError("--response-template and --instruction-template must not be empty")
@@ -102,14 +102,15 @@ NO_OPTIONS = ShapeOptions()
 
 
 def _reader(shape: str, options: ShapeOptions) -> Shape:
-    """How the records of a shape are read."""
+    """Return the parser of a shape with the given options."""
     columns, templates = options.column_map(), options.templates()
     if templates is not None and shape != "text":
-        what = f"--response-template with records of shape {shape}"
-        raise UsageError(f"{what}, whose answers are known; it is for records of one text, so leave it out")
+        raise UsageError(f"--response-template is only for records of shape text, not {shape}; remove it")
     if shape in _OTHERS or shape == "primer":
         if columns is not None:
-            raise UsageError(f"--columns with records of shape {shape}, which have fixed names; leave it out")
+            raise UsageError(
+                f"--columns cannot be used with records of shape {shape}, which has fixed names; remove it"
+            )
         if shape in _OTHERS:
             return _OTHERS[shape]
     parse, decode_common = _OBJECTS[shape], _DECODERS.get(shape)
@@ -127,7 +128,7 @@ def _reader(shape: str, options: ShapeOptions) -> Shape:
 
 
 def _object(data: bytes, key: str | None) -> Object:
-    """The JSON object of a record; a list of objects is that of the messages under `key`."""
+    """Decode a record to a JSON object; a list of messages becomes an object with the list under `key`."""
     if key is not None and data.lstrip()[:1] == b"[":
         value = decode(data)
         if type(value) is list and value and all(type(turn) is dict for turn in value):
@@ -139,8 +140,8 @@ def _object(data: bytes, key: str | None) -> Object:
 class ShapeParser:
     """Parses the bytes of records of one shape and one file.
 
-    It raises nothing, whatever the bytes: a fault is a `RecordError` among the records, with its origin and the
-    beginning of the record.
+    It never raises: an invalid record is returned as a `RecordError` among the records, with its origin and first
+    bytes.
     """
 
     file: str
@@ -150,7 +151,7 @@ class ShapeParser:
     decode_lines: DecodeLines | None
 
     def __call__(self, line: int, data: bytes) -> list[Record | RecordError]:
-        """The records in `data`, which begins on `line`."""
+        """Return the records in `data`, which starts on `line`."""
         try:
             if len(data) > self.limit:
                 what = f"the record is longer than {self.limit} bytes"
@@ -164,10 +165,10 @@ class ShapeParser:
         return [fault.at(self.file, line, _id(data) if len(data) <= self.limit else None)]
 
     def block(self, first_line: int, block: bytes) -> list[Record | RecordError]:
-        """The records of a block of lines that can be decoded at once; none if it cannot."""
+        """Return the records of a block of lines if it can be decoded at once, else None."""
         parsed = self.decode_lines(block) if self.decode_lines is not None and len(block) <= self.limit else None
         source, file = self.source, self.file
-        # Only the common form is decoded so, and it has no other keys.
+        # Only plain records are decoded this way, and they have no other keys.
         return [
             new_record(each.messages, each.id, each.tools, source, file, line)
             for line, each in enumerate(parsed or (), first_line)
@@ -175,7 +176,7 @@ class ShapeParser:
 
 
 def parsed_record(parsed: ParsedRecord, source: str, file: str, line: int) -> Record:
-    """The record of what was parsed on a line."""
+    """Return the `Record` of what was parsed on a line."""
     turns, id, tools, *others = parsed
     return new_record(turns, id, tools, source, file, line, *others)
 
@@ -186,7 +187,7 @@ def parser(shape: str, *, file: str, source: str, limit: int, options: ShapeOpti
 
 
 def _id(data: bytes) -> str | None:
-    """The id of a faulty record, if it can be read."""
+    """Return the id of an invalid record, if it can be read."""
     try:
         record = decode(data)
     except (RecordError, RecursionError):
@@ -199,11 +200,11 @@ def _id(data: bytes) -> str | None:
     return str(name) if type(name) in (str, int) else None
 
 
-# The shape of a file, from the keys of its first records.
+# Detecting the shape of a file from the keys of its first records.
 
 
 def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | None = None) -> tuple[str, str]:
-    """The one shape that the first records of a file have in common, and why; several or none is an error.
+    """Return the shape that the first records of a file share, and the reason; raise if none or several are possible.
 
     `primer` is never detected, because all of its records are also `messages`.
     """
@@ -232,9 +233,9 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         _refuse_other_data(file, line, record)
         keys = keys_shown(list(record)) or "none"
         what = f"{file}: cannot detect the shape of records with the keys {keys}"
-        raise DataError(f"{what}; {_HINT}, or name the keys{_columns_hint(record)}")
+        raise DataError(f"{what}; {_HINT}, or map the keys{_columns_hint(record)}")
     if possible is None:
-        # If no record is an object, every shape reports the same faults.
+        # If no record is an object, every shape reports the same errors.
         return "messages", "no record indicates another shape"
     if "messages" in possible:
         return "messages", possible["messages"]
@@ -244,8 +245,9 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
 
 
 def _columns_hint(record: Object) -> str:
-    """How `--columns` would read a record of a question and its answer; with `alpaca`, which reads both, if it has
-    a system text or a history."""
+    """Return the `--columns` that would read a record with a question and an answer.
+
+    With a system text or a history, the names are those of `alpaca`, which reads both."""
     pair = next((pair for pair in _PAIRS if all(type(record.get(key)) is str for key in pair)), None)
     if pair is None:
         return " with --columns"
@@ -254,7 +256,7 @@ def _columns_hint(record: Object) -> str:
 
 
 def _refuse_other_data(file: str, line: int, record: Object) -> None:
-    """Raise where the keys tell that the data is no text to train on, or of a format that no name can make readable."""
+    """Raise if the keys show data that cannot be trained as text, or a format that `--columns` cannot map."""
     keys = KeyReader("the record", "", record, {})
     try:
         keys.refuse_media()
@@ -272,7 +274,7 @@ def _refuse_other_data(file: str, line: int, record: Object) -> None:
 
 
 def shapes_of(record: Any) -> dict[str, str]:
-    """The shapes that a decoded record can have, by its keys, and why; none if they are unknown."""
+    """Return the possible shapes of a decoded record by its keys, with the reasons; empty if none match."""
     if isinstance(record, str):
         return {"transcript": "its text has <|USER|> or <|ASSISTANT|>"} if _has_marker(record) else {}
     if not isinstance(record, dict):
@@ -296,7 +298,7 @@ def shapes_of(record: Any) -> dict[str, str]:
 
 
 def _list_shapes(turns: list[Any]) -> dict[str, str]:
-    """The shapes of a record that is the list of its messages."""
+    """Return the possible shapes of a record that is a list of messages."""
     for shape, key in (("messages", "role"), ("sharegpt", "from")):
         if turns and all(isinstance(turn, dict) and key in turn for turn in turns):
             return {shape: f"its records are lists of messages with {quoted(key)}"}
@@ -304,9 +306,9 @@ def _list_shapes(turns: list[Any]) -> dict[str, str]:
 
 
 _MESSAGE_KEYS = {"messages": "messages", "sharegpt": "conversations"}
-"""Shapes whose records may be the list of messages alone, and the key that it is read as."""
+"""Shapes whose records may be a bare list of messages, and the key that the list is read as."""
 _BESIDE_A_TEXT = ("role", "from", "output", "outputs", "response", "responses", "answer", "answers", "completions")
-"""Keys that tell that a text is one message of several, or has an answer elsewhere."""
+"""Keys that indicate that a text is one of several messages, or has its answer elsewhere."""
 _KEYS_OF_SHAPES = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
@@ -317,7 +319,7 @@ _KEYS_OF_SHAPES = {
 
 
 def _chat_shapes(record: Object) -> dict[str, str]:
-    """`messages`, `tool`, or both: they share plain turns and differ in roles and keys."""
+    """Return `messages`, `tool` or both: they share plain turns and differ in roles and keys."""
     as_messages = {"messages": 'its records have "messages"'}
     as_tool = {"tool": 'its records have "messages" and "system", or the roles assistant_toolcall and toolresult'}
     turns = record["messages"] if isinstance(record["messages"], list) else []
@@ -331,7 +333,7 @@ def _chat_shapes(record: Object) -> dict[str, str]:
 
 
 def _value(data: bytes) -> Any:
-    """The decoded record, or raw transcript text; None if it cannot be decoded."""
+    """Return the decoded record, or raw transcript text; None if it cannot be decoded."""
     if data.lstrip()[:2] == b"<|":
         return data.decode(errors="replace")
     try:
@@ -341,7 +343,7 @@ def _value(data: bytes) -> Any:
 
 
 def keys_in(data: bytes) -> set[str]:
-    """The keys of a record and of the objects in it, also of those in lists that are JSON text."""
+    """Return the keys of a record and of its nested objects, including lists given as JSON text."""
     keys: set[str] = set()
     values = [_value(data)]
     while values:

@@ -1,9 +1,9 @@
-"""`--columns`: the names that a file has for the keys and roles that chatmill reads.
+"""`--columns`: map the key and role names of a file to those that chatmill reads.
 
     messages=conversations,role=from,content=value,user=human,assistant=gpt
 
-The name on the left is chatmill's, the one on the right the file's. A record is renamed before it is read; keys that
-are not named keep their names. The roles human and gpt of ShareGPT need not be named.
+The name on the left is chatmill's, the name on the right is the file's. Keys are renamed before a record is parsed;
+others keep their names. The ShareGPT roles human and gpt are known.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from chatmill.records.shapes.fields import (
 from chatmill.records.shapes.ranges import RANGE_KEYS
 
 MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
-"""Keys whose lists hold messages."""
+"""Keys with lists of messages."""
 JSON_LISTS = ("messages", "conversations")
-"""Those that may be given as JSON text; a prompt or a completion that is text is no list."""
+"""Keys whose list may be given as JSON text; a prompt or completion that is text is not parsed as a list."""
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 RECORD_KEYS = (
     *("messages", "prompt", "completion"),
@@ -43,18 +43,20 @@ BOTH = (*FLAG_KEYS, *WEIGHT_KEYS)
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Renames the keys of a record, of its messages, and its roles; each maps the file's names to chatmill's."""
+    """Renames record keys, message keys and roles; each mapping goes from the file's names to chatmill's."""
 
     record: Mapping[str, str]
     message: Mapping[str, str]
     roles: Mapping[str, str]
 
     def renamed(self, values: Object) -> tuple[Object, list[str]]:
-        """The record with chatmill's names, and the keys that are left out: others have their names now."""
+        """Return the record with chatmill's names, and the original keys dropped because a renamed key has their
+        name.
+        """
         out = {self.record[key]: value for key, value in values.items() if key in self.record}
         left_out = [key for key in values if key not in self.record and key in out]
         if not set(PREFERENCE_KEYS).isdisjoint(self.record):
-            # Which of the answers to train is said, so that the others are not needed.
+            # The map selects the answer to train, so the other one is not needed.
             left_out += [key for key in PREFERENCE_KEYS if key in values and key not in self.record]
         out |= {key: value for key, value in values.items() if key not in self.record and key not in left_out}
         for key in MESSAGE_LISTS:
@@ -70,7 +72,7 @@ class ColumnMap:
         if not isinstance(turn, dict):
             return turn
         out = {self.message[key]: value for key, value in turn.items() if key in self.message}
-        # Of two keys of one name the one that was not named is kept as it is, and so reported.
+        # If two keys get the same name, the unmapped one is kept under another name, and so reported as unread.
         out |= {key if key not in out else f"{key} ": value for key, value in turn.items() if key not in self.message}
         for key in ("role", "from"):
             if isinstance(role := out.get(key), str):
@@ -78,14 +80,14 @@ class ColumnMap:
         return out
 
     def reported(self, parsed: ParsedRecord, left_out: list[str]) -> ParsedRecord:
-        """What was parsed, with unread keys by the names of the file."""
+        """Return the parsed record, with unread keys under the names used in the file."""
         lists = {key: name for name, key in self.record.items() if key in MESSAGE_LISTS}
         names = [_in_file(name, lists) for name in parsed.unread_keys]
         return parsed._replace(unread_keys=(*names, *map(one_line, left_out)))
 
 
 def _list_in_json(text: str) -> Any:
-    """The list that a JSON text holds; the text itself if it holds none, which the reader reports."""
+    """Decode a list from JSON text; return other text unchanged, which the parser reports."""
     try:
         value = decode(text.encode())
     except (RecordError, RecursionError):
@@ -99,7 +101,7 @@ def _in_file(name: str, lists: Mapping[str, str]) -> str:
 
 
 def parse_columns(text: str) -> ColumnMap:
-    """The map of `name=theirs,name=theirs`; a role may be given several times."""
+    """Parse `name=theirs,name=theirs` to a map; a role may occur several times."""
     record: dict[str, str] = {}
     message: dict[str, str] = {}
     roles: dict[str, str] = {}
@@ -107,7 +109,7 @@ def parse_columns(text: str) -> ColumnMap:
         ours, separator, theirs = (piece.strip() for piece in pair.partition("="))
         if not separator or not ours or not theirs:
             example = "messages=conversations,role=from,content=value"
-            raise UsageError(f'--columns "{one_line(pair)}" is not NAME=COLUMN; give pairs such as {example}')
+            raise UsageError(f'--columns "{one_line(pair)}" is not NAME=COLUMN; expected pairs such as {example}')
         tables = [
             table
             for table, names in ((record, (*RECORD_KEYS, *BOTH)), (message, (*MESSAGE_KEYS, *BOTH)), (roles, ROLES))
@@ -118,6 +120,6 @@ def parse_columns(text: str) -> ColumnMap:
             raise UsageError(f'--columns names "{one_line(ours)}", which is not read; expected {known}')
         for table in tables:
             if table.get(theirs, ours) != ours or (table is not roles and ours in table.values()):
-                raise UsageError(f'--columns gives "{one_line(theirs)}" or "{ours}" twice; expected each once')
+                raise UsageError(f'--columns gives "{one_line(theirs)}" or "{ours}" twice; expected each name once')
             table[theirs] = ours
     return ColumnMap(record, message, SHAREGPT_ROLES | roles)

@@ -1,4 +1,4 @@
-"""Decode the JSON of one record, with a fault that says where it is invalid; and encode values."""
+"""Decode the JSON of one record, reporting where it is invalid, and encode values as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ except ImportError:  # pragma: no cover
 
 
 BYTES = {"(bytes)": True}
-"""What stands for bytes of a table, which JSON does not have. It is no text, so that it is never trained."""
+"""Placeholder for binary table values, which JSON does not have. It is not a string, so it is never trained."""
 _DECODER = msgspec.json.Decoder()
-# An escaped high surrogate without its low one, or a low one without its high one; `\\ud800` is plain text.
+# An escaped surrogate without its other half; `\\ud800` with an escaped backslash is plain text.
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*+(\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F]))"
@@ -30,9 +30,9 @@ _REASON = re.compile(r"JSON is malformed: (.*) \(byte (\d+)\)")
 
 
 def decode(data: bytes) -> Any:
-    """The JSON value of `data`, in which no object has a key twice.
+    """Decode `data`; duplicate keys in an object are an error.
 
-    A `RecursionError` from nesting that is too deep is left to the caller.
+    Nesting that is too deep raises a `RecursionError`, which the caller handles.
     """
     try:
         value = _DECODER.decode(data)
@@ -57,11 +57,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def repeated_key(data: bytes) -> str | None:
-    """A key that an object in `data`, which is valid JSON, has twice; None if there is none."""
+    """Return a duplicate key of an object in `data`, which is valid JSON; None if all keys are unique."""
     if not may_repeat_key(data):
         return None
     try:
-        # Numbers stay text: only keys matter, and Python limits the digits of a number.
+        # Keep numbers as text: only keys matter, and Python limits the digits of an integer.
         json.loads(data, object_pairs_hook=_unique, parse_int=str, parse_float=str)
     except _RepeatedKeyError as error:
         return str(error)
@@ -69,7 +69,7 @@ def repeated_key(data: bytes) -> str | None:
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of `data`; any other value is a fault."""
+    """Decode `data` as a JSON object; raise a `RecordError` for any other value."""
     value = decode(data)
     if type(value) is not dict:
         raise RecordError(f"the record is {named(value)}", "expected one JSON object", kind="object")
@@ -77,19 +77,21 @@ def decode_object(data: bytes) -> dict[str, Any]:
 
 
 def decode_text(data: bytes) -> str:
-    """`data` as text: UTF-8 without NUL bytes."""
+    """Decode `data` as UTF-8 text without NUL bytes."""
     if fault := _text_fault(data):
         raise fault
     return data.decode()
 
 
 def compact(value: Any) -> str:
-    """A JSON value as text without spaces; key order and non-ASCII characters stay as they are."""
+    """Encode a value as JSON without spaces, keeping key order and non-ASCII characters."""
     return msgspec.json.encode(value).decode()
 
 
 def json_line(value: Any) -> bytes:
-    """A value as a line of JSON. File names that are not valid UTF-8 are escaped, and read back unchanged."""
+    """Encode a value as a line of JSON. File names that are not valid UTF-8 are escaped so that they read back
+    unchanged.
+    """
     try:
         return msgspec.json.encode(value) + b"\n"
     except UnicodeEncodeError:
@@ -97,7 +99,7 @@ def json_line(value: Any) -> bytes:
 
 
 def named(value: Any) -> str:
-    """The type of a JSON value, for a fault: `a number`, `an object`."""
+    """Name the type of a JSON value in an error: `a number`, `an object`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -112,7 +114,7 @@ def _diagnose(data: bytes, error: str) -> RecordError:
     if fault := _text_fault(data):
         return fault
     if lone := _LONE_SURROGATE.search(data):
-        what = f"half of a surrogate pair at {_place(data, lone.start(1))}"
+        what = f"unpaired surrogate at {_place(data, lone.start(1))}"
         return RecordError(what, "expected both halves, or the character itself", kind="surrogate")
     if match := _REASON.match(error):
         # Trailing characters are reported one byte after the first of them.
@@ -120,7 +122,7 @@ def _diagnose(data: bytes, error: str) -> RecordError:
     elif "out of range" in error:
         return RecordError("a number is out of range", "expected numbers that fit a double", kind="json")
     else:
-        reason, at = "it ends too early", len(data)
+        reason, at = "unexpected end", len(data)
     return RecordError(f"invalid JSON at {_place(data, at)} ({reason})", "expected one JSON object", kind="json")
 
 
@@ -136,7 +138,7 @@ def _text_fault(data: bytes) -> RecordError | None:
 
 
 def _place(data: bytes, at: int) -> str:
-    """Column in characters, counted from 1; a record over several lines also says how many lines on."""
+    """Format a position as a column in characters, counted from 1, and the line within a record of several lines."""
     column = len(data[data.rfind(b"\n", 0, at) + 1 : at].decode(errors="replace")) + 1
     below = data.count(b"\n", 0, at)
     return f"column {column}" + (f" of line {below + 1} of the record" if below else "")

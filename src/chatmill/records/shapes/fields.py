@@ -1,10 +1,12 @@
-"""Read the keys of a record one by one, with checks; keys that are not read are reported.
+"""Read and validate the keys of a record one by one, and report keys that were not read.
 
-A fault names the owner of a key (`message 3`, counted from 0).
+Errors name the owner of a key (`message 3`, counted from 0).
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +19,14 @@ Object = dict[str, Any]
 TEXT_ROLES: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 FLAG_KEYS = ("train", "training", "loss", "masked")
-"""Booleans by which a message is trained or not; `training` is Axolotl's, `loss` ms-swift's, `masked` torchtune's."""
+"""Boolean keys that select messages to train; `training` is from Axolotl, `loss` from ms-swift, `masked` from
+torchtune.
+"""
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
-"""Numbers; `loss_weight` is LLaMA-Factory's, `loss_scale` ms-swift's."""
+"""Numeric keys; `loss_weight` is from LLaMA-Factory, `loss_scale` from ms-swift."""
 ANSWER_KEYS = ("loss", "loss_weight", "loss_scale")
-"""Keys of trainers that train no message but the assistant's, whatever these say."""
-# Weights are stored as 32-bit floats, in which a larger one is infinite and a smaller one 0.
+"""Keys of trainers that only ever train assistant messages."""
+# Range of normal 32-bit floats, as which weights are stored.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
@@ -30,18 +34,24 @@ PREFERENCE_KEYS = (
     *("chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response"),
     *("preferred_output", "non_preferred_output"),
 )
+ROLE_NAMES: dict[str, Role] = {
+    **dict.fromkeys(("model", "bot", "chatbot", "ai", "gpt", "answer"), "assistant"),
+    **dict.fromkeys(("human", "prompter", "question"), "user"),
+    **dict.fromkeys(("function", "observation", "ipython"), "tool"),
+}
+"""Names of roles in other formats, for hints in errors."""
 LABEL_KEYS = ("label", "kto_tag")
-"""Booleans that say whether an answer is wanted, as in data for KTO."""
+"""Boolean keys of KTO data that say whether an answer is desirable."""
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
-"""Arguments of `apply_chat_template` that are not for the template, or that chatmill gives itself."""
+"""Arguments of `apply_chat_template` that are not template variables, or that chatmill sets itself."""
 
 MAX_UNREAD = 64
-"""Names of unread keys that are kept for one record; all others together are `OTHER_KEYS`."""
+"""Number of unread keys to list per record; further keys are counted as `OTHER_KEYS`."""
 OTHER_KEYS = "(other keys)"
 
 
 class ParsedRecord(NamedTuple):
-    """The conversation of one record; the reader adds its origin to make it a `Record`."""
+    """The parsed content of one record; the reader adds its origin to make a `Record`."""
 
     messages: list[Message]
     id: str | None = None
@@ -53,7 +63,7 @@ class ParsedRecord(NamedTuple):
 
 
 class KeyReader:
-    """The keys of one JSON object, each taken once. `finish` adds those that were not taken to the unread keys.
+    """Reads the keys of one JSON object, each once. `finish` reports the remaining keys as unread.
 
     >>> turn = KeyReader("message 0", "messages[].", {"role": "user", "content": "Hi", "lang": "en"}, unread := {})
     >>> turn.text("role"), turn.text("content")
@@ -73,7 +83,7 @@ class KeyReader:
         return key in self._values
 
     def child(self, owner: str, path: str, values: Object) -> KeyReader:
-        """An object inside of this one; its unread keys go to the same place."""
+        """Return a reader of a nested object, which shares the list of unread keys."""
         return KeyReader(owner, self._path + path, values, self._unread)
 
     def finish(self) -> None:
@@ -86,14 +96,14 @@ class KeyReader:
     # Values of any type.
 
     def take(self, key: str) -> Any:
-        """The value under `key`; None where it is null or missing."""
+        """Take the value under `key`; None if it is null or missing."""
         return self._values.pop(key, None)
 
     def peek(self, key: str) -> Any:
         return self._values.get(key)
 
     def required(self, key: str) -> Any:
-        """The value under `key`, null included; a missing key is a fault."""
+        """Take the value under `key`, which may be null; raise if the key is missing."""
         if key not in self._values:
             keys = keys_shown(list(self._given)) or "none"
             what = f'{self.owner} has no "{key}"'
@@ -101,21 +111,24 @@ class KeyReader:
         return self._values.pop(key)
 
     def text(self, key: str) -> str:
-        """The string under `key`."""
+        """Take the string under `key`."""
         value = self.required(key)
         if type(value) is not str:
             raise RecordError(f"{self.owner} has {named(value)} as {key}", "expected a string", kind="content")
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """The string under `key`; None where it is null or missing."""
+        """Take the string under `key`; None if it is null or missing."""
         if self.peek(key) is None:
             self.take(key)
             return None
         return self.text(key)
 
-    def role(self, key: str, roles: Mapping[str, Role]) -> Role:
-        """The role to which `roles` maps the name under `key`."""
+    def role(self, key: str, roles: Mapping[str, Role], *, has_columns: bool = True) -> Role:
+        """Return the role to which `roles` maps the name under `key`.
+
+        If the shape `has_columns`, the error names the `--columns` option that maps an unknown role.
+        """
         right = f"expected {listed(tuple(roles))}"
         if key not in self:
             raise RecordError(f"{self.owner} has no {key}", right, kind="role")
@@ -123,26 +136,27 @@ class KeyReader:
         if type(value) is not str:
             raise RecordError(f"{self.owner} has {named(value)} as {key}", right, kind="role")
         if value not in roles:
-            raise RecordError(f"{self.owner} has {key} {quoted(value)}", right, kind="role")
+            hint = _role_hint(value, roles) if has_columns and self._path else ""
+            raise RecordError(f"{self.owner} has {key} {quoted(value)}", right + hint, kind="role")
         return roles[value]
 
     # Keys that are refused.
 
     def refuse(self, *keys: str, right: str) -> None:
-        """Fault where one of `keys` is set, because its content would be lost without notice."""
+        """Raise if one of `keys` is set, because its content would be lost silently."""
         for key in keys:
             if self.take(key) is not None:
                 raise RecordError(f'{self.owner} has a "{key}"', right, kind="keys")
 
     def refuse_media(self) -> None:
-        """Fault where there are images, videos or audio; an empty list of them is read as none."""
+        """Raise if there are images, videos or audio; an empty list counts as none."""
         for key in MEDIA_KEYS:
             if self.take(key) not in (None, [], "", {}):
                 what = f'{self.owner} has "{key}", but only text can be trained'
                 raise RecordError(what, "leave out these records, or remove the key", kind="media")
 
     def refuse_preferences(self) -> None:
-        """Fault where there is more than the one answer to train on: pairs for DPO, labels for KTO."""
+        """Raise for preference data: DPO pairs and KTO labels."""
         for key in PREFERENCE_KEYS:
             if self.take(key) is not None:
                 what = f'{self.owner} has "{key}": it is preference data (DPO), with a better and a worse answer'
@@ -157,7 +171,7 @@ class KeyReader:
                 self.take(key)
 
     def refuse_masks(self) -> None:
-        """Fault where another trainer would take from the record which messages to train."""
+        """Raise if the record selects the messages to train with a key of another trainer."""
         if type(mask := self.peek("mask")) is str and mask.lower() == "user":
             self.take("mask")
         elif type(mask) is str:
@@ -168,7 +182,7 @@ class KeyReader:
             raise RecordError(what, "remove the key, and use --train-on last", kind="keys")
 
     def only(self, known: Sequence[str]) -> None:
-        """Fault where there is any key besides the known ones."""
+        """Raise if there is any other key."""
         if unknown := [key for key in self._values if key not in known]:
             noun = "key" if len(unknown) == 1 else "keys"
             what = f"{self.owner} has the unknown {noun} {keys_shown(unknown)}"
@@ -176,7 +190,7 @@ class KeyReader:
 
 
 def quoted(text: str) -> str:
-    """Text from data in double quotes, safe to print on one line."""
+    """Put text from data in double quotes, safe to print on one line."""
     return f'"{one_line(text)}"'
 
 
@@ -185,8 +199,18 @@ def listed(words: Sequence[str], last: str = "or") -> str:
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def _role_hint(name: str, roles: Mapping[str, Role]) -> str:
+    """Return how `--columns` maps the role `name`; empty if it cannot."""
+    if name in ROLES or not re.fullmatch(r"[\w.-][\w .-]{,39}(?<! )", name):
+        return ""
+    role = roles.get(name.lower()) or ROLE_NAMES.get(name.lower())
+    if role is None:
+        return f"; --columns maps other roles, such as {shlex.quote(f'user={name}')}"
+    return f"; {shlex.join(['--columns', f'{role}={name}'])} maps it" if role in roles else ""
+
+
 def keys_shown(keys: Sequence[str]) -> str:
-    """The first few keys, for a fault."""
+    """Format the first few keys for an error."""
     return ", ".join(quoted(key) for key in keys[:6]) + (", …" if len(keys) > 6 else "")
 
 
@@ -196,7 +220,7 @@ def keys_shown(keys: Sequence[str]) -> str:
 def read_record(
     values: Object, read_messages: Callable[[KeyReader], list[Message]], *, id_key: str = "id"
 ) -> ParsedRecord:
-    """The conversation of a record: its messages, and the keys that every shape has in common."""
+    """Parse a record: its messages, and the keys that all shapes share."""
     unread: dict[str, None] = {}
     record = KeyReader("the record", "", values, unread)
     record.refuse_media()
@@ -206,7 +230,7 @@ def read_record(
     weight = read_weight(record)
     if weight is not None and any(turn.weight and weight * turn.weight > _MAX_WEIGHT for turn in turns):
         raise RecordError(
-            "the weights of the record and a message are too large", "expected smaller ones", kind="weight"
+            "the weights of the record and a message are too large", "expected smaller weights", kind="weight"
         )
     parsed = ParsedRecord(
         turns, record_id(record, id_key), tools(record), 1.0 if weight is None else weight, template_kwargs(record)
@@ -216,7 +240,7 @@ def read_record(
 
 
 class PlainMessages(NamedTuple):
-    """How the messages of a shape look that have a role and a text only."""
+    """Keys and roles of the plain messages of a shape, which have only a role and a text."""
 
     role: str
     text: str
@@ -226,11 +250,11 @@ class PlainMessages(NamedTuple):
 def messages(
     record: KeyReader, key: str, read_message: Callable[[KeyReader], Message], plain: PlainMessages
 ) -> list[Message]:
-    """The messages in the list under `key`, which is not empty and may be given as JSON text."""
+    """Read the messages in the list under `key`, which must not be empty and may be JSON text."""
     role_key, text_key, roles = plain
     out: list[Message] = []
     for index, turn in enumerate(message_list(record, key)):
-        # Nearly all messages are plain, and this is several times as fast.
+        # Nearly all messages are plain, and this path is several times as fast.
         role, text = (turn.get(role_key), turn.get(text_key)) if len(turn) == 2 else (None, None)
         if type(text) is str and type(role) is str and role in roles:
             out.append(new_message(roles[role], text))
@@ -240,7 +264,7 @@ def messages(
 
 
 def message_list(record: KeyReader, key: str) -> list[Any]:
-    """The list of messages under `key`, at least one: objects, or `Message` where Python code gives them."""
+    """Return the non-empty list of messages under `key`: dicts, or `Message` objects from Python code."""
     turns = record.required(key)
     if type(turns) is str:
         what = f"the record has a string as {key} that is not JSON"
@@ -266,7 +290,7 @@ def read_turn(
 
 
 def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
-    """The messages after the top-level `system` text; a system message of their own must be the same."""
+    """Put the top-level `system` text before the messages; if they have a system message too, both must be equal."""
     first = system(record)
     if first and turns and turns[0].role == "system":
         if turns[0].content != first[0].content:
@@ -277,13 +301,13 @@ def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
 
 
 def system(record: KeyReader) -> list[Message]:
-    """The message that a top-level `system` text stands for; none if it is missing or empty."""
+    """Return the top-level `system` text as a list of one message, empty if there is no text."""
     text = record.optional_text("system")
     return [new_message("system", text)] if text else []
 
 
 def record_id(record: KeyReader, key: str = "id") -> str | None:
-    """The id of a record: a string, or a whole number as text."""
+    """Return the id of a record: a string, or a whole number as a string."""
     value = record.take(key)
     if value is None or type(value) is str:
         return value
@@ -293,7 +317,7 @@ def record_id(record: KeyReader, key: str = "id") -> str | None:
 
 
 def tools(record: KeyReader) -> tuple[str, ...]:
-    """The definitions under `tools`, a list of objects or JSON text of one, each as compact JSON."""
+    """Return the tool definitions under `tools`, each as compact JSON. The list may be given as JSON text."""
     given, right = record.take("tools"), "expected a list of tool definitions"
     if given is None or (type(given) is str and not given.strip()):
         return ()
@@ -309,7 +333,7 @@ def tools(record: KeyReader) -> tuple[str, ...]:
 
 
 def template_kwargs(record: KeyReader) -> str:
-    """The variables for the chat template under `chat_template_kwargs`, as compact JSON; empty if there are none."""
+    """Return the template variables under `chat_template_kwargs` as compact JSON; empty if there are none."""
     given, right = record.take("chat_template_kwargs"), 'expected an object such as {"enable_thinking": false}'
     given = json_value(given, "chat_template_kwargs is not JSON", right, kind="template_kwargs")
     if given is None or given == {}:
@@ -321,7 +345,7 @@ def template_kwargs(record: KeyReader) -> str:
         if not name.isidentifier() or name in RESERVED_KWARGS:
             what = f"chat_template_kwargs has {quoted(name)}"
             raise RecordError(what, "expected names of variables of the template", kind="template_kwargs")
-    # Tables hold the names of all records in each, with null where a record does not have them.
+    # Rows of a table have the keys of all rows, with null for those that a row lacks.
     given = {name: value for name, value in sorted(given.items()) if value is not None}
     return compact(given) if given else ""
 
@@ -330,7 +354,7 @@ def template_kwargs(record: KeyReader) -> str:
 
 
 def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
-    """The weight that one of `FLAG_KEYS` or `WEIGHT_KEYS` sets; None where none is given.
+    """Return the weight set by one of `FLAG_KEYS` or `WEIGHT_KEYS`; None if none is given.
 
     Tool results are never trained.
     """
@@ -355,24 +379,24 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
     if number and role == "tool":
         what = f"{owner} has a weight over 0 on a tool result"
         raise RecordError(what, "expected none, or train: false", kind="weight")
-    # Without the sign of a negative zero.
+    # Adding 0.0 removes the sign of a negative zero.
     return float(number) + 0.0
 
 
 def reasoning(turn: KeyReader, role: Role) -> str:
-    """The text of `reasoning_content`, `reasoning` or `thinking`; empty where none is given."""
+    """Return the text of `reasoning_content`, `reasoning` or `thinking`; empty if none is given."""
     given = {text for key in REASONING_KEYS if key in turn and (text := turn.optional_text(key))}
     if len(given) > 1:
-        what = f"{turn.owner} has a reasoning and another reasoning_content"
+        what = f"{turn.owner} has reasoning under two keys, with different texts"
         raise RecordError(what, "expected one of them", kind="content")
     if given and role != "assistant":
         what = f"{turn.owner} has reasoning on role {role}"
-        raise RecordError(what, "expected it on the assistant only", kind="content")
+        raise RecordError(what, "expected it only on the assistant", kind="content")
     return given.pop() if given else ""
 
 
 def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
-    """A value that may be given as JSON text, decoded; what is not JSON is the fault `what`."""
+    """Decode a value that may be given as JSON text; text that is not JSON raises the error `what`."""
     try:
         return decode(value.encode()) if type(value) is str else value
     except RecordError as fault:
@@ -380,7 +404,7 @@ def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
 
 
 def tool_call(call: KeyReader, id: str | None = None) -> ToolCall:
-    """A call from `{"name": …, "arguments": …}`, with arguments as an object or as JSON text of one."""
+    """Return the call of `{"name": …, "arguments": …}`, with arguments as an object or its JSON text."""
     owner, right = call.owner, "expected a JSON object"
     name, given = call.text("name"), call.required("arguments")
     raw = given if type(given) is str else ""
@@ -391,7 +415,7 @@ def tool_call(call: KeyReader, id: str | None = None) -> ToolCall:
 
 
 def call_fields(turn: KeyReader, owner: str, path: str, value: Any) -> KeyReader:
-    """The keys of a tool call, which is an object."""
+    """Return a reader of the keys of a tool call, which must be an object."""
     if type(value) is not dict:
         raise RecordError(f"{owner} is {named(value)}", "expected an object with name and arguments", kind="arguments")
     return turn.child(owner, path, value)

@@ -10,12 +10,12 @@ from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
 
 
 def alpaca(record: Object) -> ParsedRecord:
-    """`system` if given, the pairs of `history`, then instruction with input, and output."""
+    """Parse `system` (if given), the pairs in `history`, the instruction with its input, and the output."""
     return fields.read_record(record, _alpaca_messages)
 
 
 def dolly(record: Object) -> ParsedRecord:
-    """`system` if given, instruction with context, and response."""
+    """Parse `system` (if given), the instruction with its context, and the response."""
     return fields.read_record(record, lambda record: fields.system(record) + _exchange(record, "context", "response"))
 
 
@@ -24,7 +24,7 @@ def _alpaca_messages(record: KeyReader) -> list[Message]:
 
 
 def _exchange(record: KeyReader, context_key: str, answer_key: str) -> list[Message]:
-    """The instruction, with its context below it after a blank line, and the answer."""
+    """Return the instruction, followed by a blank line and its context, and the answer."""
     instruction = record.text("instruction")
     context = record.optional_text(context_key)
     question = "\n\n".join(part for part in (instruction, context) if part)

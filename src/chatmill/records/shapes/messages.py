@@ -1,7 +1,7 @@
-"""The `messages` shape: OpenAI-style chat, which most data has; and `primer`, its strict form.
+"""The `messages` shape, OpenAI-style chat, which most data has, and its strict form `primer`.
 
-`decode` and `decode_lines` decode the common form, roles and texts only, straight into typed values and return None for
-anything else; `parse` reads every accepted form and names every fault. Where both read a record, they agree.
+`decode` and `decode_lines` decode plain records (roles and texts only) straight into typed values, and return None for
+others. `parse` reads every accepted form and reports errors. Both give the same result for plain records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chatmill.records.shapes.ranges import read_ranges
 
 _ROLES: dict[str, Role] = {role: role for role in ROLES}
 PLAIN = PlainMessages("role", "content", _ROLES)
-# Newer servers call the system message the developer's.
+# Newer OpenAI models name the system role "developer".
 _DEVELOPER: dict[str, Role] = {"developer": "system"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("reasoning", "thinking")
@@ -29,7 +29,7 @@ _CALL_PARTS = ("tool_call", "function_call")
 
 
 class _CommonMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """Role and text; keys that tables and exports fill with null may be present as null."""
+    """Role and text. Keys that tables and exports fill with null may be present as null."""
 
     role: Role
     content: str
@@ -64,7 +64,7 @@ _PRIMER_DECODER = msgspec.json.Decoder(_PrimerRecord)
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[Any] = _DECODER) -> ParsedRecord | None:
-    """The conversation of a record in the common form; None for any other."""
+    """Decode a plain record; None for any other."""
     try:
         record = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -73,12 +73,12 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[Any] = _DECODER) -> Parsed
 
 
 def decode_primer(data: bytes) -> ParsedRecord | None:
-    """The conversation of a valid primer record; None for any other, of which `parse_primer` says what is wrong."""
+    """Decode a valid primer record; None for any other, whose error `parse_primer` reports."""
     return decode(data, _PRIMER_DECODER)
 
 
 def decode_lines(block: bytes) -> list[ParsedRecord] | None:
-    """The conversations of a block of lines, if every line is one record in the common form."""
+    """Decode a block of lines if every line is one plain record, else return None."""
     count = _object_lines(block)
     if not count or may_repeat_key(block):
         return None
@@ -92,10 +92,10 @@ def decode_lines(block: bytes) -> list[ParsedRecord] | None:
 
 
 def _object_lines(block: bytes) -> int:
-    """How many lines there are, if each of them begins with { and ends with }; otherwise 0.
+    """Return the number of lines if each starts with { and ends with }, else 0.
 
-    The decoder treats line ends as spaces. But within a value no { follows a }, so these line ends are between values,
-    and with as many values as lines each line is one value.
+    The decoder treats line ends as spaces. Within a value, { never follows }, so these line ends are between values; if
+    there are as many values as lines, each line is one value.
     """
     raw = np.frombuffer(block, dtype=np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -111,7 +111,7 @@ def _conversation(record: _CommonRecord | _PrimerRecord) -> ParsedRecord:
 
 
 def parse(record: Object) -> ParsedRecord:
-    """The conversation of one record in any of the accepted forms."""
+    """Parse one record in any of the accepted forms."""
     return fields.read_record(record, _messages)
 
 
@@ -122,7 +122,7 @@ def _messages(record: KeyReader) -> list[Message]:
 
 
 def parse_primer(record: Object) -> ParsedRecord:
-    """The conversation of one primer record: exactly `messages`, each exactly `role` and `content`."""
+    """Parse one primer record: only `messages`, each with only `role` and `content`."""
     whole = KeyReader("the record", "", record, {})
     whole.only(("messages",))
     turns = fields.message_list(whole, "messages")
@@ -133,11 +133,11 @@ def parse_primer(record: Object) -> ParsedRecord:
 
 def _primer_message(turn: KeyReader) -> Message:
     turn.only(("role", "content"))
-    return new_message(turn.role("role", fields.TEXT_ROLES), turn.text("content"))
+    return new_message(turn.role("role", fields.TEXT_ROLES, has_columns=False), turn.text("content"))
 
 
 def message_from_fields(given: Object, owner: str = "the message") -> Message:
-    """The message of these fields, as `parse` reads it; a field that it does not read is a fault."""
+    """Build a message from fields as `parse` reads them; raise for a field that is not read."""
     turn = KeyReader(owner, "", given, {})
     complete = turn.take("complete")
     turn.refuse_media()
@@ -148,7 +148,7 @@ def message_from_fields(given: Object, owner: str = "the message") -> Message:
 
 
 def record_from_fields(given: Object) -> Record:
-    """The record of these fields, with messages as `Message` or as dicts of their fields; there may be none."""
+    """Build a record from fields, with messages as `Message` objects or dicts; the list may be empty."""
     record = KeyReader("the record", "", given, {})
     record.only(Record.__struct_fields__)
     turns = [] if given.get("messages") == [] else fields.message_list(record, "messages")
@@ -166,7 +166,7 @@ def record_from_fields(given: Object) -> Record:
 
 
 def read_message(turn: KeyReader) -> Message:
-    """One message of OpenAI's form."""
+    """Parse one OpenAI-style message."""
     role = turn.role("role", _ROLES if turn.peek("role") != "developer" else _DEVELOPER)
     turn.refuse("function_call", right="expected tool_calls")
     turn.refuse("refusal", right="expected its text as content")
@@ -187,7 +187,7 @@ def read_message(turn: KeyReader) -> Message:
 
 
 def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...], weight: float | None) -> _Parts:
-    """The text, reasoning and calls of a message, of which its content parts may give any."""
+    """Return the text, reasoning and tool calls of a message, each of which may come from content parts."""
     reasoning = fields.reasoning(turn, role)
     has_content, content = "content" in turn, turn.take("content")
     if type(content) is str or (content is None and (calls or reasoning)):
@@ -216,14 +216,14 @@ _PART = 'expected {"type": "text", "text": …}, or the types reasoning and tool
 
 @dataclass
 class _Parts:
-    """The content of a message, part by part. It is written as reasoning, text, calls; no other order is read."""
+    """Collects the content parts of a message. They must be in the order reasoning, text, tool calls."""
 
     role: Role
     text: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     ranges: list[tuple[int, int, float]] = field(default_factory=list)
-    """Of parts with a weight of their own, as Axolotl has them."""
+    """Ranges of parts with their own weight, as in Axolotl."""
 
     def add(self, part: KeyReader, weight: float | None) -> None:
         kind = part.take("type")
@@ -241,7 +241,7 @@ class _Parts:
         else:
             given = f"type {quoted(kind)}" if type(kind) is str else "no type"
             is_media = type(kind) is str and any(word in kind for word in ("image", "audio", "video", "file"))
-            right = "only text can be trained; leave these records out" if is_media else _PART
+            right = "only text can be trained; remove these records" if is_media else _PART
             raise RecordError(f"{part.owner} has {given}", right, kind="media" if is_media else "content")
         part.finish()
 
@@ -252,9 +252,9 @@ class _Parts:
         own = fields.read_weight(part, self.role)
         if own is not None and self.role != "assistant":
             what = f"{part.owner} has a weight on role {self.role}"
-            raise RecordError(what, "expected parts with a weight on the assistant only", kind="weight")
+            raise RecordError(what, "expected parts with a weight only on the assistant", kind="weight")
         if own is not None and text and weight != 0:
-            # As in Axolotl: a part is trained only if its message is.
+            # Like Axolotl, train a part only if its message is trained.
             self.ranges.append((len(self.text), len(self.text) + len(text), own))
         self.text += text
 
@@ -289,7 +289,7 @@ def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
 
 
 def _tool_call(turn: KeyReader, owner: str, path: str, call: Any) -> ToolCall:
-    """One call, nested under `function` as servers write it, or flat."""
+    """Parse one tool call, nested under `function` as servers write it, or flat."""
     if type(call) is ToolCall:
         return call
     return _call_of(fields.call_fields(turn, owner, path, call))

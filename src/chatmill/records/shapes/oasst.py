@@ -1,7 +1,7 @@
-"""The `oasst1` shape: message trees, one conversation each, along the best-ranked replies.
+"""The `oasst1` shape: message trees, each read as the conversation along the best-ranked replies.
 
-A tree is one object (`prompt` with its `replies`, or that prompt itself), or flat messages on consecutive lines, which
-`grouped` joins to one JSON list.
+A tree is one object (`prompt` with its `replies`, or the prompt itself), or flat messages on consecutive lines, which
+`grouped` joins into a JSON list.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, quot
 
 _ROLES: dict[str, Role] = {"prompter": "user", "assistant": "assistant"}
 _READ = ("message_id", "message_tree_id", "parent_id", "role", "text", "rank", "deleted", "replies")
-"""The keys of a message that are read."""
+"""Message keys that are read."""
 
 
 class _FlatMessage(msgspec.Struct, gc=False):
-    """The fields of a message that grouping needs; one with a prompt is a whole tree."""
+    """The fields of a message needed for grouping; an object with a prompt is a whole tree."""
 
     message_tree_id: str
     message_id: str | None = None
@@ -35,7 +35,7 @@ _DECODER = msgspec.json.Decoder(_FlatMessage)
 
 
 def parse(record: Any) -> ParsedRecord:
-    """The conversation of one tree, from an object with `prompt` or a list of flat messages."""
+    """Parse one tree, given as an object with `prompt` or a list of flat messages."""
     if type(record) is list and record and all(type(message) is dict for message in record):
         tree = {"message_tree_id": record[0].get("message_tree_id")}
         return _conversation(tree, *_flat_tree(record), messages=record)
@@ -45,13 +45,13 @@ def parse(record: Any) -> ParsedRecord:
         return _conversation({"message_tree_id": record.get("message_id")}, record, {}, messages=[record])
     if "prompt" not in record:
         right = 'expected "prompt", "replies", or the strings "message_id" and "message_tree_id"'
-        raise RecordError("the record is neither a message tree nor a message of one", right, kind="missing")
+        raise RecordError("the record is neither a message tree nor a message of a tree", right, kind="missing")
     tree = {key: value for key, value in record.items() if key != "prompt"}
     return _conversation(tree, record["prompt"], {}, messages=[record["prompt"]])
 
 
 def _conversation(tree: Object, root: Any, replies: dict[str, list[Object]], *, messages: list[Object]) -> ParsedRecord:
-    """The conversation along the best replies; keys of other messages are reported, too, if they are not read."""
+    """Return the conversation along the best replies; unread keys of all messages are reported."""
 
     def read_messages(record: KeyReader) -> list[Message]:
         path = _best_path(root, replies)
@@ -69,7 +69,7 @@ def _conversation(tree: Object, root: Any, replies: dict[str, list[Object]], *, 
 
 
 def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tuple[int, bytes], None, None]:
-    """Units with the flat messages of one tree joined to one JSON list, at the line of the first.
+    """Yield units in which the flat messages of a tree are joined into one JSON list, at the line of the first.
 
     a1 a2 b1 tree a3  ->  [a1,a2] [b1] tree [a3]
     A broken line is passed on alone, and its tree continues without it.
@@ -92,7 +92,7 @@ def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tupl
         if not lines:
             tree, line, size = message.message_tree_id, number, 0
         if size <= limit:
-            # Over the limit the tree is a fault: one more line makes it so, and no others are held.
+            # A tree over the limit is an error, so one more line is kept to exceed it and the others are skipped.
             lines.append(data)
             size += len(data) + 1
     if lines:
@@ -100,7 +100,7 @@ def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tupl
 
 
 def _flat_tree(messages: list[Object]) -> tuple[Object, dict[str, list[Object]]]:
-    """The root of a group of flat messages, and the replies to each message."""
+    """Return the root of a group of flat messages, and the replies to each message."""
     replies: dict[str, list[Object]] = {}
     for index, message in enumerate(messages):
         name = _fields(f"message {index}", message).text("message_id")
@@ -131,13 +131,13 @@ def _best_path(root: Any, replies: dict[str, list[Object]]) -> list[Message]:
         owner = f"message {len(path)}"
         best = min(choice, key=lambda reply: math.inf if reply.get("rank") is None else reply["rank"])
         message = _fields(owner, best)
-        path.append(new_message(message.role("role", _ROLES), message.text("text")))
+        path.append(new_message(message.role("role", _ROLES, has_columns=False), message.text("text")))
         below = replies[best["message_id"]] if replies else best.get("replies") or []
         if type(below) is not list:
             raise RecordError(f"{owner} has {named(below)} as replies", "expected a list of messages", kind="type")
         choice = _undeleted(f"a reply to {owner}", below)
     if not path:
-        raise RecordError("the prompt of the tree is deleted", "expected a prompt that stands", kind="empty")
+        raise RecordError("the prompt of the tree is deleted", "expected a prompt that is not deleted", kind="empty")
     return path
 
 
@@ -146,7 +146,7 @@ def _fields(owner: str, message: Object) -> KeyReader:
 
 
 def _undeleted(owner: str, messages: list[Any]) -> list[Object]:
-    """The messages that are not deleted, with the fields that choosing among them needs checked."""
+    """Return the messages that are not deleted, after validating the fields that select replies."""
     for message in messages:
         if type(message) is not dict:
             raise RecordError(f"{owner} is {named(message)}", "expected a message object", kind="type")

@@ -1,4 +1,4 @@
-"""The `text` and `prompt-completion` shapes: one text, or a prompt and what follows it."""
+"""The `text` and `prompt-completion` shapes: plain text, or a prompt and its completion."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from chatmill.records.shapes.messages import PLAIN, read_message
 
 @dataclass(frozen=True)
 class TextTemplates:
-    """The texts before answers and before questions, by which a `text` record is split."""
+    """The strings before answers and before questions that split a `text` record."""
 
     response: str
     instruction: str | None = None
 
     def train(self, text: str) -> Message:
-        """The text, of which what follows each response template is trained, up to the next instruction template.
+        """Return the text, trained after each response template up to the next instruction template.
 
         ### Q: 1+1? ### A: 2 ### Q: 2+2? ### A: 4        with the templates "### A:" and "### Q:"
                            --                   --
@@ -38,12 +38,12 @@ class TextTemplates:
             at = stop
             if stop == len(text):
                 return new_message("assistant", text, train_ranges=tuple(ranges))
-        # The end of the text is not trained, because it does not end an answer.
+        # The end token is not trained here, because the text does not end with an answer.
         return new_message("assistant", text, weight=0.0, train_ranges=tuple(each for each in ranges if each[2]))
 
 
 def text(record: Object, templates: TextTemplates | None = None) -> ParsedRecord:
-    """One text, trained as a whole or as the templates say."""
+    """Parse a plain text, which is trained as a whole unless templates split it."""
 
     def read(record: KeyReader) -> list[Message]:
         text = record.text("text")
@@ -55,7 +55,7 @@ def text(record: Object, templates: TextTemplates | None = None) -> ParsedRecord
 
 
 def prompt_completion(record: Object) -> ParsedRecord:
-    """The messages of `prompt`, of which none is trained, and those of `completion`; a text is one message.
+    """Parse the messages of `prompt`, which are not trained, and of `completion`; a string is one message.
 
     A top-level `system` becomes the first message.
     """
@@ -63,7 +63,7 @@ def prompt_completion(record: Object) -> ParsedRecord:
     def read(record: KeyReader) -> list[Message]:
         system = fields.system(record)
         if record.take("history"):
-            right = "name the keys as those of alpaca, which has one: --columns instruction=prompt,output=completion"
+            right = "use the shape alpaca, which has a history: --columns instruction=prompt,output=completion"
             raise RecordError('the record has a "history"', right, kind="keys")
         prompt = [
             msgspec.structs.replace(message, weight=0.0)

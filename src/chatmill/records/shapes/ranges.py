@@ -1,4 +1,4 @@
-"""Ranges of characters of an answer that are trained or not: `train_ranges`, and Axolotl's `train_detail`."""
+"""Character ranges of an answer with their own weight: `train_ranges`, and Axolotl's `train_detail`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from chatmill.records.shapes.fields import KeyReader, listed, read_weight
 TrainRanges = tuple[tuple[int, int, float], ...]
 
 RANGE_KEYS = ("train_ranges", "train_detail", "training_detail")
-"""chatmill's own, and the two names that Axolotl's docs and code have for theirs."""
+"""chatmill's key, and the two names used in the docs and code of Axolotl."""
 _DETAIL_KEYS = ("begin_offset", "end_offset", "train")
 
 
 def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None) -> tuple[TrainRanges, float | None]:
-    """The ranges of `train_ranges`, or of Axolotl's `train_detail`, and the weight of the message with them.
+    """Return the ranges of `train_ranges` or Axolotl's `train_detail`, and the resulting weight of the message.
 
-    `content` is the content as the record has it: ranges are about a text, not about parts.
+    `content` is the unparsed content: ranges apply to a string, not to parts.
     """
     given = {key: entries for key in RANGE_KEYS if (entries := turn.take(key)) is not None}
     if not given:
@@ -34,7 +34,7 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
         raise RecordError(what, "expected them only on the assistant", kind="ranges")
     if type(content) is not str and entries:
         what = f"{owner} has {key} and {named(content)} as content"
-        raise RecordError(what, "expected its content as one text", kind="ranges")
+        raise RecordError(what, "expected its content as a string", kind="ranges")
     read = _range if key == "train_ranges" else _detail
     ranges = sorted(read(turn, f"{owner}, {key} {index}", entry) for index, entry in enumerate(entries))
     for index, (start, stop, _) in enumerate(ranges):
@@ -49,7 +49,7 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
 
 
 def _range(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
-    """[start, stop], [start, stop, weight], or the same by name, with weight or train."""
+    """Parse [start, stop], [start, stop, weight], or an object with start, stop, and weight or train."""
     right = "expected [start, stop, weight]"
     if type(entry) in (list, tuple):
         if len(entry) not in (2, 3):
@@ -69,7 +69,7 @@ def _range(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
 
 
 def _detail(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
-    """Axolotl's form: its `end_offset` is the last character."""
+    """Parse an Axolotl range, whose `end_offset` is inclusive."""
     if type(entry) is not dict:
         right = f"expected an object with {listed(_DETAIL_KEYS, 'and')}"
         raise RecordError(f"{owner} is {named(entry)}", right, kind="ranges")
@@ -84,17 +84,17 @@ def _detail(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
 def _places(owner: str, start: Any, stop: Any) -> tuple[int, int]:
     for value in (start, stop):
         if type(value) is not int:
-            raise RecordError(f"{owner} has {named(value)} as a place", "expected whole numbers", kind="ranges")
+            raise RecordError(f"{owner} has {named(value)} as a position", "expected a whole number", kind="ranges")
     if not 0 <= start < stop:
-        what = f"{owner} holds no character"
-        raise RecordError(what, "expected its start from 0 up, and its stop after that", kind="ranges")
+        what = f"{owner} is empty"
+        raise RecordError(what, "expected 0 <= start < stop", kind="ranges")
     return start, stop
 
 
 def _as_axolotl(
     ranges: list[tuple[int, int, float]], size: int, weight: float | None
 ) -> tuple[TrainRanges, float | None]:
-    """Axolotl's rules: what no range trains is not trained, and nothing is if the message is not."""
+    """Apply Axolotl's rules: text outside ranges is not trained, and no range is trained if the message is not."""
     if weight == 0:
         return (), weight
     if not ranges:

@@ -1,4 +1,4 @@
-"""The `sharegpt` and `tool` shapes: calls and results are turns of their own, and the system text may be top-level.
+"""The `sharegpt` and `tool` shapes: tool calls and results are separate turns, and the system text may be top-level.
 
 sharegpt   `conversations` of from and value, with `function_call` and `observation` turns
 tool       `messages` with `assistant_toolcall` and `toolresult` turns
@@ -52,7 +52,7 @@ def _tool_messages(record: KeyReader) -> list[Message]:
 
 def _sharegpt_message(turn: KeyReader) -> Message:
     if "from" not in turn and "role" in turn:
-        # Many sets of this name hold messages of OpenAI's form.
+        # Many ShareGPT datasets contain OpenAI-style messages.
         return read_message(turn)
     name = turn.peek("from")
     role = turn.role("from", _SHAREGPT_ROLES)
@@ -64,7 +64,7 @@ def _sharegpt_message(turn: KeyReader) -> Message:
 
 
 def _calls(turn: KeyReader, value: str) -> tuple[ToolCall, ...]:
-    """The calls of a turn: JSON text of one call or of a list of calls."""
+    """Parse the calls of a turn: JSON text of one call or a list of calls."""
     owner, right = turn.owner, "expected an object with name and arguments"
     calls = fields.json_value(value, f"{owner} has a function_call that is not JSON", right, kind="arguments")
     if calls == []:

@@ -1,7 +1,7 @@
 """The `transcript` shapes: text whose spans run from `<|SYSTEM|>`, `<|USER|>` or `<|ASSISTANT|>` to `<|END|>`.
 
-`<|EOS|>` ends a conversation. All text is kept: whitespace inside of a span and between spans, a span that never closes
-(as incomplete), and text that no marker opens (as a message of the role "none", which is never trained).
+`<|EOS|>` ends a conversation. All text is kept: whitespace inside and between spans, a span without an end marker (as
+incomplete), and text outside spans (as a message with role "none", which is never trained).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPACE = " \t\n\r\v\f"
 
 
 def from_line(data: bytes) -> list[ParsedRecord]:
-    """The conversations of one line: raw text, a JSON string, or an object with `text`."""
+    """Parse the conversations of one line: raw text, a JSON string, or an object with `text`."""
     begin = data.lstrip()[:1]
     if begin not in (b'"', b"{"):
         _refuse_json(data)
@@ -42,7 +42,7 @@ def from_line(data: bytes) -> list[ParsedRecord]:
 
 
 def _refuse_json(data: bytes) -> None:
-    """Fault for a line that is another JSON value, such as a number: it is no text."""
+    """Raise if a line is another JSON value, such as a number."""
     if b"<|" in data:
         return
     try:
@@ -53,21 +53,21 @@ def _refuse_json(data: bytes) -> None:
 
 
 def from_text(data: bytes) -> list[ParsedRecord]:
-    """The conversations of raw text, without whitespace around their spans: it is layout, as line ends are."""
+    """Parse the conversations of raw text, dropping whitespace around them."""
     return conversations(decode_text(data), trim=True)
 
 
 def conversations(text: str, *, trim: bool = False) -> list[ParsedRecord]:
-    """The conversations of a transcript: what stands between `<|EOS|>` marks, where that is not blank.
+    """Parse the conversations of a transcript, separated by `<|EOS|>`; blank ones are skipped.
 
-    `trim` leaves out whitespace before the first and after the last span of each.
+    `trim` drops whitespace before the first and after the last span of each.
     """
     pieces = (piece for piece in text.split(EOS.decode()) if piece.strip(_SPACE))
     return [ParsedRecord(_messages(piece, trim=trim)) for piece in pieces]
 
 
 def _messages(text: str, *, trim: bool) -> list[Message]:
-    """The spans of one conversation, and the text outside of them.
+    """Return the spans of one conversation, and the text outside them, as messages.
 
     x U u E A a   ->   none "x", user "u", assistant "a" (incomplete)
     """
