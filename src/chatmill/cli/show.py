@@ -41,8 +41,8 @@ ItsTokenizer = Annotated[
     str | None,
     typer.Option(
         "--tokenizer",
-        help="Tokenizer of the dataset, if it is not found in or next to the dataset or at its original path; for records, "
-        "the tokenizer to render them with (default: bytes).",
+        help="Tokenizer of the dataset, if it is not found in or next to the dataset or at its original path; for "
+        "records, the tokenizer to render them with (default: bytes).",
     ),
 ]
 

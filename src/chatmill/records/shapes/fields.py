@@ -301,7 +301,7 @@ def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
 
 
 def system(record: KeyReader) -> list[Message]:
-    """Return the top-level `system` text as a list of one message, empty if there is no text."""
+    """Return the top-level `system` text as a list of one message, empty if it is missing or empty."""
     text = record.optional_text("system")
     return [new_message("system", text)] if text else []
 
