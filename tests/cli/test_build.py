@@ -275,8 +275,8 @@ GOOD = chat(("user", "q"), ("assistant", "a"))
     ("content", "args", "code", "line"),
     [
         (None, [], 1, "data/primer.jsonl: no such file"),
-        (b"", [], 1, "data/primer.jsonl: holds no record"),
-        (b"\n\n", [], 1, "data/primer.jsonl: holds no record"),
+        (b"", [], 1, "data/primer.jsonl: no records"),
+        (b"\n\n", [], 1, "data/primer.jsonl: no records"),
         (GOOD.encode() + b"{", [], 1, "data/primer.jsonl:2: "),
         (GOOD.encode() + b"\xff\n", [], 1, "data/primer.jsonl:2: "),
         (b'{"messages": []}\n', [], 1, "data/primer.jsonl:1: "),

@@ -104,7 +104,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch):
             pass
     (tmp_path / "empty.jsonl").write_text("")
     with (
-        pytest.raises(DataError, match=r"empty|holds no record"),
+        pytest.raises(DataError, match=r"empty|no records"),
         open_data(tmp_path / "empty.jsonl", None, PreviewOptions()),
     ):
         pass
