@@ -256,5 +256,5 @@ def test_an_empty_val_names_the_smallest_share_that_fills_it(place, monkeypatch,
 def test_the_scripts_name_their_own_flags_for_an_empty_val(place):
     line = script("prepare_chat_sft.py --input data/primer.jsonl --output_dir x --val_split 0.0001", code=1)
     share, exact = re.findall(r"--val_split ([0-9.]+)", line.stderr)
-    assert f", or --val_split {exact} with exact shares (--seed 42)" in line.stderr and "--split " not in line.stderr
+    assert f", or --val_split {exact} with an exact split (--seed 42)" in line.stderr and "--split " not in line.stderr
     assert f"the smallest fraction that fills it is --val_split {share}," in line.stderr
