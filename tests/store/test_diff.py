@@ -106,7 +106,7 @@ def test_copies_of_a_conversation_are_matched_as_often_as_both_have_them(tmp_pat
     assert counts(found) == {"equal": 3, "removed": 2}
 
 
-def test_padding_is_no_conversation(tmp_path):
+def test_padding_does_not_count_as_a_conversation(tmp_path):
     whole = rows_of(chats(0, 5), format="post-training")
     blocks = list(stream_blocks([whole], 512, ledger=Ledger()))
     write_rows(tmp_path / "a", {"train": blocks[0]}, format="post-training")
@@ -179,7 +179,7 @@ def expected(one, other) -> dict[str, int]:
 
 @settings(max_examples=60)
 @given(one=st.tuples(splits_, splits_), other=st.tuples(splits_, splits_), tokens=st.integers(1, 20))
-def test_it_finds_what_pairing_off_one_by_one_finds(tmp_path_factory, one, other, tokens):
+def test_the_diff_equals_matching_conversations_one_by_one(tmp_path_factory, one, other, tokens):
     folder = tmp_path_factory.mktemp("diff")
     one, other = ({"train": train, "val": val} for train, val in (one, other))
     for name, splits, one_span in (("a", one, True), ("b", other, False)):
@@ -190,7 +190,7 @@ def test_it_finds_what_pairing_off_one_by_one_finds(tmp_path_factory, one, other
         assert counts(diff_datasets(folder / "a", folder / "b")) == expected(one, other)
 
 
-def test_ten_thousand_conversations_of_a_few_ids_have_hashes_of_their_own():
+def test_ten_thousand_conversations_of_a_few_ids_have_distinct_hashes():
     rng = np.random.default_rng(1)
     different = sorted({tuple(rng.integers(0, 3, rng.integers(1, 12)).tolist()) for _ in range(10_000)})
     masks = [(1,) * len(ids) for ids in different]

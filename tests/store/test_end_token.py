@@ -74,7 +74,7 @@ def padded(folder: Path, **more: Any) -> list[int]:
 
 @pytest.mark.parametrize("metadata", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_are_filled_with_the_end_token_that_is_named(tmp_path, form, metadata):
+def test_rows_are_padded_with_the_end_token_of_the_tokenizer_files(tmp_path, form, metadata):
     state, id = FORMS[form]
     assert padded(store(tmp_path / "d", state, metadata=metadata)) == [5, 6, 7, id]
 

@@ -49,7 +49,7 @@ def test_a_flat_dataset_opens_and_its_width_is_taken_from_the_mask(tmp_path, dty
     assert verify_dataset(tmp_path, full=False).splits["train"] == SplitCounts(4, 7, 4, 1)
 
 
-def test_shards_are_one_numbering(tmp_path):
+def test_episodes_are_numbered_over_all_shards(tmp_path):
     write(tmp_path / "train/shard_00000", EPISODES[:2])
     write(tmp_path / "train/shard_00001", EPISODES[2:])
     (tmp_path / "dataset_metadata.json").write_text('{"schema_version": 3, "num_train_episodes": 4}')
@@ -136,7 +136,7 @@ def test_files_that_do_not_fit_each_other_are_refused_at_opening(tmp_path, fault
         (["shard_00000", "shard_x"], "shard_x: expected a name like shard_00000"),
     ],
 )
-def test_a_missing_shard_is_not_passed_over(tmp_path, names, said):
+def test_a_missing_shard_is_refused(tmp_path, names, said):
     for name in names:
         write(tmp_path / "train" / name, EPISODES)
     with pytest.raises(DataError) as error:

@@ -1,4 +1,4 @@
-"""An open dataset is one dataset: never rows of another, of a part of one, or of a file that was cut."""
+"""An open dataset never returns rows of another dataset, of an incomplete one, or of a truncated file."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_no_later_folder_gets_the_inode_of_an_open_dataset(two, tmp_path):
         dataset["train"].rows([0])
 
 
-def test_what_is_mapped_is_read_on_after_the_dataset_was_removed(two):
+def test_mapped_files_stay_readable_after_the_dataset_is_removed(two):
     rows_of, x, _ = two
     dataset = open_dataset(x)
     dataset["train"].rows(range(12))
@@ -114,10 +114,10 @@ def test_open_datasets_do_not_depend_on_the_working_directory(two, tmp_path, mon
     assert equal(dataset["train"].rows(range(12)), rows_of[dataset.sha256])
 
 
-# Copies that broke off.
+# Incomplete copies.
 
 
-def test_a_part_of_a_copy_is_no_dataset_of_another_program(tmp_path):
+def test_an_incomplete_copy_is_not_taken_for_a_dataset_of_another_program(tmp_path):
     whole = tmp_path / "whole"
     write_dataset(whole, {"train": some_rows(1), "val": some_rows(2)})
     part = tmp_path / "part"
@@ -162,10 +162,10 @@ def test_a_part_of_another_programs_dataset_is_refused(tmp_path, part):
         open_dataset(tmp_path)
 
 
-# Files that are cut while they are mapped.
+# Files that are truncated while they are mapped.
 
 
-def test_rows_of_a_file_that_is_cut_are_right_or_an_error(tmp_path):
+def test_rows_of_a_truncated_file_are_right_or_an_error(tmp_path):
     rows = concat([some_rows(seed, count=400) for seed in range(4)])
     write_dataset(tmp_path / "x", {"train": rows}, shard_tokens=1 << 20)
     for name in sorted(path.name for path in (tmp_path / "x" / SHARD).iterdir()):
@@ -186,7 +186,7 @@ def test_rows_of_a_file_that_is_cut_are_right_or_an_error(tmp_path):
             path.write_bytes(data)
 
 
-def test_bytes_that_are_overwritten_are_noticed(tmp_path, monkeypatch):
+def test_overwritten_bytes_are_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(mapped, "STATS_PER_SECOND", -1.0)
     write_dataset(tmp_path / "x", {"train": some_rows(1)}, shard_tokens=1 << 20)
     episodes = open_dataset(tmp_path / "x")["train"]

@@ -134,7 +134,7 @@ def test_the_card_says_what_it_is_and_the_manifest_of_which_dataset(tmp_path):
     }
 
 
-def test_weights_that_labels_cannot_say_are_counted_and_said(tmp_path):
+def test_weights_that_labels_cannot_express_are_counted_and_reported(tmp_path):
     half = Record([Message("user", "a"), Message("assistant", "b", weight=0.5)])
     write_rows(tmp_path / "v1", {"train": rows_of([half, chat("c", "d")])})
     done = export_parquet(tmp_path / "v1", tmp_path / "out")
@@ -174,7 +174,7 @@ def test_the_same_dataset_gives_the_same_bytes_and_an_export_is_replaced_only_wh
         export_parquet(tmp_path / "v1", tmp_path / "mine", overwrite=True)
 
 
-def test_a_fault_on_the_way_leaves_nothing(tmp_path):
+def test_a_failed_export_leaves_nothing(tmp_path):
     rows = rows_of(chats(0, 10))
     write_rows(tmp_path / "v1", {"train": rows}, shard_tokens=10**6)
     index = tmp_path / "v1/train/shard_00000/episodes.idx"

@@ -1,4 +1,4 @@
-"""The cache of one source: what is written is read, whole or not at all, and every changed bit is found."""
+"""The cache of one source: round trips, atomic publishing, and detection of every changed bit."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_metadata_that_is_not_what_was_written_is_refused(built, change, word, h
         open_cache(built)
 
 
-def test_what_is_no_cache_is_one_line(tmp_path):
+def test_a_folder_without_a_cache_is_one_error_line(tmp_path):
     with pytest.raises(DataError, match="no such folder"):
         open_cache(tmp_path / "none")
     with pytest.raises(DataError, match=r"meta\.json: no such file"):
@@ -301,7 +301,7 @@ def test_rows_that_do_not_fit_are_refused_and_leave_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/etc", "a\\b", "../x", "a\0b"])
-def test_a_source_is_a_name_and_no_path(tmp_path, name):
+def test_a_source_name_must_not_be_a_path(tmp_path, name):
     with pytest.raises(UsageError, match="is not a source name"):
         cache_folder(tmp_path, name)
 
@@ -362,7 +362,7 @@ def test_while_one_process_builds_a_cache_another_is_refused_and_harms_nothing(t
     assert_reads_as(open_cache(tmp_path / "primer")["train"], rows)
 
 
-def test_a_folder_that_is_no_cache_is_never_replaced(tmp_path):
+def test_a_folder_without_a_cache_is_never_replaced(tmp_path):
     (tmp_path / "primer").mkdir()
     (tmp_path / "primer/thesis.tex").write_text("years of work")
     with pytest.raises(DataError, match=r"has no meta\.json"):
@@ -370,7 +370,7 @@ def test_a_folder_that_is_no_cache_is_never_replaced(tmp_path):
     assert contents(tmp_path) == {"primer/thesis.tex": b"years of work"}
 
 
-def test_an_open_cache_travels_to_other_processes_and_notices_that_it_was_replaced(built):
+def test_an_open_cache_can_be_pickled_and_detects_its_replacement(built):
     train = pickle.loads(pickle.dumps(open_cache(built)["train"]))  # noqa: S301 - our own bytes
     assert train.tokens(1).tolist() == ROWS[1:2].ids.tolist()
     stale = open_cache(built)["train"]

@@ -138,7 +138,7 @@ def test_an_existing_dataset_is_refused_before_any_work_and_replaced_with_overwr
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_of_two_builds_that_race_one_is_published_and_the_other_is_told_so(s3, overwrite, monkeypatch):
+def test_of_two_concurrent_builds_one_is_published_and_the_other_fails(s3, overwrite, monkeypatch):
     url = s3.bucket() / "v1"
     if overwrite:
         built(url)
@@ -395,7 +395,7 @@ def read_metadata_at(url: Url):
     return read_metadata(Path("x"), lambda path: objects.read(url / METADATA))
 
 
-def test_clean_keeps_what_has_no_age_and_refuses_what_is_no_dataset(memory, monkeypatch):
+def test_clean_keeps_undated_objects_and_refuses_urls_without_a_dataset(memory, monkeypatch):
     url = memory / "v1"
     with pytest.raises(DataError, match="is empty; expected a dataset"):
         clean_dataset(url)

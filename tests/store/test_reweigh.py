@@ -1,4 +1,4 @@
-"""Another mask from the same tokens, sharing what does not change."""
+"""Reweighing: another mask for the same tokens, sharing unchanged files."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_metadata_names_the_choice_the_parent_and_what_is_trained_now(datase
     assert found.ledger.total("rendered") == parent.ledger.total("rendered")
 
 
-def test_conversations_that_teach_nothing_now_are_counted(tmp_path):
+def test_conversations_without_trained_tokens_are_counted(tmp_path):
     flagged = Record([Message("user", "a"), Message("assistant", "b"), Message("assistant", "c", weight=0.0)], line=2)
     write_rows(tmp_path / "v1", {"train": rows_of([chat("hi", "yo"), flagged])})
     done = reweigh_dataset(tmp_path / "v1", tmp_path / "v2", train_on="last")
@@ -186,7 +186,7 @@ def test_any_other_fault_of_the_disk_leaves_nothing(dataset, monkeypatch):
     assert names(dataset.parent) == ["v1"]
 
 
-def test_damaged_spans_are_refused_rather_than_hashed_anew(dataset):
+def test_damaged_spans_are_refused_rather_than_rehashed(dataset):
     spans = dataset / "train/shard_00000/spans.bin"
     data = bytearray(spans.read_bytes())
     data[14] ^= 1
@@ -228,7 +228,7 @@ def test_an_existing_target_is_refused_and_one_inside_the_dataset_too(dataset):
     assert verify_dataset(dataset, full=True).faults == ()
 
 
-def test_what_a_killed_process_left_is_removed(dataset):
+def test_leftovers_of_a_killed_process_are_removed(dataset):
     left = dataset.with_name(".v2.reweighing")
     (left / "train/shard_00000").mkdir(parents=True)
     (left / "train/shard_00000/tokens.bin").write_text("half")

@@ -31,7 +31,7 @@ def record(folder, monkeypatch, *, old: bool, can_exchange: bool = True) -> tupl
     return before, recorder
 
 
-def test_every_byte_of_a_dataset_goes_through_the_seam(tmp_path, monkeypatch):
+def test_every_byte_of_a_dataset_is_written_through_disk(tmp_path, monkeypatch):
     model, recorder = record(tmp_path / "disk", monkeypatch, old=True)
     for step in recorder.steps:
         step(model)
@@ -40,7 +40,7 @@ def test_every_byte_of_a_dataset_goes_through_the_seam(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_nothing_but_the_dataset_is_left_beside_it(tmp_path, monkeypatch, exchange):
+def test_publishing_leaves_only_the_dataset(tmp_path, monkeypatch, exchange):
     record(tmp_path / "disk", monkeypatch, old=True, can_exchange=exchange)
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["x"]
 

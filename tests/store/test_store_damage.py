@@ -1,4 +1,4 @@
-"""Nothing on disk is believed: what was changed, cut or lies is named in one line."""
+"""Changed, truncated or inconsistent files are each reported in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_whole_dataset_has_no_faults_and_is_counted(dataset):
             assert found.splits[name] == SplitCounts(len(rows), len(rows.ids), int(rows.mask().sum()), shards)
 
 
-def test_any_bit_of_the_metadata_counts(dataset):
+def test_every_flipped_bit_of_the_metadata_is_detected(dataset):
     """The self-hash alone would pass an `E` for an `e` in a number; the bytes must be those that were written."""
     path = dataset / "dataset_metadata.json"
     whole = path.read_bytes()
@@ -51,7 +51,7 @@ def test_any_bit_of_the_metadata_counts(dataset):
                 open_dataset(dataset)
 
 
-def test_all_cut_files_are_named_together(dataset):
+def test_all_truncated_files_are_reported_together(dataset):
     for name in ("mask.bin", "tokens.bin"):
         (dataset / "train/shard_00000" / name).write_bytes(b"")
     (dataset / "val/shard_00000/spans.bin").unlink()
@@ -60,7 +60,7 @@ def test_all_cut_files_are_named_together(dataset):
     assert [line for line in said if "spans.bin: missing; rebuild the dataset or copy it again" in line]
 
 
-def test_a_folder_in_the_place_of_a_file_is_named_as_one(dataset):
+def test_a_folder_in_place_of_a_file_is_reported(dataset):
     """Its size says nothing: on some file systems it may be the very size that the file had."""
     for name in ("train/shard_00000/mask.bin", "dataset_metadata.json"):
         (dataset / name).rename(dataset / "aside")
@@ -72,7 +72,7 @@ def test_a_folder_in_the_place_of_a_file_is_named_as_one(dataset):
     assert faults(dataset) == ()
 
 
-def test_shards_and_files_that_nobody_answers_for_are_named(dataset):
+def test_unlisted_shards_and_files_are_reported(dataset):
     (dataset / "train/shard_00099").mkdir()
     (dataset / "train/shard_00000/notes.txt").write_text("mine")
     assert faults(dataset, full=False) == (
@@ -81,11 +81,11 @@ def test_shards_and_files_that_nobody_answers_for_are_named(dataset):
     )
 
 
-# Metadata that hashes well, and lies.
+# Inconsistent metadata with a valid hash.
 
 
 @pytest.mark.parametrize("lie", FORGED)
-def test_metadata_that_lies_is_one_clear_line(dataset, lie):
+def test_inconsistent_metadata_is_one_error_line(dataset, lie):
     change, said = FORGED[lie]
     rewrite(dataset, change)
     with pytest.raises(DataError) as error:
@@ -95,7 +95,7 @@ def test_metadata_that_lies_is_one_clear_line(dataset, lie):
     assert faults(dataset) == (str(error.value),)
 
 
-# Tables that hash well, and do not hold together.
+# Inconsistent tables with valid hashes.
 
 
 def tamper(folder: Path, name: str, dtype, change) -> str:
@@ -145,11 +145,11 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "change", "said"), BROKEN)
-def test_tables_that_do_not_hold_together_are_named_though_they_hash_well(dataset, name, dtype, change, said):
+def test_inconsistent_tables_with_valid_hashes_are_reported(dataset, name, dtype, change, said):
     assert tamper(dataset, name, dtype, change).startswith(said)
 
 
-def test_reading_rows_of_a_broken_table_is_an_error_and_no_nonsense(dataset):
+def test_reading_rows_of_a_broken_table_is_an_error(dataset):
     tamper(dataset, "episodes.idx", PAIR, put("length", 1, 2**40))
     episodes = open_dataset(dataset)["train"]
     for reading in (lambda: episodes.rows([1]), lambda: episodes.tokens(1), lambda: episodes.mask(1)):
@@ -192,7 +192,7 @@ def test_nothing_is_changed_by_verifying(dataset):
     assert contents(dataset) == before
 
 
-def test_what_is_no_dataset_is_one_line(tmp_path):
+def test_a_path_without_a_dataset_is_one_error_line(tmp_path):
     assert faults(tmp_path / "none") == (f"{tmp_path}/none: no such folder; expected a dataset",)
     assert faults(tmp_path) == (
         f"{tmp_path}: not a dataset; expected train/episodes.idx or train/shard_00000/episodes.idx",

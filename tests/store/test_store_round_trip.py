@@ -1,4 +1,4 @@
-"""What is written is what is read, whatever the chunks and the shards."""
+"""Reading returns what was written, for any chunks and shards."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_files_on_disk_are_as_the_specification_says(tmp_path):
     assert np.fromfile(shard / "targets.bin", [("span", "<u8"), ("target", "<u4")]).tolist() == [(2, 3)]
 
 
-def test_no_targets_no_file(tmp_path):
+def test_without_targets_there_is_no_targets_file(tmp_path):
     write_dataset(tmp_path / "x", {"train": some_rows(0, targets=False)})
     assert not list((tmp_path / "x").rglob("targets.bin"))
 
@@ -160,7 +160,7 @@ def test_the_same_rows_give_the_same_dataset_wherever_it_lies(tmp_path):
     assert write_dataset(tmp_path / "third", {"train": some_rows(1), "val": some_rows(3)}).sha256 != one.sha256
 
 
-def test_what_was_said_of_a_dataset_is_read_back(tmp_path):
+def test_the_metadata_of_a_dataset_is_read_back(tmp_path):
     written = write_dataset(tmp_path / "x", {"train": some_rows(1), "val": EMPTY})
     dataset = open_dataset(tmp_path / "x")
     assert dataset.metadata == written
@@ -196,7 +196,7 @@ def test_many_shards_are_read_without_open_files(tmp_path, monkeypatch, most):
     assert most > 4 or MappedFile.live - maps <= 4
 
 
-def test_open_episodes_travel_to_other_processes(tmp_path):
+def test_open_episodes_can_be_pickled(tmp_path):
     rows = some_rows(5)
     write_dataset(tmp_path / "x", {"train": rows})
     episodes = open_dataset(tmp_path / "x")["train"]
@@ -222,7 +222,7 @@ def test_lower_bound_finds_what_searchsorted_finds(column, value, low):
     assert lower_bound(strided, value, low) == max(low, np.searchsorted(sorted(column), value))
 
 
-def test_reading_needs_nothing_but_numpy():
+def test_reading_requires_only_numpy():
     """A training image has numpy, torch and safetensors, and no more."""
     absent = ["msgspec", "typer", "rich", "tokenizers", "jinja2", "torch"]
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import chatmill.store.read, chatmill.store.verify"
