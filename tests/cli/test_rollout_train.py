@@ -299,6 +299,13 @@ def test_a_command_trains_and_says_what_came_of_it(run, files):
     assert json.loads(out).keys() == settings.keys()
 
 
+def test_missing_control_tokens_name_the_key_of_the_config(run, files):
+    Path("stage2.json").write_text(json.dumps({**config_of(files).to_json(), "add_tokens": False}))
+    code, out, err = run("rollout", "train", "stage2.json", "-o", "run")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.endswith('; add them with "add_tokens": true in the config\n') and "--add-tokens" not in err
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

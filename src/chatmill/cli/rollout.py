@@ -11,6 +11,7 @@ import typer
 
 from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line, unread_key
 from chatmill.cli.record_options import AddTokens, TokenizerName
+from chatmill.errors import UsageError
 from chatmill.ledger import UNREAD_KEY
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
@@ -18,6 +19,7 @@ from chatmill.rollout.match import GATE
 from chatmill.rollout.target import Border
 from chatmill.rollout.task import Health, open_task
 from chatmill.store.metadata import Metadata
+from chatmill.tokenizer import MissingTokensError
 
 app = command_group("Train on the model's own answers.")
 
@@ -143,7 +145,11 @@ def train(
     from chatmill.train.command import errors_of_first_rank, is_first_rank
 
     with errors_of_first_rank():
-        result = train_rollouts(RolloutConfig.from_file(config), output, resume=resume, quiet=as_json)
+        try:
+            result = train_rollouts(RolloutConfig.from_file(config), output, resume=resume, quiet=as_json)
+        except MissingTokensError as error:
+            # This command has a config key instead of the flag.
+            raise UsageError(str(error).replace("--add-tokens", '"add_tokens": true in the config')) from None
     if not is_first_rank():
         return
     if as_json:
