@@ -111,7 +111,7 @@ def test_search_filter_open_hover_and_click_a_token(watched, chats_url):
     )
     page.wait_for_selector(".panel-record pre")
     assert '"content"' in page.inner_text(".panel-record pre")
-    assert "Says what the conversation was made of." in page.inner_text(".panel-record")
+    assert "Unchanged since the dataset was made." in page.inner_text(".panel-record")
     page.wait_for_selector(".panel-order .facts")
     watched.shot("token")
     context = page.locator(".t.r-user:not(.w)").first

@@ -306,7 +306,7 @@ async function record(box, at, segment) {
   try {
     const said = await ask(`${at.split}/episode/${at.episode}/record/${segment}`);
     const notes = {
-      true: ["good", "Says what the conversation was made of."],
+      true: ["good", "Unchanged since the dataset was made."],
       false: ["bad", "Has changed since the dataset was made."],
       null: ["quiet", "Whether it has changed cannot be told."],
     };

@@ -39,7 +39,7 @@ export async function showEpisodes(content, at, about, fresh) {
   mark(at);
 }
 
-// The filters anew, when the index knows what occurs.
+// Draw the filters again once the index knows which values occur.
 export function refreshFilters(at, about) {
   const old = document.querySelector(".filter-box");
   if (!old) return;
@@ -175,11 +175,11 @@ function filters(at, about) {
   const form = el(
     "form",
     { class: "filters" },
-    pills("role", known(about, at, "roles"), "Speaks"),
+    pills("role", known(about, at, "roles"), "Role"),
     range("Tokens", "least", "most", null, 1),
     range("Trained, %", "share_from", "share_to", "100", 100),
     sources.length > 1 ? source : null,
-    pills("rule", known(about, at, "rules"), "Reason"),
+    pills("rule", known(about, at, "rules"), "Rule"),
     el("button", { type: "button", class: "plain", on: { click: () => clear(form) } }, "Clear all"),
   );
   form.addEventListener("submit", (event) => event.preventDefault());
