@@ -194,7 +194,7 @@ def test_files_are_replaced_only_if_that_is_asked_for():
     write_import(import_axolotl("config.yaml"), "out")
     Path("out/recipe.yaml").write_text("mine")
     Path("out/other").write_text("stays")
-    with pytest.raises(UsageError, match=r"out/recipe\.yaml: is there already; add --overwrite"):
+    with pytest.raises(UsageError, match=r"out/recipe\.yaml: already exists; add --overwrite"):
         write_import(import_axolotl("config.yaml"), "out")
     assert Path("out/recipe.yaml").read_text() == "mine"
     write_import(import_axolotl("config.yaml"), "out", overwrite=True)

@@ -129,7 +129,7 @@ def test_every_key_is_reported_once_and_a_token_is_hidden():
     assert values["hub_token"] == "(hidden)"
     notes = {each.key: each.note for each in result.with_status("none")}
     assert notes["label_smoothing_factor"] == "labels are not smoothed; the loss will differ"
-    assert notes["packing_strategy"] == "whole conversations are packed best fit; none is split"
+    assert notes["packing_strategy"] == "whole conversations are packed by best fit; none is split"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_run_that_evaluates_reads_the_test_split_for_validation():
         ({"beta": 0.1}, "beta: 0.1: refused, for preference or reward training; chatmill does SFT only"),
         ({"loss_type": "sigmoid"}, "loss_type: sigmoid: refused"),
         ({"num_generations": 8}, "num_generations: 8: refused"),
-        ({"max_length": None}, "max_length is null; chatmill needs the length of rows"),
+        ({"max_length": None}, "max_length is null; expected the maximum length of a row"),
         ({"datasets": [{"path": "a.jsonl", "fraction": 0}]}, "a fraction of 0 trains nothing; remove the data set"),
     ],
 )

@@ -201,7 +201,9 @@ def test_labels_carry_any_weight_and_any_id(labels, weights):
 
 def test_weights_are_refused_unless_labels_carry_them(data):
     rows = TrainRows(data / "b", BASE, steps=2)
-    with pytest.raises(UsageError, match="train: trained tokens have different weights, which plain labels cannot say"):
+    with pytest.raises(
+        UsageError, match="train: trained tokens have different weights, which plain labels cannot express"
+    ):
         rows.__getitems__(range(12))
     assert (TrainRows(data / "b", {**BASE, "use_loss_mask": False}, steps=2)[0]["labels"][1:] != -100).any()
 
@@ -224,7 +226,9 @@ def test_val_has_every_row_once_and_weights_that_make_the_mean_of_batches_the_lo
     assert of_trainer == pytest.approx((weights * losses).sum() / weights.sum(), rel=1e-6)
     monkeypatch.setenv("RANK", "1")
     assert [row["labels"].tolist() for row in val.__getitems__([2, 3])] == [val[at]["labels"].tolist() for at in (2, 3)]
-    with pytest.raises(UsageError, match="rank 1 of 2 evaluates 2 rows from 0 on; expected batches of 2 rows in order"):
+    with pytest.raises(
+        UsageError, match="rank 1 of 2 evaluates 2 rows from row 0; expected batches of 2 rows in order"
+    ):
         val.__getitems__([0, 1])
 
 

@@ -251,7 +251,7 @@ def test_a_damaged_or_missing_state_is_one_line(checkpoint, weighted, model_fold
         ({"per_device_train_batch_size": 2}, "per_device_train_batch_size is 2, expected 4"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, expected 1"),
         ({"num_train_epochs": 2}, "num_train_epochs is 2, expected 1"),
-        ({"max_steps": 11}, "max_steps is 11, and the dataset has 10 steps"),
+        ({"max_steps": 11}, "max_steps is 11, but the dataset has 10 steps"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0"),
         ({"remove_unused_columns": True}, "remove_unused_columns is True, expected False"),
         ({"use_cache": True}, "use_cache is True, expected False"),

@@ -1,4 +1,4 @@
-"""chatmill's data in other trainers, and their configs in chatmill.
+"""Use chatmill's data in other trainers, and convert their configs for chatmill.
 
     hf           transformers.Trainer
     trl          TRL's SFTTrainer

@@ -43,7 +43,7 @@ def train_loader(
     flatten: bool = False,
     audit_dir: str | Path | None = None,
 ) -> AcceleratorBatches:
-    """The batches of a whole run of `epochs` epochs or `steps` optimizer steps, on the device of the accelerator.
+    """Return batches of a whole run of `epochs` epochs or `steps` optimizer steps, on the device of the accelerator.
 
     `batch_size` counts the rows of an optimizer step, over all ranks and accumulation steps. `flatten` concatenates the
     rows of a micro-batch, which FlashAttention needs for packed rows. With an `audit_dir` the run writes an audit log
@@ -89,7 +89,7 @@ class AcceleratorBatches:
         if parallel is not None and parallel.non_data_parallel_size > 1:
             raise UsageError(
                 "the accelerator has tensor, context or sequence parallelism, whose ranks share rows; "
-                "train_loader gives every rank rows of its own"
+                "train_loader gives every rank different rows"
             )
         self._accelerator, self._flatten, self._audit_dir = accelerator, flatten, audit_dir
         self.accumulation = accelerator.gradient_accumulation_steps
@@ -135,7 +135,7 @@ class AcceleratorBatches:
         return self.loader.cursor().step - bool(self._parts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The remaining micro-batches of the run."""
+        """Yield the remaining micro-batches of the run."""
         if self._closed:
             raise UsageError(
                 f"the run ended after {self.step} of {self.steps} steps; loop over it once, and give train_loader the "
@@ -148,7 +148,7 @@ class AcceleratorBatches:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on all ranks; `accelerator.save_state` calls this on each."""
+        """Return the position, which is the same on all ranks; `accelerator.save_state` calls this on each rank."""
         if self._parts:
             done = self.accumulation - len(self._parts)
             raise UsageError(
@@ -200,7 +200,7 @@ class AcceleratorBatches:
         return self._audit
 
     def _sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """An array summed over all ranks, modulo 2^64."""
+        """Return the sum of an array over all ranks, modulo 2^64."""
         total = torch.from_numpy(values.copy()).to(self._accelerator.device)
         dist.all_reduce(total)
         return total.cpu().numpy()

@@ -5,7 +5,7 @@
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
 There is one more column than in x: the token that the last position predicts. If that token is not trained, it is
-replaced by padding, which no trained token depends on.
+replaced by padding, which does not affect any trained token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chatmill.load.batch import IGNORE_INDEX, Batch
 def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
     """The columns `input_ids`, `labels`, `position_ids` and `weights`, each (rows, block_size + 1).
 
-    `weights` are aligned with the tokens, too, and 0 for tokens that are not trained. `position_ids` restart at 0 in
+    `weights` are also aligned with the tokens, and 0 for tokens that are not trained. `position_ids` restart at 0 in
     each segment, which separates the segments of a row.
 
     >>> import numpy as np

@@ -1,4 +1,4 @@
-"""chatmill's data in `transformers.Trainer`.
+"""Train on chatmill's data with `transformers.Trainer`.
 
     rows = hf.TrainRows("chat_sft", {"batch_size": 8, "block_size": 512, "use_loss_mask": True}, epochs=1)
     args = TrainingArguments("run", learning_rate=1e-4, **hf.training_arguments(rows))
@@ -54,7 +54,7 @@ UNCHANGED = {
 
 
 def training_arguments(rows: TrainRows) -> dict[str, Any]:
-    """Arguments for `TrainingArguments` that make a trainer read the rows of a run once, in order.
+    """Return arguments for `TrainingArguments` that make a trainer read the rows of a run once, in order.
 
     The number of ranks comes from torch.distributed, or from the variables that torchrun or `accelerate launch` set.
     """
@@ -132,7 +132,7 @@ class RunCallback(TrainerCallback):
         self._flatten = flatten
         self._expected = expected
         self._at = Cursor()
-        """Where the next step to be trained begins."""
+        """Position of the next step."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **others: Any
@@ -143,12 +143,12 @@ class RunCallback(TrainerCallback):
             for name, value in expected.items()
             if getattr(args, name) != value
         ]
-        # Some of these faults change max_steps, too.
+        # Some of these faults also change max_steps.
         if state.max_steps > self.rows.steps and not faults:
-            faults.append(f"max_steps is {state.max_steps}, and the dataset has {self.rows.steps} steps")
+            faults.append(f"max_steps is {state.max_steps}, but the dataset has {self.rows.steps} steps")
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
         if "flash" in attention and not self._flatten:
-            faults.append(f"{attention} lets conversations of a row see each other, expected flatten=True")
+            faults.append(f"{attention} lets conversations of a row attend to each other, expected flatten=True")
         if faults:
             raise UsageError(f"the trainer would train other rows: {'; '.join(faults)}")
         self._at = self.rows.plan.cursor_at(state.global_step)
@@ -190,7 +190,7 @@ class RunCallback(TrainerCallback):
             audit.close()
 
     def _resume(self, checkpoint: Path) -> Mapping[str, Any] | None:
-        """The content of the checkpoint's `chatmill_state.json`; None, with a warning, if there is none."""
+        """Return the content of `chatmill_state.json`; warn and return None if the file does not exist."""
         path = checkpoint / STATE
         try:
             saved = json.loads(path.read_text("utf-8"))
@@ -234,5 +234,5 @@ class RunCallback(TrainerCallback):
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder of the checkpoint of this step."""
+    """Return the checkpoint folder of this step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

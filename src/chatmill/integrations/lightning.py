@@ -1,4 +1,4 @@
-"""chatmill's batches in Lightning: a `LightningDataModule`.
+"""Train on chatmill's batches with Lightning: a `LightningDataModule`.
 
     data = EpisodeDataModule("chat_sft", {"batch_size": 8, "use_loss_mask": True})
     Trainer(max_epochs=3).fit(model, data)
@@ -96,7 +96,7 @@ class EpisodeDataModule(LightningDataModule):
                 f"the trainer has {self.trainer.world_size} processes, and torch.distributed {processes}; each would "
                 f"train the rows of others too: set devices and num_nodes of Trainer to {processes} processes"
             )
-        # Data parallel ranks only; a strategy may have other ranks, too.
+        # Data parallel ranks only; a strategy may also have other ranks.
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         self._loader = EpisodeLoader(
             self._dataset_dir, self._config, rank=ranks["rank"], world_size=ranks["num_replicas"]
@@ -124,7 +124,7 @@ class EpisodeDataModule(LightningDataModule):
         return ValBatches(self) if "val" in self.loader.splits else []
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last trained step; the same on all ranks, whatever their number."""
+        """Return the position after the last trained step; it is the same on all ranks."""
         step, parts = divmod(self.trained_batches, self.accumulation)
         state = {**self._state_at(step), "gradient_accumulation_steps": self.accumulation, "batches": parts}
         if self._trained is not None:
@@ -155,22 +155,22 @@ class EpisodeDataModule(LightningDataModule):
 
     @property
     def accumulation(self) -> int:
-        """Batches that Lightning trains in a step on this rank."""
+        """Number of batches that Lightning trains per step on this rank."""
         return self.loader.config.gradient_accumulation_steps
 
     @property
     def trained_batches(self) -> int:
-        """Batches that the trainer has trained since the run began."""
+        """Number of batches that the trainer has trained since the run began."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
         # A batch that a hook skips counts as processed but not as started.
         return min(progress.started, progress.processed)
 
     def num_batches(self) -> int | None:
-        """Batches of a trainer epoch, as many as the dataset's first epoch has; None if the order has no epochs."""
+        """Number of batches in a trainer epoch, as in the dataset's first epoch; None if the order has no epochs."""
         return None if self.plan.order.length is None else self.plan.num_steps(0) * self.accumulation
 
     def train_batches(self) -> Iterator[Any]:
-        """The batches from the current position on, without end."""
+        """Yield batches from the current position, without end."""
         loader, (step, parts) = self.loader, divmod(self.trained_batches, self.accumulation)
         if parts:
             raise UsageError(
@@ -194,7 +194,7 @@ class EpisodeDataModule(LightningDataModule):
                 self._trained.report(self.trained_batches // self.accumulation)
 
     def output(self, batch: Batch, weight: Tensor) -> Any:
-        """A batch in the form that the model receives."""
+        """Return a batch in the form that the model receives."""
         if not self._columns:
             return WeightedBatch(batch, weight)
         columns = causal_lm_columns(batch, pad_token_id=self.plan.pad_token_id)
@@ -209,7 +209,7 @@ class EpisodeDataModule(LightningDataModule):
         if (saved := state.get("gradient_accumulation_steps")) != self.accumulation:
             raise UsageError(
                 f"the checkpoint was saved with gradient_accumulation_steps {one_line(str(saved))}, now it is "
-                f"{self.accumulation}; Lightning counts its batches, so leave it as it was"
+                f"{self.accumulation}; Lightning counts its batches, so do not change it"
             )
 
     def _check_trainer(self) -> None:
@@ -224,7 +224,7 @@ class EpisodeDataModule(LightningDataModule):
             raise UsageError("overfit_batches repeats batches, which this data module does not; use a smaller dataset")
         if isinstance(batches, int) and batches % self.accumulation:
             raise UsageError(
-                f"the trainer takes {batches} batches an epoch, in steps of {self.accumulation}; set "
+                f"the trainer takes {batches} batches per epoch, in steps of {self.accumulation}; set "
                 f"limit_train_batches to a multiple of {self.accumulation}"
             )
 
@@ -268,7 +268,7 @@ class EpisodeDataModule(LightningDataModule):
 
 
 class TrainBatches:
-    """The batches of a trainer epoch, from the current position on. Lightning ends the epoch after `len` batches."""
+    """Batches of a trainer epoch, from the current position. Lightning ends the epoch after `len` batches."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data
@@ -279,11 +279,11 @@ class TrainBatches:
 
     def __len__(self) -> int:
         if self._num_batches is None:
-            raise TypeError("this order has no epochs, and no length")
+            raise TypeError("this order has no epochs, and therefore no length")
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, because the data module saves the position. With it, Lightning treats the loader as resumable."""
+        """Empty, because the data module saves the position. This method marks the loader as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -291,7 +291,7 @@ class TrainBatches:
 
 
 class ValBatches:
-    """Every row of the split `val` once."""
+    """Batches of the split `val`, with every row once."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data

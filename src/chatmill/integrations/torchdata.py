@@ -1,4 +1,4 @@
-"""Batches of a dataset in torchdata's `StatefulDataLoader`.
+"""Read batches of a dataset with torchdata's `StatefulDataLoader`.
 
     loader = stateful_loader("chat_sft", config, epochs=3, num_workers=2)
     for batch in loader: …
@@ -39,7 +39,7 @@ def stateful_loader(
     listener: Listener | None = None,
     **options: Any,
 ) -> StatefulBatches:
-    """The batches of one rank, endless without `epochs`: each a `Batch`, or the columns of Hugging Face models.
+    """Return the batches of one rank: each a `Batch`, or Hugging Face columns. Endless without `epochs`.
 
     `ranks` is (rank, number of ranks) over which each batch is sharded, by default from torch.distributed or torchrun;
     pass it if several ranks train the same rows. `listener` may be an audit log. `options` are passed on to
@@ -72,7 +72,7 @@ class StatefulBatches(StatefulDataLoader[Any]):
 
     _begun = False
     _ended = False
-    """Whether the loaded state is that of a finished run."""
+    """Whether the loaded state belongs to a finished run."""
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun:
@@ -95,7 +95,7 @@ class StatefulBatches(StatefulDataLoader[Any]):
             ended = state["_iterator_finished"]
         except (KeyError, TypeError):
             raise UsageError(
-                "this is not the state of a stateful_loader; expected what its state_dict returned"
+                "this is not the state of a stateful_loader; expected the result of its state_dict"
             ) from None
         if workers != self.num_workers:
             raise UsageError(f"the state was saved with num_workers {workers}, and this loader has {self.num_workers}")

@@ -1,4 +1,4 @@
-"""chatmill's batches in torchtitan, through its dataloader protocol.
+"""Train on chatmill's batches with torchtitan, through its dataloader protocol.
 
     config.dataloader = EpisodeDataLoader.Config(dataset_path="chat_sft", load={"batch_size": 8, "use_loss_mask": True})
 
@@ -102,7 +102,7 @@ class EpisodeDataLoader(BaseDataLoader):
         return (_inputs_and_labels(part) for batch in batches for part in batch.split(self._batches))
 
     def _train_batches(self) -> Iterator[TitanBatch]:
-        """The batches from the current position on; every `self._batches` of them must make one optimizer step."""
+        """Yield batches from the current position; each `self._batches` batches must make one optimizer step."""
         self._open_audit()
         steps = 0
 
@@ -128,7 +128,7 @@ class EpisodeDataLoader(BaseDataLoader):
             hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as one JSON string under one key: torchtitan loads only keys that a new loader's state has."""
+        """Return the state as a JSON string under one key: torchtitan loads only keys that a new loader has."""
         state = dict(self._state)
         if self._is_audited:
             audits = [None if self._audit is None else self._audit.checkpoint()]
@@ -176,7 +176,7 @@ class EpisodeDataLoader(BaseDataLoader):
 
 
 def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local_batch_size: int) -> int:
-    """Batches of `local_batch_size` rows that a rank trains per step; `UsageError` if the sizes do not divide."""
+    """Return the number of batches per step on each rank; raise `UsageError` if the sizes are not divisible."""
     size, per_rank = load.block_size, load.batch_size // dp_world_size
     if size != seq_len:
         raise UsageError(f"block_size is {size}, and training.seq_len {seq_len}; set training.seq_len to {size}")

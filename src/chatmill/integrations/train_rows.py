@@ -1,4 +1,4 @@
-"""The rows of a run as a map-style dataset, for trainers that shard and batch by themselves.
+"""The rows of a run as a map-style dataset, for trainers that do their own sharding and batching.
 
     row number     0 1 2 3 4 5 6 7   8 9 …        batch_size 8
     step           0                 1
@@ -102,14 +102,14 @@ class TrainRows(Dataset[ModelInputs]):
         return self.steps * self.config.batch_size
 
     def __getitem__(self, row: int) -> ModelInputs:
-        """One row, in any order."""
+        """Return one row; rows may be read in any order."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row}; the run has {len(self)} rows")
         count = self.rows_per_batch
         return self._inputs(self.read(row - row % count))[row % count]
 
     def __getitems__(self, rows: Sequence[int]) -> list[ModelInputs]:
-        """A batch of rows, as a `DataLoader` reads it; `UsageError` if it is not the next one of this rank."""
+        """Return a batch of rows for a `DataLoader`; raise `UsageError` if it is not the next batch of this rank."""
         self._check(list(rows))
         first = int(rows[0])
         batch = self.read(first, digest=self._digests is not None)
@@ -121,7 +121,7 @@ class TrainRows(Dataset[ModelInputs]):
         return self._inputs(batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that is pickled for a spawned worker process."""
+        """Return the state that is pickled for a spawned worker process."""
         return {**vars(self), "_world": self.rank_and_world_size, "_step": None, "open_audit": None}
 
     def set_epoch(self, epoch: int) -> None:
@@ -138,7 +138,7 @@ class TrainRows(Dataset[ModelInputs]):
 
     @property
     def rows_per_batch(self) -> int:
-        """Rows of a micro-batch on one rank; `UsageError` if batch_size cannot be split evenly."""
+        """Return the rows per micro-batch on one rank; raise `UsageError` if batch_size cannot be split evenly."""
         world_size, accumulation = self.rank_and_world_size[1], self.config.gradient_accumulation_steps
         rows, remainder = divmod(self.config.batch_size, world_size * accumulation)
         if remainder:
@@ -153,7 +153,7 @@ class TrainRows(Dataset[ModelInputs]):
         return self.loader.plan(self.loader.split)
 
     def read(self, first: int, *, digest: bool = False) -> ReadyBatch:
-        """The batch that starts at row `first`, which must be the first row of a batch."""
+        """Return the batch that starts at row `first`, which must be the first row of a batch."""
         count, accumulation = self.rows_per_batch, self.config.gradient_accumulation_steps
         step, row = divmod(first, self.config.batch_size)
         micro_batch, rank = divmod(row // count, self.rank_and_world_size[1])
@@ -163,13 +163,13 @@ class TrainRows(Dataset[ModelInputs]):
         return batch
 
     def digests(self, step: int) -> tuple[Index, Index]:
-        """Digest sum of this rank's rows of a step, as they were read, and the number of rows from each source."""
+        """Return the digest sum of the rows of a step that this rank read, and the number of rows from each source."""
         assert self._digests is not None
         accumulation = self.config.gradient_accumulation_steps
         read = self._digests[step * accumulation : (step + 1) * accumulation].numpy()
         if not read[:, 0].all():
             raise UsageError(
-                f"step {step} was trained, and its rows were not read from this dataset; audit another one"
+                f"step {step} was trained, but its rows were not read from this dataset; audit the other dataset"
             )
         total = read.sum(axis=0)
         return total[1:3], total[3:]
@@ -201,7 +201,7 @@ class TrainRows(Dataset[ModelInputs]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stride = count * world_size
         is_of_rank = rows == list(range(first, first + count)) and first % stride == rank * count
-        # A run may start or resume at any step. A second jump right after that means the rows are sharded twice.
+        # A run may start or resume at any step. A second jump right afterwards means they are sharded twice.
         follows = first == self._next
         starts = (first - number * stride) % self.config.batch_size == rank * count and self._start in (None, first)
         if not is_of_rank or not (follows or starts):
@@ -230,24 +230,24 @@ class EvalRows(Dataset[ModelInputs]):
         return self.steps * self.rows.config.batch_size
 
     def __getitem__(self, row: int) -> ModelInputs:
-        """One row, in any order."""
+        """Return one row; rows may be read in any order."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row}; val has {len(self)} rows")
         count = self.rows.rows_per_batch
         return self._read(row - row % count)[row % count]
 
     def __getitems__(self, rows: Sequence[int]) -> list[ModelInputs]:
-        """A batch of rows, as a `DataLoader` reads it; `UsageError` if it is not a batch of this rank."""
+        """Return a batch of rows for a `DataLoader`; raise `UsageError` if it is not a batch of this rank."""
         first, count, (rank, world_size) = int(rows[0]), self.rows.rows_per_batch, self.rows.rank_and_world_size
         if list(rows) != list(range(first, first + count)) or first % (count * world_size) != rank * count:
             raise UsageError(
-                f"rank {rank} of {world_size} evaluates {len(rows)} rows from {first} on; expected batches of {count} "
+                f"rank {rank} of {world_size} evaluates {len(rows)} rows from row {first}; expected batches of {count} "
                 "rows in order, on each rank in turn"
             )
         return self._read(first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that is pickled for a spawned worker process: everything except the plan, which holds caches."""
+        """Return the state for a spawned worker process: everything except the plan, which holds caches."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
     @cached_property
@@ -264,7 +264,7 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """The weight factor of the batch of `size` rows, over all ranks, that contains row `first`."""
+        """Return the weight factor of the batch that contains row `first`; it has `size` rows over all ranks."""
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))
@@ -276,7 +276,7 @@ class EvalRows(Dataset[ModelInputs]):
 
 
 def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_labels: bool) -> list[ModelInputs]:
-    """The rows of a batch for a model, with weights multiplied by `scale`.
+    """Return the rows of a batch for a model, with weights multiplied by `scale`.
 
     A label of weight 1 stays a plain label. Other weights are rejected unless `weights_in_labels` is true.
     """
@@ -284,7 +284,7 @@ def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_label
     weights = (columns.pop("weights").double() * scale).float()
     if not weights_in_labels and ((weights != 1) & (columns["labels"] >= 0)).any():
         raise UsageError(
-            f"{plan.split}: trained tokens have different weights, which plain labels cannot say; pass "
+            f"{plan.split}: trained tokens have different weights, which plain labels cannot express; pass "
             "**hf.trainer_arguments(rows) to Trainer, or train with trl.WeightedSFTTrainer"
         )
     columns["labels"] = weighted_labels(columns["labels"], weights)

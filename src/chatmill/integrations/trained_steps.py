@@ -45,7 +45,7 @@ class TrainedSteps:
         self._fetched.clear()
         self._epoch_start = []
 
-    # Calls of the loader.
+    # Methods that the loader calls.
 
     def loaded(self, loader: EpisodeLoader) -> None:
         self.audit.loaded(loader)

@@ -22,7 +22,7 @@ _RESPONSE = msgspec.msgpack.Decoder(list[int] | str | None)
 
 
 class TransformersPeer:
-    """Token ids of records, as transformers renders them."""
+    """Computes the token ids of records as transformers renders them."""
 
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._renderer = renderer
@@ -51,7 +51,7 @@ class TransformersPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End its process."""
+        """End the process."""
         if self._channel is not None:
             self._channel.close()
 

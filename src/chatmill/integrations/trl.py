@@ -1,4 +1,4 @@
-"""chatmill's data in TRL's `SFTTrainer`.
+"""Train on chatmill's data with TRL's `SFTTrainer`.
 
     rows = trl.TrainRows("chat_sft", {"batch_size": 8, "block_size": 512, "use_loss_mask": True}, epochs=1)
     args = SFTConfig("run", learning_rate=1e-4, **trl.sft_config(rows))
@@ -27,7 +27,7 @@ __all__ = ["SFTRows", "TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_
 
 
 def sft_config(rows: TrainRows) -> dict[str, Any]:
-    """Arguments for `SFTConfig` that make a trainer read the rows of a run once, in order, without preparation."""
+    """Return arguments for `SFTConfig`: read the rows of a run once, in order, without preparation."""
     return {
         **hf.training_arguments(rows),
         "dataset_kwargs": {"skip_prepare_dataset": True},

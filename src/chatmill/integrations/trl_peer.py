@@ -95,7 +95,7 @@ class TRLPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End its process."""
+        """End the process."""
         if self._channel is not None:
             self._channel.close()
 
@@ -111,7 +111,7 @@ class TRLPeer:
         return setup
 
     def _exchange(self, request: Any, seconds: float) -> bytes:
-        """The response of the process; `EndedError` if it does not respond within its limits."""
+        """Return the response of the process; raise `EndedError` if it does not respond within its limits."""
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(PROCESS), MEMORY, *self._arguments)
@@ -119,13 +119,13 @@ class TRLPeer:
                     self._channel.exchange(msgspec.json.encode(None), seconds=SECONDS, limit=RESPONSE)
             return self._channel.exchange(msgspec.json.encode(request), seconds=seconds, limit=RESPONSE)
         except (EndedError, EOFError, OSError) as error:
-            reason = str(error) if isinstance(error, EndedError) else "its process ended, by a crash or for memory"
+            reason = str(error) if isinstance(error, EndedError) else "its process crashed or ran out of memory"
             if self._channel is not None:
                 self._channel.end()
             self._channel = None
             self._kills += 1
             if self._kills >= MAX_KILLS:
-                raise self._broken(f"{reason}; so did others before") from None
+                raise self._broken(f"{reason}; this also happened for earlier records") from None
             raise EndedError(reason) from None
 
     def _broken(self, what: str) -> DataError:

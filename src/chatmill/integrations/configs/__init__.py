@@ -1,10 +1,10 @@
-"""`chatmill import`: converts configs of other trainers to recipes and train configs.
+"""`chatmill import`: convert configs of other trainers to recipes and train configs.
 
     axolotl        an Axolotl config
     llamafactory   LLaMA-Factory's dataset_info.json, and the config of a run
     trl            a config of `trl sft`, or a recipe of the alignment handbook
 
-Each returns an `ImportedConfig` with a report on every key; `write_import` writes it into a folder.
+Each function returns an `ImportedConfig` with a report on every key; `write_import` writes it into a folder.
 """
 
 from chatmill.integrations.configs.axolotl import import_axolotl

@@ -104,11 +104,13 @@ def _revision(keys: TheirKeys) -> str:
 
 
 def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> bool:
-    """Choose how records are rendered: as plain text, by a chat template, or in a prompt style. True for plain text."""
+    """Choose the rendering: plain text, a chat template, or a prompt style. Return true for plain text."""
     template, jinja = keys.text("chat_template"), keys.text("chat_template_jinja")
     if "text" in layout.kinds and len(layout.kinds) > 1:
         other = layout.kinds.get("chat") or layout.kinds["style"]
-        reason = f"a recipe has either texts or conversations, and {other} is the other kind; import them separately"
+        reason = (
+            f"a recipe has either plain text or conversations, and {other} is the other kind; import them separately"
+        )
         translation.refuse(layout.kinds["text"], "completion", reason)
     is_text = "text" in layout.kinds
     if is_text:
@@ -117,7 +119,7 @@ def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> b
         translation.chat_template = layout.style.template()
     if "chat" in layout.kinds and layout.style is not None:
         where = layout.kinds["style"]
-        translation.assume(f"{where}: a recipe has one format, so the chat template renders these rows, too")
+        translation.assume(f"{where}: a recipe has one format, so the chat template also renders these rows")
     unused = "" if "chat" in layout.kinds else "not used, because no data set has the type chat_template"
     named = [(keys.path("chat_template"), template), (keys.path("chat_template_jinja"), jinja)]
     for key, value in named:
@@ -174,11 +176,11 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_c
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> None:
-    """`train_on_inputs`: trains text and end of all turns in conversations, and every token in prompt styles."""
+    """Read `train_on_inputs`: train the text and end of all turns in conversations, and all of a prompt style."""
     inputs = keys.switch("train_on_inputs")
     key = keys.path("train_on_inputs")
     if inputs and is_chat:
-        note = "all turns without their headers, and no tool results"
+        note = "all turns except tool results, without their headers"
         translation.take(key, inputs, recipe={"train_on": "all"}, train={"use_loss_mask": True}, note=note)
     elif inputs is not None:
         note = "every token is trained" if inputs else "only answers are trained"
@@ -218,7 +220,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """The accumulation steps that follow from `batch_size`, if the config does not set them."""
+    """Derive the accumulation steps from `batch_size`, if the config does not set them."""
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1

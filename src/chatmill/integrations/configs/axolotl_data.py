@@ -24,28 +24,28 @@ COLUMNS = {
 """Types with one instruction and one answer per record, and the columns that hold them."""
 NOTES = {
     "ds_type": "chatmill detects the type of a file from its name",
-    "trust_remote_code": "code of a data set is not run",
+    "trust_remote_code": "code from data sets is not run",
     "preprocess_shards": "chatmill uses its own worker processes; nothing changes",
-    "shards": "all of the data set is read; set max_samples for a part of it",
-    "shards_idx": "all of the data set is read; set max_samples for a part of it",
-    "conversation": "the names of FastChat's formats are not read; the chat template decides",
+    "shards": "the whole data set is read; set max_samples to read a part of it",
+    "shards_idx": "the whole data set is read; set max_samples to read a part of it",
+    "conversation": "names of FastChat formats are not used; the chat template decides",
     "split_thinking": "chatmill reads reasoning from a separate key, and leaves <think> in the text unchanged",
     "template_thinking_key": "the chat template gets reasoning as reasoning_content",
-    "drop_system_message": "system messages stay; the prompts differ",
+    "drop_system_message": "system messages are kept; the prompts differ",
     "field_human": "not read by this type",
     "field_model": "not read by this type",
     "input_format": "not read by this type",
     "input_transform": "no function is run on the records",
-    "logprobs_field": "chatmill trains on texts, not on probabilities",
-    "temperature": "chatmill trains on texts, not on probabilities",
-    "skip": "all of the data set is read",
+    "logprobs_field": "chatmill trains on text, not on probabilities",
+    "temperature": "chatmill trains on text, not on probabilities",
+    "skip": "the whole data set is read",
     "text_column": "not read by this type",
 }
 
 
 @dataclass
 class Layout:
-    """How records of all sources are rendered; a recipe has one format for all sources."""
+    """How records are rendered; a recipe has one format for all sources."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """`text`, `chat` or `style`, each with the config key of the first source of that kind."""
@@ -55,7 +55,7 @@ class Layout:
 
 
 def take_datasets(translation: Translation, keys: TheirKeys, name: str, layout: Layout, *, only_val: bool) -> None:
-    """Each entry of `datasets` or `test_datasets` as a source."""
+    """Convert each entry of `datasets` or `test_datasets` to a source."""
     entries = keys.tables(name)
     for number, entry in enumerate(entries or []):
         _take_dataset(translation, TheirKeys(entry, translation, f"{keys.path(name)}[{number}]."), layout, only_val)
@@ -94,7 +94,7 @@ def _take_place(translation: Translation, keys: TheirKeys, number: int) -> None:
     text, revision = keys.text("split"), keys.text("revision")
     split = parse_split(text)
     if path is None:
-        translation.faults.append(f"{keys.path('path')}: no path; expected a data set of the Hub or a file")
+        translation.faults.append(f"{keys.path('path')}: no path; expected a file or a data set on the Hub")
         return
     try:
         inputs = data_inputs(path, files=files, config=config, split=split.name, revision=revision or "")
@@ -148,12 +148,12 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
             taken["columns"] = COLUMNS[kind]
         layout.kinds.setdefault("style", keys.path("type"))
         layout.style = layout.style or STYLES.get(style, INSTRUCT)
-        note = INPUT_NOTE if style in STYLES else f"the style {style} is not known; ### Instruction: is written"
+        note = INPUT_NOTE if style in STYLES else f"the style {style} is unknown; ### Instruction: is used"
         translation.take(keys.path("type"), kind, source=(number, taken), note=note)
     elif kind.startswith(PREFERENCE_TYPES):
         translation.refuse(keys.path("type"), kind, "chatmill does SFT only, not preferences or rewards")
     elif kind == "input_output":
-        reason = "segments of label and text are not read; write them as messages with train_ranges"
+        reason = "segments with label and text are not supported; write them as messages with train_ranges"
         translation.refuse(keys.path("type"), kind, reason)
     else:
         reason = "chatmill has no reader for it; expected chat_template, alpaca, completion or a table of fields"
@@ -161,7 +161,7 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
 
 
 def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
-    """A data set of messages: their column, the names of keys and roles, and which turns are trained."""
+    """Read the keys of a data set of messages: the column, the names of keys and roles, and the trained turns."""
     is_sharegpt = kind == "sharegpt"
     columns: dict[str, Any] = {}
     translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))
@@ -218,7 +218,7 @@ def _take_roles(translation: Translation, keys: TheirKeys, columns: dict[str, An
 
 
 def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> None:
-    """`roles_to_train` and the ends of turns."""
+    """Read `roles_to_train` and `train_on_eos`."""
     if (roles := keys.texts("roles_to_train")) is not None:
         names = {{"gpt": "assistant", "human": "user"}.get(role, role) for role in roles}
         if names == {"assistant"}:
@@ -227,7 +227,7 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
             taken = {"train_on": "last"}
             translation.take(keys.path("roles_to_train"), roles, source=(number, taken), note="only the last turn")
         else:
-            note = "all turns except tool results" if names != {"user", "assistant"} else "system turns, too"
+            note = "all turns except tool results" if names != {"user", "assistant"} else "also system turns"
             translation.take(keys.path("roles_to_train"), roles, source=(number, {"train_on": "all"}), note=note)
     for name in ("train_on_eos", "train_on_eot"):
         if (value := keys.text_or_no(name)) is None:
@@ -243,7 +243,7 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
 def _take_user_defined(
     translation: Translation, keys: TheirKeys, kind: Mapping[str, Any], number: int, layout: Layout
 ) -> None:
-    """A type that is a table of field names and of prompt texts around the instruction."""
+    """Read a type that is a table of field names and prompt formats."""
     table = TheirKeys(kind, translation, f"{keys.path('type')}.")
     translation.sources[number]["shape"] = "alpaca"
     columns: dict[str, Any] = {}

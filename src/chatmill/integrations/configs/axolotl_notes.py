@@ -54,25 +54,25 @@ _GROUPS: dict[str, str] = {
         "the config.json of the model folder is used unchanged; edit it there"
     ),
     "model_quantization_config model_quantization_config_kwargs gptq gptq_groupsize gptq_disable_exllama "
-    "gptq_bits": "quantized base models are refused; give one that is not quantized, and load_in_4bit",
+    "gptq_bits": "quantized base models are rejected; use one that is not quantized, with load_in_4bit",
     "qat quantization": "there is no quantization-aware training; the loss will differ",
     "use_onebitllms": "there is no 1.58-bit training; the loss will differ",
     "tokens added_tokens_overrides resize_token_embeddings_to_32x mean_resizing_embeddings "
     "shrink_embeddings fix_untrained_tokens": (
-        "no tokens are added, and embeddings keep their size; add tokens to the model's folder first"
+        "no tokens are added, and embeddings keep their size; add tokens to the model folder first"
     ),
-    "lora_modules_to_save": "these modules are not trained besides the adapters; the loss will differ",
+    "lora_modules_to_save": "only the adapters are trained, not these modules; the loss will differ",
     "lora_model_dir": "new adapters are trained; merge the earlier ones into the model first",
     "lora_target_parameters lora_rank_pattern lora_alpha_pattern peft_layers_to_transform "
     "peft_layers_pattern peft_layer_replication peft_trainable_token_indices peft_ensure_weight_tying": (
-        "all layers of the targets get adapters of one size; the loss will differ"
+        "all target layers get adapters of the same size; the loss will differ"
     ),
     "lora_fan_in_fan_out": "peft detects this; nothing changes",
     "peft_use_dora peft_init_lora_weights peft": (
         "plain LoRA is trained, with its usual initial weights; the loss will differ"
     ),
     "loraplus_lr_ratio loraplus_lr_embedding": (
-        "both matrices of an adapter have one learning rate; the loss will differ"
+        "both matrices of an adapter have the same learning rate; the loss will differ"
     ),
     "relora relora_steps relora_prune_ratio relora_prune_method relora_cpu_offload relora_warmup_steps "
     "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": (
@@ -82,22 +82,22 @@ _GROUPS: dict[str, str] = {
         "all layers are trained in each step; the loss will differ"
     ),
     "unfrozen_parameters freeze_mm_modules": ("all weights are trained, or the adapters; the loss will differ"),
-    "embedding_lr embedding_lr_scale lr_groups": "all weights have one learning rate; the loss will differ",
+    "embedding_lr embedding_lr_scale lr_groups": "all weights have the same learning rate; the loss will differ",
     "optim_args optim_target_modules torchdistx_path adam_epsilon2 adam_beta3 adam_eps dion_lr "
     "dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
     "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
     "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size": ("an option of another optimizer; it has no effect"),
     "lr_quadratic_warmup lr_div_factor cosine_constant_lr_ratio": (
-        "the warm-up is linear and the schedule plain; the loss will differ"
+        "these changes of the schedule are not applied; the loss will differ"
     ),
     "neftune_noise_alpha noisy_embedding_alpha": "no noise is added to embeddings; the loss will differ",
     "use_eaft eaft_alpha eaft_k": "the loss is plain cross entropy; it will differ",
-    "loss_watchdog_threshold loss_watchdog_patience": ("a run does not stop at a high loss; see metrics.jsonl"),
+    "loss_watchdog_threshold loss_watchdog_patience": ("a high loss does not stop the run; see metrics.jsonl"),
     "auto_find_batch_size": "the batch size is not changed; --estimate shows whether it fits",
     "shuffle_before_merging_datasets": "all rows are shuffled in each epoch",
-    "sample_packing_sequentially curriculum_sampling": ("rows are packed best fit and shuffled; the order differs"),
-    "dataset_shard_num dataset_shard_idx": "all of the data is read; set max_samples",
-    "eval_sequence_len": "val has the length of train",
+    "sample_packing_sequentially curriculum_sampling": ("rows are packed by best fit and shuffled; the order differs"),
+    "dataset_shard_num dataset_shard_idx": "all data is read; set max_samples",
+    "eval_sequence_len": "rows of val have the same length as those of train",
     "max_packed_sequence_len": "sequence_len is the length of a row",
     "max_prompt_len": PREFERENCE,
     "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval "
@@ -106,7 +106,7 @@ _GROUPS: dict[str, str] = {
     "generation_do_sample": "evaluation gives the loss and eval_samples answers",
     "greater_is_better": "the best checkpoint is the one with the lowest val loss",
     "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
-    "save_first_step": "the first checkpoint comes after save_interval steps",
+    "save_first_step": "the first checkpoint is saved after save_interval steps",
     "wandb_entity wandb_run_id wandb_watch wandb_log_model wandb_mode wandb_name mlflow_tracking_uri "
     "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts project_name": (
         "trackers read the environment variables of their clients, e.g. WANDB_ENTITY, WANDB_NAME, MLFLOW_TRACKING_URI"
@@ -129,9 +129,9 @@ _GROUPS: dict[str, str] = {
     "eot_tokens": "chatmill finds the end of a turn in the chat template",
     "llmcompressor": "no sparsity recipe is applied; the loss will differ",
     "torch_dtype bfloat16 float16 float32": (
-        "weights of full fine-tuning are float32, or bfloat16 with adamw8bit and adamw_bf16"
+        "full fine-tuning has float32 weights, or bfloat16 with adamw8bit and adamw_bf16"
     ),
-    "reinit_weights": "weights of the model's folder are used; the loss will differ",
+    "reinit_weights": "the weights in the model folder are used; the loss will differ",
     "processor_kwargs": "for images and audio; chatmill trains on text only",
     "full_finetune test_value": "not read by Axolotl either",
 }

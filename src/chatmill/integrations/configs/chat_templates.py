@@ -23,10 +23,10 @@ class PromptStyle:
     after_answer: str = ""
     """The text between the end token of an answer and the next question."""
     ends_messages: bool = False
-    """Whether the end token follows questions and system texts, too."""
+    """Whether the end token also follows questions and system texts."""
 
     def template(self) -> str:
-        """The style as a Jinja chat template, which ends each answer with the tokenizer's end token."""
+        """Return the style as a Jinja chat template, which ends each answer with the tokenizer's EOS token."""
         end = "eos_token" if self.ends_messages else ""
         lines = ["{%- if bos_token is defined and bos_token -%}{{- bos_token -}}{%- endif -%}"]
         if self.default_system:
@@ -52,7 +52,7 @@ class PromptStyle:
 
 
 def _around(text: str, inner: str, end: str) -> str:
-    """`before{}after` as a Jinja expression, with the end token, if any, after the inner text."""
+    """Return `before{}after` as a Jinja expression, with the end token, if any, after the inner text."""
     before, _, after = text.partition("{}")
     parts = [_quoted(before)] if before else []
     parts += [inner, *([end] if end else []), *([_quoted(after)] if after else [])]
@@ -60,7 +60,7 @@ def _around(text: str, inner: str, end: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text as a Jinja literal."""
+    """Return a string as a Jinja literal."""
     return json.dumps(text, ensure_ascii=True)
 
 

@@ -1,4 +1,4 @@
-"""Locations of the models and data sets in another trainer's config: paths stay paths, Hub names become URLs.
+"""Locations of models and data sets in another trainer's config: paths are kept, Hub names become URLs.
 
     tatsu-lab/alpaca, split train       hf://datasets/tatsu-lab/alpaca@refs/convert/parquet/default/train/*.parquet
     tatsu-lab/alpaca, file a.json       hf://datasets/tatsu-lab/alpaca/a.json
@@ -34,17 +34,17 @@ class DataSplit:
 
 
 def parse_split(text: str | None) -> DataSplit:
-    """Parse a split. `train[:500]` is the first 500 rows; for other slices the note says that all rows are taken."""
+    """Parse a split such as `train[:500]`, the first 500 rows; for other slices, return the whole split and a note."""
     match = _SPLIT.fullmatch(text or "train")
     if match is None:
-        return DataSplit("train", None, f'"{one_line(str(text))}" is not read; all of train is taken')
+        return DataSplit("train", None, f'"{one_line(str(text))}" is not supported; all of train is read')
     name, part = match[1], match[2]
     if part is None:
         return DataSplit(name, None, "")
     if (rows := re.fullmatch(r":(\d{1,9})", part.strip())) and int(rows[1]):
-        return DataSplit(name, int(rows[1]), "the first rows that filters leave")
+        return DataSplit(name, int(rows[1]), "the first rows after filtering")
     return DataSplit(
-        name, None, f"the slice [{one_line(part)}] has no counterpart, all of {name} is taken; set max_samples"
+        name, None, f"the slice [{one_line(part)}] has no counterpart, so all of {name} is read; set max_samples"
     )
 
 
@@ -100,26 +100,26 @@ def take_model(translation: Translation, keys: TheirKeys, name: str, revision: s
                 train={"init_from_model": folder},
             )
         else:
-            translation.faults.append(f"no {name}; give the folder of the model as --model")
+            translation.faults.append(f"no {name}; give the model folder as --model")
     else:
         folder, command = _model_folder(translation, model, at)
-        note = f"given as --model, in place of {model}" if translation.model is not None else ""
+        note = f"given as --model, instead of {model}" if translation.model is not None else ""
         if command:
             note = "download it first; chatmill reads models from folders"
             translation.downloads.append(command)
         recipe, train = {"tokenizer": folder}, {"init_from_model": folder}
         translation.take(keys.path(name), model, recipe=recipe, train=train, note=note)
     if at is not None:
-        note = "the download is of this revision" if model else "no model is named"
+        note = "this revision is downloaded" if model else "no model is named"
         translation.default(keys.path(revision), at, note=note)
     if tokenizer and (other := keys.text(tokenizer)) is not None:
         if other == model or translation.model is not None:
-            translation.default(keys.path(tokenizer), other, note="the tokenizer of the model's folder is used")
+            translation.default(keys.path(tokenizer), other, note="the tokenizer in the model folder is used")
         else:
             folder, command = _model_folder(translation, other, None)
             if command:
                 translation.downloads.append(f"{command} --exclude '*.safetensors' '*.bin'")
-            note = "set check_tokenizer to false if the model's folder has another tokenizer"
+            note = "set check_tokenizer to false if the model folder has another tokenizer"
             translation.take(keys.path(tokenizer), other, recipe={"tokenizer": folder}, note=note)
 
 

@@ -39,13 +39,13 @@ _GROUPS: dict[str, str] = {
     "label_smoothing_factor": "labels are not smoothed; the loss will differ",
     "neftune_noise_alpha": "no noise is added to embeddings; the loss will differ",
     "auto_find_batch_size": "the batch size is not changed; --estimate shows whether it fits",
-    "eval_delay eval_on_start": "evaluations come every eval_interval steps, and at the end",
+    "eval_delay eval_on_start": "val is evaluated every eval_interval steps, and at the end",
     "greater_is_better": "the best checkpoint is the one with the lowest val loss",
     "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
-    "do_predict": "the model answers eval_samples questions at an evaluation; see `chatmill chat`",
+    "do_predict": "each evaluation generates eval_samples answers; see `chatmill chat`",
     "overwrite_output_dir": "a run needs a new name; give another --model_name",
     "do_train": "`chatmill train` trains; nothing changes",
-    "do_eval": "val is evaluated if there is one; nothing changes",
+    "do_eval": "val is evaluated if it exists; nothing changes",
     "resume_from_checkpoint": ("checkpoints of other trainers cannot be resumed; the run starts from the base model"),
 }
 NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()}

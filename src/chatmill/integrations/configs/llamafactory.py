@@ -92,7 +92,7 @@ def _import_info(translation: Translation, path: Place, names: Sequence[str]) ->
     """Import data sets without the config of a run; those that are not for SFT are reported."""
     entries = read_config(path, "a dataset_info.json")
     if unknown := [name for name in names if name not in entries]:
-        raise DataError(f'{path}: has no data set "{one_line(unknown[0])}"')
+        raise DataError(f'{path}: does not contain the data set "{one_line(unknown[0])}"')
     for name, entry in entries.items():
         if names and name not in names:
             continue
@@ -102,7 +102,7 @@ def _import_info(translation: Translation, path: Place, names: Sequence[str]) ->
         else:
             take_entry(translation, name, entry, path.parent)
     if not translation.sources and not translation.faults:
-        translation.faults.append("holds no data set for SFT")
+        translation.faults.append("contains no data set for SFT")
     if names and len(names) < len(entries):
         translation.assume(f"{len(entries) - len(names)} other data sets of the file are not used")
     train: dict[str, Any] = {"use_loss_mask": True, "block_size": 2048}
@@ -122,7 +122,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if "train_dataset" in keys and "model_name_or_path" not in keys:
         raise DataError(f"{translation.place}: is a config of LLaMA-Factory's v1 engine, which is not supported")
     if "compute_environment" in keys and "model_name_or_path" not in keys:
-        raise DataError(f"{translation.place}: is a config of Accelerate; give that of the run, and --ranks")
+        raise DataError(f"{translation.place}: is a config of Accelerate; give the config of the run, and --ranks")
     stage = keys.text("stage")
     if stage in STAGES:
         translation.refuse(keys.path("stage"), stage, STAGES[stage])

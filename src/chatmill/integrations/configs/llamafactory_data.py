@@ -27,7 +27,7 @@ INPUT_NOTE = "the input follows the instruction after an empty line, which LLaMA
 
 
 def why_not_sft(entry: Mapping[str, Any]) -> str | None:
-    """Why an entry is not for SFT on text, or cannot be read; None if it is fine."""
+    """Return why an entry is not for SFT on text or cannot be read; None if it can be used."""
     columns = entry.get("columns") if isinstance(entry.get("columns"), dict) else {}
     assert isinstance(columns, dict)
     if entry.get("ranking") or any(columns.get(name) for name in PREFERENCES):
@@ -35,7 +35,7 @@ def why_not_sft(entry: Mapping[str, Any]) -> str | None:
     if any(columns.get(name) for name in MEDIA):
         return "images, videos or audio; chatmill trains on text only"
     if "script_url" in entry:
-        return "a script loads it; code of a data set is not run"
+        return "it is loaded by a script; code from data sets is not run"
     if not any(name in entry for name in ("file_name", "hf_hub_url", "cloud_file_name")):
         return "neither a file nor on the Hugging Face Hub; download it, and name it as file_name"
     return None
@@ -143,7 +143,7 @@ def _take_messages(
     tags: Mapping[str, Any] | None,
     renamed: dict[str, Any],
 ) -> str:
-    """Returns `sharegpt` if the keys have ShareGPT's names, else `messages` with columns."""
+    """Return `sharegpt` if the keys have ShareGPT's names, else `messages` with columns."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
     # If only some tags are given, the others are unset, except the two that are always needed.
@@ -185,7 +185,7 @@ def _take_column(translation: Translation, table: TheirKeys, theirs: str, ours: 
     elif "," in column or "=" in column or column != column.strip():
         translation.refuse(table.path(theirs), column, "a column with this name cannot be read")
     elif ours in renamed:
-        translation.none(table.path(theirs), column, f"{ours} is another column already")
+        translation.none(table.path(theirs), column, f"another column is already {ours}")
     else:
         renamed[ours] = column
         translation.take(table.path(theirs), column, other={f"columns.{ours}": column})

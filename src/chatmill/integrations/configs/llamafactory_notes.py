@@ -19,23 +19,23 @@ _GROUPS: dict[str, str] = {
     "master_port enable_torch_profiler profiler_output_dir profiler_wait_steps profiler_warmup_steps "
     "profiler_active_steps profiler_repeat profiler_record_shapes profiler_profile_memory "
     "profiler_with_stack profile_modules include_effective_tokens_per_second compute_accuracy media_dir": KERNEL,
-    "plot_loss": "loss.svg is drawn anyway",
+    "plot_loss": "loss.svg is always written",
     "hf_hub_token ms_hub_token om_hub_token": ("URLs of the Hub use HF_TOKEN, or the login of `hf auth login`"),
     "adapter_name_or_path adapter_folder create_new_adapter": (
         "new adapters are trained; merge the earlier ones into the model first"
     ),
     "resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens": (
-        "no tokens are added, and embeddings keep their size; add tokens to the model's folder first"
+        "no tokens are added, and embeddings keep their size; add tokens to the model folder first"
     ),
     "split_special_tokens": "special tokens in texts are always encoded as text",
     "rope_scaling": "the config.json of the model folder is used unchanged; edit it there",
     "moe_aux_loss_coef": "there is no auxiliary loss that balances the experts; the loss will differ",
-    "train_from_scratch": "weights of the model's folder are used; the loss will differ",
-    "quantization_method": ("4-bit weights are NF4 of bitsandbytes; models that are quantized already are refused"),
+    "train_from_scratch": "the weights in the model folder are used; the loss will differ",
+    "quantization_method": ("4-bit weights are NF4 of bitsandbytes; quantized models are rejected"),
     "quantization_type double_quantization": "4-bit weights are NF4 with double quantization",
-    "additional_target": "these modules are not trained besides the adapters; the loss will differ",
+    "additional_target": "only the adapters are trained, not these modules; the loss will differ",
     "loraplus_lr_ratio loraplus_lr_embedding": (
-        "both matrices of an adapter have one learning rate; the loss will differ"
+        "both matrices of an adapter have the same learning rate; the loss will differ"
     ),
     "use_dora pissa_init pissa_iter pissa_convert": (
         "plain LoRA is trained, with its usual initial weights; the loss will differ"
@@ -58,14 +58,14 @@ _GROUPS: dict[str, str] = {
     "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key "
     "swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret": TRACKER,
     "ignore_pad_token_for_loss": "padding is never trained",
-    "eval_on_each_dataset": "val is evaluated by source anyway",
+    "eval_on_each_dataset": "val is always evaluated per source",
     "eval_num_beams predict_with_generate do_sample temperature top_p top_k num_beams max_length "
     "max_new_tokens repetition_penalty length_penalty skip_special_tokens": (
         "answers at an evaluation are greedy; see `chatmill chat`"
     ),
-    "tool_format": "the chat template writes tools",
+    "tool_format": "the chat template renders tools",
     "default_system": "no system message is added; the chat template may write its own",
-    "preserve_thinking": "the chat template decides which reasoning it writes; see unroll",
+    "preserve_thinking": "the chat template decides which reasoning it renders; see unroll",
     "use_llama_pro mixture_of_depths use_mca use_megatron_bridge use_hyper_parallel use_kt "
     "hyper_parallel_args hyper_parallel_cp_size kt_cpu_activation kt_weight_path "
     "kt_non_expert_weight_path kt_config": "off",

@@ -66,7 +66,7 @@ def _take_template(translation: Translation, keys: TheirKeys) -> None:
         translation.take(keys.path("template"), name, recipe={"format": "chatml"})
     elif name in NAMED:
         translation.chat_template = NAMED[name].template()
-        translation.take(keys.path("template"), name, other={"chat_template": "written beside the recipe"})
+        translation.take(keys.path("template"), name, other={"chat_template": "written next to the recipe"})
     else:
         note = f"chatmill has no template named {name} and uses the tokenizer's; set chat_template if it differs"
         translation.none(keys.path("template"), name, note)

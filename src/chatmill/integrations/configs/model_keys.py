@@ -50,7 +50,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
     sizes |= {"alpha": scale * math.sqrt(sizes["r"]) if rslora else scale}
     sizes |= {"dropout": float(names.default_dropout if dropout is None else dropout)}
     sizes["targets"], left_out = _targets(targets, names, linear=bool(linear))
-    # The whole table is set here; each imported key is then reported with its part of it.
+    # The whole table is set here; below, each imported key is reported with its entry.
     translation.train["lora"] = sizes
     assumed = []
     for name, value, part in (
@@ -86,7 +86,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
 
 
 def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tuple[Any, list[str]]:
-    """The targets, and the names that are left out."""
+    """Return the targets, and the names that are left out."""
     if linear or targets in ([names.all_linear], ["all-linear"]):
         return "all-linear", []
     if targets is None:
@@ -101,7 +101,7 @@ def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tu
 
 
 def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora: bool) -> None:
-    """`load_in_4bit` or the like, which needs adapters."""
+    """Read `load_in_4bit` or its counterpart, which needs adapters."""
     value = keys.switch(name)
     if value is None:
         return
@@ -127,7 +127,7 @@ def take_eight_bits(translation: Translation, keys: TheirKeys, name: str = "load
 
 
 def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf16", fp16: str = "fp16") -> None:
-    """The compute precision; chatmill has no float16."""
+    """Read the compute precision; chatmill does not support float16."""
     brain, half = keys.pop(bf16), keys.pop(fp16)
     if brain is not None:
         if brain in (True, "true", "full"):
@@ -148,7 +148,7 @@ def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf
 
 
 def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bool) -> None:
-    """Gradient checkpointing, with layer inputs kept on the GPU or in host memory."""
+    """Read gradient checkpointing, with layer inputs kept on the GPU or in host memory."""
     value = keys.pop("gradient_checkpointing")
     if value is None:
         if default and "activation_checkpointing" not in translation.train:
@@ -192,7 +192,7 @@ def take_sharding(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _is_stage_3(value: Any) -> bool:
-    """Whether a DeepSpeed config, or its file name, is for ZeRO-3."""
+    """Return whether a DeepSpeed config, or its file name, is for ZeRO-3."""
     if isinstance(value, dict):
         zero = value.get("zero_optimization")
         return isinstance(zero, dict) and zero.get("stage") == 3

@@ -1,4 +1,4 @@
-"""Reads config files of other trainers: YAML or JSON of limited size, with plain values only."""
+"""Read config files of other trainers: YAML or JSON of limited size, with plain values only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEPTH = 50
 
 
 def read_config(path: str | Place, what: str) -> dict[str, Any]:
-    """Read the table in a local file or at a URL; `what` describes the expected file in error messages."""
+    """Read a config from a local file or a URL; `what` describes the expected file in error messages."""
     name = str(place(path))
     try:
         local = local_file(path if isinstance(path, str | Path) else path.address, limit=LIMIT)
@@ -32,10 +32,10 @@ def read_config(path: str | Place, what: str) -> dict[str, Any]:
         raise DataError(f"{name}: cannot be read ({error.strerror}); expected {what}") from None
     table = _parse_json(data, name) if name.lower().endswith(".json") else _parse_yaml(data, name)
     if not isinstance(table, dict):
-        raise DataError(f"{name}: holds no table of keys; expected {what}")
+        raise DataError(f"{name}: is not a table of keys; expected {what}")
     _check_size(table, name)
     if wrong := [key for key in table if not isinstance(key, str)]:
-        raise DataError(f"{name}: the key {one_line(repr(wrong[0]))} is not a text; expected {what}")
+        raise DataError(f"{name}: the key {one_line(repr(wrong[0]))} is not a string; expected {what}")
     return table
 
 
@@ -70,13 +70,13 @@ def _check_size(table: Mapping[Any, Any], name: str) -> None:
         value, depth = left.pop()
         count += 1
         if count > MOST_VALUES:
-            raise DataError(f"{name}: holds more than {MOST_VALUES:,} values, aliases included; expected fewer")
+            raise DataError(f"{name}: contains more than {MOST_VALUES:,} values, aliases included; expected fewer")
         if depth > DEPTH:
             raise DataError(f"{name}: is nested deeper than {DEPTH} levels; expected fewer")
         if isinstance(value, float) and not math.isfinite(value):
-            raise DataError(f"{name}: holds a number that is not finite; expected numbers that a float can hold")
+            raise DataError(f"{name}: contains a number that is not finite; expected finite numbers")
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            raise DataError(f"{name}: holds half of a character (a surrogate); expected text")
+            raise DataError(f"{name}: contains a lone surrogate; expected valid Unicode")
         if isinstance(value, dict):
             left += [(each, depth + 1) for each in (*value.keys(), *value.values())]
         elif isinstance(value, list):

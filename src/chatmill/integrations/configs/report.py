@@ -63,14 +63,14 @@ class Assumption:
 
 
 def shown(value: Any, longest: int = 80) -> str:
-    """A value as JSON in one line of at most `longest` characters; strings without quotes where unambiguous."""
+    """Return a value as one line of JSON, at most `longest` characters; strings without quotes where unambiguous."""
     if isinstance(value, str) and value and value == value.strip() and "\n" not in value:
         return one_line(value, longest)
     return one_line(json.dumps(value, ensure_ascii=False, default=str), longest)
 
 
 def _without_secrets(key: str, value: Any) -> Any:
-    """The value without API keys, and without user names and passwords in URLs."""
+    """Return the value with API keys, and user names and passwords in URLs, removed."""
     if value in OFF or isinstance(value, bool):
         return value
     if _SECRET.search(key):
@@ -117,7 +117,7 @@ class TheirKeys:
         return value
 
     def number(self, name: str, *, least: float | None = 0, most: float = 1e300) -> float | None:
-        """A number, which may be written as a string such as "2e-4"."""
+        """Remove a key and return its number, which may be written as a string such as "2e-4"."""
         value = self.pop(name)
         if value is None:
             return None
@@ -136,7 +136,7 @@ class TheirKeys:
         value = self.number(name, least=least, most=most)
         if value is None or isinstance(value, int):
             return value
-        return self._wrong(name, value, "a whole number")
+        return self._wrong(name, value, "an integer")
 
     def switch(self, name: str) -> bool | None:
         value = self.pop(name)
@@ -146,16 +146,24 @@ class TheirKeys:
 
     def text(self, name: str) -> str | None:
         value = self.pop(name)
-        return value if value is None or (isinstance(value, str) and value) else self._wrong(name, value, "a text")
+        return (
+            value
+            if value is None or (isinstance(value, str) and value)
+            else self._wrong(name, value, "a non-empty string")
+        )
 
     def text_or_no(self, name: str) -> str | None:
-        """A string, or `no`, which YAML reads as false."""
+        """Remove a key and return its string; false is returned as `no`, because YAML reads `no` as false."""
         value = self.pop(name)
         value = "no" if value is False else value
-        return value if value is None or (isinstance(value, str) and value) else self._wrong(name, value, "a text")
+        return (
+            value
+            if value is None or (isinstance(value, str) and value)
+            else self._wrong(name, value, "a non-empty string")
+        )
 
     def texts(self, name: str, *, separator: str | None = None) -> list[str] | None:
-        """A list of strings; a single string is split at the separator, if there is one."""
+        """Remove a key and return its list of strings; a single string is split at the separator, if one is given."""
         value = self.pop(name)
         if isinstance(value, str):
             value = [part.strip() for part in value.split(separator)] if separator else [value]
@@ -292,18 +300,18 @@ class Translation:
             raise DataError(f"{self.place}: " + "; ".join(self.faults))
 
     def ordered(self, order: Iterable[str]) -> list[KeyResult]:
-        """The results in the order of the imported file."""
+        """Return the results in the order of the imported file."""
         rank = {name: number for number, name in enumerate(order)}
         return sorted(self.results, key=lambda result: rank.get(result.key.split("[")[0].split(".")[0], len(rank)))
 
 
 def _paths(key: str) -> list[str]:
-    """A path and its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
+    """Return a path and its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
     return [key, *(key[: match.start()] for match in re.finditer(r"[.\[]", key))]
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality that distinguishes False from 0."""
+    """Return whether two values are equal; False and 0 are not."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

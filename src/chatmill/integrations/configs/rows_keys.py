@@ -1,4 +1,4 @@
-"""Keys of rows: their length, what becomes of longer ones, packing, validation, and the chat template."""
+"""Keys for rows: maximum length, truncation, packing, validation split, and chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT_CUT = "longer texts are split into several rows, so all of their tokens are
 
 
 def take_length(translation: Translation, keys: TheirKeys, name: str, default: int, fit: str, note: str) -> None:
-    """The length of rows, and how longer rows are made to fit."""
+    """Read the maximum length of rows, and how longer rows are truncated or dropped."""
     length = keys.integer(name, least=2, most=2**24)
     recipe, train = {"max_tokens": length or default, "fit": fit}, {"block_size": length or default}
     if length is not None:
@@ -55,21 +55,21 @@ def without_val(translation: Translation) -> None:
     """Turn off evaluation if there is no validation data."""
     for name in ("early_stop_patience", "keep_best"):
         if translation.train.pop(name, None) is not None:
-            translation.assume(f"{name} is left out: nothing is kept for validation")
+            translation.assume(f"{name} is left out: there is no validation data")
     if translation.train.get("eval_interval") != 0:
-        translation.assume("nothing is kept for validation", train={"eval_interval": 0})
+        translation.assume("there is no validation data", train={"eval_interval": 0})
 
 
 def use_template(translation: Translation, key: str, text: str) -> None:
     """Use a chat template that is given as text or as the path of a file."""
     if re.search(r"\{[{%#]", text):
         translation.chat_template = text if text.endswith("\n") else text + "\n"
-        translation.take(key, text, other={"format": "template", "chat_template": "written beside the recipe"})
+        translation.take(key, text, other={"format": "template", "chat_template": "written next to the recipe"})
     else:
         translation.take(key, text, recipe={"format": "template", "chat_template": text})
 
 
 def template_args(translation: Translation, key: str, values: dict[str, Any]) -> None:
-    """Variables of the chat template."""
+    """Read the variables of the chat template."""
     taken = [f"{name}={json.dumps(value)}" for name, value in values.items()]
     translation.take(key, values, recipe={"template_args": taken})

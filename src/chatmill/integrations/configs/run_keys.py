@@ -8,7 +8,7 @@ from typing import Any
 
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
-EIGHT_BIT = "weights are bfloat16 and rounded stochastically, moments have 8 bits; adapters likewise"
+EIGHT_BIT = "weights and adapters are bfloat16 with stochastic rounding, and moments have 8 bits"
 PAGED = "the optimizer state is not paged to the host"
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -51,7 +51,7 @@ class RunNames:
     default_epochs: float = 3.0
     default_learning_rate: float | None = 5e-5
     default_warmup: float | None = 0.0
-    """Number of warm-up steps; None means 3 percent of the run."""
+    """Number of warmup steps; None means 3 percent of the run."""
 
 
 def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, default_steps: int = 1) -> None:
@@ -63,7 +63,7 @@ def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, defa
 
 
 def _take_batch(translation: Translation, keys: TheirKeys, names: RunNames, default_steps: int) -> None:
-    """Rows per step: micro-batch size × accumulation steps × number of GPUs."""
+    """Read the rows per step: micro-batch size × accumulation steps × number of GPUs."""
     micro = keys.integer(names.micro_batch, least=1, most=2**20)
     steps = keys.integer("gradient_accumulation_steps", least=1, most=2**20)
     ranks = translation.ranks or 1
@@ -109,7 +109,7 @@ def _take_optimizer(translation: Translation, keys: TheirKeys, names: RunNames) 
 
 
 def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
-    """The schedule, its final learning rate, and the warm-up; `constant` of transformers has no warm-up."""
+    """Read the learning rate schedule, its final value and the warmup; `constant` of transformers has no warmup."""
     kind = keys.text(names.schedule)
     options = keys.table("lr_scheduler_kwargs")
     ours = SCHEDULES.get(kind or names.default_schedule)
@@ -133,7 +133,7 @@ def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -
 
 
 def _end_of_schedule(translation: Translation, keys: TheirKeys, options: Mapping[str, Any] | None) -> float | None:
-    """The final learning rate as a fraction of the peak, from `lr_scheduler_kwargs`."""
+    """Read the final learning rate, as a fraction of the peak, from `lr_scheduler_kwargs`."""
     if options is None:
         return None
     table = TheirKeys(options, translation, f"{keys.path('lr_scheduler_kwargs')}.")
@@ -153,9 +153,9 @@ def _take_warmup(translation: Translation, keys: TheirKeys, names: RunNames, *, 
     steps, share = keys.number("warmup_steps"), keys.number("warmup_ratio", most=1)
     named = [(name, value) for name, value in (("warmup_steps", steps), ("warmup_ratio", share)) if value is not None]
     if without:
-        translation.assume("the schedule `constant` of transformers has no warm-up", train={"warmup_iters": 0})
+        translation.assume("the schedule `constant` of transformers has no warmup", train={"warmup_iters": 0})
         for name, value in named:
-            translation.default(keys.path(name), value, note="the schedule constant has no warm-up")
+            translation.default(keys.path(name), value, note="the schedule constant has no warmup")
         return
     if steps is not None and (steps >= 1 or share is None):
         taken = {"warmup_iters": int(steps)} if steps >= 1 or steps == 0 else {"warmup_pct": steps}
@@ -187,5 +187,5 @@ def _take_length(translation: Translation, keys: TheirKeys, names: RunNames) -> 
         translation.take(keys.path(names.epochs), epochs, train={"epochs": epochs})
     else:
         if epochs is not None:
-            translation.none(keys.path(names.epochs), epochs, "a run has at least one step; its default is taken")
+            translation.none(keys.path(names.epochs), epochs, "a run has at least one step; the default is used")
         translation.assume(f"default of {translation.trainer}", train={"epochs": names.default_epochs})

@@ -7,11 +7,11 @@ from pathlib import Path
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
 ONLY_AT_THE_END = 1_000_000_000
-"""A save_interval that no run reaches: only the checkpoint at the end is written."""
+"""A save_interval longer than any run: only the final checkpoint is written."""
 
 
 def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
-    """The output folder; its last part becomes the name of the run."""
+    """Read the output folder; its last part becomes the name of the run."""
     if (folder := keys.text("output_dir")) is not None:
         translation.run_name = Path(folder).name or None
         name = translation.run_name or "imported"
@@ -19,7 +19,7 @@ def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_saving(translation: Translation, keys: TheirKeys) -> None:
-    """Checkpoint intervals in steps are taken; fractions of the run or of an epoch have no counterpart."""
+    """Read the checkpoint interval in steps; fractions of the run or of an epoch have no counterpart."""
     strategy, steps = keys.text_or_no("save_strategy"), keys.number("save_steps")
     often = keys.number("saves_per_epoch")
     at_the_end = {"save_interval": ONLY_AT_THE_END}
@@ -73,7 +73,9 @@ def _take_strategy(translation: Translation, keys: TheirKeys, name: str, strateg
     if strategy == "steps":
         translation.default(keys.path(name), strategy, note=f"as {ours}")
     elif strategy == "best":
-        translation.take(keys.path(name), strategy, train={"keep_best": True}, note="besides the newest checkpoints")
+        translation.take(
+            keys.path(name), strategy, train={"keep_best": True}, note="in addition to the newest checkpoints"
+        )
     else:
         note = (
             f"chatmill counts steps, and the steps per epoch are not known yet; {ours} stays {_now(translation, ours)}"
@@ -117,7 +119,7 @@ def take_logging(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_seed(translation: Translation, keys: TheirKeys, default: int | None) -> None:
-    """The seed of weights, dropout and order. Even with the same seed, trainers order rows differently."""
+    """Read the seed for weights, dropout and order. Even with the same seed, trainers order rows differently."""
     seed, data_seed = keys.integer("seed", most=2**31), keys.integer("data_seed", most=2**31)
     note = "the order of rows differs from that of the other trainer"
     if seed is not None:

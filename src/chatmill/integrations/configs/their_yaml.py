@@ -12,7 +12,7 @@ from chatmill.prepare.yaml_loader import RecipeLoader
 
 
 class TrainerYaml(RecipeLoader):
-    """Loads plain values only: no tag, no merge key, and no key twice."""
+    """Load plain values only; reject tags, merge keys and duplicate keys."""
 
 
 for _tag, _words in (("bool", "yes no true false on off"), ("null", "null")):

@@ -43,8 +43,8 @@ NOTES = HF_NOTES | {
     "trust_remote_code": NO_CODE,
     **dict.fromkeys(("dataset_num_proc", "dataset_streaming", "padding_free", "pad_to_multiple_of"), KERNEL),
     **dict.fromkeys(("eval_packing", "ignore_bias_buffers", "bnb_4bit_quant_storage"), KERNEL),
-    "dtype": "weights of full fine-tuning are float32, or bfloat16 with adamw8bit and adamw_bf16",
-    "torch_dtype": "weights of full fine-tuning are float32, or bfloat16 with adamw8bit and adamw_bf16",
+    "dtype": "full fine-tuning has float32 weights, or bfloat16 with adamw8bit and adamw_bf16",
+    "torch_dtype": "full fine-tuning has float32 weights, or bfloat16 with adamw8bit and adamw_bf16",
     "model_init_kwargs": "the model is loaded with the settings in its folder",
     "router_aux_loss_coef": "there is no auxiliary loss that balances the experts; the loss will differ",
     "shuffle_dataset": "rows are shuffled in each epoch; see epoch_shuffle",
@@ -52,8 +52,8 @@ NOTES = HF_NOTES | {
     "eos_token": "chatmill finds the end of a turn in the chat template; nothing is added to the tokenizer",
     "pad_token": "padding is never trained, whatever its token; nothing changes",
     "truncation_mode": CUT_AT_THE_END,
-    "lora_modules_to_save": "these modules are not trained besides the adapters; the loss will differ",
-    "lora_target_parameters": "all layers of the targets get adapters; the loss will differ",
+    "lora_modules_to_save": "only the adapters are trained, not these modules; the loss will differ",
+    "lora_target_parameters": "all target layers get adapters; the loss will differ",
     "lora_task_type": "adapters are for causal language models; nothing changes",
     "use_dora": "plain LoRA is trained; the loss will differ",
     "bnb_4bit_quant_type": "4-bit weights are NF4",
@@ -95,7 +95,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if "compute_environment" in keys and "model_name_or_path" not in keys:
         place = translation.place
         raise DataError(
-            f"{place}: is a config of Accelerate; give that of `trl sft`, and the number of GPUs as --ranks"
+            f"{place}: is a config of Accelerate; give the config of `trl sft`, and the number of GPUs as --ranks"
         )
     loss = keys.text("loss_type")
     if loss == "dft":
@@ -131,12 +131,12 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
             note = "best fit; no conversation is cut" if packs else "nothing is packed"
             translation.default(keys.path("packing_strategy"), strategy, note=note)
         else:
-            note = "whole conversations are packed best fit; none is split"
+            note = "whole conversations are packed by best fit; none is split"
             translation.none(keys.path("packing_strategy"), strategy, note)
     fit, note = ("windows", TEXT_CUT) if is_text else ("exchanges", CUT_AT_THE_END)
     lengths = [name for name in ("max_length", "max_seq_length") if name in keys]
     if lengths and keys.peek(lengths[0]) is None:
-        translation.faults.append(f"{lengths[0]} is null; chatmill needs the length of rows, give it there")
+        translation.faults.append(f"{lengths[0]} is null; expected the maximum length of a row")
     take_length(translation, keys, lengths[0] if lengths else "max_length", 1024, fit, note)
     for name in lengths[1:]:
         translation.default(keys.path(name), keys.pop(name), note="max_length is used instead")
@@ -148,12 +148,12 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
         if path.endswith((".jinja", ".jinja2", ".txt")) and template is None:
             use_template(translation, keys.path("chat_template_path"), path)
         else:
-            note = "the template of the model's folder is used; save this one as a file and set chat_template"
+            note = "the template in the model folder is used; save this one as a file and set chat_template"
             translation.none(keys.path("chat_template_path"), path, note)
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Which tokens are trained. By default TRL trains all tokens of conversations, and completions without prompts."""
+    """Read which tokens are trained. By default TRL trains whole conversations, and completions without prompts."""
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)
@@ -205,11 +205,11 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
 
 
 def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str, str], shapes: set[str]) -> None:
-    """One data set of a mixture; its fraction is the part of it that is trained per epoch."""
+    """Convert one data set of a mixture; its fraction is the part that is trained per epoch."""
     path, config, fraction = keys.text(names[0]), keys.text(names[1]), keys.number(names[2])
     split, files, folder = keys.text("split"), keys.texts("data_files"), keys.text("data_dir")
     if path is None:
-        translation.faults.append(f"{keys.path(names[0])}: no data set; expected one of the Hub, or a path")
+        translation.faults.append(f"{keys.path(names[0])}: no data set; expected one on the Hub, or a path")
         return
     number = _add_source(translation, keys.path(names[0]), path, config, split, files)
     for name, value in ((names[1], config), ("data_files", files)):
@@ -217,9 +217,9 @@ def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str
             translation.take(keys.path(name), value, other={"inputs": translation.sources[number]["inputs"]})
     _take_split(translation, keys.path("split"), split, number)
     if fraction is not None:
-        note = "" if fraction in (0, 1) else "a different part in each epoch, not always the same"
+        note = "" if fraction in (0, 1) else "a different part in each epoch"
         if fraction == 1:
-            translation.default(keys.path(names[2]), fraction, note="all of it")
+            translation.default(keys.path(names[2]), fraction, note="the whole data set")
         elif fraction == 0:
             translation.refuse(keys.path(names[2]), fraction, "a fraction of 0 trains nothing; remove the data set")
         else:
@@ -250,7 +250,7 @@ def _shape_of(columns: list[str]) -> str | None:
 def _take_named(
     translation: Translation, keys: TheirKeys, name: str, given: dict[str, Any], *, evaluates: bool
 ) -> None:
-    """`dataset_name`, its training split, and its test split if the run evaluates."""
+    """Convert `dataset_name`: its training split, and its test split if the run evaluates."""
     config, split, test = given["dataset_config"], given["dataset_train_split"], given["dataset_test_split"]
     number = _add_source(translation, keys.path("dataset_name"), name, config, split, None)
     if config is not None:

@@ -1,4 +1,4 @@
-"""Writes an imported config: recipe.yaml, train.json, the chat template if there is one, and the report on keys."""
+"""Write an imported config: recipe.yaml, train.json, the chat template if there is one, and the report on keys."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ImportedConfig:
 
     @classmethod
     def of(cls, translation: Translation, order: Sequence[str]) -> ImportedConfig:
-        """The result of a translation; raises one error with all of its faults."""
+        """Return the result of a translation; raise one error that lists all faults."""
         translation.settle()
         translation.check()
         return cls(
@@ -64,7 +64,7 @@ class ImportedConfig:
         return [result for result in self.results if result.status == status]
 
     def commands(self, folder: Path) -> list[str]:
-        """The commands to run next: downloads, then `chatmill prepare` and `chatmill train`."""
+        """Return the commands to run next: downloads, then `chatmill prepare` and `chatmill train`."""
         recipe, data, train = (shlex.quote(str(folder / name)) for name in (RECIPE, "data", TRAIN))
         return [
             *dict.fromkeys(self.downloads),
@@ -73,7 +73,7 @@ class ImportedConfig:
         ]
 
     def lines(self) -> list[str]:
-        """The report on keys as text."""
+        """Return the report on keys as text."""
         out = [f"{self.trainer} config {self.place}: {len(self.results)} keys"]
         for status in STATUSES:
             if results := self.with_status(status):
@@ -133,16 +133,16 @@ def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: boo
 
 def _check_target(target: Path, texts: dict[str, str], overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
-        raise UsageError(f"{target}: is not a folder; give a folder that the files are written into")
+        raise UsageError(f"{target}: is not a folder; give a folder for the files")
     there = [file for file in texts if (target / file).exists() or (target / file).is_symlink()]
     if there and not overwrite:
-        raise UsageError(f"{target / there[0]}: is there already; add --overwrite, or give another folder")
+        raise UsageError(f"{target / there[0]}: already exists; add --overwrite, or give another folder")
     if folders := [file for file in there if (target / file).is_dir()]:
         raise UsageError(f"{target / folders[0]}: is a folder; give another folder")
 
 
 def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
-    """The content of each file, by file name."""
+    """Return the content of each file, by file name."""
     recipe, train = dict(imported.recipe), dict(imported.train)
     texts = {}
     if imported.chat_template is not None:
@@ -158,7 +158,7 @@ def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
 
 
 def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
-    """The recipe as YAML, with the origin of each value as a comment. Values are JSON, a subset of YAML 1.2."""
+    """Return the recipe as YAML, with the origin of each value as a comment. Values are JSON, a subset of YAML 1.2."""
     lines = [
         f"# Converted from the {imported.trainer} config {one_line(imported.place)} by `chatmill import`.",
         f"# See {KEYS} for a report on each of its keys.",
