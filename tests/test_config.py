@@ -51,9 +51,9 @@ def test_keys_are_declared_once_and_inherited_in_order():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("width", 9, "a whole number from 1 to 8"),
-        ("name", "", "a text"),
-        ("name", 3, "a text"),
+        ("width", 9, "an integer from 1 to 8"),
+        ("name", "", "a non-empty string"),
+        ("name", 3, "a non-empty string"),
         ("rate", "x", "a number"),
         ("rate", float("nan"), "a number"),
         ("rate", 10**400, "a number"),

@@ -48,9 +48,9 @@ class ValueCheck:
 
 
 def integer(least: int, most: int | None = None) -> ValueCheck:
-    """Accept whole numbers from `least` to `most`, by default `LONGEST`."""
+    """Accept integers from `least` to `most`, by default `LONGEST`."""
     limit = LONGEST if most is None else most
-    expected = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+    expected = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     return ValueCheck(expected, lambda value: type(value) is int and least <= value <= limit)
 
 
@@ -80,9 +80,9 @@ BELOW_ONE = ValueCheck("a number from 0 to below 1", lambda value: _is_number(va
 SWITCH = ValueCheck("true or false", lambda value: type(value) is bool)
 _OF_TYPE = {
     bool: SWITCH,
-    int: ValueCheck("a whole number", lambda value: type(value) is int),
+    int: ValueCheck("an integer", lambda value: type(value) is int),
     float: ValueCheck("a number", lambda value: _is_number(value) and abs(value) <= LARGEST),
-    str: ValueCheck("a text", lambda value: isinstance(value, str) and value != ""),
+    str: ValueCheck("a non-empty string", lambda value: isinstance(value, str) and value != ""),
 }
 
 

@@ -55,7 +55,7 @@ def test_all_faults_are_reported_in_one_error():
     with pytest.raises(UsageError) as caught:
         LoadConfig.from_mapping({"batch_size": 0, "epoch_sed": 1, "use_loss_mask": "yes", "mix_by": "weight"})
     assert str(caught.value).startswith(
-        'the config: unknown key "epoch_sed"; batch_size is 0; expected a whole number of at least 1; '
+        'the config: unknown key "epoch_sed"; batch_size is 0; expected an integer of at least 1; '
         'use_loss_mask is "yes"; expected true or false; '
         'mix_by is "weight"; expected "rows" or "tokens" or "trained_tokens" (known: batch_sampling_mode, batch_size, '
     )
@@ -64,10 +64,10 @@ def test_all_faults_are_reported_in_one_error():
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"batch_size": True}, "batch_size is true; expected a whole number of at least 1"),
-        ({"batch_size": 8.0}, "batch_size is 8.0; expected a whole number of at least 1"),
-        ({"epoch_seed": 2**32}, "epoch_seed is 4294967296; expected a whole number from 0 to 4294967295"),
-        ({"pad_token_id": -1}, "pad_token_id is -1; expected a whole number of at least 0, or null"),
+        ({"batch_size": True}, "batch_size is true; expected an integer of at least 1"),
+        ({"batch_size": 8.0}, "batch_size is 8.0; expected an integer of at least 1"),
+        ({"epoch_seed": 2**32}, "epoch_seed is 4294967296; expected an integer from 0 to 4294967295"),
+        ({"pad_token_id": -1}, "pad_token_id is -1; expected an integer of at least 0, or null"),
         ({"packing": "best"}, 'packing is "best"; expected "none" or "bins"'),
         ({"batch_sampling_mode": None}, 'is null; expected "epoch" or "feistel" or "random"'),
         (

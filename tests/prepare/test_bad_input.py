@@ -73,7 +73,7 @@ FLAGS = {
         "the split val would be empty; the smallest fraction that fills it is --val-split 0.",
     ),
     "chat.jsonl -o x --val-split 0.99999": (1, "the split train would be empty; use more records, or a smaller --val"),
-    "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is negative; expected a whole number of at least 0"),
+    "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is negative; expected an integer of at least 0"),
     "chat.jsonl -o x --shard-tokens 0": (2, "--shard-tokens 0 is too small; expected at least 1"),
     "chat.jsonl -o x --address auto": (2, "--address requires --engine ray"),
     "chat.jsonl -o new/x --engine ray --address 127.0.0.1:1": (2, "no Ray cluster at 127.0.0.1:1 ("),
@@ -250,7 +250,7 @@ RECIPES = {
     "a table for a list": ('[source]\ninputs = ["chat.jsonl"]', "no sources; expected a list of tables"),
     "wrong kinds": (
         'max_tokens = "9"\nval_split = true\nfit = "best"\ndedupe = 1\n[[source]]\ninputs = ["chat.jsonl"]',
-        "recipe.toml: the recipe: max_tokens must be a whole number; the recipe: val_split must be a number; "
+        "recipe.toml: the recipe: max_tokens must be an integer; the recipe: val_split must be a number; "
         'the recipe: fit must be "exchanges", "turns", "tail", "windows", "drop", "error", "blocks"; '
         "the recipe: dedupe must be true or false",
     ),

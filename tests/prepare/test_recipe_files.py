@@ -185,7 +185,8 @@ FAULTS = {
     "no filters": (SOURCE + "filters:", "the recipe: filters must be a table of filters"),
     "a wrong filter": (
         "sources: [{inputs: a.jsonl, filters: {min_turns: 0, match: 3, languages: en}}]",
-        "source 0: filters: min_turns must be a whole number of at least 1; source 0: filters: match must be a text; "
+        "source 0: filters: min_turns must be an integer of at least 1; "
+        "source 0: filters: match must be a non-empty string; "
         "source 0: filters: languages must be a list of strings",
     ),
     "filters that nothing passes": (
@@ -202,7 +203,7 @@ FAULTS = {
     "a share of nothing": (SOURCE + "near_dedupe: 0", "near_dedupe 0.0 is not between 0.5 and 1; 0.8 is common"),
     "too many samples": (
         "sources: [{inputs: a.jsonl, max_samples: 0}]",
-        "source 0: max_samples must be a whole number",
+        "source 0: max_samples must be an integer",
     ),
     "a split of all": (
         "sources: [{inputs: a.jsonl, val_split: 1}]",
@@ -264,7 +265,7 @@ def test_all_faults_are_reported_together():
         "source 1 has no inputs",
         "source 2: inputs must be a list of strings",
         'the recipe has unknown key "colour"',
-        "the recipe: seed must be a whole number",
+        "the recipe: seed must be an integer",
     ]
 
 

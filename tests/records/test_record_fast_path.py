@@ -52,7 +52,7 @@ def test_fast_and_careful_agree_on_primer(record, ascii_only):
 def test_plain_turns_go_the_fast_way(turns, name):
     data = _encoded({"messages": turns, "id": name}, False)
     fast = messages.decode(data)
-    # A whole number past 64 bits is left to the careful path.
+    # An integer past 64 bits is left to the careful path.
     assert fast is not None or (isinstance(name, int) and abs(name) >= 2**63)
 
 

@@ -137,8 +137,8 @@ RECORDS = {
         ),
         (call(arguments="[]"), f"message 1, tool call 1 has a list as arguments; {OBJECT}"),
         (call(arguments=1), f"message 1, tool call 1 has a number as arguments; {OBJECT}"),
-        ({**turn(), "id": 1.5}, "the record has a number as id; expected a string or a whole number"),
-        ({**turn(), "id": True}, "the record has true as id; expected a string or a whole number"),
+        ({**turn(), "id": 1.5}, "the record has a number as id; expected a string or an integer"),
+        ({**turn(), "id": True}, "the record has true as id; expected a string or an integer"),
         (
             {**turn(), "tools": "x"},
             "tools is not JSON: invalid JSON at column 1 (invalid character); expected a list of tool definitions",

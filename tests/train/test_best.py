@@ -193,7 +193,7 @@ def test_the_best_link_points_to_a_complete_checkpoint_after_any_crash(sums_data
         ),
         ({"keep_best": True, "save_interval": 0}, "keep_best is true and save_interval 0, which writes no checkpoints"),
         ({"early_stop_min_delta": 0.1}, "early_stop_min_delta is 0.1 and early_stop_patience null; set both"),
-        ({"early_stop_patience": 0}, "early_stop_patience is 0; expected a whole number of at least 1, or null"),
+        ({"early_stop_patience": 0}, "early_stop_patience is 0; expected an integer of at least 1, or null"),
     ],
 )
 def test_keys_without_an_effect_are_refused(changes, said):

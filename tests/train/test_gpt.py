@@ -198,12 +198,12 @@ def test_a_config_that_does_not_match_is_a_one_line_error(tmp_path, change, says
 @pytest.mark.parametrize(
     ("name", "value", "right"),
     [
-        ("n_layer", "1", "a whole number of at least 1"),
-        ("n_layer", 1.5, "a whole number of at least 1"),
-        ("n_embd", 0, "a whole number of at least 1"),
-        ("vocab_size", 271.0, "a whole number of at least 1"),
-        ("max_positions", "128", "a whole number of at least 1"),
-        ("n_kv_head", True, "a whole number of at least 1, or null"),
+        ("n_layer", "1", "an integer of at least 1"),
+        ("n_layer", 1.5, "an integer of at least 1"),
+        ("n_embd", 0, "an integer of at least 1"),
+        ("vocab_size", 271.0, "an integer of at least 1"),
+        ("max_positions", "128", "an integer of at least 1"),
+        ("n_kv_head", True, "an integer of at least 1, or null"),
         ("rope_theta", "x", "a number of at least 1"),
         ("norm_eps", None, "a number of at least 0"),
         ("tie_weights", "x", "true or false"),

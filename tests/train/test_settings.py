@@ -238,9 +238,9 @@ def test_an_unknown_key_is_refused_by_building_and_training(runs, data):
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("training.seed = -1", "training.seed is -1, expected a whole number from 0 to 2147483648"),
-        ("training.seed = 1.5", "training.seed is 1.5, expected a whole number from 0 to 2147483648"),
-        ("model.T = 1", "model.T is 1, expected a whole number from 2 to 2147483648"),
+        ("training.seed = -1", "training.seed is -1, expected an integer from 0 to 2147483648"),
+        ("training.seed = 1.5", "training.seed is 1.5, expected an integer from 0 to 2147483648"),
+        ("model.T = 1", "model.T is 1, expected an integer from 2 to 2147483648"),
         ("data.mix_sft = {}", "data.mix_sft is empty; expected at least one source with its weight"),
         ("data.mix_sft = 3", "data.mix_sft is 3, expected an object of sources and weights"),
         ("data.mix_sft.primer = 0", "data.mix_sft: the weight of primer is 0; leave out what is not to be mixed"),

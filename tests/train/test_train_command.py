@@ -187,7 +187,7 @@ def test_chatmill_train_reports_errors_in_one_line(place, monkeypatch, capsys):
             flags("--grad_clip", "-1", "--seed", "x"),
             2,
             'chatmill: the flags: grad_clip is -1; expected a number of at least 0; seed is "x"; '
-            "expected a whole number of at least 0\n",
+            "expected an integer of at least 0\n",
         ),
         (flags(data="data/none"), 1, "chatmill: data/none: no such folder; expected a dataset"),
     ):

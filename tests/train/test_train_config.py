@@ -45,8 +45,8 @@ def test_all_problems_are_reported_together():
         "grad_clip is -1; expected a number of at least 0",
         'parallel is "tp"; expected "ddp" or "fsdp"',
         "beta2 is 1; expected a number from 0 to below 1",
-        'lora is {"rank": 3}; expected an object with r (a whole number of at least 1), alpha (a number of at least 0)',
-        "n_layer is 1.5; expected a whole number of at least 1",
+        'lora is {"rank": 3}; expected an object with r (an integer of at least 1), alpha (a number of at least 0)',
+        "n_layer is 1.5; expected an integer of at least 1",
         "(known: activation_checkpointing,",
     ):
         assert part in said
@@ -91,7 +91,7 @@ def test_values_of_adapters_are_checked(lora):
     with pytest.raises(UsageError) as error:
         config(lora=lora, init_from_model="model")
     assert str(error.value) == (
-        f"the config: lora is {json.dumps(lora)}; expected an object with r (a whole number of at least 1), "
+        f"the config: lora is {json.dumps(lora)}; expected an object with r (an integer of at least 1), "
         "alpha (a number of at least 0), dropout (a fraction from 0 to 1, such as 0.03 for 3 percent), "
         "targets (a string or a list of strings), or null"
     )

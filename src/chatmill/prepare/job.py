@@ -235,7 +235,7 @@ class Job:
         if self.val_split and any(source.only_val for source in self.sources):
             faults.append("--val-split and --val-file both select validation data; use one")
         if self.seed < 0:
-            faults.append(f"--seed {self.seed} is negative; expected a whole number of at least 0")
+            faults.append(f"--seed {self.seed} is negative; expected an integer of at least 0")
         faults += self._source_faults()
         if self.near_dedupe is not None and not 0.5 <= self.near_dedupe <= 1:
             faults.append(f"--near-dedupe {self.near_dedupe} is not between 0.5 and 1; 0.8 is common")

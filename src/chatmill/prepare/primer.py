@@ -44,7 +44,7 @@ class CacheConfig(Config):
     seed: int = key(
         42,
         "Seed of the shuffle that splits and orders the examples.",
-        ValueCheck("a whole number of at least 0", lambda value: type(value) is int and value >= 0),
+        ValueCheck("an integer of at least 0", lambda value: type(value) is int and value >= 0),
     )
     val_frac: float = key(0.1, "Fraction of examples for validation; 0 for none.", BELOW_ONE)
     t_max: int = key(1024, "Maximum tokens per row; longer rows keep their last tokens.", integer(2, LONGEST))

@@ -307,13 +307,13 @@ def system(record: KeyReader) -> list[Message]:
 
 
 def record_id(record: KeyReader, key: str = "id") -> str | None:
-    """Return the id of a record: a string, or a whole number as a string."""
+    """Return the id of a record: a string, or an integer as a string."""
     value = record.take(key)
     if value is None or type(value) is str:
         return value
     if type(value) is int:
         return str(value)
-    raise RecordError(f"the record has {named(value)} as {key}", "expected a string or a whole number", kind="type")
+    raise RecordError(f"the record has {named(value)} as {key}", "expected a string or an integer", kind="type")
 
 
 def tools(record: KeyReader) -> tuple[str, ...]:

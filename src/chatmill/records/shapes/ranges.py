@@ -84,7 +84,7 @@ def _detail(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
 def _places(owner: str, start: Any, stop: Any) -> tuple[int, int]:
     for value in (start, stop):
         if type(value) is not int:
-            raise RecordError(f"{owner} has {named(value)} as a position", "expected a whole number", kind="ranges")
+            raise RecordError(f"{owner} has {named(value)} as a position", "expected an integer", kind="ranges")
     if not 0 <= start < stop:
         what = f"{owner} is empty"
         raise RecordError(what, "expected 0 <= start < stop", kind="ranges")
