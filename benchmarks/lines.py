@@ -1,4 +1,4 @@
-"""What the results come to, one line a comparison: chatmill, the floor, the peer, memory."""
+"""Summary of the results, one line per comparison: chatmill, the floor, the peer, memory."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """One comparison. The floor is the least that the machine takes for that work."""
+    """One comparison. The floor is the best possible time for that work on this machine."""
 
     what: str
     ours: str
     floor: str = ""
     share: float | None = None
-    """Of the speed of the floor: 1 would be all that the machine can do."""
+    """Speed as a fraction of the floor's speed: 1 is the best possible."""
     peer: str = ""
-    """Its name and version."""
+    """Name and version of the peer."""
     theirs: str = ""
     times: float | None = None
-    """As fast as the peer: below 1 the peer is faster."""
+    """Speed as a multiple of the peer's: below 1 the peer is faster."""
     memory: tuple[float, ...] = ()
-    """Peaks in bytes: of chatmill and, if there is one, of the peer."""
+    """Peak memory in bytes: chatmill, then the peer if there is one."""
 
 
 def lines(results: Results) -> list[Line]:
-    """The lines of all benchmarks that have results, in the order of the way through the house."""
+    """Return the lines of all benchmarks that have results, in pipeline order."""
     return [line for name, made in LINES.items() if name in results for line in made(results[name])]
 
 
 def seconds(value: float) -> str:
-    """A time with about three digits, in the unit that suits it."""
+    """Format a time with about three digits, in a suitable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if value * scale >= 1 or unit == "µs":
             return f"{digits(value * scale)} {unit}"
@@ -53,10 +53,10 @@ def rate(tokens_per_s: float) -> str:
 
 
 def _render(found: Any) -> list[Line]:
-    by = "ChatML" if found["template"] == "chatml" else f"`{found['template']}`"
+    chat_format = "ChatML" if found["template"] == "chatml" else f"`{found['template']}`"
     return [
         Line(
-            f"render {found['conversations']:,} conversations by {by}",
+            f"render {found['conversations']:,} conversations with {chat_format}",
             rate(found["tokens"] / found["render_s"]),
             f"fastokens {found['versions']['fastokens']} on the same texts, "
             + rate(found["tokens"] / found["encode_s"]),
@@ -72,10 +72,10 @@ def _render(found: Any) -> list[Line]:
 def _prepare(found: Any) -> list[Line]:
     peer = found.get("trl")
     bare = sum(found["bare"].values())
-    by = "" if found["template"] == "chatml" else f" by `{found['template']}`"
+    with_template = "" if found["template"] == "chatml" else f" with `{found['template']}`"
     return [
         Line(
-            f"prepare {found['conversations']:,} conversations{by}, packed",
+            f"prepare {found['conversations']:,} conversations{with_template}, packed",
             seconds(found["seconds"]),
             f"bare decode, encode and write, {seconds(bare)}",
             found["share_of_bare"],
@@ -109,7 +109,7 @@ def _startup(found: Any) -> list[Line]:
             found["python_s"] / found["help_s"],
         ),
         Line(
-            f"`chatmill prepare` of {found['records']} records, a vocabulary of {found['vocabulary']:,}",
+            f"`chatmill prepare`, {found['records']} records, vocabulary of {found['vocabulary']:,}",
             f"{seconds(found['prepare_s'])}; {seconds(found['cold_s'])} the first time",
         ),
     ]
@@ -119,7 +119,7 @@ def _near(found: Any) -> list[Line]:
     beside = found["beside"]
     return [
         Line(
-            f"prepare {beside['records']:,} short conversations without near-duplicates",
+            f"prepare {beside['records']:,} short conversations, near-duplicates removed",
             seconds(beside["seconds"]),
             peer=f"datatrove {found['versions']['datatrove']} MinHash, four stages",
             theirs=seconds(beside["peer_seconds"]),
@@ -127,7 +127,7 @@ def _near(found: Any) -> list[Line]:
             memory=(beside["memory"], beside["peer_memory"]),
         ),
         *(
-            Line(f"the same of {size['records']:,}", seconds(size["seconds"]), memory=(size["memory"],))
+            Line(f"the same with {size['records']:,}", seconds(size["seconds"]), memory=(size["memory"],))
             for size in found["sizes"]
         ),
     ]
@@ -149,7 +149,7 @@ def _pack(found: Any) -> list[Line]:
             (memory["plan"], memory["trl"]),
         ),
         Line(
-            f"pack {copy['figures']['tokens'] / 1e6:,.0f} M tokens, copied",
+            f"pack {copy['figures']['tokens'] / 1e6:,.0f} M tokens, including the copy",
             seconds(copy["timings"][0]["seconds"]),
             f"{copy['figures']['floor']}, {seconds(copy['figures']['floor_s'])}",
             copy["figures"]["floor_s"] / copy["timings"][0]["seconds"],
@@ -197,14 +197,19 @@ def _load(found: Any) -> list[Line]:
                 shape["times"],
                 (shape["memory"]["chatmill"], shape["memory"]["peer"]),
             ),
-            Line("the same, audited", seconds(ms["logged"] / 1e3), f"the same copy, {copy}", ms["copy"] / ms["logged"]),
+            Line(
+                "the same, with an audit log",
+                seconds(ms["logged"] / 1e3),
+                f"the same copy, {copy}",
+                ms["copy"] / ms["logged"],
+            ),
         ]
     if big := found.get("billion"):
         made.append(
             Line(
-                "order of a position among 10^9 episodes",
+                "look up one position in the order of 10^9 episodes",
                 seconds(big["order_ms"] / 1e3),
-                f"a look into a table of 10^7 in memory, {seconds(big['lookup_ms'] / 1e3)}",
+                f"a lookup in a table of 10^7 in memory, {seconds(big['lookup_ms'] / 1e3)}",
                 big["lookup_ms"] / big["order_ms"],
                 memory=(big["memory"],),
             )
@@ -214,17 +219,17 @@ def _load(found: Any) -> list[Line]:
 
 def _open(found: Any) -> list[Line]:
     (middle, _), (whole, _) = found["read_us"]["tokens and mask"], found["read_us"]["rows with spans and origins"]
-    mapped = f"as many bytes from a map, {seconds(found['floor_us'] / 1e6)}"
+    mapped = f"the same bytes from a memory map, {seconds(found['floor_us'] / 1e6)}"
     return [
         Line(
             f"open {found['episodes']:,} episodes and read one",
             seconds(found["open_ms"] / 1e3),
-            f"metadata parsed, five files mapped, {seconds(found['floor_ms'] / 1e3)}",
+            f"parse the metadata, map five files, {seconds(found['floor_ms'] / 1e3)}",
             found["floor_ms"] / found["open_ms"],
             memory=(found["memory"],),
         ),
         Line("tokens and mask of a random episode", seconds(middle / 1e6), mapped, found["floor_us"] / middle),
-        Line("the whole row of one, with spans", seconds(whole / 1e6), mapped, found["floor_us"] / whole),
+        Line("the whole row of a random episode, with spans", seconds(whole / 1e6), mapped, found["floor_us"] / whole),
     ]
 
 
@@ -263,7 +268,7 @@ def _rollout(found: Any) -> list[Line]:
         Line(
             f"rollout targets, {found['tokens']:.0f} tokens and {found['objects']} objects, one core",
             f"{digits(found['targets_per_second'])} /s",
-            f"decoded, parsed as JSON, the true ones encoded, {digits(found['floor_per_second'])} /s",
+            f"decode, parse as JSON, encode the true objects, {digits(found['floor_per_second'])} /s",
             found["targets_per_second"] / found["floor_per_second"],
             memory=(found["memory"],),
         )
@@ -276,12 +281,12 @@ def _view(found: Any) -> list[Line]:
         Line(
             f"the viewer's first page, {found['episodes']:,} episodes",
             seconds(first / 1e3),
-            f"as many requests for a small file, {seconds(found['floor_ms'] / 1e3)}",
+            f"the same number of requests for a small file, {seconds(found['floor_ms'] / 1e3)}",
             found["floor_ms"] / first,
             memory=(found["memory"],),
         ),
         Line(
-            "the viewer's search, one hit among them",
+            "the viewer's search with one hit",
             seconds(hit),
             f"a request for a small file, {seconds(found['request_ms'] / 1e3)}",
             found["request_ms"] / 1e3 / hit,

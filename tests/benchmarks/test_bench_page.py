@@ -93,7 +93,7 @@ def test_rows_that_differ_from_a_peer_are_counted_and_explained(run):
 def test_preparing_by_a_chat_template_stands_beside_trl_and_has_a_target(run):
     run["prepare_template"] |= {"times_trl": 9.9, "differ": {**run["prepare"]["differ"], "alike": 7, "peer_alone": 0}}
     text = page.page(run)
-    assert row(text, "prepare 2,000 conversations by `qwen2_5`").count("TRL 1.16.0, 9.40 s | 9.90") == 1
+    assert row(text, "prepare 2,000 conversations with `qwen2_5`").count("TRL 1.16.0, 9.40 s | 9.90") == 1
     assert "Of these conversations 7 have the same ids, and 0 differ." in " ".join(text.split())
     assert "60 times | 9.9 times | **missed** |" in row(text, "preparing with a chat template: as fast")
     del run["prepare"]

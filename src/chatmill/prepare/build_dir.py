@@ -105,7 +105,7 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
                 is_old = time.time() - newest >= older_than
                 counts[is_old] += ObjectCount(len(statuses), sum(status.st_size for status in statuses))
                 if is_old and not dry_run and (left := _remove(folder, kind)):
-                    raise DataError(f"{folder}: {left}; left by an earlier build, remove it by hand")
+                    raise DataError(f"{folder}: {left}; it is left from an earlier build; inspect and remove it")
     return CleanedBuilds(removed=counts[True], young=counts[False])
 
 
@@ -118,7 +118,7 @@ def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
     # Shards are rewritten from the units, which is fast and gives the same bytes.
     for folder, kind in ((staging, DATASET), *(() if resumed else ((units, UNITS),))):
         if left := _remove(folder, kind):
-            raise DataError(f"{folder}: {left}; left by an earlier build, remove it by hand")
+            raise DataError(f"{folder}: {left}; it is left from an earlier build; inspect and remove it")
     if resumed:
         for part in units.glob(f".*{PART}"):
             files.disk.remove(part)
