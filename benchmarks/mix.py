@@ -1,4 +1,4 @@
-"""How near the mixture of sources stays to what was asked for: `python benchmarks/mix.py [--rows N] [--json]`.
+"""How closely the mixture of sources follows the requested fractions: `python benchmarks/mix.py [--rows N] [--json]`.
 
 The default mixture (0.10, 0.70, 0.20), once by rows, looked at after every single one, and once by trained tokens, from
 sources whose rows differ sixfold in size. Nothing is timed.

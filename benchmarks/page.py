@@ -1,6 +1,6 @@
 """docs/explanation/benchmarks.md, made whole from the results of a run: what is equal, then what is faster, then why.
 
-The prose stands in texts.toml.
+The prose is in texts.toml.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _targets(results: Results, before: str = "") -> str:
     return "\n\n".join(["## Targets", _wrapped(_say("targets", met=met, known=met + missed)), shown])
 
 
-# What is said above each table: what was compared, and whether both sides agree.
+# Text above each table: what was compared, and whether both sides agree.
 
 
 def _rendering(results: Results) -> list[str]:

@@ -188,7 +188,7 @@ def trl_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
 
     datasets.disable_progress_bars()
     peer = PreTrainedTokenizerFast(tokenizer_file=str(data.tokenizer), eos_token="<|im_end|>", pad_token="<|im_end|>")
-    # What is trained, TRL knows from generation tags alone.
+    # TRL reads the trained tokens from generation tags only.
     tagged = CHATML if template is None else template_file(f"{template}_training").read_text("utf-8")
     peer.chat_template = tagged
     config = SFTConfig(
@@ -239,7 +239,7 @@ def hashed(conversations: Iterable[tuple[Any, Any]], *, masks: bool) -> tuple[li
 
 
 def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
-    """Ids and mask of every conversation of a packed dataset."""
+    """Yield the ids and mask of every conversation of a packed dataset."""
     episodes = open_dataset(dataset)["train"]
     for at in range(0, len(episodes), 1024):
         rows = episodes.rows(np.arange(at, min(at + 1024, len(episodes))))
@@ -249,7 +249,7 @@ def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
-    """How many conversations both have alike, and how many one has alone: cut at the limit, or another way."""
+    """Return how many conversations are equal on both sides, and how many only one side has."""
     mine, other = Counter(ours), Counter(theirs)
     alone_here, alone_there = mine - other, other - mine
     full = sum(count for name, count in alone_there.items() if name.startswith(f"{PACK} "))

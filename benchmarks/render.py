@@ -62,14 +62,14 @@ class Chatml:
 
 
 class Template:
-    """A published template as it is."""
+    """A published template, unchanged."""
 
     def __init__(self, data: Data, name: str) -> None:
         self.tokenizer = open_tokenizer(data.tokenizer)
         self.source = read_folder(str(data.tokenizer), str(template_file(name)))
 
     def chunks(self, records: Iterable[Record]) -> Chunks:
-        # A new one each time: what it derives is part of the work.
+        # Create a new renderer each time, because deriving the template is part of the work.
         renderer = TemplateRenderer(self.source, self.tokenizer)
         return renderer.render_chunks(renderer.renderable(records))
 

@@ -1,4 +1,4 @@
-"""The numbers that chatmill set out to reach, each held against a run: met or missed."""
+"""Performance targets of chatmill, compared with the results of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train_report import FULL_GIB, LORA_GIB, OFFLOAD_GIB, QLORA_GIB, SHARE, SPEE
 
 @dataclass(frozen=True)
 class Target:
-    """At least (or at most) so much of one figure."""
+    """A lower (or upper) limit for one figure."""
 
     what: str
     wanted: float
@@ -20,7 +20,7 @@ class Target:
     unit: str = ""
     digits: int = 2
     most: bool = False
-    """The figure is to stay at or below it."""
+    """Whether the limit is an upper one."""
 
     def held(self, results: Results) -> float | None:
         """The figure of a run, or None if it was not measured."""
@@ -51,7 +51,7 @@ def target_table(results: Results, before: str = "") -> str:
 
 
 def missed(results: Results) -> list[str]:
-    """What was measured and is not met."""
+    """Return the targets that were measured and not met."""
     values = [(target, target.held(results)) for target in TARGETS]
     return [target.what for target, value in values if value is not None and not target.met(value)]
 

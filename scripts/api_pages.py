@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def all_pages() -> dict[str, str]:
-    """The text of every page, by file name."""
+    """Return the text of every page, by file name."""
     pages = {page_name(package): package_page(package) for package in PACKAGES}
     pages["integrations.md"] = integrations_page()
     rows = [f"| [`{package}`]({page_name(package)}) | {does} |" for package, does in PACKAGES.items()]
@@ -119,7 +119,7 @@ def library_exports(library: str) -> list[str]:
 
 
 def entries(lines: list[str], names: list[str]) -> str:
-    """A page or section: its first lines, then a directive for each name."""
+    """Return a page or section: its first lines, then a directive for each name."""
     return "\n".join([*lines, *(f"\n::: {name}" for name in names), ""])
 
 

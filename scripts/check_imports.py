@@ -2,7 +2,7 @@
 
     python scripts/check_imports.py [PACKAGE_FOLDER]
 
-One line a violation, exit 1 if there is any. A part is a module or a folder directly under the package.
+Prints one line per violation; exits with 1 if there is any. A part is a module or a folder directly under the package.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
-# What `chatmill` exports, it imports only when a name is used.
+# `chatmill` imports its exports lazily, when a name is used.
 MAY_IMPORT["__init__"] |= MAY_IMPORT.keys() - {"__init__", "__main__", "cli"}
 MAY_IMPORT_BESIDES: dict[str, set[str]] = {
     "train/chat_model.py": {"records", "tokenizer", "format"},
@@ -59,7 +59,7 @@ HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft", "cli"}
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, by its absolute name, and where the statement stands."""
+    """One imported module, by its absolute name, and the line of the statement."""
 
     module: str
     line: int
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def violations(path: Path, package: Path) -> Iterator[str]:
-    """The faults of one file, each as `file:line: what; what would be right`."""
+    """Yield the faults of one file, each as `file:line: what; what would be right`."""
     part = path.relative_to(package).parts[0].removesuffix(".py")
     place = path.relative_to(package.parent.parent).as_posix()
     if part not in MAY_IMPORT:
@@ -105,7 +105,7 @@ def heavy_parts(found: Import) -> set[str]:
 
 
 def imports(path: Path, package: Path) -> Iterator[Import]:
-    """Every import statement of a file, wherever it stands, with relative names made absolute."""
+    """Every import statement of a file, at any level, with relative names made absolute."""
     above = (PACKAGE, *path.relative_to(package).parts[:-1])
 
     def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:

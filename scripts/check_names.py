@@ -4,7 +4,7 @@
 
 Fails, with one line for each problem, on
 - a class name that is defined in two places (leading underscores are ignored),
-- a variable or parameter whose name says nothing of what it holds (`found`, `said`, `asked`, `told`, `rest`),
+- a variable or parameter whose name does not describe its value (`found`, `said`, `asked`, `told`, `rest`),
 - an example in README.md, CONTRIBUTING.md or docs/ that imports from a module inside a package: examples show the
   public API, which is `chatmill`, `chatmill.<package>` and `chatmill.integrations.<library>`.
 """
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def repeated_classes(sources: dict[Path, ast.Module]) -> Iterator[str]:
-    """Every definition of a class name after its first."""
+    """Yield every definition of a class name after the first."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, tree in sources.items():
         for node in ast.walk(tree):
@@ -51,7 +51,7 @@ def vague_variables(sources: dict[Path, ast.Module]) -> Iterator[str]:
         for node in ast.walk(tree):
             name = bound_name(node)
             if name in VAGUE:
-                yield f'{path}:{getattr(node, "lineno", 1)}: "{name}" says nothing; name what it holds'
+                yield f'{path}:{getattr(node, "lineno", 1)}: "{name}" does not describe its value; rename it'
 
 
 def bound_name(node: ast.AST) -> str | None:
@@ -68,7 +68,7 @@ def bound_name(node: ast.AST) -> str | None:
 
 
 def deep_imports(root: Path) -> Iterator[str]:
-    """Imports in the docs that reach below a package."""
+    """Yield imports in the docs of modules inside a package."""
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
     for page in pages:
         if not page.is_file():
@@ -76,7 +76,7 @@ def deep_imports(root: Path) -> Iterator[str]:
         text = page.read_text("utf-8")
         for block in PYTHON_BLOCK.finditer(text):
             for match in IMPORT.finditer(block[1]):
-                # The modules of integrations cannot be exported together: each needs a library of its own.
+                # The modules of integrations cannot be exported together: each needs a different library.
                 parts = match[1].removeprefix("chatmill.integrations.").split(".")
                 if len(parts) > (2 if parts[0] == "chatmill" else 1):
                     line = text.count("\n", 0, block.start(1) + match.start(1)) + 1

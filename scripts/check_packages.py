@@ -8,7 +8,7 @@
 - `uvx --from WHEEL chatmill` runs.
 - cibuildwheel reads its settings and would build for the platforms that are named here.
 
-Needs what requirements/packages.txt lists. A Python that is not on this machine is left out, with a line that says so.
+Needs the packages of requirements/packages.txt. Prints a line for each Python that is not installed, and skips it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENV.pop("PYTHONPATH", None)
 
 
 def run(*command: str | Path, **env: str) -> str:
-    """What a command prints; where it fails, its output, and this process ends."""
+    """Return the output of a command; if it fails, print the output and exit."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=ROOT, env=ENV | env, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
@@ -44,9 +44,9 @@ def run(*command: str | Path, **env: str) -> str:
 
 
 def build() -> tuple[Path, Path]:
-    """The sdist, and the wheel that is built from it."""
+    """Build the sdist, and the wheel from it; return both paths."""
     shutil.rmtree(DIST, ignore_errors=True)
-    # From a copy, because setuptools would also use what earlier builds left in the repository.
+    # Build from a copy, because setuptools would also use files of earlier builds in the repository.
     with tempfile.TemporaryDirectory() as folder:
         for name in SOURCES:
             shutil.copy(ROOT / name, folder)
@@ -62,7 +62,7 @@ def build() -> tuple[Path, Path]:
 
 
 def interpreter(python: str) -> Path | None:
-    """A Python of this version: on the path, or one that pyenv installed."""
+    """Return a Python of this version, from PATH or pyenv; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python{python}"))):
         # A name on the path may be pyenv's, which runs nothing where its version is not chosen.
@@ -97,7 +97,7 @@ def main() -> None:
     check_cibuildwheel()
     sdist, wheel = build()
     run(BIN / "abi3audit", "--strict", wheel)
-    print(f"{wheel.name}: abi3audit finds nothing that Python 3.11 lacks")
+    print(f"{wheel.name}: abi3audit finds only symbols of Python 3.11's stable ABI")
     datasets = set()
     for python in PYTHONS:
         path = interpreter(python)
@@ -105,7 +105,7 @@ def main() -> None:
             print(f"{wheel.name}: Python {python} is not on this machine; not tried")
         else:
             datasets.add(try_package(wheel, path, "--compiled"))
-    # A compiler that fails is one that is not there.
+    # A compiler that always fails stands in for a missing one.
     datasets.add(try_package(sdist, Path(sys.executable), "--not-compiled", CC="false"))
     if len(datasets) != 1:
         sys.exit(f"the datasets differ: {' '.join(sorted(datasets))}")

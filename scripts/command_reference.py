@@ -53,7 +53,7 @@ def page() -> str:
 
 
 def commands(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that is no group, with its path."""
+    """Yield every command that is not a group, with its path."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
@@ -78,14 +78,14 @@ def section(path: tuple[str, ...], command: Any) -> str:
 
 
 def split_help(command: Any) -> tuple[str, list[str]]:
-    """The prose of a help, a paragraph a line, and the examples below it."""
+    """Split a help text into its paragraphs, one per line, and its examples."""
     text, _, below = inspect.cleandoc(command.help or "").partition("\b\nExample")
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text.replace("\b", "")) if part.strip()]
     return "\n\n".join(paragraphs), [line.removeprefix("  ") for line in below.splitlines()[1:]]
 
 
 def first_sentence(command: Any) -> str:
-    """The first paragraph of a help."""
+    """Return the first paragraph of a help text."""
     return split_help(command)[0].split("\n\n")[0]
 
 
@@ -107,7 +107,7 @@ def table(first: str, rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that stays in its cell, and in which nothing but code is markup."""
+    """Escape text for a table cell; only code stays markup."""
     plain = re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
     return "".join(
         part if number % 2 else part.replace("<", "&lt;").replace("*", "\\*")

@@ -1,4 +1,4 @@
-"""Train a small model on a GPU in every way that a config offers, and compare: `python scripts/gpu_check.py`.
+"""Train a small model on a GPU with every training option, and compare losses: `python scripts/gpu_check.py`.
 
 Each way trains, stops half way, and goes on from its checkpoint; its losses must be close to those of float32 on the
 CPU, and no step may make the host wait for the GPU. Needs numpy, torch and safetensors, one GPU and half a minute.
@@ -123,7 +123,7 @@ def config(data: Path, **changes: Any) -> TrainConfig:
 
 
 def losses(data: Path, out: Path, name: str, **changes: Any) -> list[float]:
-    """The loss of every step of a run that is stopped half way and goes on."""
+    """Return the loss of every step of a run that is stopped halfway and resumed."""
     ranks = "parallel" in changes
     for variable, value in ONE_RANK.items():
         os.environ.pop(variable, None)
@@ -145,13 +145,13 @@ def losses(data: Path, out: Path, name: str, **changes: Any) -> list[float]:
         lines = (out / run / "rows" / "rank_00000.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
     if changes.get("parallel") == "fsdp":
-        # What was saved in shards opens whole.
+        # A sharded checkpoint opens as one model.
         assert open_ready(out / run).num_parameters > 0
     return [line["loss"] for line in read_metrics(out / run)]
 
 
 def waits(optimizer: str) -> int:
-    """Operations of the steps of a run that made the host wait."""
+    """Return the operations that made the host wait for the GPU during the steps of a run."""
     with warnings.catch_warnings(record=True) as seen, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always")
         data = write_data(Path(folder) / "data")

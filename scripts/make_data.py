@@ -251,7 +251,7 @@ SKIES = ["clear", "cloudy", "light rain", "snow", "windy"]
 
 
 def call(name: str, result: Any, **arguments: Any) -> list[dict[str, Any]]:
-    """A tool call and what came back; a result that is not text is JSON."""
+    """A tool call and its result, which is JSON unless it is a string."""
     content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     return [
         {"role": "assistant_toolcall", "name": name, "arguments": arguments},
@@ -339,7 +339,7 @@ def tool_conversation(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def distinct(make: Callable[[random.Random], list[dict[str, Any]]], *, seed: int) -> Iterator[list[dict[str, Any]]]:
-    """Conversations without end, no two alike."""
+    """Yield an endless sequence of distinct conversations."""
     rng = random.Random(seed)
     seen = set()
     while True:
@@ -351,7 +351,7 @@ def distinct(make: Callable[[random.Random], list[dict[str, Any]]], *, seed: int
 
 
 def files() -> dict[str, str]:
-    """The text of each file by its name."""
+    """Return the text of each file by name."""
     chats = islice(distinct(conversation, seed=1), 400)
     tools = islice(distinct(tool_conversation, seed=2), 150)
     primer = islice(distinct(conversation, seed=3), 120)
@@ -364,7 +364,7 @@ def files() -> dict[str, str]:
 
 
 def desk_files() -> dict[str, str]:
-    """What the demo trains on, and what it is asked then."""
+    """Return the demo's training conversations and its questions."""
     texts = {}
     kinds = (("desk_chat", demo_data.chat, 600, 80), ("desk_tools", demo_data.tools, 380, 60))
     for facts, kept in zip(demo_data.split_facts(4), ("", "_heldout"), strict=True):

@@ -60,7 +60,7 @@ def runtime(compiler: str) -> list[str]:
 
 
 def why_not(compiler: str | None, include: Path) -> str:
-    """Why nothing can be tried here; empty if it can."""
+    """Return why the sanitizers cannot run here; empty if they can."""
     if compiler is None:
         return "there is no C compiler"
     if not (include / "Python.h").exists():
@@ -118,7 +118,8 @@ def main() -> int:
     tests = [f"tests/{name}" for name, needs in TESTS.items() if installed >= {*PYTEST, *needs}]
     if len(tests) < len(TESTS):
         print(
-            f"sanitize: {len(TESTS) - len(tests)} of {len(TESTS)} files of tests need what is not installed", flush=True
+            f"sanitize: {len(TESTS) - len(tests)} of {len(TESTS)} test files skipped: missing dependencies",
+            flush=True,
         )
     if tests:
         slow = f"not ({' or '.join(LEFT_OUT)})"

@@ -1,4 +1,4 @@
-"""What each part costs as a dataset grows: the table of docs/explanation/scale.md.
+"""Measure the cost of each part as a dataset grows: the table in docs/explanation/scale.md.
 
     python scripts/scale.py [--episodes 100000 1000000 10000000] [--folder DIR] [--json]
 
@@ -100,7 +100,7 @@ def measure(count: int, folder: Path | None) -> dict[str, Any]:
 
 
 def many_shards(count: int, folder: Path | None) -> tuple[float, float]:
-    """Milliseconds to open a dataset of so many shards, and kilobytes of its metadata."""
+    """Return the milliseconds to open a dataset of `count` shards, and the kilobytes of its metadata."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         dataset = Path(temporary)
         write(dataset, 20 * count, shard_tokens=160)

@@ -1,4 +1,4 @@
-"""What preparing does in parallel and what in one process: the table of "Preparing" in docs/explanation/scale.md.
+"""Measure the parallel and the serial part of `prepare`: the table of "Preparing" in docs/explanation/scale.md.
 
     python scripts/scale_prepare.py [--conversations 50000] [--tokenizer FILE] [--ray] [--json]
 
@@ -159,7 +159,7 @@ def now() -> tuple[float, float]:
 
 
 def timed(into: list[float], work: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, or generator, whose time is added to `into`."""
+    """Wrap a function or generator so that its time is added to `into`."""
 
     def add(began: tuple[float, float]) -> None:
         for at, (before, after) in enumerate(zip(began, now(), strict=True)):

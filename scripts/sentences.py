@@ -26,7 +26,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PHRASES = Path(__file__).with_name("phrases.txt")
 KINDS = ("docs", "docstring", "comment", "string")
-# Where phrases to avoid stand on purpose.
+# Files that contain phrases to avoid on purpose.
 QUOTES_PHRASES = frozenset({"scripts/phrases.txt", "tests/test_sentences.py"})
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"(])")
 C_COMMENT = re.compile(r"/\*(.*?)\*/|//([^\n]*)", re.DOTALL)
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def sentences(root: Path, paths: list[str]) -> Iterator[Sentence]:
-    """Every sentence of the files that git tracks below `paths`."""
+    """Yield every sentence of the tracked files under `paths`."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
     listing = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     for name in sorted(set(listing.stdout.splitlines())):
@@ -73,7 +73,7 @@ def sentences(root: Path, paths: list[str]) -> Iterator[Sentence]:
 
 
 def passages(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Line, kind and text of every passage of prose in a file."""
+    """Yield line, kind and text of every passage of prose in a file."""
     if path.suffix == ".md":
         yield from ((line, "docs", text) for line, text in markdown_passages(path.read_text("utf-8")))
     elif path.suffix == ".py":
@@ -163,7 +163,7 @@ def split_sentences(passage: str) -> Iterator[str]:
 
 
 def phrases_to_avoid(root: Path, paths: list[str], listing: str) -> Iterator[str]:
-    """One line for each sentence that holds a phrase of `listing`, whose lines are `pattern -> what to write`."""
+    """Yield a line for each sentence that contains a phrase of `listing`, with lines `pattern -> what to write`."""
     rules = []
     for line in listing.splitlines():
         if line.strip() and not line.startswith("#"):

@@ -83,7 +83,7 @@ def main() -> int:
         print(f"{PAGE}: written")
     elif args.check:
         same = with_table(PAGE.read_text("utf-8"), table) == PAGE.read_text("utf-8")
-        print(f"{PAGE}: {'the same' if same else 'differs; write it anew with --write'}")
+        print(f"{PAGE}: {'the same' if same else 'differs; update it with --write'}")
         return 0 if same else 1
     else:
         print(table)
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def lines(names: Sequence[str] = ORIGINALS) -> list[Line]:
-    """One line for each of these originals."""
+    """Return one line for each of these templates."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder))
         peer = PreTrainedTokenizerFast(
@@ -212,7 +212,7 @@ def differences(text: str, ours: Sequence[tuple[int, int]], theirs: Sequence[tup
 
 
 def markdown(table: Sequence[Line]) -> str:
-    """The table, and what it adds up to."""
+    """Return the table and its totals."""
     certified = sum(line.certified for line in table)
     both = sum(line.starts > 0 and line.stops > 0 for line in table)
     out = [

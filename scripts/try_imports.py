@@ -86,7 +86,7 @@ def configs(checkouts: list[Path], only: str, most: int) -> Iterator[tuple[str, 
 
 
 def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, ImportedConfig | None]:
-    """Import, prepare and train one config; what came of it, in one line."""
+    """Import, prepare and train one config; return the outcome in one line."""
     try:
         imported = read(path, model=str(model))
         write_import(imported, folder)
@@ -113,7 +113,7 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
     return f"trained {steps} steps" if steps == STEPS else f"stopped after {steps} steps", imported
 
 
-# What stands in for models and data.
+# Replacements for models and data.
 
 
 def tiny_model(work: Path) -> Path:
@@ -168,7 +168,7 @@ def replace_data(recipe: Path, folder: Path) -> None:
 
 
 def record(shape: str, number: int) -> dict[str, Any]:
-    """A record in one of chatmill's shapes, about adding."""
+    """Return a record about addition in one of chatmill's shapes."""
     question, answer = f"What is {number} plus {number + 3}?", f"It is {2 * number + 3}."
     more, last = f"And plus {number % 7}?", f"Then it is {2 * number + 3 + number % 7}."
     turns = [("user", question), ("assistant", answer), ("user", more), ("assistant", last)]
@@ -185,7 +185,7 @@ def record(shape: str, number: int) -> dict[str, Any]:
 
 
 def renamed(record: dict[str, Any], shape: str, columns: dict[str, Any] | None) -> dict[str, Any]:
-    """The record with the names that a recipe says that the file has."""
+    """Return the record with the column names that the recipe expects."""
     names = {ours: theirs[0] if isinstance(theirs, list) else theirs for ours, theirs in (columns or {}).items()}
 
     def message(turn: dict[str, Any]) -> dict[str, Any]:

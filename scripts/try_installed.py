@@ -33,7 +33,7 @@ COMMANDS = (
 
 
 def chatmill(folder: str, *words: str) -> str:
-    """What a command prints; ends this process where it fails."""
+    """Return the output of a command; exit if it fails."""
     command = [sys.executable, "-m", "chatmill", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode or not done.stdout:

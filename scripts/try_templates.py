@@ -47,7 +47,7 @@ NOT_STOPS = ("<|end|>", "<|eom|>")
 
 
 def guess_tokens(source: str) -> dict[str, Any]:
-    """The tokens that a template writes, as far as they read like some."""
+    """Return the strings in a template that look like control tokens."""
     # Hunyuan puts a suffix into its tokens.
     written = {token.replace("{}", ":opensource") for token in CONTROL.findall(source)}
     soft = {*SOFT.findall(source), "<think>", "</think>"}

@@ -5,7 +5,7 @@
     2 c . . .
     3 c . . .
 
-Rectangles neither overlap nor touch one of their own letter, so that what is one object can be seen.
+Rectangles do not overlap, and those with the same letter do not touch, so that objects can be told apart.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Grid = list[list[str]]
 
 
 def grid_size(most: int) -> int:
-    """Cells of a side of the grid that holds up to `most` objects."""
+    """Side length, in cells, of a grid for up to `most` objects."""
     return math.ceil(math.sqrt(CELLS * most))
 
 
 def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str, list[dict[str, Any]]]:
-    """The text of a scene, and its objects: from half of `most` to `most`.
+    """Return the text of a scene and its objects, between half of `most` and `most`.
 
     Their order is that of reading (by the upper left corner), or a random one.
     """
@@ -58,7 +58,7 @@ def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str
 
 
 def records(seed: int, count: int, most: int, order: Order = "reading") -> list[dict[str, Any]]:
-    """So many scenes as records of truth."""
+    """Return `count` scenes as records with their true objects."""
     draw = random.Random(seed)
     made = []
     for number in range(count):

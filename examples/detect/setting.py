@@ -51,7 +51,7 @@ SHARED: dict[str, Any] = {"batch_size": 16, "weight_decay": 0.01, "min_lr_ratio"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is made of; the defaults are the base setting."""
+    """The parameters of a run; the defaults are the base setting."""
 
     objects: int = 12
     """The most objects of a scene."""
@@ -69,14 +69,14 @@ class Setting:
     saves: int = 4
     """Checkpoints of the first fine-tuning."""
     then: int = 300
-    """Steps after it."""
+    """Steps after the first fine-tuning."""
     width: int = 128
     layers: int = 4
     rate: float = 2e-3
     """Learning rate of the first fine-tuning."""
     rate_then: float = 3e-4
     share: float = 1.0
-    """Of the rows of a step, those that are rollouts."""
+    """Fraction of the rows of a step that are rollouts."""
     rows: int = 16
     """Rows of a step."""
     temperature: float = 0.0
@@ -151,7 +151,7 @@ def prepare(folder: Path, setting: Setting, seed: int, held_out: int = 300) -> P
 
 
 def train_on(folder: Path, setting: Setting, seed: int, name: str) -> Path:
-    """Train on from stage 1 with a share of rollouts; the run."""
+    """Continue training from stage 1 with a fraction of rollouts; return the run."""
     start = folder / "stage1" / f"step_{setting.first_steps:08d}" / "model"
     config = RolloutConfig.from_mapping(
         {
@@ -200,7 +200,7 @@ def score(model_or_run: Path, folder: Path) -> Scores:
         objects = target.valid_objects
         of_answer = score_objects(objects, truth.objects)
         total = total.plus(of_answer)
-        # Without another object in the way, how many would be right?
+        # How many boxes would be correct if objects were matched independently?
         alone = sum(score_objects([thing], truth.objects).correct for thing in objects)
         duplicates += alone - of_answer.correct
         valid += answer[-1] == task.eos_id and is_json(task.tokenizer.decode(answer[:-1]))
@@ -252,7 +252,7 @@ def longest_row(folder: Path, task: Task) -> int:
 
 
 def longest_answer(folder: Path, task: Task) -> int:
-    """Tokens that an answer may have: more than any true one."""
+    """Maximum number of tokens in an answer: more than any true answer has."""
     truths = list(read_truth(folder / "held_out.jsonl"))
     prompts = task_prompts(truths, task)
     return round(1.25 * int((answer_rows(truths, task).lengths - prompts.lengths).max()))

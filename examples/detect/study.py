@@ -114,7 +114,7 @@ Job = tuple[str, Setting, int]
 
 
 def all_jobs(settings: dict[str, Setting], seeds: Iterable[int]) -> Iterable[Job]:
-    """What is to be done, each shared part once, in an order in which early settings are done first."""
+    """Return the jobs, with shared jobs only once, ordered so that early settings finish first."""
     seen = set()
     for name, setting in settings.items():
         for seed in seeds:
@@ -131,7 +131,7 @@ def kind(setting: Setting, parts: Iterable[str]) -> str:
 
 
 def work(out: Path, jobs: list[Job]) -> None:
-    """Take jobs whose stage 1 is there, one after the other, until none is left."""
+    """Run jobs whose stage 1 has finished, one after the other, until none is left."""
     import torch
 
     torch.set_num_threads(1)
@@ -167,7 +167,7 @@ def work(out: Path, jobs: list[Job]) -> None:
 
 
 def do(name: str, setting: Setting, seed: int, folder: Path) -> dict[str, Any]:
-    """One job; its scores, and the tokens that were trained."""
+    """Run one job; return its scores and the number of trained tokens."""
     if name == "stage 1":
         prepare(folder, setting, seed)
         checkpoints = [setting.first * number // setting.saves for number in range(1, setting.saves + 1)]
@@ -202,7 +202,7 @@ COLUMNS = {
 
 
 def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None) -> Iterable[str]:
-    """A row a setting: its means, and the paired difference to further fine-tuning with its 95 % interval.
+    """Return a table of settings: means, and the paired difference to further fine-tuning with its 95 % interval.
 
     `tokens`: trained tokens, relative to those of further fine-tuning. `before` and `further` are F1, or whatever is
     compared, of stage 1 and of further fine-tuning.
@@ -239,7 +239,7 @@ def _stage_1(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean, by Student's t."""
+    """Return the 95 % confidence interval of the mean, by Student's t."""
     if len(values) < 2:
         return float("nan"), float("nan")
     quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}[len(values)]
