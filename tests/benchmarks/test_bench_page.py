@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def modules(*names):
-    """Modules of benchmarks/, which is no package: its scripts find each other by their folder."""
+    """Modules of benchmarks/, which is not a package: its scripts import each other from the same folder."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return [importlib.import_module(name) for name in names]

@@ -10,5 +10,5 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 PARTS = ("store", "prepare", "records", "tokenizer", "load", "train", "format/template")
-# What the trials stand on lies beside the tests that own it.
+# The trials import helper modules from the folders of other tests.
 sys.path += [str(path) for path in (TESTS, *(TESTS / part for part in PARTS)) if str(path) not in sys.path]

@@ -128,7 +128,7 @@ class Model:
             node.safe, node.changes = node.names(), []
 
     def crash(self, to: Path, keep: Callable[[int], int]) -> None:
-        """Write what is left to `to`; of n things that are not safe, the first `keep(n)` survive."""
+        """Write the surviving files to `to`; of n unsynced changes, the first `keep(n)` survive."""
         self._restore(self.root, to, keep)
 
     def _restore(self, folder: Folder, to: Path, keep: Callable[[int], int]) -> None:

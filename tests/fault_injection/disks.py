@@ -84,7 +84,7 @@ class HeldAt(KilledAt):
 
 
 class Dribbling(Disk):
-    """Writes at most so many bytes at a time, and takes its time."""
+    """Writes a limited number of bytes at a time, slowly."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -95,7 +95,7 @@ class Dribbling(Disk):
 
 
 class Full(Disk):
-    """Has room for so many bytes more."""
+    """Has room for a limited number of bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -126,7 +126,7 @@ def in_place(disk: Disk) -> Iterator[Disk]:
 
 
 class Room:
-    """A small file system of its own, mounted at `path`."""
+    """A small separate file system, mounted at `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,7 +141,7 @@ class Room:
 
 @contextmanager
 def small_room(path: Path, size: int) -> Iterator[Room | None]:
-    """A file system of so many bytes at a new folder; None where none can be mounted."""
+    """Mount a file system of this size in a new folder; return None if mounting is not possible."""
     path.mkdir()
     mounted = _mount("-t", "tmpfs", "-o", f"size={size}", "chatmill-trial", str(path))
     try:

@@ -124,7 +124,7 @@ def why_not() -> str:
 
 
 def start_again_with_shim() -> None:
-    """Replace this process by itself with the shim preloaded; where that cannot be, go on without."""
+    """Restart this process with the shim preloaded; continue without it if that is not possible."""
     if (file := os.environ.pop(LOADED, None)) is not None:
         # Loaded by now. Other programs that are started from here need not have it.
         os.environ.pop("LD_PRELOAD")

@@ -131,7 +131,7 @@ def _check_one_thread() -> None:
 
 
 def apart(work: Callable[[], Any], *, cpu_seconds: float = CPU_SECONDS) -> Ended:
-    """Do work in a process of its own, and wait for it."""
+    """Do work in a separate process, and wait for it."""
     return begin(work).end(cpu_seconds)
 
 

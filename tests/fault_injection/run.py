@@ -1,4 +1,4 @@
-"""Run the trials, each in a process of its own, as many at a time as there are cores, and print a table of results.
+"""Run the trials, each in a separate process and one per core at a time, and print a table of results.
 
     python tests/fault_injection/run.py                       all trials; updates docs/explanation/reliability.md
     python tests/fault_injection/run.py --short               the same trials, small
@@ -141,7 +141,7 @@ def write_page(part: str) -> None:
 
 
 def try_planted(words: Sequence[str], seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Plant each fault in a process of its own, and run the trial that must notice it."""
+    """Plant each fault in a separate process, and run the trial that must detect it."""
     chosen = [fault for fault in PLANTED if _named(fault.name, words) or _named(fault.trial.name, words)]
 
     def one(fault: Any) -> dict[str, Any]:

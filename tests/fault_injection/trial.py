@@ -115,7 +115,7 @@ class Trial:
     """Where the real disk plays no part, its folder is in memory if it can be."""
 
     def run(self, size: int, seed: int) -> Tally:
-        """Do it, here and now. Whatever the trial raises is a fault of its own."""
+        """Do it, here and now. An exception in the trial counts as a fault."""
         tally, began = Tally(self.name), time.perf_counter()
         place = MEMORY if self.in_memory and os.access(MEMORY, os.W_OK) else None
         folder = Path(tempfile.mkdtemp(prefix="chatmill-trial-", dir=place))

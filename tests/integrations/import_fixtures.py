@@ -81,7 +81,7 @@ def leaves(value: object, path: str = "") -> list[str]:
 
 
 def unreported(config: object, keys: list[str]) -> list[str]:
-    """Values that no key of a report names, or several do; a key names all that lies below it."""
+    """Values that no key of a report names, or several do; a key covers all keys below it."""
 
     def names(key: str, leaf: str) -> bool:
         return leaf == key or leaf.startswith((f"{key}.", f"{key}["))

@@ -1,4 +1,4 @@
-"""Two rows of one record beside each other: counts add up, and each difference has its reason. TRL is not needed."""
+"""Comparison of two rows of one record: counts add up, and each difference has a reason. TRL is not needed."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def imported(text: str, **options):
 
 
 def minimal(**keys) -> str:
-    """A config with these keys besides those that it must have."""
+    """Return a config with these keys and the required ones."""
     config = {"base_model": "m", "learning_rate": 1e-4, "datasets": [{"path": "chat.jsonl", "type": "chat_template"}]}
     return json.dumps(config | keys)
 

@@ -92,7 +92,7 @@ def test_two_ranks_train_the_batches_and_losses_of_the_own_loop(weighted, model_
     assert (result.fault, result.steps, state["cursor"]["step"]) == (None, 50 + 45 - (STEPS + 1), 45)
     assert "ranks=all" in log.read_text()
 
-    # One rank goes on from the checkpoint of two.
+    # One rank resumes from the checkpoint of two.
     checkpoint = tmp_path / f"step={STEPS + 1}.ckpt"
     resumed = train(weighted, ACCUMULATED, model=model_folder, ckpt_path=checkpoint, max_steps=45)
     assert_own(resumed["batches"], own_batches(weighted, ACCUMULATED, 45)[STEPS + 1 :], 2)

@@ -58,7 +58,7 @@ def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: No
 
 
 def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
-    """Run the loop in a process of its own and kill it after a while, counted from its start or its first batch."""
+    """Run the loop in a separate process and kill it after a while, counted from its start or its first batch."""
     ready_end, send_ready = os.pipe()
     child = begin(lambda: loop(folder, None, lambda: os.close(send_ready)))
     os.close(send_ready)
@@ -106,7 +106,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(size):
         ended = killed(folder, rng.uniform(0.0, 0.4), drawing=number % 4 != 3)
         if number == size - 1 and ended.killed:
-            # After the last kill it goes on for a while, and ends by itself.
+            # After the last kill, the run continues and ends normally.
             step = state["audit"]["cursor"]["step"] if (state := saved(folder)) else 0
             ended = begin(lambda step=step: loop(folder, step + 20)).end()
         if ended.refused or ended.broke:

@@ -182,7 +182,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             harmed = change in HARMLESS and not ended.broke
             tally.judge(found=bool(ended.refused) and not harmed, lost=f"{what}: {ended.broke or ended.refused}")
             continue
-        # What was built is what a build of the input as it is now gives.
+        # The result must equal a build of the current input.
         job = Job((InputSource((str(place / "in" / "*"),)),), on_error="skip")
         build(job, place / "right")
         if digests(place / "x") == digests(place / "right"):

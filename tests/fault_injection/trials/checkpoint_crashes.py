@@ -20,7 +20,7 @@ class Late(Recorder):
         self._seen: set[Path] = set()
 
     def make_folder(self, path: Path) -> None:
-        # A folder that is made anew holds nothing that was seen under its name before.
+        # A folder that is created again contains none of the earlier files.
         self._seen = {seen for seen in self._seen if path not in seen.parents}
         super().make_folder(path)
 

@@ -114,7 +114,7 @@ class Case:
             return begin(command(self.place, *args)).end(CPU_SECONDS)
 
     def undisturbed(self) -> tuple[dict[str, int], Any]:
-        """The calls of the command, and what it comes to."""
+        """The calls of the command, and its result."""
         self.begin()
         ended = self.run(self.args)
         assert ended.value is not None and ended.value["code"] == 0, ending(ended)
@@ -202,7 +202,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
         files.disk = KilledAt(24)
         return command(place, *args, "1")()
 
-    # Here, so that no forked process has to import what it needs.
+    # Import here, so that forked processes do not have to.
     with redirect_stdout(io.StringIO()):
         assert exit_code("prepare", str(plain / "in/0.jsonl"), "-o", str(folder / "first"), "--workers", "1") == 0
     with_old = started_with("old", command(place, *old_args))

@@ -91,7 +91,7 @@ def moved_cursors() -> Iterator[Attack]:
 
 def wrong_files() -> Iterator[Attack]:
     def state_with(checkpoint: Path, name: str) -> None:
-        """A file of AdamW's steps beside the state."""
+        """An additional file with AdamW's step counts."""
         import torch
         from safetensors import safe_open
         from safetensors.torch import save_file

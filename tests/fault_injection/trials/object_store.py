@@ -147,7 +147,7 @@ def played_back(writes: Writes, before: dict[str, bytes], allowed: set[str], new
 def resumed(
     total: int, before: dict[str, bytes], job: Job, allowed: set[str], new: str, way: str, tally: Tally
 ) -> None:
-    """A build that is killed before each of its writes, and goes on."""
+    """A build that is killed before each of its writes, and resumed."""
     for stop in range(total):
         store(before)
         with watched(Writes(stop=stop)):

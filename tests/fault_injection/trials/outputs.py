@@ -39,7 +39,7 @@ def name_from(rng: random.Random, *, path: bool = True) -> str:
 
 
 def run(argv: list[str], sink: str, folder: Path) -> dict[str, Any]:
-    """Run a command in this process, which ends with it: its exit code, and what it wrote."""
+    """Run a command in this process, which exits afterwards; record its exit code and output."""
     streams = {number: os.open(folder / str(number), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600) for number in (1, 2)}
     os.dup2(streams[2], 2)
     if sink == "pipe":

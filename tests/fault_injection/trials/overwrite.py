@@ -120,7 +120,7 @@ def no_exchange(yes: bool) -> Iterator[None]:
 
 
 def everything(folder: Path) -> dict[str, str]:
-    """All that lies below a folder, links and pipes too, by its inode."""
+    """Return everything under a folder, including links and pipes, by inode."""
     return {
         f"{status.st_dev}:{status.st_ino}": path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -162,7 +162,7 @@ class Rounds:
         }
 
     def place(self) -> Path:
-        """An old dataset in a folder of its own."""
+        """An old dataset in a separate folder."""
         self.number += 1
         target = self.folder / str(self.number) / "x"
         target.parent.mkdir()

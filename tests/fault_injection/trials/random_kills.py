@@ -32,7 +32,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Build:
-    """The command, and what it gives when nobody disturbs it."""
+    """The command, and its result without interruption."""
 
     folder: Path
     input: str
@@ -50,7 +50,7 @@ class Build:
         return subprocess.Popen([*command, *flags], cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def finish(self, *flags: str) -> tuple[str, int]:
-        """Build to the end; the hash and the number of shards, or a word on what went wrong and 0."""
+        """Finish the build; return its hash and number of shards, or a description of the fault and 0."""
         out, err = (process := self.start(*flags)).communicate()
         if process.returncode:
             return f"exit {process.returncode}: {err.decode().strip()}", 0
@@ -91,7 +91,7 @@ def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
 
 
 def state(build: Build, old: str | None) -> str:
-    """What stands under the target's name: absent, old, new, or what is wrong with it."""
+    """Return the state of the target: absent, old, new, or a description of the fault."""
     # As the next command would: it undoes a replacement that was killed between two renames.
     recover(build.target)
     if not build.target.exists():

@@ -47,7 +47,7 @@ class Log:
         return found
 
     def two_that_hold(self) -> dict[int, set[int]] | None:
-        """Two workers that each finished a unit, and what they hold now."""
+        """Two workers that each finished a unit, and their current units."""
         finished = self.units_by_worker("finished")
         held = {pid: units - finished.get(pid, set()) for pid, units in self.units_by_worker("began").items()}
         held = {pid: units for pid, units in held.items() if units and finished.get(pid)}

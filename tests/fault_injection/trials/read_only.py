@@ -21,7 +21,7 @@ from fault_injection.trial import Tally, Trial
 
 @contextmanager
 def locked(room: Path, fill: Callable[[], None]) -> Iterator[bool]:
-    """A folder that is filled and then cannot be written; False where there is no way to make one."""
+    """Fill a folder and make it read-only; return False if that is not possible."""
     with small_room(room, 64 << 20) as mounted:
         fill()
         if mounted is not None:

@@ -37,7 +37,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def doubt(shape: str, data: bytes, record: Record) -> str:
-    """Why this record cannot be what these bytes hold; empty if it may be."""
+    """Return why this record cannot come from these bytes; empty if it can."""
     # A line of a transcript that is neither a JSON string nor an object is raw text.
     is_raw = shape.startswith("transcript-") or (shape == "transcript" and data.lstrip()[:1] not in (b'"', b"{"))
     for message in record.messages:
@@ -74,11 +74,11 @@ def doubt(shape: str, data: bytes, record: Record) -> str:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def attempt(shape: str, pieces: list[bytes], tally: Tally) -> None:
-    """Read broken records from a file, one on each line, and account for each of them."""
+    """Read broken records from a file, one per line, and account for each."""
     path = Path("a.txt" if shape.startswith("transcript-") else "a.jsonl")
     between = b"<|EOS|>\n" if shape == "transcript-stream" else b"\n"
     path.write_bytes(between.join(pieces))

@@ -35,7 +35,7 @@ AT_ONCE = 25
 
 
 class Liar:
-    """A tokenizer that is not what it says."""
+    """A tokenizer that reports a wrong vocabulary size."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -51,13 +51,13 @@ def mutant(good: dict[str, Any], raw: bytes, rng: random.Random) -> bytes:
         return broken_bytes(raw, rng)
     value = broken_value(good, rng)
     if rng.random() < 0.5:
-        # What matters most lies deepest.
+        # The model is the most important part, and deeply nested.
         value = {**good, "model": broken_value(good["model"], rng)}
     return json.dumps(value).replace('"@nest@"', "[" * 50 + "]" * 50).encode()
 
 
 def attempt(path: Path) -> str:
-    """Open it and encode; what is not as it should be, or nothing."""
+    """Open the tokenizer and encode; return a description of the fault, or an empty string."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = open_tokenizer(path)
@@ -103,7 +103,7 @@ def mutants(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     for first in range(0, size, AT_ONCE):
         many = [mutant(good, raw, rng) for _ in range(min(AT_ONCE, size - first))]
-        # In a process of its own: a library that aborts takes nobody along.
+        # In a separate process, because the library may abort.
         ended = apart(lambda many=many: some(many), cpu_seconds=300)
         if ended.value is None:
             tally.loses(f"mutants {first} and on: {ended.broke or 'killed'}")

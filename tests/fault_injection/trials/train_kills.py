@@ -62,7 +62,7 @@ class Runs:
         train_model(config, model_name=name, out_dir=self.folder / "out", resume="auto", watch=watch, quiet=True)
 
     def killed(self, name: str, after: int, seconds: float) -> Ended:
-        """Begin or go on, and kill some seconds after so many of its steps."""
+        """Start or resume a run, and kill it some seconds after a number of steps."""
         steps_made, send_step = os.pipe()
         child = begin(lambda: self.train(name, lambda: os.write(send_step, b".")))
         os.close(send_step)

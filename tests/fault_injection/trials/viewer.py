@@ -69,7 +69,7 @@ class Served:
 
 @contextmanager
 def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tuple[int, int, Path]]:
-    """A viewer in a process of its own: its port, its process, and what it writes to standard error."""
+    """A viewer in a separate process: its port, its process, and its standard error."""
     errors, reading = folder / f"stderr-{client_seconds}", os.pipe()
 
     def serve() -> None:
@@ -227,7 +227,7 @@ def threads(pid: int) -> int:
 
 
 async def begin_to_serve(served: Served) -> None:
-    """Wait until it has nothing to do, and note what it answers."""
+    """Wait until the viewer is idle, and record its answers."""
     while any(each["searched"] < each["episodes"] for each in json.loads(await body(served, "/api/progress")).values()):
         await asyncio.sleep(0.01)
     served.descriptors = descriptors(served.pid)

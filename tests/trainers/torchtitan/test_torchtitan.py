@@ -111,7 +111,7 @@ def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path)
     assert (result.fault, result.steps) == (None, 50 + 45 - (STEPS + 1))
     assert "ranks=all" in log.read_text()
 
-    # One rank goes on from the checkpoint of two.
+    # One rank resumes from the checkpoint of two.
     one = train(plain, PACKED, steps=45, folder=tmp_path, interval=500, load_step=STEPS + 1)
     assert_own(one["batches"], own_batches(plain, PACKED, 45)[STEPS + 1 :])
     np.testing.assert_allclose(one["losses"], runs[0][0]["losses"][STEPS + 1 : 45], rtol=0, atol=1e-5)
