@@ -1,6 +1,6 @@
-"""Stream blocks: every rule as whole blocks and masks, then all block sizes against a token-by-token oracle.
+"""Stream blocks: whole blocks and masks for every rule, then every block size against a token-by-token oracle.
 
-Tokens are letters: S, U and A open a system, user and assistant turn, E is END, X is EOS, small letters are
+Tokens are letters: S, U and A open a system, user and assistant turn, E is END, X is EOS, lowercase is
 text. In a mask `*` is trained. Documents are written without their last X, which packing adds.
 """
 
@@ -34,7 +34,7 @@ BYTES = open_tokenizer("bytes", control=POST_TRAINING.tokens)
 
 
 def packed(*documents: str, size: int, remainder: str = "pad") -> list[str]:
-    """Each block with its mask, in one line."""
+    """Return one string per block: its tokens and its mask."""
     ids, masks = pack_chat_blocks(
         [[ord(token) for token in document] for document in documents],
         block_size=size,
@@ -59,7 +59,7 @@ def parsed(*documents: str) -> Rows:
 
 
 def told(rows: Rows) -> list[list[str]]:
-    """Every span of every row: its segment, trained or not, who, which part, why, which message, and its tokens."""
+    """Return one line per span of each row: segment, mask, role, part, rule, message and tokens."""
     rows.check()
     segment = rows.segments()
     lines: list[list[str]] = []
@@ -75,7 +75,7 @@ def told(rows: Rows) -> list[list[str]]:
     return lines
 
 
-# What is trained.
+# Loss mask.
 
 
 def test_the_mask_marks_only_assistant_spans_and_their_markers_too():
@@ -101,7 +101,7 @@ def test_consecutive_answers_share_one_user_span():
     assert packed("UuEAaEAbE", size=10) == ["UuEAaEAbEX ...******."]
 
 
-def test_an_unfinished_user_span_between_masks_the_answer_and_one_before_does_not():
+def test_an_unfinished_user_span_masks_the_answer_only_if_it_is_the_latest():
     assert packed("UuEUvAaE", size=9) == ["UuEUvAaEX ........."]
     assert packed("UvUuEAaE", size=9) == ["UvUuEAaEX .....***."]
 
@@ -133,11 +133,11 @@ def test_an_answer_cut_by_the_end_of_a_block_is_context_on_both_sides():
     assert packed("UuEAaaEUvEAbE", size=6) == ["UuEAaa ......", "EUvEAb ......", "EXXXXX ......"]
 
 
-def test_what_was_left_open_in_an_earlier_block_masks_nothing_here():
+def test_a_span_left_open_in_an_earlier_block_masks_nothing_in_this_one():
     assert packed("UuEAaaUvEAbE", size=6) == ["UuEAaa ......", "UvEAbE ...***", "XXXXXX ......"]
 
 
-# What is injected.
+# Injection.
 
 
 def test_the_worked_example_cut_inside_the_third_user_span():
@@ -183,7 +183,7 @@ def test_a_system_span_that_was_itself_cut_is_injected_whole():
     assert packed("xxSssEUuuuEAaE", size=8) == ["xxSssEUu ........", "SssEUuuE ........", "AaEXXXXX ........"]
 
 
-def test_the_system_span_is_left_out_where_no_stream_token_would_fit_beside_it():
+def test_the_system_span_is_not_injected_if_it_leaves_no_room_for_a_stream_token():
     assert packed("SsEUuuE", size=5) == ["SsEUu .....", "SsEUu ....."]
     assert packed("SssEUuE", size=6) == ["SssEUu ......", "SssEUE ......", "XXXXXX ......"]
     assert packed("SsssEUuE", size=6) == ["SsssEU ......", "UuEXXX ......"]
@@ -198,7 +198,7 @@ def test_a_block_that_begins_inside_an_assistant_span_is_not_rewritten():
     assert packed("SsEUuEAaaaEUvEAbE", size=9) == ["SsEUuEAaa .........", "aEUvEAbEX .....***."]
 
 
-def test_a_block_that_begins_at_a_marker_or_at_eos_is_not_rewritten_though_the_user_span_was_left_open():
+def test_a_block_that_begins_at_a_marker_or_eos_is_not_rewritten_even_after_an_open_user_span():
     assert packed("SsEUuAaE", size=5) == ["SsEUu .....", "AaEXX ....."]
     assert packed("SsEUu", "UuE", size=5) == ["SsEUu .....", "XUuEX ....."]
 
@@ -207,10 +207,10 @@ def test_a_block_that_begins_between_turns_is_not_rewritten():
     assert packed("SsEUuExAaE", size=6) == ["SsEUuE ......", "xAaEXX ......"]
 
 
-# What is left out.
+# Removed tokens.
 
 
-def test_a_user_span_that_fills_the_next_block_too_ends_its_document_and_only_that():
+def test_a_user_span_that_also_fills_the_next_block_ends_only_its_document():
     assert packed("UuuuuuuEAaE", "UvEAbE", size=4) == ["Uuuu ....", "Uuuu ....", "UvEA ....", "bEXX ...."]
     assert packed("UuuuuuuEAaE", "UvEAbE", size=6) == [
         "Uuuuuu ......",
@@ -220,7 +220,7 @@ def test_a_user_span_that_fills_the_next_block_too_ends_its_document_and_only_th
     ]
 
 
-def test_later_conversations_of_that_document_are_left_out_with_it():
+def test_later_conversations_of_an_ended_document_are_dropped():
     assert packed("UuuuuuuEAaEXUuEAaE", "UvE", size=4) == ["Uuuu ....", "Uuuu ....", "UvEX ...."]
 
 
@@ -228,7 +228,7 @@ def test_a_user_span_whose_end_is_the_last_token_of_the_block_is_complete():
     assert packed("UuuuuuEAaE", size=4) == ["Uuuu ....", "UuuE ....", "AaEX ...."]
 
 
-def test_an_open_user_span_that_stops_with_the_block_lets_the_document_go_on():
+def test_an_open_user_span_that_stops_at_the_block_end_does_not_end_the_document():
     assert packed("UuuuuuAaE", size=4) == ["Uuuu ....", "UuuA ....", "aEXX ...."]
     assert packed("UuuuuuuAaE", size=4) == ["Uuuu ....", "Uuuu ....", "AaEX ...."]
 
@@ -248,7 +248,7 @@ def test_the_remainder_is_padded_with_eos_or_dropped():
     assert packed("UuEAaE", size=8, remainder="drop") == []
 
 
-def test_documents_may_be_empty_or_none_at_all():
+def test_documents_and_the_list_of_documents_may_be_empty():
     assert packed(size=4) == []
     assert packed("", "", size=4) == ["XXXX ...."]
     assert cut_blocks(EMPTY, 4).lengths.tolist() == []
@@ -264,15 +264,15 @@ def test_documents_may_be_empty_or_none_at_all():
         ({"documents": [[2**32]]}, "token ids must be integers"),
     ],
 )
-def test_what_cannot_be_packed_is_named(options, fault):
+def test_invalid_arguments_raise_a_clear_error(options, fault):
     with pytest.raises(DataError, match=fault):
         pack_chat_blocks(**({"documents": [[1]], "block_size": 4} | MARKERS | options))
 
 
-# The same on Rows.
+# Blocks of Rows.
 
 
-def test_a_block_says_of_every_span_where_it_comes_from_and_why_it_has_its_weight():
+def test_spans_of_a_block_record_their_origin_and_the_rule_of_their_weight():
     rows = parsed("SsEUuEAaEUvvE", "AbEUwEAcE", "UxAyE")
     assert told(cut_blocks(rows, 11)) == [
         [
@@ -322,7 +322,7 @@ def test_a_block_says_of_every_span_where_it_comes_from_and_why_it_has_its_weigh
     ]
 
 
-def test_an_answer_after_one_left_open_is_unfinished_business():
+def test_an_answer_after_an_unfinished_one_has_the_rule_unfinished():
     lines = told(cut_blocks(parsed("UuEAaUvEAbE"), 12))[0]
     assert [line for line in lines if "assistant" in line] == [
         "0 . assistant open unfinished 1 A",
@@ -352,7 +352,7 @@ def test_segments_keep_the_origin_of_their_conversation_and_padding_has_none():
     assert packed_rows.positions().tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
-def test_a_flag_of_the_message_holds_unless_the_block_masks_the_answer():
+def test_a_message_weight_applies_unless_the_block_masks_the_answer():
     chat = [
         Message("assistant", "a", weight=0.5),
         Message("user", "u"),
@@ -366,18 +366,18 @@ def test_a_flag_of_the_message_holds_unless_the_block_masks_the_answer():
     assert answers["rule"].tolist() == [Rule.INCOMPLETE_USER] * 3 + [Rule.FLAG] * 6 + [Rule.ROLE] * 3
 
 
-def test_an_answer_the_block_masks_stays_masked_when_the_speakers_are_chosen_anew():
+def test_an_answer_masked_by_a_block_stays_masked_after_reweighing():
     rows = cut_blocks(parsed("AaEUuEAbE"), 10).reweigh("assistant")
     assert rows.mask().tolist() == [False] * 6 + [True] * 3 + [False]
 
 
-def test_what_is_injected_is_context_even_where_every_speaker_is_trained():
+def test_injected_tokens_are_context_even_if_every_role_is_trained():
     rows = cut_blocks(parsed("SsEUuuE").reweigh("all"), 6)
     assert "".join(map(chr, rows.ids.tolist())) == "SsEUuuSsEUEX"
     assert rows.weights().tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0]
 
 
-def test_a_row_that_was_cut_before_may_begin_inside_a_turn():
+def test_a_truncated_row_may_begin_inside_a_turn():
     whole = parsed("UuuEAaE", "UuEAaE")
     each = np.array([0, 1, 2])
     rows = gather(whole, GatherPlan(np.array([1, 12]), np.array([8, 15]), each, each[:2], each))
@@ -386,7 +386,7 @@ def test_a_row_that_was_cut_before_may_begin_inside_a_turn():
     assert made.mask().tolist() == [False] * 10
 
 
-def test_a_tool_result_opens_with_the_user_marker_and_is_begun_anew_like_a_user_turn():
+def test_a_tool_result_cut_by_a_block_is_reopened_with_the_user_marker():
     chat = [Message("user", "u"), Message("assistant", "a"), Message("tool", "3"), Message("assistant", "b")]
     rows = TurnRenderer(POST_TRAINING, BYTES).render([Record(chat)])
     user = BYTES.special_token_ids()["usr"]
@@ -396,7 +396,7 @@ def test_a_tool_result_opens_with_the_user_marker_and_is_begun_anew_like_a_user_
     assert again.weights().tolist() == [0] * 13 + [1, 1, 1] + [0] * 14
 
 
-def test_rows_of_a_format_that_blocks_cannot_begin_anew_are_refused():
+def test_rows_of_a_format_whose_turns_blocks_cannot_reopen_are_refused():
     chatml = load_format("chatml")
     record = Record([Message("user", "u"), Message("assistant", "a")])
     with pytest.raises(DataError, match="does not end with EOS"):
@@ -410,7 +410,7 @@ def counts(ledger: Ledger) -> dict[str, tuple[int, int, int]]:
     return {f"{bucket} {reason}".strip(): (e.rows, e.tokens, e.trained) for bucket, reason, e in ledger}
 
 
-def test_the_ledger_counts_what_is_injected_padded_left_out_and_not_trained():
+def test_the_ledger_counts_injected_padding_removed_and_untrained_tokens():
     ledger = Ledger()
     made = cut_blocks(parsed("UuuuuuuuuuEAaEXUuEAaE", "UuEAaEUvvE", "AbE", "UuEAbE"), 5, ledger=ledger)
     assert "".join(map(chr, made.ids.tolist())) == "UuuuuUuuuuUuEAaEUvvEXAbEXUuEAbEXXXX"
@@ -418,7 +418,7 @@ def test_the_ledger_counts_what_is_injected_padded_left_out_and_not_trained():
         "repeated goes_on_in_next_block": (4, 0, 0),
         "injected": (0, 1, 0),
         "padding": (0, 3, 0),
-        # The long conversation lost uEAaEX; the one after it in its document is gone.
+        # The long conversation loses uEAaEX; the next one in the same document is dropped.
         "truncated user_span_over_block": (0, 6, 3),
         "dropped user_span_over_block": (1, 7, 3),
         "noted answer_unfinished": (0, 6, 0),
@@ -426,7 +426,7 @@ def test_the_ledger_counts_what_is_injected_padded_left_out_and_not_trained():
     }
 
 
-def test_a_dropped_remainder_is_counted_without_what_was_injected_into_it():
+def test_a_dropped_remainder_is_counted_without_its_injected_tokens():
     ledger = Ledger()
     made = cut_blocks(parsed("SsEUuEAaEUvvEAbE", "UwEAcE", "xE"), 11, remainder="drop", ledger=ledger)
     assert "".join(map(chr, made.ids.tolist())) == "SsEUuEAaEUvSsEUvEAbEXU"
@@ -437,7 +437,7 @@ def test_a_dropped_remainder_is_counted_without_what_was_injected_into_it():
     }
 
 
-# Against an oracle that walks token by token.
+# Comparison with a token-by-token oracle.
 
 
 def slow_mask(block: str) -> str:
@@ -460,9 +460,9 @@ def slow_mask(block: str) -> str:
 
 
 def slow_blocks(documents: list[str], size: int, remainder: str) -> tuple[list[str], list[str], dict[str, int]]:
-    """Blocks, what each token is (`s`tream, `i`njected or `p`adding), and how many tokens were left out or dropped."""
+    """Return blocks, the kind of each token (`s`tream, `i`njected or `p`adding), and counts of removed tokens."""
     stream = [(token, number) for number, document in enumerate(documents) for token in document + "X"]
-    # Before each token: in whose span the walk is, and the last complete system span of this conversation.
+    # For each token: the role of the span it is in, and the last complete system span of the conversation.
     inside, system, span, before = "", "", "", []
     for token, _ in stream:
         before.append((inside, system))
@@ -518,14 +518,14 @@ remainders = st.sampled_from(["pad", "drop"])
 
 @settings(max_examples=40)
 @given(documents_, remainders)
-def test_blocks_of_every_size_from_1_to_64_are_those_of_the_oracle(documents, remainder):
+def test_blocks_of_every_size_from_1_to_64_equal_the_oracle(documents, remainder):
     for size in range(1, 65):
         expected, _, _ = slow_blocks(documents, size, remainder)
         assert packed(*documents, size=size, remainder=remainder) == [f"{b} {slow_mask(b)}" for b in expected]
 
 
 @given(documents_, remainders, st.integers(1, 40))
-def test_spans_segments_and_the_ledger_tell_the_same_story(documents, remainder, size):
+def test_spans_segments_and_the_ledger_agree(documents, remainder, size):
     rows, ledger = parsed(*documents), Ledger()
     made = cut_blocks(rows, size, remainder=remainder, ledger=ledger)
     made.check()
@@ -538,7 +538,7 @@ def test_spans_segments_and_the_ledger_tell_the_same_story(documents, remainder,
         number = 0
         for at, token in enumerate(block):
             segments.append(number)
-            # Padding is one segment, whatever EOS it holds.
+            # Padding is one segment, although it consists of EOS tokens.
             number += token == "X" and of_block[at] != "p"
     assert made.segments().tolist() == segments
 
@@ -574,7 +574,7 @@ records = st.builds(
 
 
 @given(st.lists(records, max_size=5), remainders, st.integers(1, 80))
-def test_rendered_rows_give_the_blocks_of_their_token_ids(chats, remainder, size):
+def test_blocks_of_rendered_rows_equal_blocks_of_their_token_ids(chats, remainder, size):
     rows = TurnRenderer(POST_TRAINING, BYTES).render(chats)
     ids = BYTES.special_token_ids()
     made = cut_blocks(rows, size, remainder=remainder)
@@ -593,7 +593,7 @@ def test_rendered_rows_give_the_blocks_of_their_token_ids(chats, remainder, size
 
 
 @given(st.lists(records, max_size=3))
-def test_parsed_ids_have_the_spans_that_rendering_gave_them(chats):
+def test_parsing_rendered_ids_restores_their_spans(chats):
     rows = TurnRenderer(POST_TRAINING, BYTES).render(chats)
     ids = BYTES.special_token_ids()
     again = rows_from_ids(
@@ -607,6 +607,6 @@ def test_parsed_ids_have_the_spans_that_rendering_gave_them(chats):
     assert again.first_segment.tolist() == rows.first_segment.tolist()
     for column in ("length", "part", "message"):
         assert again.spans[column].tolist() == rows.spans[column].tolist()
-    # A tool result opens with the user marker, and only rendering knows that it is one.
+    # A tool result opens with the user marker, so only the renderer can tell it from a user turn.
     role = np.where(rows.spans["role"] == Role.TOOL, Role.USER, rows.spans["role"])
     assert again.spans["role"].tolist() == role.tolist()

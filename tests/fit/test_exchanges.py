@@ -1,4 +1,4 @@
-"""The rule exchanges, held against plain Python over lists of messages."""
+"""The truncation rule `exchanges`, compared with plain Python over lists of messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OVER = "last_exchange_over_max_tokens"
 
 
 def chat(*turns: str, flags: dict[int, float] | None = None) -> Record:
-    """`Uhi` is a user message; `flags` are messages' own weights."""
+    """Build a record: `Uhi` is a user message; `flags` maps message indices to weights."""
     weights = {at: weight for at, weight in (flags or {}).items() if at < len(turns) and turns[at][0] != "T"}
     return Record([Message(ROLES[turn[0]], turn[1:], weight=weights.get(at)) for at, turn in enumerate(turns)])
 
@@ -36,12 +36,12 @@ def written(message: Message) -> str:
 
 
 def tokens(messages: list[Message]) -> int:
-    """One token for each control token, and for each character of ASCII text."""
+    """Count tokens: one per control token and one per ASCII character."""
     return sum(len(message.role) + len(message.content) + 4 for message in messages)
 
 
 def expected(messages: list[Message], trained: list[bool], capacity: int) -> list[Message] | None:
-    """The messages that stay, or None if the row is dropped: written from the definition, and not from the code."""
+    """Return the messages that are kept, or None if the row is dropped, following the definition of the rule."""
     if tokens(messages) <= capacity:
         return messages if any(trained) else None
     if not any(trained):
@@ -49,7 +49,7 @@ def expected(messages: list[Message], trained: list[bool], capacity: int) -> lis
     head = 0
     while head < len(messages) and messages[head].role == "system":
         head += 1
-    # Runs of messages to the assistant, and of answers.
+    # Alternating runs of prompt messages (user, system) and answers.
     runs = [
         (asks, [at for at, _ in group])
         for asks, group in groupby(list(enumerate(messages))[head:], lambda pair: pair[1].role in ("user", "system"))
@@ -70,7 +70,7 @@ def expected(messages: list[Message], trained: list[bool], capacity: int) -> lis
 
 
 def is_trained(messages: list[Message], train_on: str) -> list[bool]:
-    """By role, and by the weight of a message where it has one."""
+    """Whether each message is trained: by its weight if it has one, otherwise by its role."""
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     users = [at for at, message in enumerate(messages) if message.role == "user"]
     by_role = {
@@ -83,7 +83,7 @@ def is_trained(messages: list[Message], train_on: str) -> list[bool]:
 
 
 def fitted(rows: Rows, capacity: int, **options) -> tuple[Rows, Ledger]:
-    """The rows that stay, with a ledger that balances."""
+    """Return the kept rows and the ledger, after checking that the ledger balances."""
     ledger = Ledger()
     trained = int(rows.mask().sum())
     ledger.add("read", rows=len(rows))
@@ -128,7 +128,7 @@ def test_the_longest_suffix_of_whole_exchanges_that_fits_is_kept_and_the_ledger_
 
 
 @given(chat_, capacity_)
-def test_a_row_that_is_cut_begins_with_the_head_and_a_question_or_where_its_conversation_does(record, capacity):
+def test_a_cut_row_begins_with_the_head_and_a_question_or_at_the_start_of_its_conversation(record, capacity):
     rows = RENDERER.render([record])
     made, _ = fitted(rows, capacity)
     for text in texts(made):
@@ -157,7 +157,7 @@ def test_each_row_of_unroll_keeps_its_answer_and_whole_exchanges_before_it(recor
 
 
 def kept_of(record: Record, capacity: int, **options) -> str | None:
-    """What stays of a conversation, as the first letters of its messages."""
+    """Return the kept messages in the notation of `chat`, or None if the row is dropped."""
     made, _ = fitted(RENDERER.render([record], **options), capacity)
     if not len(made):
         return None
@@ -165,7 +165,7 @@ def kept_of(record: Record, capacity: int, **options) -> str | None:
     return " ".join(part[0].upper() + part.partition("\n")[2].removesuffix("<|im_end|>\n") for part in parts)
 
 
-def test_whole_exchanges_go_and_the_system_message_and_tool_steps_stay():
+def test_whole_exchanges_are_removed_and_the_system_message_and_tool_steps_are_kept():
     record = chat("Ss", "U1", "Aa", "U2", "Ab", "Tt", "Ac")
     assert kept_of(record, tokens(record.messages)) == "Ss U1 Aa U2 Ab Tt Ac"
     assert kept_of(record, tokens(record.messages) - 1) == "Ss U2 Ab Tt Ac"
@@ -179,7 +179,7 @@ def test_a_row_never_begins_in_the_middle_of_an_answer():
     ledger = Ledger()
     assert len(truncate(RENDERER.render([record]), 512, ledger=ledger)) == 0
     assert {(bucket, reason): entry.rows for bucket, reason, entry in ledger} == {("dropped", OVER): 1}
-    # What the rule of the specification does.
+    # The specification's rule keeps the row.
     assert len(truncate(RENDERER.render([record]), 512, "turns", ledger=Ledger())) == 1
 
 
@@ -201,7 +201,7 @@ def test_later_system_messages_stay_with_the_question_after_them_and_leading_one
     assert kept_of(chat("U1", "Aa", "Sz", "Ab", "U2", "Ac"), 60) == "U2 Ac"
 
 
-def test_what_follows_the_last_trained_exchange_goes_first():
+def test_messages_after_the_last_trained_exchange_are_removed_first():
     record = chat("U1", "Aa", "U2")
     assert kept_of(record, tokens(record.messages) - 1) == "U1 Aa"
     assert kept_of(record, tokens(record.messages) - 1, train_on="all") == "U2"
@@ -224,7 +224,7 @@ def test_a_template_keeps_its_head_and_whole_exchanges(tmp_path):
     assert renderer.tokenizer.decode(made.ids) == "".join(map(written, [record.messages[0], *record.messages[3:]]))
 
 
-def test_exchanges_are_the_default_of_preparing_and_rows_are_packed_afterwards(tmp_path):
+def test_exchanges_is_the_default_of_prepare_and_applies_before_packing(tmp_path):
     lines = [chat("Uq", "A" + "x" * size, "Ur", "Aok") for size in (10, 300)] + [chat("Uq", "A" + "x" * 90)]
     data = "".join(
         json.dumps({"messages": [{"role": each.role, "content": each.content} for each in line.messages]}) + "\n"
@@ -259,7 +259,7 @@ def test_other_rules_are_unchanged(rule):
 def test_a_header_in_the_head_is_counted_if_its_message_is_cut(rule, in_head):
     rows = open_renderer("primer", "bytes").render([chat("Ss", "Uq", "Aa", "Uq", "Aa")])
     if in_head:
-        # As templates do that write tools behind the header of the first user message.
+        # Some templates write tools after the header of the first user message.
         header = (rows.spans["message"] == 1) & (rows.spans["part"] == Part.OPEN)
         rows.spans["message"][header], rows.spans["role"][header] = 0, Role.SYSTEM
         rows.spans["part"][header] = Part.CLOSE

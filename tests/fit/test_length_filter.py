@@ -1,4 +1,4 @@
-"""The length filter against a loop over turns written from its sentences."""
+"""The length filter, compared with a loop over turns written from the specification."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fit(context_length: int, *records: Record) -> tuple[list[int], list[int]]:
 
 
 # Each turn is its text and two markers.
-PLAIN = record("Sss", "Uaa", "Abb", "Ucccc", "Ad", "Ue", "Af")  # 4 | 4 4 | 6 3 | 3 3, and EOS
+PLAIN = record("Sss", "Uaa", "Abb", "Ucccc", "Ad", "Ue", "Af")  # lengths: 4 | 4 4 | 6 3 | 3 3, then EOS
 
 
 def test_the_first_pair_must_fit_together_with_the_system_turn():
@@ -36,11 +36,11 @@ def test_the_first_pair_must_fit_together_with_the_system_turn():
     assert fit(11, PLAIN) == ([0], [0])
 
 
-def test_a_later_pair_must_fit_only_by_itself():
+def test_a_later_pair_only_has_to_fit_alone():
     assert fit(9, record("Uaa", "Abb", "Ucccc", "Ad", "Ue", "Af")) == ([6], [24])
 
 
-def test_the_first_pair_that_does_not_fit_ends_the_conversation_though_later_ones_would():
+def test_the_first_pair_that_does_not_fit_ends_the_conversation_even_if_later_ones_fit():
     assert fit(8, record("Uaa", "Abb", "Ucccc", "Ad", "Ue", "Af")) == ([2], [8])
 
 
@@ -49,7 +49,7 @@ def test_a_conversation_without_an_answer_that_fits_is_skipped():
     assert fit(6, record("Ua", "Ub", "A" + "c" * 9)) == ([0], [0])
 
 
-def test_rows_are_judged_apart_and_none_at_all_is_fine():
+def test_rows_are_filtered_independently_and_there_may_be_none():
     assert fit(12, PLAIN, record("U" + "a" * 20, "Ab"), record("Ua", "Ab")) == ([7, 0, 2], [28, 0, 7])
     assert [array.tolist() for array in turns_that_fit(EMPTY, 5)] == [[], []]
     with pytest.raises(DataError, match="context_length is 0; expected at least 1"):

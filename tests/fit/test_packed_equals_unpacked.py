@@ -1,4 +1,4 @@
-"""Packed equals unpacked: a small attention model loses as much on packed rows as on each conversation alone."""
+"""A small attention model has the same loss on packed rows as on each conversation alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, LONGEST, CAPACITY = 61, 16, 24, 40
 
 
 class OneLayer(nn.Module):
-    """Causal attention that sees no other segment."""
+    """Causal attention within each segment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class OneLayer(nn.Module):
 
 
 def conversations(count: int) -> Rows:
-    """Random turns of random weights; the first token of many conversations is trained, so that borders matter."""
+    """Random turns with random weights; the first token is often trained, so that segment boundaries matter."""
     draw = np.random.default_rng(5)
     plain = []
     for line in range(count):
@@ -46,7 +46,7 @@ def conversations(count: int) -> Rows:
 
 
 def padded(rows: Rows, values: np.ndarray, fill: int) -> np.ndarray:
-    """One value a token as (rows, longest row)."""
+    """Pad per-token values to shape (rows, longest row)."""
     there = np.arange(rows.lengths.max()) < rows.lengths[:, None]
     out = np.full(there.shape, fill, dtype=values.dtype)
     out[there] = values
@@ -54,9 +54,9 @@ def padded(rows: Rows, values: np.ndarray, fill: int) -> np.ndarray:
 
 
 def token_losses(rows: Rows, *, ignoring: str = "") -> float:
-    """The weighted sum over all trained tokens, through positions, segments, weights and the shift.
+    """Return the weighted loss summed over all trained tokens, using positions, segments, weights and the label shift.
 
-    `ignoring` leaves out one of the three things that keep conversations apart.
+    `ignoring` disables one of the three mechanisms that keep conversations separate.
     """
     ids = padded(rows, rows.ids.astype(np.int64), 0)
     positions = padded(rows, rows.positions(), 0)
@@ -84,7 +84,7 @@ ONE_BY_ONE = sum(token_losses(ROWS[at : at + 1]) for at in range(len(ROWS)))
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_packed_rows_lose_what_their_conversations_lose_one_by_one(seed):
+def test_the_loss_of_packed_rows_is_the_sum_over_their_conversations(seed):
     packed = pack(ROWS, CAPACITY, seed=seed)
     assert len(packed) < len(ROWS) / 2
     assert token_losses(packed) == pytest.approx(ONE_BY_ONE, abs=1e-4, rel=0)

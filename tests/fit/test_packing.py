@@ -1,4 +1,4 @@
-"""Packing, held against best fit decreasing done one row at a time over plain lists."""
+"""Packing, compared with best-fit decreasing over plain lists, one row at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatmill.errors import DataError
 from chatmill.fit import Bins, pack, pack_lengths
 from chatmill.rows import EMPTY, concat
 
-# Rows as plain data, as in test_rows; some segments are empty, no row is.
+# Rows as plain data, as in test_rows; segments may be empty, rows may not.
 plain_rows = st.lists(
     st.lists(st.tuples(origins_, st.lists(spans_, max_size=3)), min_size=1, max_size=3).filter(
         lambda row: any(spans for _, spans in row)
@@ -28,7 +28,7 @@ def lengths_and_capacity(draw):
 
 
 def naive(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Every row looks at every bin: the fullest with room, of equals the one opened first."""
+    """Put each row into the fullest bin that has room; on ties, into the one opened first."""
     bins: list[list[int]] = []
     space: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -56,30 +56,30 @@ def tokens(row: list) -> int:
     ("lengths", "capacity", "expected"),
     [
         ([3, 2, 4], 5, [[2], [0, 1]]),
-        # The first 3 finds room for 3 and for 4 and takes the tighter; the other takes what is left.
+        # The first 3 goes into the bin with 3 free, not the one with 4; the second 3 goes into the other.
         ([6, 7, 3, 3], 10, [[1, 2], [0, 3]]),
-        # Two bins equally full: the one opened first.
+        # Two bins are equally full: the one opened first is used.
         ([6, 6, 2], 8, [[0, 2], [1]]),
-        # Both have room for 1, the second since earlier: still the one opened first.
+        # Both bins have 1 free, the second one for longer: the one opened first is used.
         ([14, 12, 7, 5, 1], 20, [[0, 3, 4], [1, 2]]),
-        # Many of one length: two to a bin and the odd one alone; the 1 joins a fuller bin.
+        # Five rows of equal length: two per bin, one alone; the 1 goes into a fuller bin.
         ([2, 2, 1, 2, 2, 2], 5, [[0, 1, 2], [3, 4], [5]]),
         ([5, 5], 5, [[0], [1]]),
         ([1], 1, [[0]]),
     ],
 )
-def test_the_fullest_bin_with_room_takes_the_longest_row_left(lengths, capacity, expected):
+def test_the_longest_remaining_row_goes_into_the_fullest_bin_with_room(lengths, capacity, expected):
     assert listed(pack_lengths(lengths, capacity)) == expected
 
 
 @given(lengths_and_capacity())
-def test_bins_are_those_of_naive_best_fit_decreasing(case):
+def test_bins_equal_naive_best_fit_decreasing(case):
     lengths, capacity = case
     assert listed(pack_lengths(lengths, capacity)) == naive(lengths, capacity)
 
 
 @pytest.mark.parametrize("capacity", [64, 255, 256, 70_000])
-def test_thousands_of_rows_of_all_shapes_are_packed_as_naively(capacity):
+def test_bins_of_thousands_of_rows_equal_naive_best_fit_decreasing(capacity):
     draw = np.random.default_rng(capacity)
     for lengths in (
         draw.integers(1, capacity + 1, 1500),
@@ -91,7 +91,7 @@ def test_thousands_of_rows_of_all_shapes_are_packed_as_naively(capacity):
 
 
 @given(lengths_and_capacity(), st.integers(0, 2**64))
-def test_every_row_stands_in_one_bin_and_no_bin_is_over_capacity(case, seed):
+def test_every_row_is_in_one_bin_and_no_bin_is_over_capacity(case, seed):
     lengths, capacity = case
     bins = listed(pack_lengths(lengths, capacity, seed=seed))
     assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
@@ -99,14 +99,14 @@ def test_every_row_stands_in_one_bin_and_no_bin_is_over_capacity(case, seed):
 
 
 @given(lengths_and_capacity(), st.integers(0, 2**64))
-def test_a_seed_permutes_bins_and_changes_nothing_in_them(case, seed):
+def test_a_seed_permutes_bins_but_not_their_contents(case, seed):
     lengths, capacity = case
     shuffled = listed(pack_lengths(lengths, capacity, seed=seed))
     assert sorted(shuffled) == sorted(listed(pack_lengths(lengths, capacity)))
     assert shuffled == listed(pack_lengths(np.array(lengths, dtype=np.uint16), capacity, seed=(seed,)))
 
 
-def test_the_order_of_a_seed_is_the_same_for_ever():
+def test_the_order_of_a_seed_never_changes():
     ones = [1] * 8
     assert pack_lengths(ones, 1).order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert pack_lengths(ones, 1, seed=7).order.tolist() == [3, 7, 4, 1, 2, 6, 0, 5]
@@ -129,7 +129,7 @@ def test_no_rows_give_no_bins():
         ([], 0, r"capacity is 0; expected at least 1"),
     ],
 )
-def test_what_cannot_be_packed_is_named_with_what_would_be_right(lengths, capacity, fault):
+def test_lengths_that_cannot_be_packed_raise_a_clear_error(lengths, capacity, fault):
     with pytest.raises(DataError, match=f"^{fault}$"):
         pack_lengths(lengths, capacity)
 
@@ -150,7 +150,7 @@ def test_packing_moves_whole_rows_with_all_their_spans_weights_and_origins(plain
 
 
 @given(plain_rows, st.integers(0, 30), st.integers(0, 2**32), st.integers(1, 4))
-def test_no_token_is_lost_or_made(plain, spare, seed, window):
+def test_packing_neither_loses_nor_adds_tokens(plain, spare, seed, window):
     rows = build(plain)
     packed = pack(rows, max(rows.lengths.max(initial=1) + spare, 1), seed=seed, window=window)
     assert sorted(packed.ids.tolist()) == sorted(rows.ids.tolist())
@@ -159,7 +159,7 @@ def test_no_token_is_lost_or_made(plain, spare, seed, window):
 
 
 @given(plain_rows, st.integers(0, 30), st.integers(1, 4))
-def test_windows_are_packed_each_by_itself(plain, spare, window):
+def test_windows_are_packed_independently(plain, spare, window):
     rows = build(plain)
     capacity = int(rows.lengths.max(initial=1)) + spare
     apart = concat([pack(rows[start : start + window], capacity) for start in range(0, len(rows), window)])
@@ -167,7 +167,7 @@ def test_windows_are_packed_each_by_itself(plain, spare, window):
 
 
 @given(plain_rows, st.integers(0, 30), st.integers(0, 2**32), st.integers(1, 4))
-def test_a_seed_permutes_each_window_in_its_own_way(plain, spare, seed, window):
+def test_a_seed_permutes_each_window_differently(plain, spare, seed, window):
     rows = build(plain)
     capacity = int(rows.lengths.max(initial=1)) + spare
     expected = []
@@ -187,7 +187,7 @@ def test_positions_restart_and_segments_differ_at_every_conversation():
     assert packed.segments().tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
 
 
-def test_a_row_that_cannot_be_packed_is_named_by_its_number_among_all_rows():
+def test_the_error_names_a_row_by_its_index_among_all_rows():
     rows = build([[((None, 0), [([1] * length, 2, 0, 1.0, 0, -1)])] for length in (2, 2, 2, 5)])
     with pytest.raises(DataError, match="row 3 has 5 tokens, more than the capacity of 4"):
         pack(rows, 4, window=2)

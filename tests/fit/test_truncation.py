@@ -1,4 +1,4 @@
-"""Truncation: golden rows for every rule, then promises over random conversations."""
+"""Truncation: expected rows for every rule, then properties of random conversations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LETTER = {"<|sys|>": "S", "<|usr|>": "U", "<|asst|>": "A", "<|eot|>": "."}
 
 
 def chat(*turns: str, line: int = 1) -> Record:
-    """`Shello` is a system message, `Uhello` a user's, `Ahello` an answer."""
+    """Build a record: `Shello` is a system, `Uhello` a user and `Ahello` an assistant message."""
     role = {"S": "system", "U": "user", "A": "assistant"}
     return Record([Message(role[turn[0]], turn[1:]) for turn in turns], file="chat.jsonl", line=line)
 
@@ -35,7 +35,7 @@ def rendered(*records: Record) -> Rows:
 
 
 def text_of(rows: Rows) -> list[tuple[str, str]]:
-    """Each row as text, with control tokens as one letter, and below it a star under each trained token."""
+    """Return each row as text, one letter per control token, and below it a star under each trained token."""
     out = []
     for row in range(len(rows)):
         one = rows[row : row + 1]
@@ -63,7 +63,7 @@ def fitted(rows: Rows, capacity: int | None, rule: str, **options) -> tuple[list
 THREE = chat("Ss", "Uab", "Acd", "Uef", "Agh", "Uij", "Akl")  # Ss.Uab.Acd.Uef.Agh.Uij.Akl.  27 tokens
 
 
-def test_a_row_that_fits_is_left_as_it_is_by_every_rule():
+def test_every_rule_leaves_a_row_that_fits_unchanged():
     rows = rendered(THREE)
     for rule in RULES:
         assert truncate(rows, 27, rule, ledger=Ledger()) is rows
@@ -79,7 +79,7 @@ def test_turns_drops_the_oldest_exchanges_and_keeps_system_and_last_answer():
     assert fitted(rows, 12, "turns") == ([("Ss.Uij.Akl.", "        ***")], {("truncated", "turns"): (0, 16)})
 
 
-def test_turns_then_cuts_from_the_very_left_and_notes_a_cut_answer():
+def test_turns_then_cuts_from_the_left_and_notes_a_cut_answer():
     rows = rendered(THREE)
     assert fitted(rows, 10, "turns") == ([("s.Uij.Akl.", "       ***")], {("truncated", "turns"): (0, 17)})
     assert fitted(rows, 2, "turns") == (
@@ -88,7 +88,7 @@ def test_turns_then_cuts_from_the_very_left_and_notes_a_cut_answer():
     )
 
 
-def test_turns_keeps_what_begins_a_conversation():
+def test_turns_keeps_the_bos_token():
     own = parse_format(
         'begin = "<s>"\n[tokens]\nbos = "<s>"\nt = "<t>"\n[user]\nopen = "<t>"\nclose = "<t>"\n'
         '[assistant]\nopen = "<t>"\nclose = "<t>"',
@@ -114,7 +114,7 @@ def test_drop_counts_the_rows_that_are_too_long():
     assert fitted(rows, 20, "drop") == ([("Uab.Acd.", "     ***")], {("dropped", "too_long"): (1, 27)})
 
 
-def test_error_names_the_place_of_the_first_row_that_is_too_long():
+def test_error_names_the_origin_of_the_first_row_that_is_too_long():
     rows = rendered(chat("Uab", "Acd"), chat("Uab", "A" + "x" * 20, line=7))
     with pytest.raises(RecordError) as caught:
         truncate(rows, 20, "error", ledger=Ledger())
@@ -136,7 +136,7 @@ def test_windows_train_each_exchange_once_with_the_system_turn_and_the_context_t
     assert int(context["length"].sum()) == 6
 
 
-def test_windows_cut_an_answer_that_is_longer_than_one_and_note_it():
+def test_windows_cut_an_answer_longer_than_a_window_and_note_it():
     rows = rendered(chat("Uq", "Aabcdefghijkl"))
     assert fitted(rows, 8, "windows") == (
         [("Uq.Aabcd", "    ****"), ("abcdefgh", "    ****"), ("efghijkl", "    ****"), ("fghijkl.", "       *")],
@@ -151,7 +151,7 @@ def test_windows_with_required_terminators_drop_the_rows_that_end_inside_an_answ
     assert counts[("dropped", "no_terminator")] == (3, 24)
 
 
-def test_windows_do_not_repeat_a_system_turn_that_takes_more_than_half():
+def test_windows_do_not_repeat_a_system_turn_longer_than_half_a_window():
     rows = rendered(chat("Sssssss", "Uq", "Aab", "Ur", "Acd"))
     assert fitted(rows, 12, "windows") == (
         [("ssss.Uq.Aab.", "         ***"), (".Aab.Ur.Acd.", "         ***")],
@@ -159,7 +159,7 @@ def test_windows_do_not_repeat_a_system_turn_that_takes_more_than_half():
     )
 
 
-def test_rows_without_a_trained_token_are_dropped_unless_they_are_wanted():
+def test_rows_without_a_trained_token_are_dropped_unless_requested():
     rows = concat([rendered(chat("Uab")), rendered(chat("Ua", "Ab"))])
     assert fitted(rows, None, "turns") == ([("Ua.Ab.", "    **")], {("dropped", "no_trained_tokens"): (1, 4)})
     assert fitted(rows, 3, "tail", drop_untrained=False) == (
@@ -168,7 +168,7 @@ def test_rows_without_a_trained_token_are_dropped_unless_they_are_wanted():
     )
 
 
-def test_a_row_that_lost_all_its_answers_is_told_from_one_that_had_none():
+def test_a_row_that_lost_all_its_answers_is_counted_separately_from_one_without_answers():
     rows = concat([rendered(chat("Ua", "Abcd", "Uefghij")), rendered(chat("Uefghij"))])
     ledger = Ledger()
     assert len(truncate(rows, 6, "tail", ledger=ledger)) == 0
@@ -178,7 +178,7 @@ def test_a_row_that_lost_all_its_answers_is_told_from_one_that_had_none():
     }
 
 
-def test_windows_of_a_row_that_is_only_a_system_turn_end_where_it_ends():
+def test_windows_of_a_row_with_only_a_system_turn_end_with_it():
     rows = concat([rendered(chat("Sabcdef")), rendered(chat("Uk", "A"))])
     assert fitted(rows, 5, "windows", drop_untrained=False) == (
         [("Sabcd", "     "), ("bcdef", "     "), ("cdef.", "     "), ("Uk.A.", "    *")],
@@ -186,12 +186,12 @@ def test_windows_of_a_row_that_is_only_a_system_turn_end_where_it_ends():
     )
 
 
-def test_rows_under_the_least_length_are_dropped():
+def test_rows_below_the_minimum_length_are_dropped():
     rows = rendered(chat("Ua", "Ab"))
     assert fitted(rows, 1, "tail", drop_untrained=False, min_tokens=2) == ([], {("dropped", "too_short"): (1, 6)})
 
 
-def test_bad_requests_are_one_line():
+def test_invalid_arguments_are_one_error_line():
     rows = rendered(THREE)
     with pytest.raises(DataError, match="the maximum row length is 0 tokens"):
         truncate(rows, 0, "turns", ledger=Ledger())
@@ -233,7 +233,7 @@ def test_no_row_is_too_long_and_every_token_is_accounted_for(chats, capacity, ru
 
 @settings(max_examples=400)
 @given(st.lists(chat_, min_size=2, max_size=5), st.integers(2, 12), st.sampled_from(RULES[:-1]), st.booleans())
-def test_no_row_holds_a_token_of_another_conversation_and_each_is_in_its_order(chats, capacity, rule, drop):
+def test_rows_hold_tokens_of_one_conversation_in_their_order(chats, capacity, rule, drop):
     rows = rendered(*chats)
     numbered = replace(rows, ids=np.arange(len(rows.ids), dtype=np.uint32))
     made, source = truncate_with_sources(
@@ -246,7 +246,7 @@ def test_no_row_holds_a_token_of_another_conversation_and_each_is_in_its_order(c
 
 
 @given(st.lists(chat_, min_size=1, max_size=12), st.integers(1, 60), st.sampled_from(RULES[:-1]), options_)
-def test_rows_that_stay_are_the_same_whether_copied_in_stretches_or_one_by_one(chats, capacity, rule, options):
+def test_kept_rows_are_the_same_whether_copied_in_bulk_or_one_by_one(chats, capacity, rule, options):
     rows = rendered(*(replace_line(chat, number) for number, chat in enumerate(chats)))
     made = []
     for stretch in (0, 10**9):
@@ -278,7 +278,7 @@ def test_every_trained_token_is_stored_cut_or_dropped(chats, capacity, rule, opt
 
 
 @given(chat_, st.integers(1, 40))
-def test_turns_on_rows_is_the_rule_of_the_documented_function(record, capacity):
+def test_turns_on_rows_equals_the_documented_function(record, capacity):
     rows = rendered(record)
     made = truncate(rows, capacity, "turns", ledger=Ledger(), drop_untrained=False)
     special = {f"{key}_id": id for key, id in TOKENIZER.special_token_ids().items()}
@@ -292,7 +292,7 @@ def test_turns_on_rows_is_the_rule_of_the_documented_function(record, capacity):
 
 
 @given(chat_, st.integers(1, 40))
-def test_tail_is_the_end_of_the_list(record, capacity):
+def test_tail_equals_the_end_of_the_token_list(record, capacity):
     rows = rendered(record)
     made = truncate(rows, capacity, "tail", ledger=Ledger(), drop_untrained=False)
     assert made.ids.tolist() == rows.ids.tolist()[-capacity:]
@@ -302,7 +302,7 @@ def test_tail_is_the_end_of_the_list(record, capacity):
 @given(chat_, st.integers(2, 40))
 def test_each_trained_token_is_trained_in_exactly_one_window(record, capacity):
     rows = rendered(record)
-    # Ids that are all different, so that every token of a window can be found in the conversation.
+    # Distinct ids identify each token of a window in the conversation.
     numbered = replace(rows, ids=np.arange(len(rows.ids), dtype=np.uint32))
     made = truncate(numbered, capacity, "windows", ledger=Ledger(), drop_untrained=False)
     trained = made.ids[made.mask()]
@@ -311,13 +311,13 @@ def test_each_trained_token_is_trained_in_exactly_one_window(record, capacity):
     for row in range(len(made)):
         ids = made[row : row + 1].ids
         assert len(ids) <= capacity
-        # Tokens stand in their order, with at most one gap, right after the system turn.
+        # Tokens keep their order, with at most one gap, directly after the system turn.
         gaps = np.flatnonzero(np.diff(ids.astype(np.int64)) != 1)
         assert len(gaps) <= 1
         if 2 * system <= capacity:
             assert ids[:system].tolist() == list(range(system))
             assert all(gap == system - 1 for gap in gaps)
-        # As much context as fits: a window that is not full begins where the conversation does.
+        # A window holds as much context as fits: one that is not full starts at the start of the conversation.
         if len(ids) < capacity and len(ids):
             assert len(gaps) == 0
             assert ids[0] == 0

@@ -1,1 +1,1 @@
-"""Tests of objects at URLs, against servers that run on this machine."""
+"""Tests of remote objects, against servers on this machine."""

@@ -1,11 +1,11 @@
-"""A proxy in front of a server of HTTP that throttles, delays and breaks what it forwards, as it is told.
+"""A proxy for an HTTP server that throttles, delays or breaks responses as configured.
 
     with fault_proxy(server.port, bandwidth=100e6) as proxy:      # bytes a second, for all connections together
         proxy.fail(Fault("status", status=503, times=2), Fault("reset", after=1000, method="GET", path="tokens"))
         ...                                                       # requests to http://127.0.0.1:{proxy.port}
-        proxy.requests()                                          # what was asked for
+        proxy.requests()                                          # the requests it received
 
-It runs in a process of its own, with plain sockets: a throttle of 100 MB/s reaches it without a whole core.
+It runs in its own process, on plain sockets, and sustains 100 MB/s with less than one core.
 `python tests/remote/fault_proxy.py --measure` measures that.
 """
 
@@ -25,24 +25,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 PIECE = 1 << 16
-"""Bytes that are forwarded at once."""
+"""Bytes forwarded at a time."""
 EVER = 1 << 30
-"""`times` of a fault that stays."""
+"""`times` of a permanent fault."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the next `times` requests of this method and path, after the first `skip` of them.
+    """A fault for the next `times` requests with this method and path, after skipping the first `skip`.
 
-    status    answer with `status` and `code`; the server is not asked
-    reset     break the connection after `after` bytes of the answer's body
-    cut       end the connection there, without an error of the network
-    short     send so many bytes only, with a Content-Length that agrees
+    status    respond with `status` and `code`, without asking the server
+    reset     reset the connection after `after` bytes of the response body
+    cut       close the connection there, without a network error
+    short     send only that many bytes, with a matching Content-Length
     corrupt   change the byte there
-    lost      let the server do its work, and break the connection before it answers
-    reset_upload  break the connection after `after` bytes of the request's body, of which the server sees nothing
-    hang      never answer
-    delay     answer `seconds` later
+    lost      forward the request, and reset the connection before the response
+    reset_upload  reset the connection after `after` bytes of the request body, and forward none of it
+    hang      never respond
+    delay     respond `seconds` later
     """
 
     kind: Literal["status", "reset", "cut", "short", "corrupt", "lost", "reset_upload", "hang", "delay"]
@@ -50,7 +50,7 @@ class Fault:
     skip: int = 0
     method: str = ""
     path: str = ""
-    """Found anywhere in the path and query, as a regular expression."""
+    """A regular expression, searched in the path and query."""
     after: int = 0
     status: int = 503
     code: str = "SlowDown"
@@ -59,7 +59,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A running proxy. Its settings can be changed at any time."""
+    """A running proxy. Its settings can change at any time."""
 
     port: int
     _process: Any = field(repr=False)
@@ -69,15 +69,15 @@ class Proxy:
         return f"http://127.0.0.1:{self.port}"
 
     def fail(self, *faults: Fault) -> None:
-        """From now on, these faults and no others; none: forward everything."""
+        """Replace the current faults; without arguments, forward everything."""
         self._tell({"faults": [asdict(fault) for fault in faults]})
 
     def throttle(self, bandwidth: float = 0.0, *, latency: float = 0.0) -> None:
-        """Forward so many bytes a second at most, each answer `latency` seconds later; 0 is no limit."""
+        """Limit bytes per second and delay each response by `latency` seconds; 0 disables a limit."""
         self._tell({"bandwidth": bandwidth, "latency": latency})
 
     def requests(self, *, forget: bool = True) -> list[tuple[str, str, str]]:
-        """Method, path and Range of the requests since the start, or since they were forgotten."""
+        """Return method, path and Range of the requests since the last call that forgot them."""
         return [tuple(each) for each in self._tell({"requests": forget})]
 
     def _tell(self, order: dict[str, Any]) -> Any:
@@ -88,7 +88,7 @@ class Proxy:
 
 @contextmanager
 def fault_proxy(port: int, *, bandwidth: float = 0.0, latency: float = 0.0) -> Iterator[Proxy]:
-    """A proxy in front of the server at a port of this machine, until the end of the block."""
+    """Run a proxy for the server at a local port until the end of the block."""
     import subprocess
 
     command = [sys.executable, "-S", str(Path(__file__)), str(port)]
@@ -103,10 +103,10 @@ def fault_proxy(port: int, *, bandwidth: float = 0.0, latency: float = 0.0) -> I
 
 
 class Throttle:
-    """Bytes a second for all connections: each piece waits for the time at which the link is free."""
+    """Limits bytes per second over all connections: each piece waits until the link is free."""
 
     BURST = 0.02
-    """Seconds of the link that may be used at once after a pause: sleeping is no more exact than that."""
+    """Seconds of bandwidth available at once after a pause, because sleeping is not more precise."""
 
     def __init__(self) -> None:
         self.bandwidth = 0.0
@@ -125,11 +125,11 @@ class Throttle:
 
 
 class ConnectionBrokenError(Exception):
-    """The end of a connection, by a fault or by one of both sides."""
+    """The connection ended, by a fault or because a peer closed it."""
 
 
 class Stream:
-    """A socket with what was read too far."""
+    """A socket with a read buffer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -137,7 +137,7 @@ class Stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def head(self) -> bytes:
-        """All lines up to the first empty one; nothing at the end of the connection."""
+        """Read all header lines; return nothing at the end of the connection."""
         while b"\r\n\r\n" not in self.buffer:
             piece = self.socket.recv(PIECE)
             if not piece:
@@ -165,7 +165,7 @@ class Stream:
         return line + b"\r\n"
 
     def reset(self) -> None:
-        """Break the connection: the other side sees an error of the network."""
+        """Reset the connection, so that the other side sees a network error."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -176,7 +176,7 @@ def headers_of(head: bytes) -> dict[str, str]:
 
 
 def body(stream: Stream, headers: dict[str, str], *, until_closed: bool) -> Iterator[bytes]:
-    """The pieces of a body as they are on the wire."""
+    """Yield the pieces of a body as they are sent on the wire."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while True:
             line = stream.line()
@@ -225,7 +225,7 @@ class Forwarder:
         return None
 
     def fault_of(self, method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
-        """The first fault that is for this request, which is counted."""
+        """Return the first fault that applies to this request, and count the request."""
         with self.lock:
             self.seen.append((method, path, headers.get("range", "")))
             for fault in self.faults:
@@ -253,7 +253,7 @@ class Forwarder:
                 stream.socket.close()
 
     def exchange(self, head: bytes, client: Stream, server: Stream) -> bool:
-        """Forward one request and its answer; whether the connection stays."""
+        """Forward one request and its response; return whether the connection stays open."""
         method, path, _ = head.split(b"\r\n")[0].decode("latin-1").split(" ", 2)
         headers = headers_of(head)
         fault = self.fault_of(method, path, headers)
@@ -321,7 +321,7 @@ class Forwarder:
 
 
 def run(port: int) -> None:
-    """Forward to a port, and obey orders from standard input until it is closed."""
+    """Forward to a port, and read commands from stdin until it is closed."""
     forwarder = Forwarder(port)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     print(listener.getsockname()[1], flush=True)
@@ -337,7 +337,7 @@ def run(port: int) -> None:
 
 
 def measure(bandwidth: float = 100e6, size: int = 200 << 20, connections: int = 4) -> float:
-    """Bytes a second that arrive through the proxy, from a server that only sends."""
+    """Measure the bytes per second received through the proxy from a server that only sends."""
 
     def send(connection: socket.socket) -> None:
         with connection:

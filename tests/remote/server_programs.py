@@ -1,6 +1,6 @@
-"""The servers that run in a process of their own: `python server_programs.py NAME`.
+"""Servers that run in their own process: `python server_programs.py NAME`.
 
-Each prints the port that it listens on, and ends when its standard input is closed: however the tests end, it ends.
+Each prints its port and exits when its stdin is closed, so it exits however the tests end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 
 children: list[int] = []
-"""Processes that end with this one."""
+"""Processes that exit with this one."""
 
 
 def end_with_the_tests() -> None:
-    """End this process when the one that started it has ended."""
+    """Exit when the parent process has exited."""
 
     def wait() -> None:
         os.read(0, 1)
@@ -39,7 +39,7 @@ def end_with_the_tests() -> None:
 
 
 def moto() -> None:
-    """S3 in memory, with conditional writes; it takes any credentials."""
+    """S3 in memory, with conditional writes; accepts any credentials."""
     import logging
 
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -48,7 +48,7 @@ def moto() -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
 
     class Handler(MotoRequestHandler):
-        # Connections are kept, as S3 keeps them.
+        # S3 keeps connections open.
         protocol_version = "HTTP/1.1"
 
     application = DomainDispatcherApplication(create_backend_app)
@@ -58,7 +58,7 @@ def moto() -> None:
 
 
 def rclone(folder: str, key: str, secret: str) -> None:
-    """S3 over a folder whose folders are buckets; it checks the credentials, and has no conditional writes."""
+    """S3 on a folder whose subfolders are buckets; checks credentials, has no conditional writes."""
     program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
     command = [program, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{key},{secret}", "--config", os.devnull]
     server = subprocess.Popen([*command, "-v", folder], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -66,7 +66,7 @@ def rclone(folder: str, key: str, secret: str) -> None:
 
 
 def azurite(program: str, folder: str) -> None:
-    """Microsoft's emulator of Azure Blob Storage, with conditional writes."""
+    """Microsoft's Azure Blob Storage emulator, with conditional writes."""
     words = ["--blobHost", "127.0.0.1", "--blobPort", "0", "--location", folder, "--silent", "--skipApiVersionCheck"]
     print_port(
         subprocess.Popen(
@@ -76,7 +76,7 @@ def azurite(program: str, folder: str) -> None:
 
 
 def print_port(server: subprocess.Popen[str]) -> None:
-    """Print the port that a program says it listens on, and stay as long as it runs."""
+    """Print the port that a program reports, and wait until the program exits."""
     children.append(server.pid)
     for line in server.stderr or server.stdout or ():
         if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
@@ -85,7 +85,7 @@ def print_port(server: subprocess.Popen[str]) -> None:
 
 
 def gcs() -> None:
-    """Google Cloud Storage in memory, which takes any credentials; ranges and conditions are added here."""
+    """Google Cloud Storage in memory, which accepts any credentials; ranges and preconditions are added here."""
     from functools import partial
 
     from gcp_storage_emulator.exceptions import NotFound
@@ -130,7 +130,7 @@ def gcs() -> None:
                         self.send_error(412, "conditionNotMet")
                         return
                 self.rfile = io.BytesIO(body)
-                # gcsfs sends the parts of an upload as POST, which the real service takes.
+                # gcsfs uploads parts with POST, which the real service accepts.
                 super().do_PUT() if "upload_id" in query else super().do_POST()
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, storage))
@@ -139,7 +139,7 @@ def gcs() -> None:
 
 
 class FileHandler(http.server.BaseHTTPRequestHandler):
-    """Serves the files of a folder, in ranges if it is told to."""
+    """Serves the files of a folder, optionally with range requests."""
 
     protocol_version = "HTTP/1.1"
     folder: Path
@@ -184,7 +184,7 @@ class FileHandler(http.server.BaseHTTPRequestHandler):
 
 
 def web(folder: str) -> None:
-    """Files of a folder: /ranges/NAME, /whole/NAME without ranges, /stream/NAME without lengths, /locked/NAME."""
+    """Serve a folder: /ranges/NAME, /whole/NAME without ranges, /stream/NAME without lengths, /locked/NAME."""
     locked = "Basic " + base64.b64encode(b"user:pass word").decode()
 
     class Handler(FileHandler):
@@ -201,7 +201,7 @@ def web(folder: str) -> None:
 
 
 def hub(folder: str) -> None:
-    """As much of the Hugging Face Hub as reads files: FOLDER/ORG/NAME/FILE is a file of datasets/ORG/NAME."""
+    """The Hugging Face Hub API for reading files: FOLDER/ORG/NAME/FILE is a file of datasets/ORG/NAME."""
 
     class Handler(FileHandler):
         def do_GET(self) -> None:

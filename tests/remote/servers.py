@@ -1,7 +1,7 @@
-"""Object stores that run on this machine, as fixtures: one server a process of tests, a fresh bucket a test.
+"""Object stores on this machine, as fixtures: one server per test process, a new bucket per test.
 
 `s3` (moto) sets the environment as a user would, so that `s3.bucket()` is a URL for every part of chatmill and for the
-processes that a test starts. A fixture that lives longer than a test uses `s3_server` and `server.in_environment()`.
+processes that a test starts. Fixtures with a wider scope than one test use `s3_server` and `server.in_environment()`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def started(program: str, *words: str) -> Iterator[int]:
-    """Run a program of `server_programs` until the end of the block; the port that it listens on."""
+    """Run a program of `server_programs` until the end of the block; yield its port."""
     command = [sys.executable, str(PROGRAMS), program, *words]
     environment = {name: value for name, value in os.environ.items() if name not in {*PROXIES, process_watch.MARK}}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as server:
@@ -45,7 +45,7 @@ def started(program: str, *words: str) -> Iterator[int]:
             assert server.stdout is not None
             yield int(server.stdout.readline())
         finally:
-            # It ends by itself, and ends the program that it runs; killed, it would leave that behind.
+            # Closing stdin makes it stop the program that it runs; killing it would leave that program running.
             assert server.stdin is not None
             server.stdin.close()
             try:
@@ -56,7 +56,7 @@ def started(program: str, *words: str) -> Iterator[int]:
 
 
 def forget_connections() -> None:
-    """Let fsspec make its filesystems anew: they keep the environment that they were made in."""
+    """Clear the filesystems that fsspec caches: they keep the environment they were created in."""
     _settings[-1] = None
     if "fsspec" not in sys.modules:
         return
@@ -70,21 +70,21 @@ def forget_connections() -> None:
 
 
 def _forget_connections_of_others(server: Server) -> None:
-    """Make connections anew unless they are to this server already: making them takes a quarter of a second."""
+    """Reconnect unless the connections are already to this server: reconnecting takes 0.25 seconds."""
     if _settings[-1] != server:
         forget_connections()
     _settings[-1] = server
 
 
 _settings: list[Server | None] = [None]
-"""The server that the filesystems of fsspec were made for."""
+"""The server that the cached filesystems of fsspec were created for."""
 SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HF_", "FSSPEC_")
-"""How the variables begin that name servers and credentials."""
+"""Prefixes of the environment variables that name servers and credentials."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server, and the environment in which it is used."""
+    """A server, and the environment variables to use it with."""
 
     port: int
     environment: Mapping[str, str]
@@ -99,7 +99,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def bucket(self) -> Url:
-        """The URL of a new, empty bucket."""
+        """Create an empty bucket and return its URL."""
         name = f"bucket-{os.getpid()}-{next(_numbers)}"
         if self.scheme == "gs":
             body, headers = json.dumps({"name": name}).encode(), {"Content-Type": "application/json"}
@@ -122,7 +122,7 @@ class Server:
 
     @contextmanager
     def in_environment(self) -> Iterator[Server]:
-        """Set the variables that name the server and its credentials, and nothing else of that kind."""
+        """Set the environment variables of this server, and unset those of all others."""
         with pytest.MonkeyPatch.context() as patch:
             for name in list(os.environ):
                 if name.startswith(SETTINGS) or name in PROXIES:
@@ -137,7 +137,7 @@ class Server:
                 import huggingface_hub.constants
 
                 constants, endpoint = huggingface_hub.constants, self.environment["HF_ENDPOINT"]
-                # It was imported with another environment.
+                # huggingface_hub was imported with another environment.
                 template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
                 patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
                 patch.setattr(constants, "ENDPOINT", endpoint)
@@ -149,7 +149,7 @@ class Server:
 
 
 def s3_environment(endpoint: str, key: str = "testing", secret: str = "testing") -> dict[str, str]:
-    """How a user names an S3 server and its credentials; files of the home folder are not read."""
+    """Environment variables for an S3 server and its credentials; files in the home folder are not read."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": key,
@@ -163,7 +163,7 @@ def s3_environment(endpoint: str, key: str = "testing", secret: str = "testing")
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Server]:
-    """moto's S3, for all tests of a process."""
+    """moto's S3 server, shared by all tests of a process."""
     with started("moto") as port:
         yield Server(port, s3_environment(f"http://127.0.0.1:{port}"))
 
@@ -191,7 +191,7 @@ def rclone(rclone_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def gs_server() -> Iterator[Server]:
-    """An emulator of Google Cloud Storage."""
+    """A Google Cloud Storage emulator."""
     with started("gcs") as port:
         environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "FSSPEC_GS_TOKEN": "anon"}
         yield Server(port, environment, "gs", options={"token": "anon"})
@@ -205,7 +205,7 @@ def gs(gs_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def hf_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that speaks as much of the Hub's API as reading needs."""
+    """A server with the part of the Hub's API that reading needs."""
     folder = tmp_path_factory.mktemp("hub")
     with started("hub", str(folder)) as port:
         environment = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_testing"}
@@ -221,7 +221,7 @@ def hf(hf_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A web server of the files of `folder`."""
+    """A web server for the files of `folder`."""
     folder = tmp_path_factory.mktemp("web")
     with started("web", str(folder)) as port:
         yield Server(port, {}, "http", folder)
@@ -237,7 +237,7 @@ def web(web_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Azurite, Microsoft's emulator of Azure Blob Storage, where it is installed (`npm install -g azurite`)."""
+    """Azurite, Microsoft's Azure Blob Storage emulator, if it is installed (`npm install -g azurite`)."""
     if (program := shutil.which("azurite-blob")) is None:
         pytest.skip("azurite-blob is not installed")
     with started("azurite", program, str(tmp_path_factory.mktemp("azurite"))) as port:

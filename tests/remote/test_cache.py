@@ -1,4 +1,4 @@
-"""The cache of remote objects: what is in it is right, comes once, and stays within its bound."""
+"""The cache of remote objects holds correct files, downloads each once, and respects its size limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The objects that are read, once for each request."""
+    """The names of the objects read, one entry per request."""
     names = []
     read = download.read
 
@@ -74,7 +74,7 @@ def test_a_fetched_file_has_the_bytes_of_its_object_and_is_read_once(size, reads
     assert len(reads) == count == -(-size // RANGE)
 
 
-def test_ranges_of_a_large_object_are_written_in_order_though_they_arrive_in_another(monkeypatch):
+def test_ranges_of_a_large_object_are_written_in_order_whatever_order_they_arrive_in(monkeypatch):
     monkeypatch.setattr(download, "RANGE_BYTES", 1000)
     each, read = stored("ordered", 10_500), download.read
 
@@ -99,7 +99,7 @@ def test_a_cached_file_that_was_changed_is_downloaded_again(damage):
     assert fetched(each).read_bytes() == objects.read(each.url)
 
 
-def test_a_file_whose_time_alone_was_changed_is_hashed_and_kept(reads):
+def test_a_file_with_only_a_new_modification_time_is_hashed_and_kept(reads):
     each = stored("touched", 5000)
     os.utime(fetched(each))
     reads.clear()
@@ -108,7 +108,7 @@ def test_a_file_whose_time_alone_was_changed_is_hashed_and_kept(reads):
 
 
 @pytest.mark.parametrize("size", [5000, 3 * objects.RANGE_BYTES])
-def test_an_object_with_another_hash_is_one_clear_line_and_leaves_nothing(size, folder):
+def test_an_object_with_a_wrong_hash_is_one_error_line_and_leaves_nothing(size, folder):
     each = stored("wrong", size)
     other = stored("wrong", size, seed=1)
     with pytest.raises(RemoteError) as error:
@@ -120,21 +120,21 @@ def test_an_object_with_another_hash_is_one_clear_line_and_leaves_nothing(size, 
     assert [list((folder / name).iterdir()) for name in ("objects", "partial", "locks")] == [[], [], []]
 
 
-def test_an_object_that_was_cut_is_one_clear_line():
+def test_a_truncated_object_is_one_error_line():
     each = stored("cut", 5000)
     objects.write(each.url, objects.read(each.url)[:-1])
     with pytest.raises(RemoteError, match=r"cut: 4,999 bytes; expected 5,000; it is truncated, upload"):
         fetched(each)
 
 
-def test_an_object_that_vanished_is_one_clear_line():
+def test_an_object_that_vanished_is_one_error_line():
     each = stored("gone", 5000)
     objects.remove([each.url])
     with pytest.raises(MissingObjectError, match=r"^memory://cache-tests/gone: no such object"):
         fetched(each)
 
 
-def test_the_least_recently_used_objects_make_room(folder, monkeypatch):
+def test_the_least_recently_used_objects_are_evicted(folder, monkeypatch):
     monkeypatch.setenv("CHATMILL_CACHE_SIZE", "3.5MB")
     a, b, c, d = (stored(name, MB, seed=number) for number, name in enumerate("abcd"))
     for each in (a, b, c):
@@ -146,7 +146,7 @@ def test_the_least_recently_used_objects_make_room(folder, monkeypatch):
     assert in_cache(folder) == {a.sha256, c.sha256, d.sha256}
 
 
-def test_an_object_larger_than_the_bound_is_fetched_and_all_others_go(folder, monkeypatch):
+def test_an_object_larger_than_the_limit_is_fetched_and_all_others_are_evicted(folder, monkeypatch):
     monkeypatch.setenv("CHATMILL_CACHE_SIZE", "1MB")
     small, large = stored("small", 1000), stored("large", 2 * MB)
     fetched(small)
@@ -154,7 +154,7 @@ def test_an_object_larger_than_the_bound_is_fetched_and_all_others_go(folder, mo
     assert in_cache(folder) == {large.sha256}
 
 
-def test_what_a_killed_download_left_is_never_used_and_makes_room(folder, monkeypatch):
+def test_files_of_a_killed_download_are_never_used_and_are_evicted(folder, monkeypatch):
     each, other = stored("each", MB), stored("other", MB, seed=1)
     cache.cache_folder()
     (folder / "partial" / each.sha256).write_bytes(b"x" * MB)
@@ -165,7 +165,7 @@ def test_what_a_killed_download_left_is_never_used_and_makes_room(folder, monkey
     assert fetched(each).read_bytes() == objects.read(each.url)
 
 
-def test_a_full_disk_evicts_and_then_is_one_clear_line(folder, monkeypatch):
+def test_a_full_disk_causes_eviction_and_then_one_error_line(folder, monkeypatch):
     old, new = stored("old", 1000), stored("new", 1000, seed=1)
     fetched(old)
     write = cache._write
@@ -194,12 +194,12 @@ def test_sizes_are_read_with_their_units(text, size):
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "twenty", "20 G B", "1e9", "i", "5ib"])
-def test_other_sizes_are_refused(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(UsageError, match=r"^cache_size is '.*'; expected a number of bytes above 0, such as 20GB$"):
         parse_size(text, "cache_size")
 
 
-def test_a_cache_that_others_could_write_to_is_refused(folder, tmp_path, monkeypatch):
+def test_a_cache_writable_by_other_users_is_refused(folder, tmp_path, monkeypatch):
     cache.cache_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
@@ -219,7 +219,7 @@ def test_a_cache_that_others_could_write_to_is_refused(folder, tmp_path, monkeyp
         cache.cache_folder()
 
 
-def test_folders_of_the_cache_that_were_exchanged_are_refused(folder, tmp_path):
+def test_replaced_cache_folders_are_refused(folder, tmp_path):
     cache.cache_folder()
     (folder / "objects").rmdir()
     (tmp_path / "theirs").mkdir()
@@ -233,7 +233,7 @@ def test_folders_of_the_cache_that_were_exchanged_are_refused(folder, tmp_path):
         cache.cache_folder()
 
 
-def test_the_default_folder_is_closed_to_others(tmp_path, monkeypatch):
+def test_the_default_folder_is_private_to_the_user(tmp_path, monkeypatch):
     monkeypatch.delenv("CHATMILL_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     (tmp_path / "xdg" / "chatmill" / "view").mkdir(parents=True)
@@ -269,7 +269,7 @@ def test_a_lock_is_released_when_its_holder_is_killed(folder):
     assert in_cache(folder) == {each.sha256}
 
 
-def test_prefetching_fetches_all_in_order_and_ends(folder, reads, monkeypatch):
+def test_prefetching_fetches_everything_in_order_and_stops(folder, reads, monkeypatch):
     monkeypatch.setattr("chatmill.remote.prefetch.THREADS", 1)
     all_objects = [stored(f"{number}", 1000, seed=number) for number in range(6)]
     prefetch = Prefetch(all_objects, MB)
@@ -293,7 +293,7 @@ def test_prefetching_stays_within_its_limit_until_objects_are_used(folder):
     assert prefetch.progress.objects == 6
 
 
-def test_prefetching_leaves_out_what_cannot_be_fetched_and_ends_when_it_is_stopped(folder):
+def test_prefetching_skips_objects_that_cannot_be_fetched_and_can_be_stopped(folder):
     all_objects = [stored(f"{number}", 1000, seed=number) for number in range(6)]
     objects.remove([all_objects[0].url])
     failing = Prefetch(all_objects, MB)
@@ -330,11 +330,11 @@ assert {path.name for path in (cache.cache_folder() / "objects").iterdir()} == {
 """
 
 
-def test_a_forked_process_downloads_while_threads_of_its_parent_do():
+def test_a_forked_process_downloads_while_threads_of_its_parent_download():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=100)
 
 
-def test_a_local_copy_of_a_file_or_folder_follows_its_changes():
+def test_a_local_copy_of_a_file_or_folder_is_updated():
     url = Url("memory://copies/tokenizer")
     objects.write(url / "tokenizer.json", b"{}")
     objects.write(url / "below/more.json", b"[1]")
@@ -352,7 +352,7 @@ def test_a_local_copy_of_a_file_or_folder_follows_its_changes():
         cache.local_copy(Url("memory://copies/nothing"))
 
 
-def test_a_named_file_that_is_too_large_is_refused_before_it_is_downloaded(folder, reads):
+def test_a_file_that_is_too_large_is_refused_before_it_is_downloaded(folder, reads):
     url = Url("memory://copies/large")
     objects.write(url / "recipe.toml", bytes(JSON_LIMIT + 1))
     reads.clear()
@@ -365,7 +365,7 @@ def test_a_named_file_that_is_too_large_is_refused_before_it_is_downloaded(folde
     assert local_file(str(url / "recipe.toml"), limit=TOKENIZER_LIMIT).stat().st_size == JSON_LIMIT + 1
 
 
-def test_names_that_leave_the_folder_are_not_copied(tmp_path, monkeypatch):
+def test_names_that_point_outside_the_folder_are_not_copied(tmp_path, monkeypatch):
     url = Url("memory://copies/evil")
     monkeypatch.setattr(cache, "names_below", lambda _: [Url("memory://copies/evil/../../outside")])
     with pytest.raises(DataError, match=r"outside: is not a valid file name below memory://copies/evil"):

@@ -1,4 +1,4 @@
-"""The proxy that breaks answers breaks them as it is told, and forwards all others unchanged."""
+"""The fault proxy breaks responses as configured, and forwards all others unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def proxy(s3_server):
 
 @pytest.fixture
 def ask(proxy, s3_server):
-    """Send a request through the proxy: status and body. The object /BUCKET/x holds DATA."""
+    """Send a request through the proxy; return the status and body. The object /BUCKET/x holds DATA."""
     proxy.fail()
     bucket = s3_server.bucket().address.removeprefix("s3://")
 
@@ -38,7 +38,7 @@ def ask(proxy, s3_server):
     return ask
 
 
-def test_what_has_no_fault_is_forwarded_and_counted(ask, proxy):
+def test_requests_without_a_fault_are_forwarded_and_counted(ask, proxy):
     assert ask("GET", "x") == (200, DATA)
     assert ask("GET", "x", Range="bytes=10-19") == (206, DATA[10:20])
     assert ask("HEAD", "x") == (200, b"")
@@ -50,19 +50,19 @@ def test_what_has_no_fault_is_forwarded_and_counted(ask, proxy):
     assert proxy.requests() == []
 
 
-def test_a_throttled_answer_is_whole(ask, proxy):
+def test_a_throttled_response_is_complete(ask, proxy):
     proxy.throttle(20e6)
     assert ask("GET", "x") == (200, DATA)
     proxy.throttle()
 
 
-def test_faults_are_for_so_many_requests_of_a_method_and_path(ask, proxy):
+def test_a_fault_applies_to_a_number_of_requests_of_one_method_and_path(ask, proxy):
     proxy.fail(Fault("status", times=2, skip=1, method="GET", path="x$"))
     assert ask("PUT", "y", b"1")[0] == 200
     assert [ask("GET", name)[0] for name in "yxxyxx"] == [200, 200, 503, 200, 503, 200]
 
 
-def test_answers_are_broken_at_the_byte_that_is_given(ask, proxy):
+def test_responses_are_broken_at_the_given_byte(ask, proxy):
     proxy.fail(Fault("short", after=1000))
     assert ask("GET", "x") == (200, DATA[:1000])
     proxy.fail(Fault("corrupt", after=1000))
@@ -75,7 +75,7 @@ def test_answers_are_broken_at_the_byte_that_is_given(ask, proxy):
         ask("GET", "x")
 
 
-def test_a_lost_answer_is_of_work_that_was_done_and_a_reset_upload_of_work_that_was_not(ask, proxy):
+def test_the_server_performs_a_request_with_a_lost_response_but_not_a_reset_upload(ask, proxy):
     proxy.fail(Fault("lost", method="PUT"))
     with pytest.raises(ConnectionError):
         ask("PUT", "done", b"1")

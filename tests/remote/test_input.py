@@ -1,4 +1,4 @@
-"""Records of every kind of store: one file, a glob, a folder; by ranges, by row groups and compressed."""
+"""Reading records from every store: a file, a glob, a folder; ranges, row groups and compressed files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def contents() -> dict[str, bytes]:
 
 
 def folder_of(server: Server) -> Url:
-    """The URL of a folder with these files."""
+    """Upload these files and return the URL of their folder."""
     if server.scheme in ("hf", "http"):
         assert server.folder is not None
         for name, data in contents().items():
@@ -82,7 +82,7 @@ FAULTS = [
 ]
 
 
-def test_what_a_network_breaks_is_read_again_and_no_record_is_lost(s3_server, monkeypatch):
+def test_broken_reads_are_retried_and_no_record_is_lost(s3_server, monkeypatch):
     monkeypatch.setattr(objects, "FIRST_DELAY", 0.0)
     monkeypatch.setattr("chatmill.records.raw_files.FIRST_BYTES", 1500)
     monkeypatch.setattr("chatmill.records.raw_files.MOST_BYTES", 2500)
@@ -96,7 +96,7 @@ def test_what_a_network_breaks_is_read_again_and_no_record_is_lost(s3_server, mo
             list(read_records([url / "a.jsonl"]))
 
 
-def test_a_missing_file_of_a_web_server_is_one_line(web):
+def test_a_missing_file_on_a_web_server_is_one_error_line(web):
     url = f"{web.endpoint}/ranges/none.jsonl"
     with pytest.raises(DataError) as caught:
         read_records([url])

@@ -1,4 +1,4 @@
-"""Transient faults of a server are survived; all others are one line, at once, without credentials."""
+"""Transient server faults are retried; all others are one error line, immediately, without credentials."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bucket(s3_server, proxy):
 
 
 def one_line_of(call, *words, kind=RemoteError):
-    """The error of a call, which is one line, begins with the URL, and ends with what to do."""
+    """Check that the error of a call is one line with the URL and a remedy; return it."""
     with pytest.raises(kind) as raised:
         call()
     text = str(raised.value)
@@ -74,7 +74,7 @@ TRANSIENT = [
 
 
 @pytest.mark.parametrize("fault", TRANSIENT, ids=lambda fault: f"{fault.kind}-{fault.code}-{fault.after}")
-def test_transient_faults_are_survived(bucket, proxy, fault, tmp_path):
+def test_transient_faults_are_retried(bucket, proxy, fault, tmp_path):
     (tmp_path / "file").write_bytes(DATA)
     proxy.fail(fault)
     write(bucket / "x", DATA)
@@ -91,20 +91,20 @@ def test_transient_faults_are_survived(bucket, proxy, fault, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["lost", "reset_upload"])
-def test_a_conditional_write_whose_answer_is_lost_is_done(bucket, proxy, kind):
+def test_a_conditional_write_with_a_lost_response_succeeds(bucket, proxy, kind):
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     write(bucket / "x", b"1", new=True)
     assert read(bucket / "x") == b"1"
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     write(bucket / "x", b"2", replaces=find(bucket / "x").version)
     assert read(bucket / "x") == b"2"
-    # Somebody else's object stays one that exists.
+    # An object of another writer is still reported as existing.
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     with pytest.raises(ExistingObjectError):
         write(bucket / "x", b"2", new=True)
 
 
-def test_a_part_of_an_upload_is_sent_again_alone(bucket, proxy, tmp_path, monkeypatch):
+def test_only_the_failed_part_of_an_upload_is_sent_again(bucket, proxy, tmp_path, monkeypatch):
     monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)
     data = os.urandom((10 << 20) + 1)
@@ -118,7 +118,7 @@ def test_a_part_of_an_upload_is_sent_again_alone(bucket, proxy, tmp_path, monkey
     parts = [re.search(r"partNumber=(\d)", path)[1] for method, path, _ in proxy.requests() if method == "PUT"]
     assert sorted(parts) == ["1", "2", "2", "2", "3"]
     assert read(bucket / "x") == data
-    # What cannot be uploaded leaves nothing.
+    # A failed upload leaves nothing.
     proxy.fail(Fault("status", status=403, code="AccessDenied", path="partNumber=3"))
     one_line_of(lambda: upload(bucket / "y", tmp_path / "file"), "check the credentials")
     assert names_below(bucket) == [bucket / "x"]
@@ -127,14 +127,14 @@ def test_a_part_of_an_upload_is_sent_again_alone(bucket, proxy, tmp_path, monkey
 
 @pytest.mark.parametrize(("store", "count"), [("s3", objects.ATTEMPTS), ("gs", None), ("web", 2 * objects.ATTEMPTS)])
 def test_the_libraries_make_one_attempt_each(store, count, request):
-    """A server that always fails is asked `ATTEMPTS` times; a web server also for the file."""
+    """A server that always fails gets `ATTEMPTS` requests, and a web server twice as many."""
     server = request.getfixturevalue(f"{store}_server")
     with fault_proxy(server.port) as proxy, server.behind(proxy).in_environment():
         url = Url(f"{proxy.endpoint}/ranges/x") if store == "web" else server.bucket() / "x"
         proxy.requests()
         proxy.fail(Fault("status", status=503, times=EVER))
         one_line_of(lambda: find(url), "cannot be read", "check the name and the network, and try again")
-        # GCS is asked for a folder, too, at the same time.
+        # gcsfs also asks for a folder at the same time.
         assert len(proxy.requests()) == count or store == "gs"
         one_line_of(lambda: read(url, 0, 10), "cannot be read")
         assert len(proxy.requests()) == objects.ATTEMPTS
@@ -148,7 +148,7 @@ def test_the_libraries_make_one_attempt_each(store, count, request):
         (501, "NotImplemented", "check the name and the network"),
     ],
 )
-def test_permanent_faults_are_told_at_once(bucket, proxy, status, code, words):
+def test_permanent_faults_are_reported_immediately(bucket, proxy, status, code, words):
     proxy.requests()
     for call in (lambda: write(bucket / "x", b"1"), lambda: read(bucket / "x", 0, 9), lambda: names_below(bucket)):
         proxy.fail(Fault("status", status=status, code=code))
@@ -156,7 +156,7 @@ def test_permanent_faults_are_told_at_once(bucket, proxy, status, code, words):
         assert len(proxy.requests()) == 1
 
 
-def test_an_object_that_vanishes_or_changes_while_it_is_read_is_one_line(bucket, proxy, monkeypatch):
+def test_an_object_that_vanishes_or_changes_while_it_is_read_is_one_error_line(bucket, proxy, monkeypatch):
     monkeypatch.setattr(objects, "RANGE_BYTES", 10_000)
     write(bucket / "x", DATA)
     proxy.fail(Fault("status", status=404, code="NoSuchKey", method="GET", skip=1))
@@ -170,7 +170,7 @@ def test_an_object_that_vanishes_or_changes_while_it_is_read_is_one_line(bucket,
     one_line_of(lambda: read(bucket / "x"), "changed while it was read")
 
 
-def test_a_server_that_never_answers_is_one_line(bucket, proxy, monkeypatch):
+def test_a_server_that_never_responds_is_one_error_line(bucket, proxy, monkeypatch):
     monkeypatch.setattr(filesystems, "READ_TIMEOUT", 0.2)
     monkeypatch.setattr(objects, "TIME_LIMIT", 0.0)
     forget_connections()
@@ -181,7 +181,7 @@ def test_a_server_that_never_answers_is_one_line(bucket, proxy, monkeypatch):
     forget_connections()
 
 
-def test_a_server_that_cannot_be_reached_is_one_line():
+def test_an_unreachable_server_is_one_error_line():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -196,7 +196,7 @@ def test_a_server_that_cannot_be_reached_is_one_line():
         one_line_of(lambda: find(Url(f"{endpoint}/x")), "Cannot connect to host", "check the name and the network")
 
 
-def test_a_missing_bucket_is_told_from_a_missing_object(s3, rclone_server):
+def test_a_missing_bucket_is_distinguished_from_a_missing_object(s3, rclone_server):
     url = Url("s3://no-such-bucket-here/x")
     for server in (s3, rclone_server):
         with server.in_environment():
@@ -209,7 +209,7 @@ def test_a_missing_bucket_is_told_from_a_missing_object(s3, rclone_server):
                 one_line_of(call, "the bucket no-such-bucket-here does not exist; create it, or check its name")
 
 
-def test_wrong_and_missing_credentials_are_told_at_once(rclone_server, monkeypatch):
+def test_wrong_and_missing_credentials_are_reported_immediately(rclone_server, monkeypatch):
     url = rclone_server.bucket() / "x"
     for key, secret in (("rclone-test-key", "a-wrong-secret"), ("a-wrong-key", "rclone-test-secret")):
         with Server(0, s3_environment(rclone_server.endpoint, key, secret)).in_environment():
@@ -228,7 +228,7 @@ def test_wrong_and_missing_credentials_are_told_at_once(rclone_server, monkeypat
 
 
 @pytest.mark.parametrize("endpoint", ["https://HOST", "nonsense", "ftp://h/x", "http://me:word@HOST", "me:word@HOST"])
-def test_a_wrong_address_of_a_server_is_told_at_once(s3_server, endpoint, monkeypatch):
+def test_a_wrong_server_address_is_reported_immediately(s3_server, endpoint, monkeypatch):
     host = s3_server.endpoint.partition("://")[2]
     monkeypatch.setattr(objects.time, "sleep", lambda _: pytest.fail("made again"))
     with Server(0, s3_environment(endpoint.replace("HOST", host))).in_environment():
@@ -238,7 +238,7 @@ def test_a_wrong_address_of_a_server_is_told_at_once(s3_server, endpoint, monkey
         one_line_of(lambda: find(Url(f"https://{host}/x")), "check the address: http:// or https://, the host")
 
 
-def test_a_password_of_a_web_server_is_used_and_never_shown(web):
+def test_the_password_for_a_web_server_is_used_and_never_shown(web):
     (web.folder / "secret").write_bytes(DATA)
     address = web.endpoint.replace("//", "//user:pass%20word@")
     assert read(Url(f"{address}/locked/secret")) == DATA
@@ -254,7 +254,7 @@ WORDS = st.text("abcXYZ019-._~%é", min_size=4, max_size=20).filter(lambda word:
 
 
 @given(WORDS, WORDS, WORDS, st.sampled_from(["s3", "gs", "https", "http", "ftp", "az", "hf", "memory", "abfs"]))
-def test_no_secret_of_a_url_is_shown(user, password, signature, scheme):
+def test_secrets_in_a_url_are_never_shown(user, password, signature, scheme):
     secrets = [f"<{user}>", f"<{password}>", f"<{signature}>"]
     address = f"{scheme}://{secrets[0]}:{secrets[1]}@shown-host/shown-name?X-Amz-Signature={secrets[2]}&y=1"
     try:
@@ -268,7 +268,7 @@ def test_no_secret_of_a_url_is_shown(user, password, signature, scheme):
     assert all("shown" in text for text in texts[-4:])
 
 
-def test_no_secret_of_the_environment_is_shown(monkeypatch):
+def test_secrets_in_the_environment_are_never_shown(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     assert (
@@ -286,7 +286,7 @@ def test_no_secret_of_the_environment_is_shown(monkeypatch):
         ("ftp://u:p@host/x", "ftp://host/x: ftp:// is not supported; "),
     ],
 )
-def test_urls_with_credentials_that_no_library_takes_are_refused(name, wrong):
+def test_urls_with_credentials_that_no_library_accepts_are_refused(name, wrong):
     with pytest.raises(UsageError, match=f"^{re.escape(wrong)}"):
         place(name)
     with pytest.raises(UsageError, match="was converted to a Path"):
@@ -306,7 +306,7 @@ def test_urls_with_credentials_that_no_library_takes_are_refused(name, wrong):
         ("notes:/y", Path("notes:/y")),
     ],
 )
-def test_a_name_is_the_place_that_it_says(name, meant):
+def test_a_name_is_parsed_as_a_path_or_a_url(name, meant):
     assert place(name) == meant
 
 
@@ -322,13 +322,13 @@ def test_a_name_is_the_place_that_it_says(name, meant):
         ("HTTPS:/user:pw@host/x?sig=abc", "HTTPS:/…: has one slash after the scheme; did you mean https://host/x?"),
     ],
 )
-def test_a_name_that_is_almost_a_url_is_one_line(name, line):
+def test_a_malformed_url_is_one_error_line(name, line):
     with pytest.raises(UsageError) as caught:
         place(name)
     assert str(caught.value) == line
 
 
-def test_an_account_in_a_url_of_azure_is_no_user():
+def test_the_account_in_an_azure_url_is_not_a_credential():
     assert (
         str(place("abfs://container@account.dfs.core.windows.net/x"))
         == "abfs://container@account.dfs.core.windows.net/x"
@@ -346,9 +346,9 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("url", LIBRARIES)
-def test_a_missing_library_is_one_line_that_names_the_extra(monkeypatch, url):
+def test_a_missing_library_is_one_error_line_that_names_the_extra(monkeypatch, url):
     module, extra = LIBRARIES[url]
-    # What fsspec has imported, it does not import again.
+    # fsspec does not repeat imports, so clear its registry.
     monkeypatch.setattr(importlib.import_module("fsspec.registry"), "registry", {})
     for name in [name for name in sys.modules if name.split(".")[0] == module or name == "fsspec.implementations.http"]:
         monkeypatch.delitem(sys.modules, name)
@@ -386,7 +386,7 @@ def test_settings_of_fsspec_are_used(s3, monkeypatch):
         (502, "", False),
     ],
 )
-def test_answers_are_permanent_or_not(status, code, permanent):
+def test_errors_are_classified_as_permanent_or_transient(status, code, permanent):
     from botocore.exceptions import ClientError
 
     error = OSError("x")

@@ -1,4 +1,4 @@
-"""Objects are written, read, listed and removed on real servers, whatever their names, sizes and ranges."""
+"""Objects of any name and size are written, read, listed and removed on real servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DATA = bytes(range(256)) * 4
 
 @pytest.fixture(params=STORES, scope="module")
 def store(request):
-    """Each server; all tests of one before those of the next."""
+    """Each server in turn; all tests of one run before those of the next."""
     if request.param == "memory":
         yield None
         return
@@ -48,7 +48,7 @@ def bucket(store):
     return Url(f"memory://bucket-{next(numbers)}") if store is None else store.bucket()
 
 
-def test_an_object_is_what_was_written(bucket):
+def test_an_object_reads_back_as_written(bucket):
     url = bucket / "a/b.bin"
     assert find(url) is None
     for data in (DATA, b"", b"x"):
@@ -65,7 +65,7 @@ def test_an_object_is_what_was_written(bucket):
         read(url, 3, 5)
 
 
-def test_every_range_has_its_bytes(bucket, monkeypatch):
+def test_every_range_reads_the_right_bytes(bucket, monkeypatch):
     monkeypatch.setattr(objects, "RANGE_BYTES", 300)
     write(bucket / "x", DATA)
     size = len(DATA)
@@ -87,8 +87,8 @@ def test_every_range_has_its_bytes(bucket, monkeypatch):
     assert read(bucket / "empty", 0, 10) == b""
 
 
-def test_names_are_taken_as_they_are(bucket):
-    # An object store that keeps objects as files has no name that is also a folder.
+def test_names_are_used_literally(bucket):
+    # A store that keeps objects as files cannot use one name for both an object and a folder.
     urls = [bucket / f"folder/{name}" for name in NAMES if bucket.scheme != "memory" or "::" not in name]
     for url in urls:
         write(url, str(url).encode())
@@ -100,7 +100,7 @@ def test_names_are_taken_as_they_are(bucket):
     assert names_below(bucket) == urls[:1]
 
 
-def test_folders_and_globs_name_the_objects_below_and_no_others(bucket):
+def test_folders_and_globs_match_exactly_the_objects_below_them(bucket):
     for name in ("v1/a.jsonl", "v1/b/c.jsonl", "v1/b/d.txt", "v10/e.jsonl", "v1.jsonl"):
         write(bucket / name, b"1")
     assert names_below(bucket / "v1") == [bucket / "v1/a.jsonl", bucket / "v1/b/c.jsonl", bucket / "v1/b/d.txt"]
@@ -114,7 +114,7 @@ def test_folders_and_globs_name_the_objects_below_and_no_others(bucket):
     assert matches(bucket / "v2/*") == []
 
 
-def test_conditional_writes_are_refused_when_the_object_is_another(bucket):
+def test_a_conditional_write_fails_if_the_object_changed(bucket):
     url = bucket / "metadata.json"
     with pytest.raises(ExistingObjectError, match=r"exists already, or was replaced meanwhile$"):
         write(url, b"1", replaces="some version")
@@ -129,8 +129,8 @@ def test_conditional_writes_are_refused_when_the_object_is_another(bucket):
     assert find(url).version != first
 
 
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # by azure's library
-def test_a_file_is_uploaded_as_it_is(bucket, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # from azure's library
+def test_an_uploaded_file_reads_back_unchanged(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)
     for size in (0, 1000, (11 << 20) + 7):
@@ -142,10 +142,10 @@ def test_a_file_is_uploaded_as_it_is(bucket, tmp_path, monkeypatch):
     assert names_below(bucket) == [bucket / "shard.bin"]
 
 
-def test_of_two_writers_one_wins_where_the_store_decides(store, bucket, monkeypatch):
+def test_one_of_two_writers_wins_if_the_store_has_conditional_writes(store, bucket, monkeypatch):
     if store is None or store.folder is not None:
         pytest.skip("the store does not decide")
-    # Both have seen no object, or the same one.
+    # Both writers have seen no object, or the same one.
     monkeypatch.setattr(objects, "find", lambda url: None)
     write(bucket / "x", b"1", new=True)
     with pytest.raises(ExistingObjectError):
@@ -160,8 +160,8 @@ def test_of_two_writers_one_wins_where_the_store_decides(store, bucket, monkeypa
     assert read(bucket / "x") == b"22"
 
 
-def test_what_another_program_writes_is_seen_at_once(s3):
-    """s3fs remembers listings unless it is told not to."""
+def test_writes_of_another_program_are_visible_immediately(s3):
+    """s3fs caches listings by default."""
     bucket = s3.bucket()
     write(bucket / "a/1", b"1")
     assert names_below(bucket) == [bucket / "a/1"]
@@ -175,7 +175,7 @@ def test_what_another_program_writes_is_seen_at_once(s3):
     assert names_below(bucket) == matches(bucket / "a/*") == [bucket / "a/1", bucket / "a/2"]
 
 
-def test_more_objects_are_listed_than_a_page_holds(rclone):
+def test_listings_longer_than_one_page_are_complete(rclone):
     bucket = rclone.bucket()
     folder = rclone.folder / str(bucket).removeprefix("s3://") / "many"
     folder.mkdir()
@@ -280,7 +280,7 @@ def test_web_servers_are_read_with_and_without_ranges(web):
         names_below(Url(f"{web.endpoint}/ranges/"))
 
 
-def test_a_large_file_of_a_web_server_without_ranges_is_read_as_a_whole_only(web, monkeypatch):
+def test_a_large_file_on_a_web_server_without_ranges_is_only_read_whole(web, monkeypatch):
     monkeypatch.setattr("chatmill.remote.web.WHOLE_BYTES", 500)
     (web.folder / "large").write_bytes(DATA)
     url = Url(f"{web.endpoint}/whole/large")
@@ -291,7 +291,7 @@ def test_a_large_file_of_a_web_server_without_ranges_is_read_as_a_whole_only(web
         read(url, 100, 200)
 
 
-def test_a_web_server_that_tells_no_size_is_read_as_a_whole(web):
+def test_files_of_a_web_server_that_sends_no_size_are_read_whole(web):
     (web.folder / "stream").write_bytes(DATA)
     url = Url(f"{web.endpoint}/stream/stream")
     assert read(url) == DATA

@@ -1,4 +1,4 @@
-"""Requests run in a few threads that are kept, in the order of their values, also where one starts others."""
+"""Requests run in a fixed number of threads, return results in order, and may start other requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_results_are_in_order_and_no_more_threads_run_than_allowed():
     names = set()
 
     def call(number: int) -> int:
-        # All of them at a time, or this breaks.
+        # The barrier breaks unless all threads run at the same time.
         if number < THREADS:
             together.wait(30)
         names.add(threading.get_ident())
@@ -26,14 +26,14 @@ def test_results_are_in_order_and_no_more_threads_run_than_allowed():
     assert len(names) == THREADS and threading.get_ident() not in names
 
 
-def test_tasks_that_wait_for_other_tasks_end():
+def test_tasks_that_wait_for_other_tasks_finish():
     def call(number: int) -> int:
         return submit(lambda: number + 1).result() + sum(in_threads(lambda each: each, range(3)))
 
     assert in_threads(call, range(50)) == [number + 4 for number in range(50)]
 
 
-def test_the_first_error_is_raised_and_what_was_not_begun_is_not_run():
+def test_the_first_error_is_raised_and_later_calls_succeed():
     def call(number: int) -> int:
         raise ValueError(f"number {number}")
 
