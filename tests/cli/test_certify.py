@@ -55,7 +55,7 @@ def test_faulty_records_can_be_skipped(run, folder, tmp_path):
     code, _, err = run("certify", "--tokenizer", "model", name)
     assert (code, err.split(": ")[1]) == (1, "chat.jsonl:2")
     code, out, err = run("certify", "--tokenizer", "model", name, "--on-error", "skip")
-    assert (code, lines(out)["records"]) == (0, ("PASS", "1 records, every answer trained"))
+    assert (code, lines(out)["records"]) == (0, ("PASS", "1 record, every answer trained"))
     assert err == "rejected 1: 1 role; see rejects.jsonl\n"
 
 

@@ -419,7 +419,7 @@ for command in {commands!r}:
     )
     assert done.returncode == 0, done.stderr
     checked, rendered, _, shown, row, _ = done.stdout.split("\0")
-    assert checked.startswith("1 records")
+    assert checked.startswith("1 record, ")
     assert json.loads((tmp_path / "rejects.jsonl").read_bytes())["file"] == name
     assert json.loads(rendered)["file"] == name
     assert "3 × 3" in json.loads(shown)["text"]

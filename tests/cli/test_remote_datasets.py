@@ -88,11 +88,11 @@ def test_rejects_of_a_build_to_a_url_go_to_a_local_file_or_to_a_url(run, bucket)
         file.write("no json\n")
     code, out, err = run("prepare", "chat.jsonl", "-o", f"{bucket}/v2", "--on-error", "skip")
     assert code == 0, err
-    assert out.endswith("1 records were rejected; see v2.rejects.jsonl\n")
+    assert out.endswith("1 record was rejected; see v2.rejects.jsonl\n")
     words = ("prepare", "chat.jsonl", "-o", f"{bucket}/v3", "--on-error", "skip", "--rejects", f"{bucket}/v3.jsonl")
     code, out, err = run(*words)
     assert code == 0, err
-    assert out.endswith(f"1 records were rejected; see {bucket}/v3.jsonl\n")
+    assert out.endswith(f"1 record was rejected; see {bucket}/v3.jsonl\n")
     assert objects.read(bucket / "v3.jsonl") == Path("v2.rejects.jsonl").read_bytes()
     code, out, err = run(*words)
     assert (code, out) == (1, "")

@@ -41,7 +41,7 @@ def in_a_child(work: Callable[[], object]) -> int:
 
 
 def killed_at(event: int, **options) -> Callable[[], object]:
-    """A build that kills itself when it reports progress for the so-manieth time."""
+    """A build that kills itself when `on_progress` is called the `event`-th time."""
     seen = 0
 
     def on_progress(progress) -> None:

@@ -54,7 +54,8 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
             | {"files": shapes, "first": understood, "noted": noted}
         )
         return
-    typer.echo(f"{good:,} records, {trainable:,} of them with an assistant turn")
+    noun = "record" if good == 1 else "records"
+    typer.echo(f"{good:,} {noun}, {trainable:,} of them with an assistant turn")
     typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(roles.items())))
     typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in sources.items()))
     for line in shape_lines(files):

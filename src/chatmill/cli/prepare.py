@@ -167,7 +167,8 @@ def run(
         return
     _print_summary(output, metadata)
     if rejected is not None and (count := sum(rejected.counts.values())):
-        echo_line(f"{count:,} records were rejected; see {rejected.path}")
+        what = "record was" if count == 1 else "records were"
+        echo_line(f"{count:,} {what} rejected; see {rejected.path}")
 
 
 def _engine(name: str, workers: int | None, address: str | None) -> Engine:

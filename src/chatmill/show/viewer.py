@@ -179,7 +179,7 @@ class Viewer:
         if index.error is not None:
             raise DataError(f"the index could not be made: {index.error}")
         if q and self._view.without_text is not None:
-            raise DataError(f"there is no text to search: {self._view.without_text}")
+            raise DataError(f"no text to search: {self._view.without_text}")
         # The number of episodes is part of the key of the cache, because the mask grows with it.
         kept = None if is_open else self._mask(index, wanted, index.filtered)
         if sort:

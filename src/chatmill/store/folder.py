@@ -128,7 +128,7 @@ class OpenFolder:
 
 
 def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
-    """Return the result of `work` on a folder; raise `DataError` with `expected` if there is no folder.
+    """Return the result of `work` on a folder; raise `DataError` with `expected` if the folder does not exist.
 
     If `work` fails because the folder was replaced, it is repeated on the new folder.
     """

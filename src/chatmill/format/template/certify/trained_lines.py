@@ -238,7 +238,7 @@ def own_records(seen: Observations) -> Finding:
     own = seen.own
     kinds = Counter(fault.kind for fault in own.refused)
     details = {"records": own.count, "refused": dict(kinds), "notes": dict(own.notes)}
-    text = f"{own.count:,} records"
+    text = f"{own.count:,} {'record' if own.count == 1 else 'records'}"
     if own.refused:
         reasons = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
         what = f"{text}; rejected: {reasons}; the first: {own.refused[0]}"
