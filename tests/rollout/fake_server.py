@@ -1,4 +1,4 @@
-"""A server of HTTP in a thread that answers whatever a test wants."""
+"""An HTTP server in a thread, with responses chosen by the test."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def serving(answer):
-    """A server whose replies are `answer(request)` or `answer(request, number)`; what it was asked is in `asked`.
+    """Run a server whose replies are `answer(request)` or `answer(request, number)`; `asked` lists the requests.
 
-    A reply is (status, body), (status, body, headers), or a function that writes to the connection as it likes.
+    A reply is (status, body), (status, body, headers), or a function that writes to the connection itself.
     """
     asked = []
     lock = threading.Lock()
@@ -26,7 +26,7 @@ def serving(answer):
             reply = answer(request) if answer.__code__.co_argcount == 1 else answer(request, number)
             self.close_connection = True
             if callable(reply):
-                # The client may have gone.
+                # The client may have disconnected.
                 with suppress(OSError):
                     reply(self.wfile)
                 return

@@ -1,4 +1,4 @@
-"""Tokenizers that hurt, and answers to cut: what the tests of rollouts are made of."""
+"""Fixtures for rollout tests: tokenizers with awkward merges, and answers to truncate."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HURTING = (
 
 
 class Toy:
-    """Ids 0 to 255 are bytes, then come EOS, coordinates, and any other bytes that were asked for.
+    """A tokenizer: ids 0 to 255 are bytes, followed by EOS, coordinates, and tokens added on request.
 
-    Text is encoded greedily by `merges`; `token` makes a token of any bytes, so that a rollout can be cut anyhow.
+    Text is encoded greedily with `merges`; `token` adds a token for any bytes, so a rollout can be split anywhere.
     """
 
     name = "toy"
@@ -73,7 +73,7 @@ class Toy:
         return {"eot": EOS}
 
     def rollout(self, text: str) -> list[int]:
-        """The ids of an answer in which each `<|coord_k|>` is its own token."""
+        """Encode an answer with each `<|coord_k|>` as its own token."""
         ids: list[int] = []
         while text:
             at = text.find("<|coord_")
@@ -92,7 +92,7 @@ class Toy:
 
 
 def chopped(toy: Toy, data: bytes, seed: int) -> list[int]:
-    """The same bytes as tokens that begin and end anywhere, some of them coordinates by id."""
+    """Split bytes into tokens at random positions; some coordinates become their own token."""
     draw = random.Random(seed)
     ids: list[int] = []
     while data:

@@ -1,4 +1,4 @@
-"""Any rollout gives a target: random text, broken JSON, cut anywhere, and cut into tokens anyhow."""
+"""Every rollout gives a target: random text, broken JSON, any truncation, any tokenization."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def parses(text):
 
 @settings(max_examples=250)
 @given(data_, st.integers(0, 9))
-def test_every_rollout_gives_a_target_that_holds_the_promises(data, seed):
+def test_every_rollout_gives_a_valid_target(data, seed):
     ids = chopped(TOY, data, seed)
     found = build_target(ids, TRUTH, tokenizer=TOY)
 
-    # The row is whole, and what is trained lies behind the prefix, but for slots.
+    # The row is valid, and within the prefix only slots are trained.
     found.rows.check()
     assert found.rows.ids.tolist() == found.ids
     assert found.ids[-1] == EOS and len(found.rows) == 1
@@ -87,7 +87,7 @@ def test_every_rollout_gives_a_target_that_holds_the_promises(data, seed):
     in_prefix = slice(0, len(found.prefix_ids))
     assert set(part[in_prefix][mask[in_prefix]].tolist()) <= {int(Part.SLOT)}
 
-    # Kept ids are the rollout's own, but for the last.
+    # Kept ids are those of the rollout, except for the last.
     assert found.prefix_ids[: found.kept] == ids[: found.kept]
     if found.fallback is None:
         assert data.startswith(b"".join(map(TOY.piece, found.prefix_ids)))
@@ -99,7 +99,7 @@ def test_every_rollout_gives_a_target_that_holds_the_promises(data, seed):
         assert found.missed == (0, 1, 2)
     assert found.prefix_text.rstrip(" \t\n\r")[-1] in "{}"
 
-    # Every true object is found or appended, under keys that are new.
+    # Every true object is matched, or appended under a new key.
     assert sorted([true for _, true in found.matched] + list(found.missed)) == [0, 1, 2]
     appended, is_json = parses("{" + found.appended_text.removeprefix(", "))
     assert is_json and len(appended) == len(found.missed)
@@ -113,7 +113,7 @@ def test_every_rollout_gives_a_target_that_holds_the_promises(data, seed):
 
 @settings(max_examples=150)
 @given(data_, st.integers(0, 99), st.integers(100, 199))
-def test_how_the_text_is_cut_into_tokens_does_not_change_what_is_found(data, one, other):
+def test_tokenization_of_the_text_does_not_change_the_objects_found(data, one, other):
     first, second = (build_target(chopped(TOY, data, seed), TRUTH, tokenizer=TOY) for seed in (one, other))
     for name in (
         *("prefix_text", "appended_text", "start_index", "valid_objects", "dropped", "matched", "missed"),
@@ -124,7 +124,7 @@ def test_how_the_text_is_cut_into_tokens_does_not_change_what_is_found(data, one
 
 @settings(max_examples=150)
 @given(st.lists(st.booleans(), max_size=6), st.integers(0, 400), st.integers(0, 99))
-def test_a_cut_answer_keeps_just_the_objects_that_are_complete(good, cut, seed):
+def test_a_truncated_answer_keeps_exactly_the_complete_objects(good, cut, seed):
     entries = [
         box(n, f"thing {n}", n, n, n + 9, n + 9) if is_good else f'"object_{n}": {{"desc": "{n}", "x": [}}'
         for n, is_good in enumerate(good)
@@ -143,7 +143,7 @@ def test_a_cut_answer_keeps_just_the_objects_that_are_complete(good, cut, seed):
         assert found.fallback == "empty"
 
 
-# The same with real tokenizers, cut at every token.
+# Real tokenizers, truncated at every token.
 
 CHATML = load_format("chatml")
 
@@ -171,7 +171,7 @@ def long_rollout():
 
 @pytest.fixture(scope="module", params=["hurting merges", "trained bpe", "deepseek", "sentencepiece"])
 def real(request, tmp_path_factory):
-    """A tokenizer with coordinates, and a function from text to ids in which coordinates are by id."""
+    """A tokenizer with coordinates, and a function that encodes text with coordinates as single tokens."""
     if request.param == "hurting merges":
         return Toy(HURTING), Toy(HURTING).rollout
     if request.param == "trained bpe":
@@ -196,7 +196,7 @@ def real(request, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:.*fastokens")
-def test_a_long_rollout_cut_at_every_token_keeps_what_was_complete(real):
+def test_a_long_rollout_truncated_at_any_token_keeps_the_complete_objects(real):
     tokenizer, rollout = real
     entries = long_rollout()
     ids = rollout("{" + ", ".join(entries) + "}")
@@ -214,7 +214,7 @@ def test_a_long_rollout_cut_at_every_token_keeps_what_was_complete(real):
         kept_before = complete
         text = found.prefix_text.lstrip()
         assert text == ("{" + ", ".join(entries[:complete]) if complete else "{")
-        # No entry that stands there whole was left out.
+        # No complete entry was dropped.
         if complete < len(entries):
             assert ("{" + ", ".join(entries[: complete + 1])).encode() not in said
         assert found.prefix_ids[: found.kept] == ids[: found.kept]
@@ -227,7 +227,7 @@ def test_a_long_rollout_cut_at_every_token_keeps_what_was_complete(real):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.text('ab \\"é{,', max_size=3), *[st.integers(0, 1005)] * 4), max_size=6))
-def test_boxes_as_they_are_written_are_read_as_the_same_json_spaced_otherwise_is(boxes):
+def test_boxes_are_read_the_same_with_any_json_spacing(boxes):
     toy = Toy()
     truth = [{"desc": "a", "bbox_2d": [0, 0, 500, 500]}, {"desc": "b", "bbox_2d": [400, 400, 999, 999]}]
     entries = [

@@ -1,4 +1,4 @@
-"""Borders: how tokens are chosen where the append begins, for tokenizers that fuse it with the end of the prefix."""
+"""Tokens at the start of the appended text, for tokenizers that merge it with the end of the prefix."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CAT, DOG, BIRD = thing("cat", 1, 2, 300, 400), thing("dog", 500, 500, 600, 600),
 
 
 def canonical(toy: Toy, text: str) -> list[int]:
-    """The tokens of a text as the tokenizer writes it, each coordinate its own."""
+    """Encode a text canonically, with each coordinate as its own token."""
     ids = []
     for at, piece in enumerate(re.split(r"(<\|coord_[0-9]+\|>)", text)):
         ids += [toy.token_id(piece)] if at % 2 else Vocabulary(toy).exact([piece])[0]
     return ids
 
 
-def test_each_border_in_tokens():
+def test_tokens_at_each_border():
     toy = Toy([b'"]}', b'"]},', b'"]}}', b' "object_'])
     text = "{" + box(1, "cat", 1, 2, 300, 400) + ', "object_2": {"desc": "d'
     rollout = canonical(toy, text)
@@ -44,7 +44,7 @@ def test_each_border_in_tokens():
         tokens[border] = [
             (toy.piece(id), weight > 0) for id, weight in zip(target.ids[first:][:3], trained, strict=True)
         ]
-    # The rollout fused the comma with the end of the box: that token is cut.
+    # The rollout merged the comma with the end of the box: that token is cut.
     assert tokens["shorter"] == [(b'"]}', False), (b",", True), (b' "object_', True)]
     assert tokens["masked"] == [(b'"]}', False), (b",", False), (b' "object_', True)]
     assert tokens["joined"] == tokens["canonical"] == [(b'"]},', True), (b' "object_', True), (b"2", True)]
@@ -67,7 +67,7 @@ def test_joined_and_canonical_differ_where_the_rollout_is_not_canonical():
 @pytest.mark.parametrize("border", BORDERS)
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(0, 400))
-def test_no_token_before_the_border_is_changed_and_all_tokens_say_the_text(border, seed, cut):
+def test_tokens_before_the_border_are_unchanged_and_all_tokens_decode_to_the_text(border, seed, cut):
     draw = random.Random(seed)
     toy = Toy([merge for merge in HURTING if draw.random() < 0.7])
     found = [box(n + 1, draw.choice(["cat", "é", 'a "b'.replace('"', "")]), n, n, n + 99, n + 99) for n in range(3)]
@@ -89,7 +89,7 @@ def test_no_token_before_the_border_is_changed_and_all_tokens_say_the_text(borde
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 400))
 def test_a_canonical_rollout_has_a_canonical_target(seed, cut):
-    """Whatever the tokenizer fuses, the model is trained on the tokens that fine-tuning would train it on."""
+    """Whatever the tokenizer merges, the trained tokens are those of fine-tuning."""
     draw = random.Random(seed)
     toy = Toy([merge for merge in HURTING if draw.random() < 0.7])
     found = [box(n + 1, draw.choice(["cat", "bird"]), n, n, n + 99, n + 99) for n in range(3)]
@@ -108,7 +108,7 @@ REAL = {
 
 @pytest.mark.filterwarnings("ignore:.*fastokens")
 @pytest.mark.parametrize("name", REAL)
-def test_real_tokenizers_fuse_every_end_of_an_object_with_what_follows(name):
+def test_real_tokenizers_merge_the_end_of_an_object_with_the_text_after_it(name):
     package, file = REAL[name]
     path = Path(find_spec(package).submodule_search_locations[0]) / file
     chatml = load_format("chatml")

@@ -1,4 +1,4 @@
-"""Targets are the same with and without the compiled part, and however groups of objects are assigned."""
+"""Targets are the same with and without the C extension, and with every assignment method."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WRITTEN = [
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(WRITTEN), max_size=8), st.sampled_from([", ", ",", ",  "]), st.integers(0, 900))
-def test_targets_are_the_same_without_the_compiled_part(entries, between, cut):
+def test_targets_are_the_same_without_the_c_extension(entries, between, cut):
     data = ("{" + between.join(entries) + "}").encode()[:cut]
     ids = chopped(TOY, data, cut)
     truth = [thing("cat", 10, 20, 300, 390), thing("dog", 0, 0, 990, 99), {"desc": "p", "poly": [1, 1, 9, 1, 9, 9]}]
@@ -45,7 +45,7 @@ def test_targets_are_the_same_without_the_compiled_part(entries, between, cut):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([3, 6, 20]), st.sampled_from([0.01, 0.3, 0.5]))
-def test_matchings_are_the_same_by_every_way(seed, most, gate):
+def test_every_assignment_method_gives_the_same_matching(seed, most, gate):
     draw = random.Random(seed)
 
     def things(count):
@@ -57,26 +57,26 @@ def test_matchings_are_the_same_by_every_way(seed, most, gate):
     with pytest.MonkeyPatch.context() as without:
         without.setattr("chatmill.rollout.match._rollout", None)
         assert match_objects(predicted, truth, gate=gate) == expected
-        # All groups by scipy, then all by trying every assignment.
+        # Assign all groups with scipy, then all by brute force.
         for few in (0, 10**9):
             without.setattr("chatmill.rollout.match.FEW", few)
             assert match_objects(predicted, truth, gate=gate) == expected
 
 
-def test_boxes_that_the_compiled_part_does_not_take_are_matched():
+def test_boxes_that_the_c_extension_does_not_support_are_matched():
     large = 2**30
     one, other = thing("x", 0, 0, large, large), {"desc": "y", "bbox_2d": (0, 0, large, large // 2)}
     assert match_objects([one], [other], gate=0.5).pairs == ((0, 0),)
     assert match_objects([one], [other], gate=0.51).gated == 1
 
 
-def test_ids_are_decoded_up_to_the_first_that_the_tokenizer_lacks():
+def test_ids_are_decoded_up_to_the_first_unknown_id():
     toy = Toy()
     vocabulary = Vocabulary(toy)
     for unknown in (-1, 290, 5000, 2**62, -(2**63)):
         data, start = vocabulary.decode(np.array([97, 300, 98, unknown, 99]))
         assert (data, start.tolist()) == (b"a<|coord_0|>b", [0, 1, 12, 13])
-    # A token that was added since.
+    # A token added later.
     new = toy.token(b"new")
     data, start = vocabulary.decode(np.array([new, 97, new]))
     assert (data, start.tolist()) == (b"newanew", [0, 3, 4, 7])
@@ -84,7 +84,7 @@ def test_ids_are_decoded_up_to_the_first_that_the_tokenizer_lacks():
     assert (data, start.tolist()) == (b"", [0])
 
 
-def test_ids_too_large_for_an_array_are_none_of_the_tokenizer():
+def test_ids_too_large_for_an_array_are_unknown_ids():
     assert id_array([1, True, np.int32(3), 2**80, -(2**70)]).tolist() == [1, 1, 3, -1, -1]
     assert id_array(np.array([1, 2], dtype=np.uint32)).tolist() == [1, 2]
     found = build_target([*TOY.rollout("{" + box(1, "cat", 1, 2, 3, 4)), 2**80, 5], [], tokenizer=TOY)

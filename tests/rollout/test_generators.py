@@ -1,4 +1,4 @@
-"""A server that takes and returns token ids, and answers from a log."""
+"""Generators: a server that takes and returns token ids, and replay from a log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatmill.rollout.generators import CompletionServer
 
 
 def completion(request):
-    """Echoes the prompt twice, cut as asked, as vLLM lays its answers out."""
+    """Echo the prompt twice, truncated as requested, in vLLM's response format."""
     ids = (request["prompt"] * 2)[: request["max_tokens"]]
     return 200, {
         "object": "text_completion",
@@ -45,7 +45,7 @@ def test_a_server_answers_ids_with_ids_in_the_order_of_the_prompts():
     assert 0 <= seed < 2**31
 
 
-def test_the_seed_of_a_request_depends_on_seed_step_and_row_alone():
+def test_the_seed_of_a_request_depends_only_on_seed_step_and_row():
     def seeds(generate, step, first_row, count):
         generate([[7]] * count, step=step, first_row=first_row)
         return sorted(request["seed"] for _, _, request in asked[-count:])
@@ -59,7 +59,7 @@ def test_the_seed_of_a_request_depends_on_seed_step_and_row_alone():
         assert not set(seeds(other, 0, 0, 4)) & set(whole)
 
 
-def test_a_fault_that_may_pass_is_tried_again():
+def test_a_transient_fault_is_retried():
     def unsteady(request, number):
         return completion(request) if number > 2 else (503, {"error": "starting"})
 
@@ -86,14 +86,14 @@ def test_a_fault_that_may_pass_is_tried_again():
         (lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}), "a different prompt"),
     ],
 )
-def test_a_server_that_is_none_is_one_line(answer, said):
+def test_an_invalid_reply_is_one_error_line(answer, said):
     with serving(answer) as (url, _), pytest.raises(DataError, match=said) as caught:
         CompletionServer(url, "m", 3, attempts=2, pause=0.01)([[1, 2], [3]], step=0)
     assert str(caught.value).startswith(url)
     assert "\n" not in str(caught.value)
 
 
-def test_no_server_at_all_is_one_line():
+def test_an_unreachable_server_is_one_error_line():
     with serving(completion) as (url, _):
         pass
     with pytest.raises(DataError, match="no answer"):
@@ -105,7 +105,7 @@ def test_no_server_at_all_is_one_line():
 # Logs.
 
 
-def test_a_logged_run_is_answered_again_from_its_log(tmp_path):
+def test_a_logged_run_is_replayed_from_its_log(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     with path.open("ab") as log:
         log_rollouts(log, [Rollout("a", [5, 6], [1], 0, 0), Rollout("b", [], [2], 0, 1)])
@@ -119,7 +119,7 @@ def test_a_logged_run_is_answered_again_from_its_log(tmp_path):
         replay([[1], [3]], step=0)
 
 
-def test_rollouts_without_a_place_cannot_be_replayed(tmp_path):
+def test_rollouts_without_step_and_row_cannot_be_replayed(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text('{"id": "a", "response_token_ids": [1]}\n')
     with pytest.raises(DataError, match=r"rollouts.jsonl:1: the rollout has no step or row"):

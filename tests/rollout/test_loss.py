@@ -1,4 +1,4 @@
-"""The loss against references in plain numpy, one position at a time; its gradients; and packed rows."""
+"""The loss against plain numpy references, one position at a time; gradients; packed rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY, PLACES, FIRST = 40, 12, 20
 
 
 def reference(logits, ids, weights, terms):
-    """Every term by its definition, in double precision."""
+    """Compute every term from its definition, in double precision."""
     sums = dict.fromkeys(("text", "soft", "wasserstein", "outside"), 0.0)
     for row, id, weight in zip(logits.astype(np.float64), ids, weights, strict=True):
         p = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
@@ -35,7 +35,7 @@ def reference(logits, ids, weights, terms):
         g = np.array([math.exp(-((k - (id - FIRST)) ** 2) / (2 * terms.sigma**2)) for k in range(PLACES)])
         g /= g.sum()
         sums["soft"] += weight * -sum(g[k] * math.log(q[k]) for k in range(PLACES))
-        # Earth is moved from the left to the right: what is over at a place goes on to the next.
+        # Earth mover's distance in one dimension: carry the surplus from each bin to the next.
         carried = moved = 0.0
         for k in range(PLACES - 1):
             carried += q[k] - g[k]
@@ -46,7 +46,7 @@ def reference(logits, ids, weights, terms):
 
 
 @pytest.mark.parametrize("terms", [TermWeights(), TermWeights(0.5, 2.0, 3.0, 0.25, 0.7), TermWeights(soft=0, sigma=9)])
-def test_every_term_is_what_its_definition_says(terms):
+def test_every_term_equals_its_definition(terms):
     draw = np.random.default_rng(3)
     logits = draw.normal(0, 3, (30, VOCABULARY)).astype(np.float32)
     ids = draw.integers(0, VOCABULARY, 30)
@@ -65,7 +65,7 @@ def test_every_term_is_what_its_definition_says(terms):
     assert found.tokens.tolist() == pytest.approx(alone, rel=1e-4)
 
 
-def test_wasserstein_is_the_distance_where_all_probability_stands_elsewhere():
+def test_wasserstein_of_two_point_masses_is_their_distance():
     axis = Axis.of(list(range(1000)), 1000)
     logits = torch.full((1, 1000), -1e4)
     logits[0, 300] = 0
@@ -73,7 +73,7 @@ def test_wasserstein_is_the_distance_where_all_probability_stands_elsewhere():
     assert found.terms[TERMS.index("wasserstein")].item() == pytest.approx(250 / 999, rel=1e-5)
 
 
-def test_without_an_axis_all_is_text():
+def test_without_an_axis_every_token_has_the_text_loss():
     logits = torch.randn(5, VOCABULARY)
     ids = torch.randint(0, VOCABULARY, (5,))
     found = rollout_loss(logits, ids, torch.ones(5), axis=None, term_weights=TermWeights())
@@ -83,7 +83,7 @@ def test_without_an_axis_all_is_text():
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_gradients_are_finite_and_lead_to_the_true_place(scale):
+def test_gradients_are_finite_and_descend_to_the_true_coordinate(scale):
     axis = Axis.of(list(range(FIRST, FIRST + PLACES)), VOCABULARY)
     logits = (scale * torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0))).requires_grad_()
     ids = torch.tensor([1, 2, FIRST, FIRST + 5, FIRST + PLACES - 1, 3])
@@ -98,7 +98,7 @@ def test_gradients_are_finite_and_lead_to_the_true_place(scale):
     assert steps.argmax(1).tolist() == ids.tolist()
 
 
-def test_weights_of_nothing_lose_nothing():
+def test_zero_weights_give_zero_loss():
     axis = Axis.of(list(range(FIRST, FIRST + PLACES)), VOCABULARY)
     logits = torch.randn(4, VOCABULARY, requires_grad=True)
     found = rollout_loss(
@@ -110,12 +110,12 @@ def test_weights_of_nothing_lose_nothing():
 
 
 @pytest.mark.parametrize("wrong", [{"soft": -1}, {"sigma": 0}, {"text": math.nan}, {"outside": math.inf}])
-def test_terms_that_cannot_be_are_refused(wrong):
+def test_invalid_term_weights_are_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         TermWeights(**wrong)
 
 
-# Packed rows, through a model whose attention keeps segments apart.
+# Packed rows, with a model whose attention stays within segments.
 
 
 class OneLayer(torch.nn.Module):
@@ -135,7 +135,7 @@ class OneLayer(torch.nn.Module):
 
 
 def loss_of(rows, model, axis):
-    """Shifted as batches are: y is what the next token should have been."""
+    """Labels are shifted as in batches: y is the target of the next token."""
     batch = collate(rows, pad_token_id=EOS)
     mask = batch.y != IGNORE_INDEX
     logits = model(*(torch.as_tensor(part) for part in (batch.x, batch.positions, batch.segments)))
@@ -149,7 +149,7 @@ def loss_of(rows, model, axis):
     )
 
 
-def test_packed_targets_lose_what_each_loses_alone_in_one_forward_pass():
+def test_the_loss_of_packed_targets_is_the_sum_over_separate_rows():
     toy = Toy()
     truth = [thing("cat", 10, 20, 300, 400), thing("dog", 500, 500, 700, 800)]
     texts = [f"{{{box(1, 'cat', 12, 20, 310, 390)}}}", "", f"{{{box(4, 'x', 1, 1, 2, 2)}, ", '{"object_1": {']

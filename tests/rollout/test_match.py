@@ -1,4 +1,4 @@
-"""Matching against brute force: every assignment is tried, and areas are counted cell by cell."""
+"""Matching against brute force, which tries every assignment and counts areas cell by cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chatmill.errors import UsageError
 from chatmill.rollout.match import match_equal, match_objects, overlaps
 
-# Few places, so that ties, touching edges and boxes without area are common.
+# A small grid makes ties, touching edges and boxes without area common.
 place_ = st.integers(0, 5)
 
 
@@ -34,7 +34,7 @@ def box_overlap(one, other):
 
 
 def brute_force(predicted, truth, gate):
-    """The best assignment over all there are, the first one of them in the order of pairs."""
+    """Return the best of all assignments; on ties, the first in the order of pairs."""
     best, chosen = Fraction(-1), None
     for size in range(min(len(predicted), len(truth)), -1, -1):
         for rows in combinations(range(len(predicted)), size):
@@ -42,7 +42,7 @@ def brute_force(predicted, truth, gate):
                 pairs = list(zip(rows, columns, strict=True))
                 values = [box_overlap(predicted[row], truth[column]) for row, column in pairs]
                 if all(value >= gate for value in values):
-                    # Of equal sums: row by row the lowest column, a row without one counting as the highest.
+                    # On ties, prefer the lowest column row by row; an unmatched row counts as the highest.
                     of_row = dict(pairs)
                     rank = [of_row.get(row, len(truth)) for row in range(len(predicted))]
                     if chosen is None or (sum(values), [-r for r in rank]) > (best, [-r for r in chosen[1]]):
@@ -52,13 +52,13 @@ def brute_force(predicted, truth, gate):
 
 @settings(max_examples=60)
 @given(st.lists(boxes_(), max_size=4), st.lists(boxes_(), max_size=4), st.sampled_from([0.2, 0.3, 0.5]))
-def test_the_matching_is_the_first_of_the_best_of_all_assignments(predicted, truth, gate):
+def test_the_matching_is_the_first_among_the_best_assignments(predicted, truth, gate):
     found = match_objects(predicted, truth, gate=gate)
     assert list(found.pairs) == brute_force(predicted, truth, Fraction(gate).limit_denominator(10))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_six_by_six_crowded_boxes_match_as_by_brute_force(seed):
+def test_matching_six_by_six_crowded_boxes_equals_brute_force(seed):
     draw = np.random.default_rng(seed)
     corners = np.sort(draw.integers(0, 4, (12, 2, 2)), axis=1)
     things = [{"desc": "x", "bbox_2d": [int(a) for a in (x1, y1, x2, y2)]} for (x1, y1), (x2, y2) in corners]
@@ -75,7 +75,7 @@ def test_six_by_six_crowded_boxes_match_as_by_brute_force(seed):
 
 
 @given(st.lists(boxes_(), max_size=5), st.lists(boxes_(), max_size=5))
-def test_every_object_is_paired_false_or_missed(predicted, truth):
+def test_every_object_is_matched_a_false_positive_or_missed(predicted, truth):
     found = match_objects(predicted, truth)
     assert sorted([row for row, _ in found.pairs] + list(found.false_positives)) == list(range(len(predicted)))
     assert sorted([column for _, column in found.pairs] + list(found.missed)) == list(range(len(truth)))
@@ -87,24 +87,24 @@ def polygon(*points):
     return {"desc": "x", "poly": list(points)}
 
 
-def test_polygons_overlap_by_their_exact_areas():
+def test_polygon_overlap_uses_exact_areas():
     square, triangle = polygon(0, 0, 10, 0, 10, 10, 0, 10), polygon(0, 0, 10, 0, 0, 10)
     turned = polygon(10, 0, 10, 10, 0, 10)
     box, far = {"desc": "x", "bbox_2d": [0, 0, 10, 5]}, polygon(100, 100, 200, 100, 200, 200)
     bow_tie = polygon(0, 0, 10, 10, 10, 0, 0, 10)
-    # The bow tie is two triangles of 25 each; the box cuts the triangle's tip of 12.5 off.
+    # The bow tie is two triangles of area 25; the box cuts off a triangle tip of area 12.5.
     found = overlaps([square, triangle, bow_tie], [triangle, turned, box, far, bow_tie])
     expected = [[0.5, 0.5, 0.5, 0, 0.5], [1, 0, 37.5 / 62.5, 0, 1 / 3], [1 / 3, 1 / 3, 25 / 75, 0, 1]]
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_shapes_without_area_overlap_themselves_alone():
+def test_shapes_without_area_overlap_only_themselves():
     line, other = polygon(0, 0, 5, 5, 9, 9), polygon(0, 0, 5, 5, 8, 8)
     point = {"desc": "x", "bbox_2d": [3, 3, 3, 3]}
     assert overlaps([line, point], [line, other, point]).tolist() == [[1, 0, 0], [0, 0, 1]]
 
 
-def test_boxes_and_the_same_boxes_as_polygons_overlap_alike():
+def test_boxes_and_equal_polygons_have_the_same_overlap():
     draw = np.random.default_rng(1)
     corners = np.sort(draw.integers(0, 999, (20, 2, 2)), axis=1)
     boxes = [{"desc": "x", "bbox_2d": [int(a) for a in (x1, y1, x2, y2)]} for (x1, y1), (x2, y2) in corners]
@@ -112,7 +112,7 @@ def test_boxes_and_the_same_boxes_as_polygons_overlap_alike():
     np.testing.assert_allclose(overlaps(boxes, boxes), overlaps(polygons, boxes), rtol=1e-9)
 
 
-def test_the_gate_itself_is_enough():
+def test_an_overlap_equal_to_the_gate_matches():
     half = {"desc": "x", "bbox_2d": [0, 0, 5, 10]}
     whole = {"desc": "x", "bbox_2d": [0, 0, 10, 10]}
     assert match_objects([half], [whole], gate=0.5).pairs == ((0, 0),)
@@ -120,12 +120,12 @@ def test_the_gate_itself_is_enough():
 
 
 @pytest.mark.parametrize("gate", [0, -1, 1.5, float("nan")])
-def test_a_gate_lies_between_nothing_and_all(gate):
+def test_a_gate_must_be_above_0_and_at_most_1(gate):
     with pytest.raises(UsageError, match="gate"):
         match_objects([], [], gate=gate)
 
 
-def test_equal_things_are_paired_in_order_and_types_count():
+def test_equal_objects_are_matched_in_order_and_types_must_agree():
     found = match_equal([{"a": 1}, {"a": True}, {"a": 1}, {"a": "1"}], [{"a": "1"}, {"a": 1}, {"a": 1.0}, {"a": 1}])
     assert found.pairs == ((0, 1), (2, 3), (3, 0))
     assert (found.false_positives, found.missed) == ((1,), (2,))

@@ -36,7 +36,7 @@ GHOST = box(2, "ghost", 900, 900, 950, 950)
 
 @pytest.mark.parametrize("border", ["shorter", "masked", "joined", "canonical"])
 @pytest.mark.parametrize("more", [GHOST, f"{GHOST}, {box(3, 'ghost', 1, 1, 2, 2)}", '"object_2": {"desc": 1}'])
-def test_where_the_rollout_goes_on_after_all_objects_it_can_be_trained_to_end(more, border):
+def test_a_rollout_that_continues_after_all_objects_can_be_trained_to_end(more, border):
     toy = Toy()
     text = f"{{{FOUND_CAT}, {more}}}"
     plain = target(toy, text, [CAT], border=border)
@@ -50,7 +50,7 @@ def test_where_the_rollout_goes_on_after_all_objects_it_can_be_trained_to_end(mo
     found.rows.check()
 
 
-def test_the_fused_token_that_ends_the_answer_is_the_target_where_one_exists():
+def test_the_target_is_the_merged_token_that_ends_the_answer_if_there_is_one():
     toy = Toy([b'"]},', b'"]}}', b'"]}'])
     found = target(toy, f"{{{FOUND_CAT}, {GHOST}}}", [CAT], weights=PartWeights(surplus=1.0))
     assert [
@@ -72,13 +72,13 @@ def test_the_fused_token_that_ends_the_answer_is_the_target_where_one_exists():
     ],
     ids=["nothing more", "one missed", "cut off", "more is incomplete", "nothing kept"],
 )
-def test_a_rollout_that_should_go_on_is_never_trained_to_end(toy, text, objects):
+def test_a_rollout_with_missing_objects_is_never_trained_to_end(toy, text, objects):
     plain = target(toy, text, objects)
     found = target(toy, text, objects, weights=PartWeights(surplus=1.0))
     assert found.rows.spans.tolist() == plain.rows.spans.tolist()
 
 
-def test_with_nothing_to_find_the_first_entry_is_surplus(toy):
+def test_without_true_objects_the_first_entry_is_surplus(toy):
     found = target(toy, f"{{ {FOUND_CAT}}}", [], weights=PartWeights(surplus=1.0))
     surplus = [(ids, wanted) for _, ids, _, wanted, rule in spans(found) if rule == Rule.SURPLUS]
     assert [(toy.text(ids[:1])[-1:], wanted) for ids, wanted in surplus] == [(" ", ord("}"))]

@@ -1,4 +1,4 @@
-"""The scan: where entries stand in characters and tokens, however the text is cut into tokens."""
+"""The scan finds entries by character and token position, however the text is tokenized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def read(toy, ids, **options):
     return scan_rollout(ids, Vocabulary(toy), **options)
 
 
-def test_entries_come_in_order_with_their_places_in_characters_and_tokens():
+def test_entries_are_in_order_with_character_and_token_positions():
     toy = Toy()
     ids = [*toy.encode('{"é": '), toy.token(b'1, "ob'), toy.token(b'ject_2": {"a": "'), 0xF0, 0x9F, 0x98, 0x80]
     ids += [toy.token(b'"}, "object'), *toy.encode("_3"), *toy.encode('": {"x')]
@@ -31,12 +31,12 @@ def test_entries_come_in_order_with_their_places_in_characters_and_tokens():
         '"object_2": {"a": "😀"}',
         '"object_3": {"x',
     ]
-    # Eight bytes stand before the first fused token, é being two of them; an entry holds every token it touches.
+    # Eight bytes precede the first merged token (é is two bytes); an entry includes every token it touches.
     assert [found.tokens(entry.start, entry.stop) for entry in found.entries] == [(1, 8), (7, 14), (13, len(ids))]
     assert found.ended == "open"
 
 
-def test_coordinates_are_placed_only_where_an_array_holds_them():
+def test_only_coordinates_inside_an_array_have_positions():
     toy = Toy()
     text = f'{{{box(1, "<|coord_7|>", 1, 2, 3, 4)}, "object_2": {{"bbox_2d": "<|coord_8|>", "x": ["a<|coord_9|>"]}}}}'
     ids = toy.rollout(text)
@@ -84,13 +84,13 @@ def test_coordinates_are_placed_only_where_an_array_holds_them():
         ("", "no_root", []),
     ],
 )
-def test_how_a_root_ends_is_told_apart(text, ended, keys):
+def test_the_scan_reports_how_the_root_object_ends(text, ended, keys):
     toy = Toy()
     found = read(toy, toy.encode(text))
     assert (found.ended, [entry.key for entry in found.entries]) == (ended, keys)
 
 
-def test_bytes_that_are_no_text_end_nothing_inside_a_body_and_everything_in_a_key():
+def test_invalid_utf8_ends_the_scan_in_a_key_but_not_in_a_body():
     toy = Toy()
     ids = [*toy.encode('{"object_1": {"desc": "'), 0xFF, 0xC3, *toy.encode('"}, "b'), 0xFF, *toy.encode('": 1}')]
     found = read(toy, ids)
@@ -99,7 +99,7 @@ def test_bytes_that_are_no_text_end_nothing_inside_a_body_and_everything_in_a_ke
     assert found.characters(found.entries[0].start, found.entries[0].stop) == (1, 27)
 
 
-def test_very_deep_nesting_is_read():
+def test_very_deep_nesting_is_scanned():
     toy = Toy()
     deep = 50_000
     body = '{"object_1": ' + '{"a": ' * deep + "1" + "}" * deep + ', "object_2": {'

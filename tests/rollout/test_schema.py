@@ -59,11 +59,11 @@ def read(body, schema):
         ('{"desc": ' + "[" * 50_000 + "]" * 50_000 + "}", "not_json"),
     ],
 )  # fmt: skip
-def test_a_detection_is_read_or_dropped_for_its_reason(body, found):
+def test_a_detection_is_read_or_dropped_with_a_reason(body, found):
     assert read(body, Detection()) == found
 
 
-def test_bytes_that_are_no_utf8_are_no_json():
+def test_invalid_utf8_is_not_json():
     with pytest.raises(UnfitError, match="not_json"):
         read_body(b'{"desc": "\xff", "bbox_2d": ' + BOX.encode() + b"}", Detection())
 
@@ -82,7 +82,7 @@ def body(schema, thing) -> str:
         {"desc": "a", "poly": (0, 1, 2, 3, 4, 5, 6, 7)},
     ],
 )
-def test_what_is_written_is_read_again(thing):
+def test_written_objects_are_read_back(thing):
     schema = Detection()
     checked = schema.check(thing)
     text = body(schema, checked)
@@ -91,7 +91,7 @@ def test_what_is_written_is_read_again(thing):
 
 
 @pytest.mark.parametrize("value", ["", "é\n", 3, -1.5, True, None])
-def test_fields_of_every_plain_kind_are_written_and_read_again(value):
+def test_fields_of_every_plain_type_are_written_and_read_back(value):
     schema = Fields(("a", 'b "'))
     thing = schema.check({'b "': value, "a": "x"})
     text = body(schema, thing)
@@ -109,7 +109,7 @@ def test_fields_of_every_plain_kind_are_written_and_read_again(value):
         ('{"a": 1, "b": }', "not_json"),
     ],
 )
-def test_fields_are_dropped_for_their_reasons(body, reason):
+def test_fields_are_dropped_with_a_reason(body, reason):
     assert read(body, Fields(("a", "b"))) == reason
 
 
@@ -120,6 +120,6 @@ def test_true_fields_that_do_not_fit_are_an_error(thing):
 
 
 @pytest.mark.parametrize("names", [(), ("a", "a")])
-def test_fields_have_names_and_none_twice(names):
+def test_field_names_must_exist_and_be_unique(names):
     with pytest.raises(UsageError, match="expected at least one"):
         Fields(names)

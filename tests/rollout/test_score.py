@@ -1,4 +1,4 @@
-"""Scores of answers, and the scenes of the example they are used in."""
+"""Scores of answers, and the scenes of the example that uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def box(desc, *places):
     return {"desc": desc, "bbox_2d": list(places)}
 
 
-def test_an_object_is_right_if_it_is_called_right_and_overlaps_enough():
+def test_an_object_is_correct_if_its_name_is_right_and_it_overlaps_enough():
     truth = [box("a", 0, 0, 10, 10), box("b", 50, 50, 60, 60), box("a", 100, 0, 110, 10)]
     found = [box("a", 0, 0, 10, 6), box("a", 50, 50, 60, 60), box("a", 100, 0, 104, 10), box("a", 0, 0, 10, 10)]
     score = score_objects(found, truth)
@@ -29,12 +29,12 @@ def test_an_object_is_right_if_it_is_called_right_and_overlaps_enough():
     assert score.plus(DetectionScore(1, 1, 2)) == DetectionScore(2, 5, 5)
 
 
-def test_nothing_to_find_and_nothing_found_is_right():
+def test_an_empty_answer_to_an_empty_scene_is_correct():
     assert (DetectionScore().recall, DetectionScore().precision, DetectionScore().f1) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("most", [1, 5, 60])
-def test_the_boxes_of_a_scene_are_what_can_be_seen_in_it(most):
+def test_the_boxes_of_a_scene_match_its_visible_letters(most):
     draw, size = random.Random(0), grid_size(most)
     edges = {place(cell, size): cell for cell in range(size + 1)}
     for _ in range(30):
@@ -58,7 +58,7 @@ def test_a_random_order_has_the_same_objects():
 
 
 def rectangles(grid):
-    """Connected cells of a letter, with the box around them, which they fill."""
+    """Yield the connected components of each letter with their boxes, which they must fill."""
     size = len(grid)
     left = {(y, x) for y in range(size) for x in range(size) if grid[y][x] != "."}
     while left:

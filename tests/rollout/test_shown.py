@@ -1,4 +1,4 @@
-"""A target in the terminal: what was kept, what is corrected and what is appended can be told apart."""
+"""A target in the terminal shows kept, corrected and appended tokens differently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chatmill.show.terminal import span_lines
 from chatmill.tokenizer import open_tokenizer
 
 
-def test_every_part_of_a_target_has_its_line_and_its_colour():
+def test_every_part_of_a_target_has_its_own_line_and_colour():
     format = load_format("chatml")
     tokenizer = open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True)
     answer = build_answer([{"desc": "a", "bbox_2d": [1, 2, 300, 400]}], tokenizer=tokenizer).ids.tolist()

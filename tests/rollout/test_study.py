@@ -1,4 +1,4 @@
-"""The study of examples/detect: its tables are those of the documentation, and it runs."""
+"""The study of examples/detect runs, and its tables match the documentation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_documentation_shows_the_table_of_the_stored_results(seeds):
     assert "\n".join(lines) in (ROOT / "docs" / "explanation" / "rollout.md").read_text("utf-8")
 
 
-def test_an_interval_is_that_of_students_t():
+def test_the_interval_equals_that_of_students_t_test():
     for values in ([0.1, 0.4], [0.3, -0.2, 0.5], [0.5, 0.6, 0.7, 0.55, 0.61], list(range(8))):
         wanted = stats.ttest_1samp(values, 0).confidence_interval(0.95)
         assert interval(values) == pytest.approx((wanted.low, wanted.high), abs=1e-3)
@@ -41,7 +41,7 @@ def test_each_setting_changes_one_factor_and_shares_its_start_with_its_control()
 
 
 @pytest.mark.cluster
-def test_the_study_runs_and_goes_on_where_it_was_stopped(tmp_path):
+def test_the_study_runs_and_resumes_where_it_was_stopped(tmp_path):
     tiny = ["scenes=60", "first=4", "saves=2", "then=2", "every=2", "width=32", "layers=1", "objects=3"]
     command = [sys.executable, str(DETECT / "study.py"), "run", "--out", str(tmp_path / "study"), "--seeds", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Targets, sentence by sentence: what is kept of a rollout, what is appended, and which of it is trained."""
+"""Rollout targets: which tokens are kept, which are appended, and which are trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def toy(request):
 # The canonical sequence.
 
 
-def test_a_target_is_the_kept_prefix_then_what_was_missed_then_the_end(toy):
+def test_a_target_is_the_kept_prefix_the_missed_objects_and_the_end(toy):
     found = target(toy, f"{{{FOUND_CAT}}}", [CAT, DOG])
     assert found.prefix_text == f"{{{FOUND_CAT}"
     assert found.appended_text == f', "object_2": {{{APPENDED_DOG}}}'
@@ -42,7 +42,7 @@ def test_a_target_is_the_kept_prefix_then_what_was_missed_then_the_end(toy):
     assert found.rows.ids.tolist() == found.ids
 
 
-def test_the_end_of_turn_is_a_hard_stop_and_goes_with_all_that_follows_it(toy):
+def test_the_end_of_turn_is_a_hard_stop_and_is_removed_with_everything_after_it(toy):
     ids = [*toy.rollout(f"{{{FOUND_CAT}"), EOS, *toy.rollout(f", {box(2, 'dog', 1, 2, 3, 4)}}}")]
     found = build_target(ids, [CAT], tokenizer=toy)
     assert (found.prefix_text, found.appended_text) == (f"{{{FOUND_CAT}", "}")
@@ -56,13 +56,13 @@ def test_a_stop_text_ends_the_rollout_even_inside_a_string(toy, text):
     assert (found.prefix_text, found.truncated, found.dropped) == (f"{{{FOUND_CAT}", True, {"incomplete": 1})
 
 
-def test_other_stop_tokens_may_be_named(toy):
+def test_other_stop_tokens_can_be_given(toy):
     ids = [*toy.rollout(f"{{{FOUND_CAT}"), 7, *toy.rollout(", ")]
     assert build_target(ids, [], tokenizer=toy, stop_ids=(7,)).truncated
     assert not build_target(ids, [], tokenizer=toy).truncated
 
 
-def test_an_id_that_the_vocabulary_lacks_ends_the_rollout(toy):
+def test_an_unknown_id_ends_the_rollout(toy):
     for stranger in (-1, 290, 10**6, 10**30):
         ids = [*toy.rollout(f"{{{FOUND_CAT}"), stranger, *toy.rollout(f", {box(2, 'dog', 1, 2, 3, 4)}}}")]
         assert build_target(ids, [], tokenizer=toy).prefix_text == f"{{{FOUND_CAT}"
@@ -74,7 +74,7 @@ def test_an_unfinished_object_at_the_end_is_dropped(toy):
     assert (found.start_index, found.truncated, found.dropped) == (2, True, {"incomplete": 1})
 
 
-def test_the_closing_brace_of_the_root_is_dropped_with_all_that_follows(toy):
+def test_the_closing_brace_of_the_root_is_dropped_with_everything_after_it(toy):
     found = target(toy, f'{{{FOUND_CAT}\n}} and {{"object_9": {{}}}}', [DOG])
     assert found.prefix_text == f"{{{FOUND_CAT}"
     assert (found.start_index, found.truncated) == (2, False)
@@ -84,7 +84,7 @@ def test_the_closing_brace_of_the_root_is_dropped_with_all_that_follows(toy):
     "ending", ["}", "}}", "}},", "},", '},"', "}, ", "}\n}", '}, "object_2": {"desc', "}}<|im_end|>", "} x"]
 )
 @pytest.mark.parametrize("before", ['"', '"]', "]"])
-def test_a_cut_inside_a_token_replaces_that_token_alone(ending, before):
+def test_a_cut_inside_a_token_replaces_only_that_token(ending, before):
     toy = Toy()
     body = '"desc": "a", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>'
     rest = {'"': "]", '"]': "", "]": ""}[before]
@@ -103,7 +103,7 @@ def test_a_cut_inside_a_token_replaces_that_token_alone(ending, before):
     assert found.valid_objects == [thing("a", 1, 2, 3, 4)]
 
 
-def test_a_cut_that_no_tokens_can_say_falls_back_to_an_open_brace():
+def test_a_cut_that_no_tokens_can_represent_falls_back_to_an_open_brace():
     toy = Toy([b"{", b"}", b'{"object_1": {"desc": "a"}} trailing'], whole=False)
     ids = [toy.token(b'{"object_1": {"desc": "a"}} trailing')]
     found = build_target(ids, [], tokenizer=toy)
@@ -111,7 +111,7 @@ def test_a_cut_that_no_tokens_can_say_falls_back_to_an_open_brace():
     assert (found.appended_text, found.valid_objects, found.dropped) == ("}", [], {"fallback": 1})
 
 
-def test_half_a_character_before_the_cut_is_said_by_bytes():
+def test_half_a_character_before_the_cut_is_encoded_with_byte_tokens():
     toy = Toy()
     ids = [*toy.encode('{"object_1": {"desc": "caf'), toy.token(b"\xc3"), toy.token(b'\xa9"}} bye')]
     found = build_target(ids, [], tokenizer=toy)
@@ -133,7 +133,7 @@ def test_half_a_character_before_the_cut_is_said_by_bytes():
         ("<|im_end|>{}", "empty"),
     ],
 )
-def test_a_rollout_that_cannot_be_made_ready_leaves_an_open_brace_and_all_objects_appended(toy, rollout, reason):
+def test_an_unusable_rollout_becomes_an_open_brace_with_all_objects_appended(toy, rollout, reason):
     found = target(toy, rollout, [CAT, DOG])
     assert (found.fallback, found.prefix_text, found.kept, found.start_index) == (reason, "{", 0, 1)
     assert found.prefix_ids == toy.encode("{")
@@ -184,7 +184,7 @@ def test_the_first_appended_key_follows_the_largest_kept_one(toy, entries, start
     assert target(toy, f"{{{entries}}}", [DOG]).start_index == start
 
 
-def test_a_number_too_long_to_be_one_is_no_key(toy):
+def test_a_key_with_too_many_digits_is_invalid(toy):
     found = target(toy, f'{{"object_{"9" * 5000}": {{}}, "object_3": {{}}', [DOG])
     assert (found.start_index, found.dropped) == (4, {"key": 1, "desc": 1})
 
@@ -195,12 +195,12 @@ def test_a_missing_comma_ends_the_scan(toy):
 
 
 @pytest.mark.parametrize("other", ['"thing": {}', '"object_x": {}', '"object_2": [1]', '"object_2": "x"', '"n": null'])
-def test_entries_of_another_kind_are_kept_only_before_an_object(toy, other):
+def test_entries_that_are_not_objects_are_kept_only_before_an_object(toy, other):
     assert target(toy, f"{{{FOUND_CAT}, {other}}}", []).prefix_text == f"{{{FOUND_CAT}"
     assert target(toy, f"{{{other}, {FOUND_CAT}}}", []).prefix_text == f"{{{other}, {FOUND_CAT}"
 
 
-def test_a_bracket_fault_in_a_body_spoils_that_entry_alone(toy):
+def test_mismatched_brackets_in_a_body_invalidate_only_that_entry(toy):
     broken = '"object_1": {"desc": "a", "bbox_2d": [1, 2}'
     found = target(toy, f"{{{broken}, {box(2, 'cat', 12, 20, 310, 390)}}}", [CAT])
     assert (found.valid_objects, found.dropped) == ([thing("cat", 12, 20, 310, 390)], {"not_json": 1})
@@ -212,7 +212,7 @@ def test_a_bracket_fault_in_a_body_spoils_that_entry_alone(toy):
 
 
 @pytest.mark.parametrize(("prefix", "comma"), [("{", ""), ('{"a": 1, ', ""), ('{"a": {} \n', ", ")])
-def test_a_leading_comma_stands_only_after_an_entry(prefix, comma):
+def test_a_leading_comma_is_written_only_after_an_entry(prefix, comma):
     places = '["<|coord_0|>", "<|coord_1|>", "<|coord_2|>", "<|coord_999|>"]'
     text = f'{comma}"object_1": {{"desc": "é\\n", "bbox_2d": {places}}}}}'
     assert serialize_append([thing("é\n", 0, 1, 2, 999)], 1, prefix) == text
@@ -240,7 +240,7 @@ def test_no_objects_after_a_comma_are_an_error(prefix):
 
 @pytest.mark.parametrize("comma", [",", ", ", ",\n", ' , "object_2"', ', "object_2": {"desc'])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_comma_after_the_last_object_is_trimmed_and_nothing_before_it_changes(comma, fused):
+def test_a_comma_after_the_last_object_is_trimmed_without_changing_the_rest(comma, fused):
     toy = Toy()
     kept = f"{{{FOUND_CAT}"
     before = toy.rollout(kept[:-1])
@@ -252,7 +252,7 @@ def test_a_comma_after_the_last_object_is_trimmed_and_nothing_before_it_changes(
 
 
 @pytest.mark.parametrize("prefix", ["", " ", "]", '{"a": 1', "{x"])
-def test_a_prefix_that_cannot_go_on_is_an_error(prefix):
+def test_a_prefix_that_cannot_be_continued_is_an_error(prefix):
     with pytest.raises(DataError, match="cannot append to a prefix"):
         serialize_append([], 1, prefix)
 
@@ -271,12 +271,12 @@ def test_a_prefix_that_cannot_go_on_is_an_error(prefix):
         {"desc": "a", "bbox_2d": [1, 2, 3, 4], "label": 1},
     ],
 )
-def test_a_true_object_that_does_not_fit_stops_with_an_error(toy, wrong):
+def test_a_true_object_that_does_not_fit_the_schema_is_an_error(toy, wrong):
     with pytest.raises(DataError, match="a true object does not fit"):
         target(toy, "{}", [wrong])
 
 
-# What is trained.
+# Loss mask.
 
 
 def coordinate(k):
@@ -307,7 +307,7 @@ def test_false_positives_and_dropped_entries_are_context(toy):
 
 
 @pytest.mark.parametrize("train_values", [True, False])
-def test_appended_structure_coordinates_brace_and_end_are_trained_and_values_by_choice(train_values):
+def test_appended_tokens_are_trained_except_optionally_values(train_values):
     found = build_target([], [DOG], tokenizer=Toy(), train_values=train_values)
     value = (1.0, Rule.MISSED) if train_values else (0.0, Rule.VALUES_OFF)
     texts = [(Part.PREFIX, "{", 0.0, Rule.ROLLOUT), (Part.STRUCTURE, '"object_1": {"desc": "', 1.0, Rule.MISSED)]
@@ -321,7 +321,7 @@ def test_appended_structure_coordinates_brace_and_end_are_trained_and_values_by_
     assert {target for _, _, _, target, _ in spans(found)} == {OWN_ID}
 
 
-def test_a_token_that_holds_any_of_a_value_is_as_that_value():
+def test_a_token_with_any_part_of_a_value_counts_as_that_value():
     toy = Toy([b' "dog"', b': "do', b'g", "', b"}}"])
     found = build_target([], [DOG], tokenizer=toy, train_values=False)
     untrained = [toy.text(ids) for part, ids, weight, _, _ in spans(found) if weight == 0 and part == Part.VALUE]
@@ -339,7 +339,7 @@ def test_coordinate_text_in_a_description_is_plain_text(toy):
     assert [ids for part, ids, *_ in spans(again) if part == Part.SLOT] == [[coordinate(k)] for k in (1, 2, 3, 4)]
 
 
-def test_coordinates_spelled_out_are_read_but_are_no_slots(toy):
+def test_coordinates_written_as_text_are_read_but_are_not_slots(toy):
     found = build_target(toy.encode(f"{{{FOUND_CAT}}}"), [CAT], tokenizer=toy)
     assert (found.matched, found.slots) == (((0, 0),), 0)
     mixed = toy.encode('{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_12|>", "') + toy.rollout(
@@ -361,7 +361,7 @@ def test_corners_of_a_polygon_are_trained_toward_the_nearest_order_of_the_true_o
 
 
 @pytest.mark.parametrize("true", [{"desc": "p", "poly": [0, 0, 500, 0, 500, 500]}, thing("p", 0, 0, 500, 500)])
-def test_objects_of_another_kind_or_length_are_matched_without_slots(toy, true):
+def test_matched_objects_of_a_different_shape_have_no_slots(toy, true):
     found = target(toy, polygon_text((0, 0), (500, 0), (500, 500), (0, 500)), [true])
     assert (found.matched, found.slots) == (((0, 0),), 0)
 
@@ -369,11 +369,11 @@ def test_objects_of_another_kind_or_length_are_matched_without_slots(toy, true):
 # Other choices.
 
 
-def test_the_end_may_be_given(toy):
+def test_the_end_token_can_be_given(toy):
     end = toy.token(b"</end>")
     ids = [*toy.rollout(f"{{{FOUND_CAT}"), end, *toy.rollout(f", {box(2, 'dog', 1, 2, 3, 4)}}}")]
     found = build_target(ids, [], tokenizer=toy, eos_id=end)
-    # It stops a rollout, too.
+    # It also ends a rollout.
     assert (found.ids[-1], found.prefix_text, found.truncated) == (end, f"{{{FOUND_CAT}", True)
 
     class NoEnd(Toy):
@@ -398,7 +398,7 @@ def test_fields_are_read_matched_by_equality_and_appended(toy):
     assert all(value in values for value in ("Bob", "1990", "Eve\u00e9", "null"))
 
 
-def test_an_answer_is_trained_from_its_first_brace_to_its_end(toy):
+def test_an_answer_is_trained_from_its_first_brace_to_the_end_token(toy):
     rows = build_answer([CAT, DOG], tokenizer=toy)
     text = toy.text(rows.ids.tolist())
     assert text == "{" + serialize_append([CAT, DOG], 1, "{") + "<|im_end|>"
@@ -406,7 +406,7 @@ def test_an_answer_is_trained_from_its_first_brace_to_its_end(toy):
     assert build_target(rows.ids.tolist(), [CAT, DOG], tokenizer=toy).missed == ()
 
 
-def test_a_gate_decides_what_is_matched_and_what_is_appended(toy):
+def test_the_gate_decides_which_objects_are_matched_and_appended(toy):
     found = target(toy, f"{{{box(1, 'cat', 10, 20, 200, 300)}}}", [CAT])
     assert (found.matched, found.gated) == (((0, 0),), 0)
     strict = target(toy, f"{{{box(1, 'cat', 10, 20, 200, 300)}}}", [CAT], schema=Detection(gate=0.9))
@@ -423,9 +423,7 @@ def test_a_gate_decides_what_is_matched_and_what_is_appended(toy):
         ([], "no object", False, "{"),
     ],
 )
-def test_what_was_written_anew_at_the_cut_is_trained_by_choice_and_nothing_before_it(
-    train_cut, merges, text, kept, anew
-):
+def test_tokens_encoded_again_at_the_cut_are_trained_on_request(train_cut, merges, text, kept, anew):
     toy = Toy(merges)
     found = build_target(toy.encode(text), [CAT], tokenizer=toy, train_cut=train_cut)
     start = found.kept

@@ -1,4 +1,4 @@
-"""Prompts: the same ids for generation and training, and nothing in them is trained."""
+"""Prompts have the same ids in generation and training, and are never trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def renderer(request):
     return TurnRenderer(format, open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True))
 
 
-def test_a_prompt_is_what_a_server_is_fed_and_all_of_it_is_context(renderer):
+def test_a_prompt_equals_the_generation_prompt_and_is_context(renderer):
     rows = prompt_rows(RECORDS, renderer)
     rows.check()
     assert [rows.ids[start:stop].tolist() for start, stop in pairwise(rows.row_start)] == [
@@ -69,8 +69,8 @@ def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversati
         assert len(one.origins) == 1 and one.origins["line"][0] == record.line
 
 
-def test_the_tokens_of_an_answer_begin_where_those_of_a_rendered_one_do(renderer):
-    """What is trained behind the prompt stands at the place of a rendered answer's content."""
+def test_the_tokens_of_an_answer_begin_where_a_rendered_answer_begins(renderer):
+    """The trained tokens after the prompt are at the position of a rendered answer's content."""
     full = Record([*RECORDS[0].messages, Message("assistant", "x")])
     rendered = renderer.render([full]).ids.tolist()
     prompt = prompt_rows(RECORDS[:1], renderer).ids.tolist()
@@ -78,7 +78,7 @@ def test_the_tokens_of_an_answer_begin_where_those_of_a_rendered_one_do(renderer
     assert bytes([rendered[len(prompt)]]) == b"x"
 
 
-def test_another_prompt_or_a_trained_one_is_found():
+def test_a_different_or_trained_prompt_is_detected():
     format = load_format("primer")
     tokenizer = open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True)
     prompts = prompt_rows(RECORDS, TurnRenderer(format, tokenizer))

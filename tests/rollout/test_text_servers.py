@@ -1,4 +1,4 @@
-"""Servers that return text: what they are asked, how their answers become tokens, and whatever they may do wrong."""
+"""Servers that return text: requests, encoding of answers, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOX = '{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_0|>", "<|coord_7|>", "<
 
 @cache
 def task():
-    """A folder's task; the folder is needed no longer when the task is open."""
+    """Open the task of a folder, and delete the folder, which is no longer needed."""
     with TemporaryDirectory() as place:
         return open_task(str(write_folder(Path(place), "chatml", special_coordinates=False)), None)
 
@@ -54,7 +54,7 @@ def chat(content, reason: str | None = "stop", **message) -> dict:
     return {"choices": [{"index": 0, "message": message, "finish_reason": reason}]}
 
 
-# What is asked.
+# Requests.
 
 
 def test_completions_send_the_prompt_as_text_and_standard_fields_only():
@@ -88,7 +88,7 @@ def test_chat_sends_the_messages_of_the_record():
     assert request.keys() == {"model", "messages", "max_tokens", "temperature", "top_p", "seed", "stop", "stream"}
 
 
-def test_tools_calls_and_variables_are_sent_as_openai_writes_them():
+def test_tools_calls_and_variables_are_sent_in_openai_format():
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, 2]}'}}
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     messages = [
@@ -105,7 +105,7 @@ def test_tools_calls_and_variables_are_sent_as_openai_writes_them():
     }
 
 
-def test_the_seed_of_a_request_depends_on_seed_step_and_row_alone():
+def test_the_seed_of_a_request_depends_only_on_seed_step_and_row():
     server = Server("http://x/v1", "m", 1, seed=3)
     seeds = [
         each.sampled(step, row)["seed"]
@@ -114,11 +114,11 @@ def test_the_seed_of_a_request_depends_on_seed_step_and_row_alone():
     assert len(set(seeds)) == 4 and server.sampled(0, 1)["seed"] == seeds[1]
 
 
-# What an answer becomes.
+# Encoding of answers.
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_an_answer_that_ends_by_itself_ends_the_turn_and_one_that_is_cut_does_not(api):
+def test_a_finished_answer_gets_an_end_of_turn_and_a_truncated_one_does_not(api):
     reply = completion if api == "completions" else chat
     texts = [("stop", BOX), ("stop", BOX + "<|im_end|>"), ("length", BOX), ("length", BOX + "<|im_end|>"), ("stop", "")]
     prompts, records = question()
@@ -129,10 +129,10 @@ def test_an_answer_that_ends_by_itself_ends_the_turn_and_one_that_is_cut_does_no
     plain = encode_answers([BOX], task())[0]
     assert answers == [
         [*plain, task().eos_id],
-        # A server may return the text at which it stopped.
+        # A server may return its stop text.
         [*plain, task().eos_id],
         plain,
-        # Nothing but a coordinate becomes a control token.
+        # Only coordinates become control tokens.
         [*plain, *tokens.encode("<|im_end|>")],
         [task().eos_id],
     ]
@@ -147,7 +147,7 @@ TEXTS = st.lists(st.one_of(PIECES, st.text(st.characters(codec="utf-8"), max_siz
 
 
 @given(st.lists(TEXTS, max_size=4))
-def test_tokens_of_an_answer_spell_it_and_only_coordinates_are_control_tokens(texts):
+def test_tokens_of_an_answer_decode_to_it_and_only_coordinates_are_control_tokens(texts):
     tokens = task().tokenizer
     names = {id: token for token, id in tokens.control_ids.items()}
     for text, ids in zip(texts, encode_answers(texts, task()), strict=True):
@@ -157,17 +157,17 @@ def test_tokens_of_an_answer_spell_it_and_only_coordinates_are_control_tokens(te
         assert set(control) <= set(COORDINATES)
 
 
-def test_without_coordinates_in_the_schema_their_names_are_text(tmp_path):
+def test_coordinate_names_are_text_if_the_schema_has_no_coordinates(tmp_path):
     plain = open_task(str(write_folder(tmp_path / "model", "chatml")), None, fields=("name",))
     [ids] = encode_answers([BOX], plain)
     assert not set(ids) & set(plain.tokenizer.control_ids.values())
     assert plain.tokenizer.decode(ids) == BOX
 
 
-def test_answers_of_which_the_server_counts_other_tokens_are_reported():
+def test_answers_with_a_different_token_count_on_the_server_are_reported():
     prompts, records = question()
     size = len(encode_answers([BOX], task())[0])
-    # With and without the end of turn; more; fewer; and none at all.
+    # Token counts with and without the end of turn; too many; too few; missing.
     counts = [size + 1, size, size + 2, size - 1, None]
 
     def answer(request, number):
@@ -194,7 +194,7 @@ def stream(parts: list[dict], *, end: bytes = b"data: [DONE]\n\n", line: bytes =
     st.sampled_from([b"\n", b"\r\n"]),
     st.sampled_from([b"", b"data: [DONE]\n\n", b"data: [DONE]\n\ndata: no JSON\n\n"]),
 )
-def test_a_stream_says_what_one_reply_says(texts, key, with_usage, line, end):
+def test_a_stream_equals_a_single_reply(texts, key, with_usage, line, end):
     def part(text, reason=None):
         held = {"text": text} if key == "text" else {"delta": {"content": text}}
         return {"choices": [{"index": 0, **held, "finish_reason": reason}]}
@@ -206,15 +206,15 @@ def test_a_stream_says_what_one_reply_says(texts, key, with_usage, line, end):
     assert read_answer(stream(parts, end=end, line=line)) == read_answer(json.dumps(whole).encode())
 
 
-def test_a_stream_of_token_ids_is_put_together():
+def test_a_stream_of_token_ids_is_concatenated():
     parts = [{"choices": [{"token_ids": [1, 2]}]}, {"choices": [{"token_ids": [3], "finish_reason": "stop"}]}]
     assert read_answer(stream(parts)).token_ids == [1, 2, 3]
 
 
-def test_a_stream_that_is_cut_is_asked_for_again():
+def test_a_truncated_stream_is_requested_again():
     whole = stream([completion(BOX, None), completion("", "stop")], end=b"")
     prompts, records = question()
-    # Cut anywhere before the event that says why the answer ended.
+    # Truncated anywhere before the event with the finish reason.
     last = whole.index(b"data: ", whole.index(b"object_1"))
     for stop in (1, 30, last, last + 9, len(whole) - 1):
 
@@ -226,7 +226,7 @@ def test_a_stream_that_is_cut_is_asked_for_again():
         assert answers == [[*encode_answers([BOX], task())[0], task().eos_id]] and len(asked) == 2
 
 
-# What goes wrong.
+# Errors.
 
 
 NOISE = bytes(range(256)) * 12_000
@@ -237,7 +237,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 
 def raw(data: bytes):
-    """A reply of these bytes, whatever they are."""
+    """Reply with exactly these bytes."""
     return lambda request: lambda wire: wire.write(data)
 
 
@@ -277,7 +277,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("answer", "said"), FAULTS.values(), ids=FAULTS)
-def test_a_server_that_does_wrong_is_one_line(answer, said):
+def test_an_invalid_reply_is_one_error_line(answer, said):
     prompts, records = question()
     with serving(answer) as (url, _), pytest.raises(DataError, match=said) as caught:
         text_server(url)(prompts * 3, step=0, records=records * 3)
@@ -285,7 +285,7 @@ def test_a_server_that_does_wrong_is_one_line(answer, said):
     assert message.startswith(url) and message.isprintable() and len(message) < 500
 
 
-def test_a_server_that_never_answers_or_never_ends_is_one_line():
+def test_a_server_that_never_replies_or_never_finishes_is_one_error_line():
     prompts, records = question()
     over = threading.Event()
 
@@ -310,14 +310,14 @@ def test_a_server_that_never_answers_or_never_ends_is_one_line():
         over.clear()
 
 
-def test_a_reply_without_end_is_not_kept_in_memory(monkeypatch):
+def test_an_endless_reply_is_not_kept_in_memory(monkeypatch):
     monkeypatch.setattr(chatmill.rollout.server, "MAX_REPLY_BYTES", 1 << 20)
     prompts, records = question()
     with serving(reply(NOISE)) as (url, _), pytest.raises(DataError, match="longer than 1 MiB"):
         text_server(url)(prompts, step=0, records=records)
 
 
-def test_coordinates_that_are_special_are_refused_because_servers_leave_them_out_of_texts(tmp_path):
+def test_special_coordinate_tokens_are_refused_because_servers_omit_them_from_text(tmp_path):
     special = open_task(str(write_folder(tmp_path / "model", "chatml")), None)
     with pytest.raises(UsageError, match=r'marks <\|coord_0\|> as special.*"special" to false.*server_api "tokens"'):
         text_server("http://x/v1", task=special)
@@ -335,7 +335,7 @@ def test_coordinates_that_are_special_are_refused_because_servers_leave_them_out
         ("http://x/v1?key=secret", "a user, a password or a query"),
     ],
 )
-def test_a_url_that_is_none_or_holds_a_secret_is_refused(url, said):
+def test_an_invalid_url_or_one_with_a_secret_is_refused(url, said):
     with pytest.raises(UsageError, match=said) as caught:
         text_server(url)
     assert "secret" not in str(caught.value)
@@ -347,7 +347,7 @@ def test_a_url_that_is_none_or_holds_a_secret_is_refused(url, said):
 KEY = "sk-5ecret-k3y"
 
 
-def test_the_key_is_sent_and_neither_shown_nor_stored(tmp_path, monkeypatch):
+def test_the_api_key_is_sent_but_neither_shown_nor_stored(tmp_path, monkeypatch):
     monkeypatch.setenv("MILL_KEY", KEY + "\n")
     model = write_model(tmp_path / "model")
     write_folder(model, "thinking", special_coordinates=False)
@@ -368,7 +368,7 @@ def test_the_key_is_sent_and_neither_shown_nor_stored(tmp_path, monkeypatch):
     assert {headers["Authorization"] for _, headers, _ in asked} == {f"Bearer {KEY}"}
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 5 and not [path for path in files if KEY.encode() in path.read_bytes()]
-    # The messages of each record were asked in the order of the log.
+    # The messages of each record were sent in the order of the log.
     logged = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     said = {truth.record.id: truth.record.messages[0].content for truth in read_truth(tmp_path / "truth.jsonl")}
     assert sorted(request["messages"][0]["content"] for _, _, request in asked) == sorted(said[x["id"]] for x in logged)
@@ -391,7 +391,7 @@ def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "said"), [(None, "is not set"), (" ", "is empty"), ("a\x07b", "is empty")])
-def test_a_variable_without_a_key_is_named(tmp_path, monkeypatch, value, said):
+def test_a_missing_or_invalid_api_key_variable_is_named(tmp_path, monkeypatch, value, said):
     monkeypatch.delenv("MILL_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("MILL_KEY", value)
