@@ -9,7 +9,8 @@ CLUSTER = re.compile(
     r"|train/test_(rollout_models|step|loop_hf|mixed_eval|optimizers|resumed_runs)"
     r"|prepare/test_(ray.*|cluster_build|remote_input)|store/test_remote_publish|cli/test_(stores|remote_datasets)"
     r"|integrations/test_(compare_trl|import_trains)|rollout/test_(text_servers|template_scenarios)"
-    r"|tokenizer/test_(split_pattern|compiled_cache)|format/template/test_laid_out_columns)\.py"
+    r"|tokenizer/test_(split_pattern|compiled_cache)|format/template/test_laid_out_columns"
+    r"|show/test_browser_access)\.py"
 )
 """Files with the marker `cluster`: tests that start ranks, nodes, trackers, servers or TRL, and other long ones."""
 
