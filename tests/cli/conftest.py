@@ -1,4 +1,4 @@
-"""Commands run as a user runs them, in an empty folder."""
+"""A fixture that runs commands as a user would, in an empty folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatmill.cli.main import main
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Run `chatmill` with these arguments: exit code, standard output, standard error."""
+    """Run `chatmill` with these arguments; return the exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(*args: str) -> tuple[int, str, str]:

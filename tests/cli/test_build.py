@@ -1,4 +1,4 @@
-"""The commands that build caches: what they print and write, what they take from chatmill.toml, how they fail."""
+"""The commands that build caches: their output, the settings they read from chatmill.toml, and their errors."""
 
 from __future__ import annotations
 

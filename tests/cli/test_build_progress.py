@@ -1,4 +1,4 @@
-"""What `chatmill prepare` shows on standard error while it builds."""
+"""The progress that `chatmill prepare` writes to stderr during a build."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_source_is_counted_for_itself(job, workers):
 
 
 def test_a_resumed_build_tells_what_it_took_over(job):
-    """Units of an interrupted build take no time, so that a rate without them is the true one."""
+    """Units of the interrupted build are counted separately, because they must not count towards the rate."""
     stopped = 0
 
     def stop(now: BuildProgress) -> None:
@@ -135,7 +135,7 @@ def prepare(*flags: str, stderr: int) -> subprocess.Popen[bytes]:
 
 
 def test_the_command_writes_a_line_for_each_source_to_a_log_file(job):
-    """And in a terminal a bar for each."""
+    """In a terminal, there is a progress bar for each source."""
     import os
     import pty
 

@@ -1,4 +1,4 @@
-"""`chatmill certify`, and chat templates through the other commands, as a user runs them."""
+"""`chatmill certify`, and the other commands with chat templates."""
 
 from __future__ import annotations
 

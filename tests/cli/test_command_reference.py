@@ -1,4 +1,4 @@
-"""docs/reference/commands.md says what the commands say of themselves."""
+"""docs/reference/commands.md matches the help of the commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def script():
 
 
 def words(group, path=("chatmill",)):
-    """Every command and, below it, every name that one of its options goes by."""
+    """Yield each command and all names of its options."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from words(command, (*path, name))

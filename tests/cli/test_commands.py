@@ -1,4 +1,4 @@
-"""The commands as a user runs them: what they print, what they write, and how they fail."""
+"""Commands run as a user would run them: what they print and write, and how they fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""reweigh, diff and export parquet as a user runs them, on datasets that prepare made."""
+"""The commands reweigh, diff and export parquet, on prepared datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of commands that stand for several options."""
+"""Command parameters that expand to several options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chat format is used where none is named: the folder's chat template if it has one, else chatml."""
+"""The default chat format: the chat template of the tokenizer folder if it has one, otherwise chatml."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FOLDERS = {
 
 @pytest.fixture
 def folders(run):
-    """A folder for each place that a template may have, and one without any."""
+    """Make a folder for each location of a chat template, and one without a template."""
     for name, files in {**FOLDERS, "plain": {"tokenizer_config.json": "{}"}}.items():
         Path(name).mkdir()
         Path(name, "tokenizer.json").write_bytes(VOCABULARY)
@@ -51,7 +51,7 @@ def folders(run):
 
 
 def stored(name: str) -> tuple[str, str]:
-    """The first row of a dataset, and the format that its metadata names."""
+    """Return the text of the first row of a dataset and the format name in its metadata."""
     dataset = open_dataset(name)
     renderer = open_renderer("chatml", "plain")
     return renderer.tokenizer.decode(dataset["train"].tokens(0)), dataset.metadata.format["name"]

@@ -1,4 +1,4 @@
-"""Every command shows examples in its help, and each of them is a command that it would take."""
+"""Every command has examples in its help, and each example parses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = typer.main.get_command(app_of())
 
 
 def leaves(group, path=("chatmill",)):
-    """Every command that does something, with the words that lead to it."""
+    """Yield the path and the object of every command that is not a group."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from leaves(command, (*path, name))
@@ -27,7 +27,7 @@ COMMANDS = dict(leaves(ROOT))
 
 
 def examples(command) -> list[str]:
-    """The lines below `Example:` or `Examples:`, as they are typed; a backslash goes on in the next line."""
+    """Return the commands under `Example:` or `Examples:`; a backslash continues a line."""
     _, _, below = re.sub(r"\\\n\s*", "", command.help or "").partition("Example")
     return [each.strip() for each in below.splitlines()[1:] if each.strip().startswith("chatmill ")]
 
@@ -41,7 +41,7 @@ def test_every_example_in_a_help_is_taken_and_one_is_of_the_command_itself(path)
         while hasattr(command, "commands"):
             command, at = command.commands[words[at]], at + 1
         try:
-            # Read as it would be, without being run.
+            # Parse the arguments without running the command.
             command.make_context(" ".join(words[:at]), words[at:])
         except click.exceptions.ClickException as error:
             pytest.fail(f"{' '.join(words)}: {error.format_message()}")

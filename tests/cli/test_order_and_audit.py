@@ -1,4 +1,4 @@
-"""`chatmill order` and `chatmill audit`, on datasets that `chatmill` made."""
+"""`chatmill order` and `chatmill audit`, on prepared datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dataset(run):
 
 @pytest.fixture
 def log(dataset):
-    """A run of 12 steps whose state was saved at step 8; the file of its log."""
+    """Run 12 steps with a checkpoint at step 8; return the path of the audit log."""
     audit = Audit("logs/audit", every=4)
     loader = EpisodeLoader(dataset, CONFIG, listener=audit)
     for step in range(1, 13):
@@ -153,7 +153,7 @@ def test_replay_shows_rows_with_text_ids_and_mask(run, log, dataset):
 
 @pytest.mark.parametrize(("block_size", "most"), [(200, 6), (100, 4)])
 def test_replay_names_the_line_of_each_conversation_of_a_packed_row(run, block_size, most):
-    """Of rows that are too long the first conversations are cut off, and the others keep their own lines."""
+    """If a row is too long, its first conversations are cut off; the others keep their line numbers."""
     said = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": 9 * c}]} for c in LETTERS]
     Path("chat.jsonl").write_text("".join(json.dumps(each) + "\n" for each in said))
     assert run("prepare", "chat.jsonl", "-o", "packed", "--pack", "200", "--workers", "1")[0] == 0
@@ -173,7 +173,7 @@ def test_replay_names_the_line_of_each_conversation_of_a_packed_row(run, block_s
 
 
 def test_replay_shows_ids_where_the_tokenizer_is_not_known(run, dataset):
-    """Files of another program."""
+    """The dataset was written by another program."""
     for name in ("dataset_metadata.json", "tokenizer_state.json", "spans.bin", "origins.bin"):
         for extra in Path("ds").rglob(name):
             extra.unlink()

@@ -1,4 +1,4 @@
-"""`chatmill prepare` and the documented scripts: what they print, make and accept."""
+"""`chatmill prepare` and the documented scripts: their flags, their output and the datasets they write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """The current folder, with the embedded conversations under data/."""
+    """Change to an empty folder with a copy of the repository's data/."""
     shutil.copytree(ROOT / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def run(monkeypatch, capsys, command: str) -> str:
-    """What a command prints that must end well, without a word on standard error but the progress of its sources."""
+    """Run a command that must succeed with nothing but progress on stderr; return its stdout."""
     monkeypatch.setattr(sys, "argv", ["chatmill", *shlex.split(command)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -159,7 +159,7 @@ def test_an_old_dataset_that_cannot_be_removed_is_a_warning_and_exit_0(place, mo
 
 
 def test_progress_is_shown_where_a_person_looks_on(place):
-    """On a terminal, on standard error alone: what is printed can still be piped."""
+    """Progress goes to stderr only, so stdout can still be piped."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -176,7 +176,7 @@ def test_progress_is_shown_where_a_person_looks_on(place):
             while piece := os.read(ours, 4096):
                 shown += piece
         except OSError:
-            # How a terminal says that nobody writes to it any more.
+            # Reading from a terminal fails when the other end is closed.
             pass
         assert build.stdout is not None
         assert json.loads(build.stdout.read())["path"] == "x"

@@ -1,4 +1,4 @@
-"""`chatmill recipe check`: what the sources of a recipe give, from their first records."""
+"""`chatmill recipe check`: a preview of a recipe's sources from their first records."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_what_it_prints(recipe, monkeypatch, capsys, tmp_path):
 
 
 def test_it_reads_no_more_records_than_it_is_told(recipe, monkeypatch, capsys):
-    """What is behind them may even be broken."""
+    """Invalid records after the limit are not reported."""
     Path("more.jsonl").write_text(Path("more.jsonl").read_text() + "{broken\n")
     Path("qa.jsonl").write_text("{broken\n" + Path("qa.jsonl").read_text())
     sources = checked(monkeypatch, capsys, recipe, "--records", "6")

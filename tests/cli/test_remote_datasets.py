@@ -1,4 +1,4 @@
-"""Commands that read or write datasets at URLs, as a user runs them."""
+"""Commands that read or write datasets at URLs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHAT = '{"messages": [{"role": "user", "content": "hi %d"}, {"role": "assistant"
 
 @pytest.fixture
 def bucket(run, s3, tmp_path, monkeypatch):
-    """A bucket, and the folder `v1` with the same dataset as its `v1`."""
+    """A bucket with a dataset `v1`, and a local folder `v1` with the same dataset."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
@@ -60,7 +60,7 @@ def test_every_command_that_reads_a_dataset_says_the_same_of_its_url(run, bucket
             results.append((code, *texts))
         local, remote = results
         if line.startswith("reweigh"):
-            # No hard link can be made to an object.
+            # Compare only the first line, because hard links to objects are impossible.
             local, remote = ((code, out.splitlines()[0]) for code, out, _ in results)
         assert local == remote, line
         assert local[0] == 0, line

@@ -1,4 +1,4 @@
-"""`chatmill rollout train`: rounds of answers and steps, logged, resumed and replayed to the same weights."""
+"""`chatmill rollout train`: runs are logged, and resume and replay give the same weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENIZER = open_tokenizer("bytes", control=FORMAT.tokens, besides=COORDINATES, 
 
 @pytest.fixture
 def files(tmp_path):
-    """Truth of five records and a model that knows nothing."""
+    """Ground truth for five records, and an untrained model."""
     lines = [
         {
             "id": number,
@@ -79,7 +79,7 @@ def test_a_run_writes_its_rollouts_its_metrics_and_its_model(files):
     assert (result.step, result.total, result.health.rollouts) == (6, 6, 18)
     logged = lines_of(files / "run" / "rollouts.jsonl")
     assert [(line["step"], line["row"]) for line in logged] == [(step, row) for step in (0, 2, 4) for row in range(6)]
-    # Five records in an order that goes through all of them before one comes again.
+    # Each record is used once before any record is repeated.
     ids = [line["id"] for line in logged]
     assert [sorted(ids[at : at + 5]) for at in (0, 5, 10)] == [["0", "1", "2", "3", "4"]] * 3
     assert all(len(line["response_token_ids"]) <= 12 for line in logged)
@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_ends_where_an_undisturbed_one_does(files):
     train_rollouts(config_of(files), files / "whole", quiet=True)
     again = files / "again"
     train_rollouts(config_of(files, keep_checkpoints=9), again, quiet=True)
-    # Back to step 2, with the logs of what came after it still there.
+    # Resume from step 2; the logs still contain the later steps.
     train_rollouts(config_of(files, keep_checkpoints=9), again, resume=str(again / "step_00000002"), quiet=True)
     assert weights(again) == weights(files / "whole")
     assert (again / "rollouts.jsonl").read_bytes() == (files / "whole" / "rollouts.jsonl").read_bytes()
@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_ends_where_an_undisturbed_one_does(files):
 
 
 def test_a_run_that_is_asked_to_stop_ends_its_round_and_saves(files):
-    """Whenever the signal comes: the run goes on from there and ends where an undisturbed one does."""
+    """The resumed run ends with the same weights as an uninterrupted run."""
     train_rollouts(config_of(files, save_interval=6), files / "whole", quiet=True)
 
     settings, stopped = config_of(files, save_interval=6), files / "stopped"
@@ -158,7 +158,7 @@ def test_a_run_that_is_asked_to_stop_ends_its_round_and_saves(files):
 def test_a_run_is_replayed_from_its_log(files):
     train_rollouts(config_of(files), files / "run", quiet=True)
     log = str(files / "run" / "rollouts.jsonl")
-    # Another temperature would draw other answers: the log is what counts.
+    # Another temperature would sample other answers, but replay uses those of the log.
     train_rollouts(config_of(files, replay=log, temperature=0.2), files / "replayed", quiet=True)
     assert weights(files / "replayed") == weights(files / "run")
     assert (files / "replayed" / "rollouts.jsonl").read_bytes() == (files / "run" / "rollouts.jsonl").read_bytes()
@@ -179,7 +179,7 @@ def test_answers_depend_on_seed_step_and_row_and_not_on_how_they_are_batched(fil
 def test_every_step_and_row_draws_anew(files):
     one = {"id": 1, "messages": [{"role": "user", "content": "again"}], "objects": []}
     (files / "truth.jsonl").write_text(json.dumps(one) + "\n")
-    # The model never changes, and the prompt is always the same.
+    # The model does not change, because the learning rate is 0, and all prompts are equal.
     train_rollouts(config_of(files, learning_rate=0, weight_decay=0), files / "run", quiet=True)
     answers = [tuple(line["response_token_ids"]) for line in lines_of(files / "run" / "rollouts.jsonl")]
     assert len(set(answers)) == len(answers) == 18
@@ -198,7 +198,7 @@ def test_prompts_too_long_for_the_model_are_left_out_and_counted(files):
     lines[3]["messages"][0]["content"] = 300 * "long "
     (files / "truth.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = train_rollouts(config_of(files, max_iters=5), files / "run", quiet=True)
-    # 15 records in an order that goes through all five before one comes again.
+    # 5 steps of 3 rows use each of the five records three times.
     assert (result.step, result.health.rollouts, result.health.too_long) == (5, 12, 3)
     assert "3" not in {line["id"] for line in lines_of(files / "run" / "rollouts.jsonl")}
     for line in lines:
@@ -355,10 +355,10 @@ def test_a_share_of_rows_may_be_true_answers_spread_evenly(files):
     for share in (1.0, 0, 0.25, 0.5):
         result = train_rollouts(config_of(files, rollout_share=share), files / f"share{share}", quiet=True)
         logged = lines_of(files / f"share{share}" / "rollouts.jsonl")
-        # Of 18 rows, in rounds of 6.
+        # There are 18 rows in rounds of 6.
         assert len(logged) == result.health.rollouts == int(18 * share)
         assert [line["row"] for line in logged if line["step"] == 0] == list(range(int(6 * share)))
         steps = lines_of(files / f"share{share}" / "metrics.jsonl")
         trained[share] = sum(line["trained"] for line in steps if "trained" in line)
-    # This model's answers are no JSON, so that all is appended; of true answers the opening brace is trained, too.
+    # This model's answers are not JSON, so the whole target is appended; true answers also train the opening brace.
     assert trained == {share: trained[1.0] + 18 - int(18 * share) for share in trained}

@@ -1,4 +1,4 @@
-"""show, explain, stats, report and view as a user runs them."""
+"""The commands show, explain, stats, report and view."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_report_writes_a_page_and_overwrites_none_unasked(run):
     "command", [["show", "v1", "2"], ["show", "v1", "2", "--decode"], ["show", "v1"], ["explain", "v1", "2:1"]]
 )
 def test_no_text_acts_in_a_terminal(run, command, tmp_path):
-    """In a terminal of its own, where colours are on: the only escapes are those of colours."""
+    """In a pseudoterminal with colors, the output contains only color escape sequences."""
     chatmill = Path(sys.executable).with_name("chatmill")
     main, other = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"}

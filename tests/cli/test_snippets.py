@@ -1,4 +1,4 @@
-"""Each snippet reads records in the real shape of its data set; the samples are made here."""
+"""Each snippet reads sample records that have the shape of its dataset."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ SAMPLES = {
 
 
 def sampled(name: str) -> str:
-    """The snippet of a data set with a sample here instead of its URL."""
+    """Return the snippet of a dataset with its URL replaced by a local sample."""
     text = snippet([name])
     [url] = [line.partition("inputs: ")[2] for line in text.splitlines() if "inputs: " in line]
     local = url.removeprefix("hf://datasets/").replace("*", "00000").strip("/").replace("/", "-")
@@ -163,7 +163,7 @@ def test_the_snippets_together_are_a_recipe_that_builds(run):
     assert code == 0, err
     metadata = open_dataset("x").metadata
     assert metadata is not None
-    # UltraChat and Tulu 3 have the same conversation here.
+    # The samples of UltraChat and Tulu 3 contain the same conversation.
     assert metadata.splits["train"].num_episodes == 6
 
 

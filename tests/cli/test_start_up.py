@@ -1,4 +1,4 @@
-"""What a command imports before it does its work: `chatmill --help` nearly nothing, others only what they use."""
+"""Imports at startup: `chatmill --help` imports no libraries, and other commands only those they use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
 
 
 def imported(*words: str) -> set[str]:
-    """The packages that a command has imported when it ends."""
+    """Return the packages that a command has imported by the time it exits."""
     command = [sys.executable, "-c", IMPORTED, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return set(done.stderr.splitlines()[-1].split())

@@ -1,4 +1,4 @@
-"""Commands on every kind of object store: the same dataset, and one line where a server refuses."""
+"""Commands on every kind of object store write the same dataset, and report a refused request in one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_wrong_credentials_are_one_line_of_every_command(run, rclone_server):
     with Server(0, s3_environment(rclone_server.endpoint, "a-wrong-key", "a-wrong-secret")).in_environment():
         for line in ("check URL.jsonl", "prepare chat.jsonl -o URL", "verify URL", "stats URL", "clean URL"):
             code, out, err = run(*line.replace("URL", f"{bucket}/x").split(" "))
-            # `verify` prints what it finds.
+            # `verify` prints faults to stdout.
             told = re.fullmatch(r"(chatmill: )?s3://[^\n]+; check the credentials and their permissions\n", out + err)
             assert (code, told is not None) == (1, True), f"{line}\n{out}\n{err}"
             assert "wrong" not in out + err

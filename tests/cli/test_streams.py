@@ -1,4 +1,4 @@
-"""What a command prints reaches a terminal, a pipe, a full disk or nobody, and names in it do nothing on the way."""
+"""Output of commands to a terminal, a pipe, a full disk or a closed stream; control characters are escaped."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_an_encoding_cannot_write_is_escaped(encoding):
 
 
 def ended(command, *, stdout: int | None) -> tuple[int, str]:
-    """The exit code and standard error of a guarded command whose standard output is this descriptor, or closed."""
+    """Run a guarded command with this stdout descriptor (None: closed); return its exit code and stderr."""
     code = f"from chatmill.cli.guard import guarded\nimport os, sys\ndef command():\n    {command}\nguarded(command)"
     closing = {"preexec_fn": lambda: os.close(1)} if stdout is None else {"stdout": stdout}
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -164,7 +164,7 @@ def test_wrong_arguments_are_told_without_their_control_characters(run, argument
 
 
 def test_each_command_has_help_that_may_be_read_in_part(monkeypatch):
-    # One process for all of them: what is tried is that nothing but SystemExit(0) leaves a write.
+    # All commands run in this process: a failed write must raise nothing but SystemExit(0).
     from chatmill.cli.main import main
 
     with closed_pipe() as pipe:

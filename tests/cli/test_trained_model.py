@@ -1,4 +1,4 @@
-"""`chatmill chat`, `eval` and `rows` as a user runs them, on a model that was really trained."""
+"""`chatmill chat`, `eval` and `rows` with a trained model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def run(made, run, monkeypatch):
-    """As in all tests of commands, but in the folder of the trained model."""
+    """The `run` fixture, in the folder of the trained model."""
     monkeypatch.chdir(made)
     return run
 
@@ -259,7 +259,7 @@ def test_eval_refuses_data_of_another_tokenizer(run):
 
 @pytest.fixture
 def sampled(run):
-    """Train further on data with a val split, at a learning rate of 0; what is told after the last step."""
+    """A function that trains one step at learning rate 0 and returns the lines printed from `since` onwards."""
     if not Path("data/held").exists():
         flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--val-split", "0.6"]
         chatmill("prepare", "words.jsonl", "sums.jsonl", "-o", "data/held", *flags)
@@ -299,7 +299,7 @@ def test_without_samples_an_evaluation_is_its_losses_alone(sampled):
 
 
 def test_a_sample_answer_without_an_end_says_so_beside_what_was_meant(sampled):
-    # A model that knows nothing, and says one token on and on.
+    # An untrained model, which repeats one token.
     told = sampled(
         "--init_from_model", "null", "--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--eval_samples", "1"
     )

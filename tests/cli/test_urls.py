@@ -1,4 +1,4 @@
-"""A path that looks like a URL is refused in one line, wherever a path is taken, and nothing is written."""
+"""Every option that needs a local path refuses URLs in one line and writes nothing."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ import trl URL.yaml -o out
 
 @pytest.fixture
 def folder(run, tmp_path):
-    """A folder with small files of every kind."""
+    """A folder with a small file of each kind."""
     Path("chat.jsonl").write_text(CHAT * 2)
     Path("truth.jsonl").write_text(TRUTH)
     Path("rollouts.jsonl").write_text("")

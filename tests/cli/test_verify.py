@@ -1,4 +1,4 @@
-"""`chatmill verify`: OK with counts, or every fault in a line and exit 1."""
+"""`chatmill verify`: prints OK and counts, or one line per fault and exits with 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From conversations to the best checkpoint, by the commands: a 24-layer model, epochs, early stopping, eval."""
+"""A whole run with the commands: prepare, train a 24-layer model with early stopping, eval and chat."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def talks(count: int, answer: str) -> str:
 def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("keys.json").write_text(json.dumps(KEYS))
-    # The answers of val differ from those of train, except for their end.
+    # The answers in val differ from those in train, except for the end-of-turn token.
     Path("train.jsonl").write_text(talks(16, "yes yes"))
     Path("val.jsonl").write_text(talks(2, "no, never"))
     data = ["--shape", "messages", "--val-file", "val.jsonl", "--workers", "1"]
@@ -53,7 +53,7 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     losses = {line["step"]: line["val_loss"] for line in read_metrics(Path("checkpoints/deep")) if "val_loss" in line}
     steps = sorted(losses)
     best = min(steps, key=losses.__getitem__)
-    # 16 conversations in batches of 2, three times; the loss has fallen, and has risen at the last two evaluations.
+    # 3 epochs of 16 conversations in batches of 2; the loss fell and then rose at the last two evaluations.
     assert code == 0 and result["total"] == 24
     assert steps[0] < best == steps[-3] < result["step"] == steps[-1] < 24
     assert losses[steps[0]] > losses[best] < min(losses[step] for step in steps[-2:])
@@ -64,7 +64,7 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     kept = sorted(path.name for path in Path("checkpoints/deep").glob("step_*"))
     assert kept == [f"step_{step:08d}" for step in (best, steps[-1])]
 
-    # The best checkpoint is a model like any other, and not the last one.
+    # The best checkpoint can be evaluated like any model, and is not the last one.
     scores = {}
     for name in ("checkpoints/deep/best", "checkpoints/deep"):
         code, out, _ = run("eval", name, "data", "--json", "--max-tokens", "4")

@@ -1,4 +1,4 @@
-"""A small model that knows a few conversations by heart, as `chatmill train` leaves it."""
+"""A small model that `chatmill train` has overfitted to a few conversations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PRIMER = ("--format", "primer")
 
 
 def chatmill(*args: str) -> None:
-    """Run a command that must succeed, and keep quiet about it."""
+    """Run a command that must succeed, and hide its output."""
     said, argv, code = io.StringIO(), sys.argv, None
     sys.argv = ["chatmill", *args]
     try:
@@ -52,7 +52,7 @@ def chatmill(*args: str) -> None:
 
 
 def train_small(folder: Path) -> None:
-    """Fill a folder, the current one: words.jsonl, sums.jsonl, tokenizer.json, data/v1 and checkpoints/small."""
+    """Write words.jsonl, sums.jsonl, tokenizer.json, data/v1 and checkpoints/small to `folder`, the current one."""
     for name, talks in TALKS.items():
         lines = [
             {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}

@@ -1,4 +1,4 @@
-"""A small corpus of every packing, the jobs that are built of it, and ways to look at what comes out."""
+"""A small corpus in several file formats, jobs that read it, and functions to inspect the datasets."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from chatmill.prepare import engine
 run_unit = engine.run_unit
 engine.run_unit = lambda unit, *args: time.sleep(3600) if unit.name != "a.jsonl" else run_unit(unit, *args)
 """
-"""A program in which workers wait at every unit that is not of `a.jsonl`, for as long as a test needs."""
+"""Code for a subprocess: workers block at every unit that is not part of `a.jsonl`."""
 
 
 def conversations(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Short ones and long ones, some without an answer, some said before."""
+    """Return short and long conversations; some have no answer and some are duplicates."""
     rng = random.Random(seed)
 
     def text(most: int) -> str:
@@ -76,7 +76,7 @@ def lines(records: list[dict[str, Any]]) -> bytes:
 
 
 def write_corpus(folder: Path, count: int = 900) -> tuple[str, ...]:
-    """The same conversations in lines, compressed lines and an array, a third each, and a few of them again."""
+    """Write a third of the conversations as JSONL, compressed JSONL and a JSON array each, and some again."""
     records, third = conversations(count), count // 3
     (folder / "a.jsonl").write_bytes(lines(records[:third]))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(records[third : 2 * third]), mtime=0))
@@ -94,7 +94,7 @@ def build(job: Job, target: Path, *, workers: int = 1, **options: Any) -> Metada
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The hash of every file of a dataset, by its path."""
+    """Return the SHA-256 of every file of a dataset, by path."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -103,7 +103,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def left_beside(target: Path) -> list[str]:
-    """What lies in the target's folder under a name made of its own."""
+    """Return the names of temporary files and folders of a build that remain next to the target."""
     return sorted(path.name for path in target.parent.glob(f".{target.name}.*"))
 
 
@@ -113,7 +113,7 @@ def stored_rows(folder: Path, split: str) -> Rows:
 
 
 def told(rows: Rows) -> Iterator[tuple[Any, ...]]:
-    """Each conversation of each row: where it came from, its ids, its weights, and all its spans say."""
+    """Yield the origin, ids, weights and spans of each conversation of each row."""
     rows.check()
     weights = rows.weights()
     for segment, origin in enumerate(rows.origins):
@@ -130,7 +130,7 @@ def told(rows: Rows) -> Iterator[tuple[Any, ...]]:
 
 
 def assert_equal(one: Rows, other: Rows) -> None:
-    """The same rows of the same conversations; file numbers may differ where they name the same files."""
+    """Check that both have the same rows; file numbers may differ if they refer to the same files."""
     assert list(told(one)) == list(told(other))
     assert np.array_equal(one.first_segment, other.first_segment)
 
@@ -140,14 +140,14 @@ def joined(parts: Any) -> Rows:
 
 
 class Faults(list[tuple[str, int, str]]):
-    """Call it with each fault: its file, line and kind."""
+    """An `on_fault` callback that collects the file, line and kind of each fault."""
 
     def __call__(self, fault: RecordError) -> None:
         self.append((Path(fault.file).name, fault.line, fault.kind))
 
 
 def may_fork(request) -> bool:
-    """Whether this process has no thread beside this one; if it has, the test is run by a fresh process instead."""
+    """Return whether this process has only one thread; if not, run the test in a new process instead."""
     if threading.active_count() == 1:
         return True
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", request.node.nodeid]

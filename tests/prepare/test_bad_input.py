@@ -1,4 +1,4 @@
-"""What cannot be built: one line, exit 1 or 2, and nothing left behind."""
+"""Builds that fail: one line, exit code 1 or 2, and no files left behind."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from chatmill.tokenizer import train_bpe
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """The current folder, with a few conversations in it."""
+    """Change to a folder that contains a few conversations."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chat.jsonl").write_bytes(lines(conversations(30)))
     return tmp_path
 
 
 def everything(folder: Path) -> list[tuple[str, int]]:
-    """All there is below a folder, with its size."""
+    """Return all files and folders below a folder, with their sizes."""
     return sorted((str(path), path.lstat().st_size if path.is_file() else 0) for path in folder.rglob("*"))
 
 
 def refused(monkeypatch, capsys, command: str) -> tuple[int, str]:
-    """The exit code and the line of a command that fails and leaves everything as it was."""
+    """Run a command that must fail and change no files; return its exit code and error line."""
     before = everything(Path.cwd())
     monkeypatch.setattr(sys, "argv", ["chatmill", "prepare", *shlex.split(command)])
     with pytest.raises(SystemExit) as ended:
@@ -190,7 +190,7 @@ def test_a_tokenizer_that_lacks_the_tokens_of_the_format_is_named(place, monkeyp
 
 
 class Liar:
-    """A tokenizer that is not what it says."""
+    """A tokenizer that reports a wrong vocabulary size."""
 
     def __init__(self, tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -277,7 +277,7 @@ def test_flags_that_a_recipe_must_say_itself_are_refused(place, monkeypatch, cap
     assert (code, line) == (2, "--pack, --val-split cannot be used with a recipe; set it in recipe.toml instead")
 
 
-# The first fault, and rejects, in the order of the input.
+# Faults and rejects are reported in input order.
 
 
 @pytest.fixture

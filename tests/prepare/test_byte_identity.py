@@ -1,4 +1,4 @@
-"""Same input, same bytes: whatever the number of processes, the size of the units, or how often it was killed."""
+"""The same input gives the same bytes for any number of processes and any size of the units."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_folder_that_the_input_lies_in_does_not_change_a_byte(tmp_path, inpu
 
 
 def test_many_units_need_few_open_files(tmp_path):
-    """A dataset of thousands of units is built by a process that may have a few files open."""
+    """Build a dataset of thousands of units with a low limit on open files."""
     import resource
 
     inputs = write_corpus(tmp_path)

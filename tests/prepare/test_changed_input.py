@@ -1,4 +1,4 @@
-"""Input that changes while it is read, or between an interrupted build and --resume: noticed, and never mixed."""
+"""Input that changes during a build, or between an interrupted build and --resume, is detected and never mixed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ UNIT_BYTES = 1_000
 
 
 def job_of(inputs: tuple[str, ...], **options: Any) -> Job:
-    """Shapes are detected, as planning does it."""
+    """Return a job that detects the shape of its inputs."""
     return Job((InputSource(inputs),), **options)
 
 
 def file_of(kind: str, word: str, count: int = 40) -> bytes:
-    """A file with that word in each conversation; the files of words of equal length have equal sizes."""
+    """Return a file with this word in each conversation; words of equal length give files of equal size."""
     records = [
         {"messages": [{"role": "user", "content": f"q{n:05d}"}, {"role": "assistant", "content": word * 9}]}
         for n in range(count)
@@ -55,7 +55,7 @@ def file_of(kind: str, word: str, count: int = 40) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """In place, with the times that it had."""
+    """Overwrite a file in place and keep its times."""
     times = path.stat() if path.exists() else None
     with path.open("r+b" if times else "wb") as file:
         file.write(data)
@@ -65,7 +65,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """By a rename, as editors and downloads do it."""
+    """Replace a file by renaming another, as editors do, and keep its times."""
     times = path.stat()
     (other := path.with_name("other")).write_bytes(data)
     os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -73,7 +73,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def after(units: int, change: Callable[[], Any]) -> Callable[[Any], None]:
-    """Progress that makes a change once, after so many units."""
+    """Return an `on_progress` callback that calls `change` once, after this many units."""
     seen = 0
 
     def on_progress(progress: Any) -> None:
@@ -100,7 +100,7 @@ KINDS = (".jsonl", ".jsonl.gz", ".json", ".txt", ".parquet")
 @pytest.mark.parametrize("changed_by", [write, replace])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_notices_other_bytes_of_the_same_size_and_time(tmp_path, kind, changed_by):
-    # The last file keeps the build from being finished when the others are.
+    # The last file ensures that the build is not finished when it is interrupted.
     first, last = tmp_path / f"a{kind}", tmp_path / "b.jsonl"
     write(first, file_of(kind, "old"))
     write(last, file_of(".jsonl", "old"))
@@ -110,7 +110,7 @@ def test_resume_notices_other_bytes_of_the_same_size_and_time(tmp_path, kind, ch
     changed_by(first, file_of(kind, "new"))
     with pytest.raises(ChatmillError, match=rf"a{kind}: changed since the interrupted build read it; build without"):
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
-    # With the input as it was the build goes on: nothing is lost.
+    # After the input is restored, the build continues with all finished units.
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
     changed_by(first, file_of(kind, "old"))
     build(job, target, unit_bytes=UNIT_BYTES, resume=True)
@@ -196,11 +196,11 @@ def test_a_file_that_changes_while_the_build_runs_stops_it(tmp_path, monkeypatch
     if moment == "after a unit":
         options["on_progress"] = after(2, lambda: changed_by(path, data))
     else:
-        # The renderer is opened after planning, and may take seconds.
+        # The renderer is opened after planning and before the first unit.
         renderer = pipeline.job_renderer(job)
         monkeypatch.setattr(pipeline, "job_renderer", lambda job: [changed_by(path, data), renderer][1])
     if (change, moment) in (("other bytes", "before the first unit"), ("another file", "before the first unit")):
-        # All units read the new file, which has lines of the same lengths: its dataset, and no mixture.
+        # All units read the new file, whose lines have the same lengths, so the dataset is that of the new file.
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, **options)
         monkeypatch.undo()
         build(job, tmp_path / "whole")
@@ -286,7 +286,7 @@ def test_a_log_knows_exactly_the_bytes_that_were_read(tmp_path_factory, data, re
     path.write_bytes(data)
     log = ReadLog()
     with LoggedFile(path, log) as file:
-        # Nobody reads behind the end of a file.
+        # No reader reads past the end of a file.
         reads = [(start % (len(data) + 1), count) for start, count in reads]
         for start, count in reads:
             file.seek(start)

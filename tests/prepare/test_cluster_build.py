@@ -1,6 +1,6 @@
-"""A build whose units are staged as objects, and whose shards are written by tasks, without a cluster: tasks run here.
+"""A cluster build with staged objects and shards written by tasks, all run in this process.
 
-`test_ray_nodes` runs them on Ray nodes that share nothing.
+`test_ray_nodes` runs the tasks on Ray nodes without a shared file system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUMBERS = count()
 
 
 class TasksHere(RayEngine):
-    """Runs tasks in this process, one when its result is wanted."""
+    """Runs each task in this process when its result is requested."""
 
     @contextmanager
     def connected(self):

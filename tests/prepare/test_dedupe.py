@@ -1,4 +1,4 @@
-"""Duplicates and near-duplicates: held against texts normalized one by one, and against all pairs of token sets."""
+"""Duplicates and near-duplicates, compared with normalized texts and with a brute-force search over all pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONVERSATION = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"
 
 
 def plain(conversation: list[tuple[str, str]]) -> tuple[Any, ...]:
-    """A conversation as it is compared."""
+    """Return the roles and normalized texts of a conversation."""
     return tuple((role, " ".join(unicodedata.normalize("NFKC", text).lower().split())) for role, text in conversation)
 
 
@@ -52,7 +52,7 @@ def conversation(*texts: str) -> dict[str, Any]:
 
 
 def kept_lines(dataset: Path) -> list[tuple[str, int]]:
-    """The file and line of each conversation of a dataset."""
+    """Return the file and line of each conversation in a dataset."""
     rows = stored_rows(dataset, "train")
     return [(rows.files[origin["file"]].path, int(origin["line"])) for origin in rows.origins]
 
@@ -62,7 +62,7 @@ def near_job(*files: Path, **options: Any) -> Job:
     return Job(sources, **{"near_dedupe": 0.8, "format": "primer", **options})
 
 
-# Against all pairs.
+# Compared with all pairs.
 
 THRESHOLD = 0.8
 RNG = random.Random(8)
@@ -70,7 +70,7 @@ WORDS = ["".join(RNG.choices("abcdefghijklmnopqrstuvwxyz", k=RNG.randint(3, 9)))
 
 
 def corpus(count: int) -> list[dict[str, Any]]:
-    """Conversations of 20 to 60 words; half of them are an earlier one with some words changed, from one to half."""
+    """Return conversations of 20 to 60 words; half are copies of others with one word to half of the words changed."""
     rng, texts = random.Random(5), list[list[str]]()
     for _ in range(count):
         if texts and rng.random() < 0.5:
@@ -84,7 +84,7 @@ def corpus(count: int) -> list[dict[str, Any]]:
 
 
 def similarities(records: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """The pairs that have 5-byte sequences in common, and the share of them: no hashes, no bands."""
+    """Return all pairs with common 5-byte sequences and their exact Jaccard similarity."""
     held: dict[bytes, list[int]] = {}
     sizes = []
     for number, record in enumerate(records):
@@ -106,7 +106,7 @@ def similarities(records: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
 
 
 def removed_by(pairs: list[tuple[int, int]], count: int) -> set[int]:
-    """All but the first of each group of records that pairs connect."""
+    """Return all but the first record of each connected group."""
     first = list(range(count))
 
     def first_of(number: int) -> int:
@@ -139,7 +139,7 @@ def test_near_duplicates_are_those_of_all_pairs_but_for_the_error_of_an_estimate
     assert clear <= removed <= possible
 
 
-# What is kept.
+# Which records are kept.
 
 
 @pytest.mark.parametrize("options", [{"fit": "windows", "max_tokens": 300}, {"unroll": True}])
@@ -179,7 +179,7 @@ def test_of_duplicates_that_of_the_first_source_by_precedence_is_kept(tmp_path, 
 
 
 def test_chains_of_near_duplicates_keep_their_first_record(tmp_path):
-    """Each text has one letter more of another kind than the one before: neighbours are alike, the ends are not."""
+    """Each text replaces one more letter than the previous one, so only neighbors are similar."""
     letters = random.Random(3)
     text = list("".join(letters.choices("abcdefghijklmnop", k=400)))
     records = []

@@ -1,4 +1,4 @@
-"""Workers are forked only where no other thread of Python runs; else a new process forks them, with the same result."""
+"""Workers are forked only if no other Python thread runs; otherwise a new process forks them, with the same result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNIT_BYTES = 9_000
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Another thread runs, and this process must not fork."""
+    """Run another thread, and fail the test if this process forks."""
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
@@ -78,7 +78,7 @@ build(job_of(("a.jsonl", "b.jsonl", "c.jsonl")), "x", workers=2)
 
 @pytest.fixture
 def held(tmp_path):
-    """A program with a thread, whose build waits at its second unit, and the processes that build."""
+    """Start a program with a second thread whose build blocks at its second unit; yield it and its descendants."""
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):
         (tmp_path / name).write_bytes(lines(conversations(1)))
@@ -94,13 +94,13 @@ def held(tmp_path):
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process, their children, and so on."""
+    """Return the ids of all descendants of a process."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return children + [below for child in children for below in descendants(child)]
 
 
 def wait_for_end(pids: list[int]) -> None:
-    """Wait as long as a test may: they are no children of this process."""
+    """Poll until all processes have ended; they are not children of this process."""
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
 
@@ -147,12 +147,12 @@ def test_a_process_that_is_killed_while_it_writes_a_shard_is_one_line(tmp_path, 
 def test_a_shard_that_cannot_be_written_is_an_error_with_its_file(tmp_path, monkeypatch, request):
     if not may_fork(request):
         return
-    # The first file can be cut into small units.
+    # Only the first file can be split into small units.
     job = job_of(write_corpus(tmp_path, 2_000)[:1], shard_tokens=20_000)
     build(job, tmp_path / "one")
     monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # More than a staged file has, and less than the tokens of a shard.
+    # Larger than a staged file, smaller than the tokens of a shard.
     resource.setrlimit(resource.RLIMIT_FSIZE, (38_000, hard))
     try:
         with pytest.raises(OSError, match=r"File too large.*shard_0000"):

@@ -1,4 +1,4 @@
-"""Records that --exclude names are left out, counted with their reason, and listed in removed.jsonl."""
+"""--exclude leaves out the listed records, counts them by reason, and lists them in removed.jsonl."""
 
 from __future__ import annotations
 

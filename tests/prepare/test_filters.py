@@ -1,4 +1,4 @@
-"""Filters keep the records that they say, and count every other one with its reason."""
+"""Filters keep the right records and count all others by reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RECORDS = corpus()
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict[bool, dict[int, tuple[int, float]]]:
-    """With and without --unroll: the tokens and the trained share of each line, as datasets without filters say."""
+    """Tokens and trained share of each line, with and without --unroll, from datasets built without filters."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "a.jsonl").write_bytes(lines(RECORDS))
     measured = {}
@@ -57,7 +57,7 @@ def measured(tmp_path_factory) -> dict[bool, dict[int, tuple[int, float]]]:
 
 
 def removed_by(record: dict, size: int, share: float, given: list[dict]) -> str | None:
-    """The first filter that removes a record, written without chatmill."""
+    """Return the first filter that removes a record, computed without chatmill."""
     turns = len([message for message in record["messages"] if message["role"] != "system"])
     texts = [message["content"] for message in record["messages"]]
     tests = {
@@ -178,7 +178,7 @@ def failing(record):
 
 @pytest.fixture
 def with_predicates(tmp_path, monkeypatch):
-    """A job of a predicate of a module in the current folder, which has a name of its own for each test."""
+    """A function that returns a job with a predicate from a module in the current folder; the module name is unique."""
     monkeypatch.chdir(tmp_path)
     module = f"own_predicates_{abs(hash(str(tmp_path)))}"
     Path(f"{module}.py").write_text(PREDICATES)

@@ -1,4 +1,4 @@
-"""Memory does not grow with the input: neither that of the workers nor that of the process that assembles."""
+"""The memory of the workers and of the main process does not grow with the input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(status["VmHWM"].split()[0], resource.getrusage(resource.RUSAGE_CHILDREN).r
 
 
 def peaks(folder: Path, copies: int, options: dict) -> list[int]:
-    """The most kilobytes that the process had, and the most that a worker had."""
+    """Return the peak memory of the main process and of the largest worker, in kilobytes."""
     folder.mkdir()
     data = lines(conversations(1000))
     for name in ("a.jsonl", "b.jsonl"):

@@ -1,4 +1,4 @@
-"""What is in a dataset, held against each record rendered and cut by itself in plain order."""
+"""Datasets equal the result of rendering and truncating one record after another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs(tmp_path_factory) -> tuple[str, ...]:
 
 
 def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
-    """The rows of each split, a record at a time."""
+    """Return the rows of each split, rendered one record at a time."""
     format = load_format(job.format or "chatml")
     tokenizer = open_tokenizer(job.tokenizer, control=format.tokens)
     records = [(record, source) for source in job.sources for record in read_records(source.inputs, shape=source.shape)]
@@ -62,7 +62,7 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
 
 
 def unrolled(record: Record, renderer: TurnRenderer, ledger: Ledger) -> Rows:
-    """A row for each answer, trained alone; no message of the corpus has a weight of its own."""
+    """Return one row per answer, in which only that answer is trained; no message in the corpus sets a weight."""
     answers = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
     rows, until, repeated = [], -1, 0
     for answer in answers or [len(record.messages) - 1]:
@@ -90,7 +90,7 @@ FIELDS = ("ids", "spans", "first_span", "origins", "first_segment")
 
 
 def counted(ledger: Ledger) -> dict:
-    """The ledger without what assembly itself writes."""
+    """Return the ledger without the `stored` counts."""
     return {bucket: counts for bucket, counts in ledger.to_json().items() if bucket != "stored"}
 
 
@@ -121,7 +121,7 @@ def test_a_dataset_holds_each_record_rendered_and_cut_by_itself(tmp_path, inputs
 
 
 def assert_blocks_equal(one: Rows, other: Rows) -> None:
-    """Blocks hold padding, which came from no file."""
+    """Check that the blocks are equal, except for the files of origin, because padding has no file."""
     for field in ("ids", "spans", "first_span", "first_segment"):
         assert np.array_equal(getattr(one, field), getattr(other, field)), field
     for column in ("line", "key"):
@@ -167,5 +167,5 @@ def test_equal_conversations_go_to_one_split_and_the_first_of_them_stays(tmp_pat
     found = [told_ for split in ("train", "val") for told_ in told(stored_rows(tmp_path / "x", split))]
     keys = [key for _, _, key, *_ in found]
     assert len(set(keys)) == len(keys)
-    # All of d.jsonl is in a.jsonl too.
+    # All records of d.jsonl are also in a.jsonl.
     assert "d.jsonl" not in {file.path for file, *_ in found}

@@ -1,4 +1,4 @@
-"""Rows in the post-training format, cut or whole: what is not trained, why, and where the ledger counts it."""
+"""Whole and truncated rows in the post-training format: what is not trained, and how the ledger counts it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LETTERS |= {"<|usr|>": "U", "<|asst|>": "A", "<|eot|>": "E"}
 
 
 def build(folder: Path, *texts: str, **options) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """The rows of transcripts, `*` under trained tokens, and what the ledger notes or drops: rows and tokens."""
+    """Return each row with `*` under its trained tokens, and the rows and tokens that the ledger notes or drops."""
     (folder / "in.txt").write_text("".join(json.dumps(text) + "\n" for text in texts))
     source = InputSource((str(folder / "in.txt"),), shape="transcript-lines")
     metadata = prepare_dataset(Job((source,), **{"format": "post-training", **options}), folder / "data")
@@ -77,11 +77,11 @@ def test_in_blocks_records_without_markers_are_masked(tmp_path):
 @pytest.mark.parametrize(
     ("fit", "answer", "reasons"),
     [
-        # The user turn is cut off, or the beginning of the answer.
+        # The user turn or the start of the answer is cut off.
         ("tail", "long", {"answer_incomplete_user": (0, 6), "no_trained_tokens": (1, 8)}),
         ("tail", "much too long", {"answer_cut": (1, 8), "answer_unfinished": (0, 7), "no_trained_tokens": (1, 8)}),
         ("turns", "much too long", {"answer_cut": (1, 8), "answer_unfinished": (0, 7), "no_trained_tokens": (1, 8)}),
-        # Neither a window that ends inside of an answer trains a part of it, nor those that follow.
+        # A window that contains only part of an answer does not train it.
         ("windows", "too long", {"answer_cut": (3, 24), "answer_unfinished": (0, 20), "no_trained_tokens": (3, 24)}),
     ],
 )

@@ -1,6 +1,6 @@
-"""Datasets of answers with `train_ranges`: whatever cuts them, no character is trained that a range leaves out.
+"""Answers with `train_ranges`: no truncation mode trains a character that a range excludes.
 
-In these conversations ranges leave out every x of an answer and nothing else, so a trained x is a mistake.
+In these conversations the ranges exclude every x and nothing else, so a trained x is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FITS: dict[str, dict[str, Any]] = {
 
 
 def answer(rng: random.Random) -> dict[str, Any]:
-    """Runs of x and y; each x is left out by a range."""
+    """Return an answer with runs of x and y, in which ranges exclude each x."""
     text, ranges = "", []
     for _ in range(rng.randrange(1, 6)):
         size = rng.randrange(1, 12)
@@ -49,7 +49,7 @@ def corpus(folder: Path, count: int = 30) -> tuple[str, ...]:
 
 
 def trained(rows: Rows, character: int) -> int:
-    """How many tokens of this character are trained."""
+    """Return how many tokens of this character are trained."""
     return int(((rows.ids == character) & (rows.weights() > 0)).sum())
 
 

@@ -1,4 +1,4 @@
-"""On a Ray cluster: the same bytes as one process; a worker is lost on the way in `tests/fault_injection`."""
+"""A Ray cluster writes the same bytes as one process; `tests/fault_injection` also kills a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two workers for all tests of this file."""
+    """A cluster with two workers for all tests of this file."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
@@ -71,7 +71,7 @@ ORIGINAL = ray_engine._run
 
 
 def test_faults_come_home_as_they_are_and_leave_nothing(cluster, tmp_path, monkeypatch):
-    """Names are relative to where the command was given, whatever the folder of the workers."""
+    """File names in errors are relative to the folder of the command, not to that of the workers."""
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_bytes(lines(conversations(60)) + b"{}\n" + lines(conversations(60)))
     with pytest.raises(RecordError) as error:
@@ -102,14 +102,14 @@ def test_a_full_disk_on_a_worker_is_one_line_and_the_units_are_kept(cluster, tmp
 def test_the_command_starts_a_cluster_and_ends_it(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(60)))
     command = [sys.executable, "-c", "from chatmill.cli.main import main; main()", "prepare", "a.jsonl", "--json"]
-    # As for a user: the cluster has a token.
+    # Use the default: a cluster with token authentication.
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     hashes = []
     for flags in (["-o", "x", "--engine", "ray", "--workers", "2"], ["-o", "y"]):
         done = subprocess.run(
             [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
-        # Ray names its token, and a build that takes long its progress.
+        # Ray prints a line about its token, and a slow build prints progress.
         others = [
             line for line in done.stderr.splitlines() if not line.startswith(("Token authentication", "render: "))
         ]

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes that share nothing but an object store gives the bytes of one process.
+"""A Ray cluster whose nodes share only an object store writes the same bytes as one process.
 
-Each node has its own folder for its processes, their temporary files and their home. In every process of a node Python
-refuses to open, list or enter the folder of the process that builds.
+Each node has its own working, temporary and home folder. An audit hook in every process of a node refuses access to
+the folder of the driver.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OTHERS = {others!r}
 sys.addaudithook(refuse)
 """
 QUICK = {
-    # A node that is gone is noticed soon.
+    # Detect lost nodes quickly.
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "6",
@@ -57,11 +57,11 @@ QUICK = {
 
 
 class Nodes:
-    """The nodes of a cluster, each a number; 0 is its head, which runs no tasks."""
+    """The numbered nodes of a cluster; node 0 is the head, which runs no tasks."""
 
     def __init__(self, folder: Path, driver: Path) -> None:
         self._folder, self._driver = folder, driver
-        # Sockets of Ray are there, whose paths must be short.
+        # Ray's sockets are in this folder, and socket paths must be short.
         memory = "/dev/shm"
         self._sockets = tempfile.mkdtemp(prefix="ray", dir=memory if os.access(memory, os.W_OK) else "/tmp")
         self._cluster = Cluster(shutdown_at_exit=False)
@@ -80,7 +80,7 @@ class Nodes:
         of_head = {"include_dashboard": False, "temp_dir": self._sockets} if number == 0 else {}
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder / "here")
-            # chatmill itself is installed on every node.
+            # chatmill is importable on every node.
             patch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), *filter(None, sys.path)]))
             patch.setenv("TMPDIR", str(folder / "tmp"))
             patch.setenv("HOME", str(folder / "home"))
@@ -93,14 +93,14 @@ class Nodes:
         self._cluster.wait_for_nodes()
 
     def kill(self, number: int) -> int:
-        """End all processes of a node at once; how many there were."""
+        """Kill all processes of a node; return how many there were."""
         own, parents, marked = f"{MARK}={os.getpid()}.{number}".encode(), {}, set()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if own in (entry / "environ").read_bytes().split(b"\0"):
                     marked.add(int(entry.name))
-        # Ray's agents write their titles over their environment; they are below a process that has it.
+        # Ray's agents overwrite their environment with their title, so include the descendants of marked processes.
         while below := {pid for pid, parent in parents.items() if parent in marked} - marked:
             marked |= below
         for pid in marked:
@@ -109,7 +109,7 @@ class Nodes:
         return len(marked)
 
     def logs(self) -> str:
-        """The ends of the logs of the head, for a failure."""
+        """Return the end of the head's logs, for failure messages."""
         files = sorted(Path(self._sockets).rglob("logs/gcs_server*"))
         return "\n".join(f"{file.name}: {file.read_text(errors='replace')[-3000:]}" for file in files)
 
@@ -136,7 +136,7 @@ def cluster(folder: Path, driver: Path, workers: int) -> Iterator[Nodes]:
 
 
 def started_head(folder: Path, driver: Path) -> Nodes:
-    """A cluster of one node; on a busy machine Ray gives up after some seconds, and is started again."""
+    """Start a cluster of one node; retry, because Ray times out on a busy machine."""
     for attempt in range(4):
         nodes = Nodes(folder / f"cluster{attempt}", driver)
         try:
@@ -203,6 +203,6 @@ def test_nodes_that_share_nothing_give_the_bytes_of_one_process(s3, tmp_path, mo
     for sha256 in stored:
         assert hashlib.sha256(read(target / "objects" / sha256)).hexdigest() == sha256
     assert objects.names_below(target / "staging") == []
-    # The heads of staged objects and the metadata went through this process; no tokens, no spans.
+    # This process transfers only the heads of staged objects and the metadata, no tokens and no spans.
     assert 0 < sum(moved) < 0.05 * sum(stored.values())
     assert sorted(path.name for path in driver.iterdir()) == ["a.jsonl", "b.jsonl", "one"]

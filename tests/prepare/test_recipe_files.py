@@ -1,4 +1,4 @@
-"""Recipes as files: what YAML and TOML say, how sources are named, and every fault in one line."""
+"""Recipe files: YAML and TOML, names of sources, and one-line errors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def fault_of(text: str | bytes, name: str = "recipe.yaml") -> str:
-    """The one line that refuses a recipe, without the name of the file."""
+    """Return the error line of an invalid recipe, without the file name."""
     Path(name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(DataError) as refused:
         load_recipe(name)
@@ -107,7 +107,7 @@ def test_yaml_and_toml_describe_the_same_job(name):
     Path(name).write_text(TOML if name.endswith("toml") else YAML)
     job = load_recipe(name)
     assert job == JOB
-    # 1 and 1.0 are the same number, and its hash names the build.
+    # 1 and 1.0 are the same number, so the hash of the job must not differ.
     assert job.sha256() == JOB.sha256()
 
 
@@ -121,7 +121,7 @@ def test_a_source_is_named_by_its_first_input():
     inputs = ["x/chat.jsonl.gz", "x/dir", "x/dir2/", "s3://bucket/*.jsonl", "y/globs/a-*.jsonl", "y/z/*/part?.parquet"]
     inputs += ["https://host/set.jsonl?sig=1", "-"]
     sources = [{"inputs": [name, "other.jsonl"]} for name in inputs] + [{"inputs": "x/chat.jsonl", "name": "mine"}]
-    # JSON is YAML.
+    # JSON is valid YAML.
     Path("recipe.yaml").write_text(json.dumps({"sources": sources}))
     names = [source.name for source in load_recipe("recipe.yaml").sources]
     assert names == ["chat", "dir", "dir2", "bucket", "globs", "z", "set", "stdin", "mine"]

@@ -1,6 +1,6 @@
 """One recipe with five sources of five shapes, filters of every kind, near-duplicates, weights and a split by source.
 
-What it keeps and removes is counted here once more, by code that shares nothing with chatmill.
+The expected records are computed here independently of chatmill.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = ("chat", "share", "alpaca", "dolly", "tree")
 
 @dataclass
 class Conversation:
-    """A conversation that was written to a file, as this test knows it."""
+    """A conversation of the corpus and its place in a file."""
 
     source: str
     file: str
@@ -59,12 +59,12 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
-        """ChatML with a token for each byte: <|im_start|>role\\ncontent<|im_end|>\\n."""
+        """Number of tokens in ChatML with one token per byte: <|im_start|>role\\ncontent<|im_end|>\\n."""
         return sum(len(role) + len(text.encode()) + 4 for role, text in self.turns)
 
     @property
     def trained(self) -> int:
-        """The text of each answer, and the token that ends it."""
+        """Number of trained tokens: the text of each answer and its end token."""
         return sum(len(text.encode()) + 1 for role, text in self.turns if role == "assistant")
 
 
@@ -72,7 +72,7 @@ class Conversation:
 
 
 def corpus(seed: int) -> list[Conversation]:
-    """Conversations of which some fail a filter, and some repeat others of any source, exactly or nearly."""
+    """Return conversations; some fail a filter, and some are exact or near duplicates of others in any source."""
     rng = random.Random(seed)
 
     def text(count: int) -> str:
@@ -120,7 +120,7 @@ def corpus(seed: int) -> list[Conversation]:
         for at in (0, 10):
             copied = by_name[one][at].turns
             if number % 2 or at:
-                # Nearly the same: the last answer has another end.
+                # A near duplicate: the last answer ends differently.
                 copied = [*copied[:-1], (copied[-1][0], copied[-1][1][:-1] + f", or {number}.")]
             else:
                 copied = [(role, f"  {words.upper()}\n".replace(" ", "  ")) for role, words in copied]
@@ -130,7 +130,7 @@ def corpus(seed: int) -> list[Conversation]:
 
 
 def write(conversations: list[Conversation]) -> list[Conversation]:
-    """Write the files; the conversations in the order of the recipe, with their places."""
+    """Write the files; return the conversations with their places, in the order of the recipe."""
     lines: dict[str, list[str]] = defaultdict(list)
     for number, each in enumerate(conversations):
         each.file = f"{each.source}_{1 + number % 2}.jsonl" if each.source == "share" else f"{each.source}.jsonl"
@@ -142,7 +142,7 @@ def write(conversations: list[Conversation]) -> list[Conversation]:
             names = {"user": "human", "assistant": "gpt"}
             records = [{"conversations": [{"from": names[role], "value": text} for role, text in each.turns]}]
         elif each.source == "alpaca":
-            # The instruction, and its input below it after a blank line.
+            # A nonempty input would be appended to the instruction after a blank line.
             records = [{"instruction": texts[0], "input": "", "output": texts[1]}]
         elif each.source == "dolly":
             records = [{"instruction": texts[0], "context": "", "response": texts[1], "category": "qa"}]
@@ -165,11 +165,11 @@ def write(conversations: list[Conversation]) -> list[Conversation]:
     return sorted(conversations, key=lambda each: (files.index(each.file), each.line))
 
 
-# The independent count.
+# The expected records.
 
 
 def failed_filter(each: Conversation, identify: Any) -> str | None:
-    """The filter that removes a conversation, as the documentation orders them."""
+    """Return the filter that removes a conversation, in the documented order."""
     texts = [text for _, text in each.turns]
     answers = "\n".join(text for role, text in each.turns if role == "assistant")
     share = each.trained / each.tokens
@@ -198,7 +198,7 @@ def shingles(each: Conversation) -> set[bytes]:
 
 
 def expected(conversations: list[Conversation]) -> tuple[list[Conversation], list[dict[str, Any]]]:
-    """The conversations that are kept, and the lines of removed.jsonl, both in input order."""
+    """Return the kept conversations and the lines of removed.jsonl, both in input order."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identify = LanguageIdentifier.from_model_file(MODEL_FILE).classify
@@ -223,7 +223,7 @@ def expected(conversations: list[Conversation]) -> tuple[list[Conversation], lis
         group[at] = at
         for other in order[:number]:
             alike = len(sets[at] & sets[other]) / len(sets[at] | sets[other])
-            # Nothing is near the threshold, where an estimate may decide either way.
+            # No pair is close to the threshold, where the estimate could go either way.
             assert alike > 0.93 or alike < 0.67
             if alike > 0.93 and group[at] == at:
                 group[at] = group[other]

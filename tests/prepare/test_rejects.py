@@ -1,4 +1,4 @@
-"""Skipped records are written down with their reasons, and counted."""
+"""Rejected records are counted and written to a file with their reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset has the same bytes wherever its input lies, and in however many pieces it is read."""
+"""The bytes of a dataset do not depend on where its input is stored or into how many pieces it is split."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_folder_in_memory_gives_the_bytes_of_a_local_one_in_any_pieces(tmp_pat
     options = {"dedupe": True, "val_split": 0.1}
     build(job_of((str(here),), **options), tmp_path / "local")
     expected = digests(tmp_path / "local")
-    # Objects in memory are of one process; several processes read those of a bucket, below.
+    # Only one process can read in-memory objects; a test below reads a bucket with several processes.
     for number, (folder, unit_bytes, workers) in enumerate(
         [(in_memory, 1 << 22, 1), (in_memory, 1500, 1), (here, 1500, 1), (here, 4000, 2)]
     ):
@@ -143,7 +143,7 @@ close = "<|im_end|>"
 
 @pytest.fixture
 def named(tmp_path, monkeypatch, in_memory):
-    """The same tokenizer folder, format and recipe here and in memory; the cache is empty."""
+    """The same tokenizer folder, format and recipe on disk and in the in-memory store, with an empty cache."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("chatmill.remote.named_files._copies", {})
     texts = [message["content"] for each in conversations(20) for message in each["messages"]]

@@ -1,4 +1,4 @@
-"""removed.jsonl: every removed record with its reason, part of the dataset like every other file."""
+"""removed.jsonl lists every removed record with its reason and is verified like every file of the dataset."""
 
 from __future__ import annotations
 

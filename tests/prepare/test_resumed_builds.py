@@ -1,4 +1,4 @@
-"""Builds that are killed: what they leave, how they go on, and that their processes end."""
+"""Killed builds: what they leave behind, how they resume, and that their workers exit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNIT_BYTES = 9_000
 
 
 class Counting(LocalEngine):
-    """Runs units here, and remembers which."""
+    """Runs units in this process and records their numbers."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -35,13 +35,13 @@ class Counting(LocalEngine):
 
 
 def in_a_child(work: Callable[[], object]) -> int:
-    """Do it in another process; how that ended."""
+    """Run `work` in a child process; return its exit code."""
     [code] = end_children([start_child(work)])
     return code
 
 
 def killed_at(event: int, **options) -> Callable[[], object]:
-    """A build that kills itself when `on_progress` is called the `event`-th time."""
+    """Return a build that kills itself when `on_progress` is called the `event`-th time."""
     seen = 0
 
     def on_progress(progress) -> None:
@@ -143,7 +143,7 @@ def test_another_job_or_other_input_is_refused_and_nothing_is_lost(tmp_path, cha
     with pytest.raises(DataError, match="had a different job or input; build without --resume"):
         prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
-    # Without --resume it is done anew, and the leftovers are gone.
+    # Without --resume the build starts over and removes the leftovers.
     prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES)
     assert verify_dataset(target, full=True).faults == ()
     assert left_beside(target) == []
@@ -172,7 +172,7 @@ def test_resume_without_anything_to_go_on_with_builds(tmp_path, inputs):
 
 @pytest.fixture
 def held(tmp_path, monkeypatch):
-    """A command that builds with two workers, each of which waits at its unit after the first."""
+    """A function that starts a build with two workers, which both block once the unit of a.jsonl is finished."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):
@@ -192,7 +192,7 @@ def held(tmp_path, monkeypatch):
 
 
 def workers_of(build: subprocess.Popen[str]) -> list[int]:
-    """The two workers, once the unit that can be finished is, and both wait."""
+    """Wait until one unit is finished and both workers block; return their process ids."""
     for _ in until():
         children = Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()
         if len(children) == 2 and len(list(Path(".x.building.units").glob("unit_*"))) == 1:
@@ -201,7 +201,7 @@ def workers_of(build: subprocess.Popen[str]) -> list[int]:
 
 
 def until():
-    """Again and again, for as long as a test may take."""
+    """Yield repeatedly, with a short pause; the time limit of the test ends the loop."""
     while True:
         yield
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Shards that are planned from heads and written each on its own are those that one process writes in order."""
+"""Shards planned from heads and written independently equal the shards that one process writes in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = [File(source, path) for source in ("s", "t") for path in ("a.jsonl", "b.
 
 @pytest.fixture(scope="module")
 def small():
-    """Windows of a few rows, and no syncs: each of many tiny files would be synced."""
+    """Use small windows, and skip fsync, which is slow for many small files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files.Disk, "sync", lambda self, path: None)
         patch.setattr(shard_plan, "WINDOW", 16)
@@ -39,7 +39,7 @@ def small():
 
 
 def random_rows(rng: np.random.Generator, count: int) -> Rows:
-    """Rows of one conversation each, of 1 to `LONGEST` tokens, of any of a few files, with few different keys."""
+    """Return rows with one conversation of at most `LONGEST` tokens each, from a few files, with few distinct keys."""
     spans_of = rng.integers(1, 4, count)
     spans = np.zeros(int(spans_of.sum()), dtype=SPAN)
     spans["length"] = rng.integers(1, LONGEST // 3 + 1, len(spans))
@@ -54,7 +54,7 @@ def random_rows(rng: np.random.Generator, count: int) -> Rows:
 
 
 def stage(folder: Path, rng: np.random.Generator, sizes: list[int]) -> tuple[list[StagedFile], list[StagedFile]]:
-    """Staged files, and the same with nothing but a copy of their heads."""
+    """Return staged files, and the same files with only a copy of their heads."""
     whole, heads = [], []
     for number, size in enumerate(sizes):
         path, head = folder / f"{number}.rows", folder / f"{number}.head"

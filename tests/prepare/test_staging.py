@@ -1,4 +1,4 @@
-"""Staged rows: what is saved is what is read, or it is refused."""
+"""Staged rows are read back as saved; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rows_come_back_as_they_were_saved(tmp_path, tokens):
     assert staged.record.tolist() == record.tolist()
     assert staged.extra == {"records": 18}
     assert staged.ids.dtype == tokens
-    # What was read stays readable after the memory is let go of.
+    # Rows can still be read after the memory is released.
     staged.release()
     assert_equal(staged.rows(), rows)
 

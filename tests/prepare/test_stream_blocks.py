@@ -1,4 +1,4 @@
-"""Stream blocks over any chunks are the blocks over all rows at once."""
+"""Blocks of a stream do not depend on how the rows are divided into chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row per answer: what is trained, how often, and how the ledger counts it."""
+"""--unroll: one row per answer; each answer is trained once, and the ledger balances."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RENDERERS = {name: open_renderer(name, "bytes") for name in ("chatml", "post-tra
 
 
 def record_of(roles: str, **weights: float) -> Record:
-    """A letter for each message; `m3=0.5` is the weight of message 3."""
+    """Return a record with one message per letter of `roles`; `m3=0.5` sets the weight of message 3."""
     messages = [Message(NAMES[role], f"{role}{at}", weight=weights.get(f"m{at}")) for at, role in enumerate(roles)]
     return Record(messages, file="chat.jsonl", line=1, source="chat")
 
@@ -74,7 +74,7 @@ def test_a_conversation_has_a_row_for_each_answer_that_is_trained(roles, weights
     assert made.trailing == len(roles) - stops[-1]
 
 
-# Unchecked: a tool result, which has no weight in a file, is one more message that must not be trained twice.
+# `new_message` does not validate, so tool results may have weights, too; they must not be trained twice either.
 message_ = st.builds(
     new_message,
     role=st.sampled_from(["user", "tool", "assistant", "assistant"]),
@@ -90,7 +90,7 @@ record_ = st.builds(
 
 
 def trained_messages(rows: Rows, row: int) -> dict[int, tuple[list[int], list[float]]]:
-    """The trained ids and weights of each message of a row."""
+    """Return the trained ids and the weights of each message of a row."""
     one = rows[row : row + 1]
     out: dict[int, tuple[list[int], list[float]]] = {}
     for at, span in enumerate(one.spans):
@@ -122,7 +122,7 @@ def test_every_message_is_trained_once_as_it_is_without_unrolling_and_the_ledger
         at += len(made.rows)
     assert at == len(rows)
     longest = [unroll_record(record, train_on).rows[-1] for record in records]
-    # Each row has an EOS of its own.
+    # Each row ends with its own EOS token.
     ends = len(rows) - len(records) if name == "post-training" else 0
     rendered, repeated = ledger.total("rendered"), ledger.total("repeated")
     assert (rendered.rows, rendered.rows + repeated.rows) == (len(records), len(rows))
@@ -193,7 +193,7 @@ def test_the_ledger_balances_however_rows_are_cut_and_one_conversation_is_in_one
 
 
 def real(rows: Rows) -> Rows:
-    """The rows without those that hold padding, which comes from no file."""
+    """Return the rows without padding; padding has no file."""
     padded = np.add.reduceat(rows.spans["part"] == Part.PAD, rows.first_span[rows.first_segment[:-1]])
     return rows.take(np.flatnonzero(padded == 0))
 

@@ -1,4 +1,4 @@
-"""A file made of given bytes, read to its records and its fault lines."""
+"""A fixture that reads the records and errors of a file with given bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Read = Callable[..., tuple[list[Record], list[str]]]
 
 @pytest.fixture
 def read_bytes(tmp_path, monkeypatch) -> Read:
-    """`read_bytes(data, name="a.jsonl", **options)`: the records, and each fault as its line, file name first."""
+    """`read_bytes(data, name="a.jsonl", **options)` returns the records and the error lines."""
     monkeypatch.chdir(tmp_path)
 
     def read_file(data: bytes, name: str = "a.jsonl", **options: Any) -> tuple[list[Record], list[str]]:

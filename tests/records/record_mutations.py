@@ -1,4 +1,4 @@
-"""Good records of each shape, and ways to break them."""
+"""Valid records of each shape, and functions that corrupt them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WRONG = [None, True, 0, -1, 1.5, 10**30, "", "x", "\0", "<|USER|>", [], {}, ["x"
 
 
 def broken_value(value, chance: random.Random):
-    """The value with one node replaced, removed, renamed or doubled, somewhere inside."""
+    """Return the value with one random node replaced, removed, renamed or duplicated."""
     if isinstance(value, dict) and value and chance.random() < 0.85:
         key = chance.choice(list(value))
         deed = chance.random()
@@ -76,7 +76,7 @@ def broken_value(value, chance: random.Random):
 
 
 def broken_bytes(data: bytes, chance: random.Random) -> bytes:
-    """The bytes with some flipped, cut, put in or doubled."""
+    """Return the bytes with random bits flipped, or bytes removed, inserted or duplicated."""
     held = bytearray(data)
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(len(held) + 1)
@@ -97,7 +97,7 @@ def broken_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def broken(value, seed: str, count: int) -> list[bytes]:
-    """So many records, each broken in its own way: half of them as values, half as bytes."""
+    """Return `count` corrupted records: half are corrupted as values, half as bytes."""
     chance = random.Random(seed)
     found = []
     for index in range(count):

@@ -1,4 +1,4 @@
-"""What is read in columns is what is read record by record: the same records, keys, lines and faults."""
+"""Reading in columns gives the same records, keys, lines and errors as reading record by record."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLAIN = st.fixed_dictionaries(
 
 
 def taken(block: bytes) -> list[tuple[bytes, list[tuple[str, str]]]]:
-    """What the columns say of each record: its bytes, and its messages."""
+    """Return the bytes and the messages of each record in the columns."""
     end, data, counts, stops, roles, start, stop = columns(block, 0)
     assert block[:end].count(b"\n") == len(stops) // 8 or end == len(block)
     starts, ends = np.frombuffer(start, np.int64).tolist(), np.frombuffer(stop, np.int64).tolist()

@@ -1,4 +1,4 @@
-"""Records are the same wherever a file lies and however it is compressed; what is broken is one clear line."""
+"""Records do not depend on the location or compression of a file; damaged files are reported in one line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CHATS = [
 
 @pytest.fixture(autouse=True)
 def memory():
-    """An empty store of objects in memory."""
+    """An empty in-memory object store."""
     fs = fsspec.filesystem("memory")
     fs.store.clear()
     fs.pseudo_dirs[:] = [""]
@@ -59,7 +59,7 @@ def memory():
 
 
 def content(kind: str, chats=CHATS) -> bytes:
-    """A file of these conversations, of each kind, written by others' libraries."""
+    """Return a file of this kind with these conversations, written by other libraries."""
     out = io.BytesIO()
     rows = [{"messages": chat} for chat in chats]
     if kind == ".json":
@@ -154,7 +154,7 @@ def test_a_compressed_file_that_is_cut_or_changed_never_reads_as_whole(tmp_path_
     faults: list[RecordError] = []
     records = list(read_records([path], shape="messages", on_error="skip", on_reject=faults.append))
     assert said(records) == CHATS[: len(records)]
-    # The last line may be cut off, too, and be a fault of its own.
+    # The last line may also be truncated, which is a separate error.
     name = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}[ending]
     expected = {"cut": "the compressed file is truncated", "garbage": f"other data follows the end of the {name} data"}[
         kind
@@ -307,7 +307,7 @@ def test_a_piece_of_a_parquet_object_reads_its_row_groups_and_the_footer(memory,
     monkeypatch.setattr("chatmill.remote.objects.read", counted)
     records = [record for piece in pieces for record in read_part(piece, on_fault=raise_it, log=ReadLog())]
     assert said(records) == chats
-    # pyarrow reads the last 64 KiB for the footer, of each piece.
+    # pyarrow reads the last 64 KiB of the file for the footer, once for each piece.
     assert len(pieces) > 4 and read < len(data) + len(pieces) * (1 << 17)
 
 
@@ -399,7 +399,7 @@ def test_a_url_of_nothing_is_one_line(name, line):
 
 @pytest.fixture
 def pipe(monkeypatch):
-    """A function that gives bytes to standard input."""
+    """A function that replaces stdin with given bytes."""
 
     def give(data: bytes, *, is_terminal: bool = False) -> None:
         standard_input.remove_standard_input()

@@ -1,4 +1,4 @@
-"""`--columns`, texts, prompts with completions, and files that are arrays under another name."""
+"""`--columns`, texts, prompts with completions, and JSON arrays in files named .jsonl."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_prompt_and_its_completion_are_texts_or_messages():
 
 
 def trained_text(message: Message) -> str:
-    """Which characters are trained, as - and the others as . (an oracle, character by character)."""
+    """Return a string with `-` for each trained character and `.` for the others (an oracle)."""
     marks = ["." if message.weight == 0 else "-"] * len(message.content)
     for start, stop, weight in message.train_ranges:
         marks[start:stop] = ["-" if weight else "."] * (stop - start)

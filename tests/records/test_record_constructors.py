@@ -1,4 +1,4 @@
-"""`Message(**fields)` and `Record(...)` take what OpenAI and Hugging Face hold, and agree with the reader."""
+"""`Message(**fields)` and `Record(...)` accept OpenAI and Hugging Face messages, and agree with the reader."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_the_constructor_and_the_reader_agree(fields):
     data = json.dumps({"messages": [fields]}).encode()
     read = outcome(lambda: messages.parse(decode_object(data)).messages)
     if isinstance(read, str) and read.startswith("invalid JSON"):
-        # There is no NaN and no infinity in JSON.
+        # JSON has no NaN and no infinity.
         read = outcome(lambda: [Message(**fields)])
         assert isinstance(read, str)
     elif isinstance(read, str):
-        # The hint about an option of the command line is only in errors about files.
+        # Only errors about files have the hint about a command-line option.
         read = read.partition("; --columns")[0]
     assert outcome(lambda: [Message(**fields)]) == read
     assert outcome(lambda: Record(messages=[fields]).messages) == read

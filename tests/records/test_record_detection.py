@@ -1,4 +1,4 @@
-"""The shape of a file is told from its first records, or one line asks for it."""
+"""The shape of a file is detected from its first records, or one line asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the fast path answers, the careful path gives the same conversation; where it refuses, nothing is lost."""
+"""The fast path returns the same conversation as the slow path, or leaves the record to the slow path."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_fast_and_careful_agree_on_primer(record, ascii_only):
         careful = messages.parse_primer(decode_object(data))
     except RecordError:
         careful = None
-    # The strict shape has one form only: each path accepts exactly what the other does.
+    # The strict shape has only one form, so both paths accept the same records.
     assert fast == careful
 
 
@@ -52,7 +52,7 @@ def test_fast_and_careful_agree_on_primer(record, ascii_only):
 def test_plain_turns_go_the_fast_way(turns, name):
     data = _encoded({"messages": turns, "id": name}, False)
     fast = messages.decode(data)
-    # An integer past 64 bits is left to the careful path.
+    # An integer of more than 64 bits is left to the slow path.
     assert fast is not None or (isinstance(name, int) and abs(name) >= 2**63)
 
 

@@ -1,4 +1,4 @@
-"""Every fault is one line that says where, what, and what would be right."""
+"""Every error is one line: where, what is wrong, and what is expected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BYTES = [
         b'{"a": "\\ud800\\ud83d\\ude00"}',
         "unpaired surrogate at column 8; expected both halves, or the character itself",
     ),
-    # Deeper than any Python goes: 3.12 and later allow 10,000 levels in compiled code, 3.11 allows 1,000.
+    # Deeper than any Python allows: 10,000 levels in compiled code since 3.12, 1,000 in 3.11.
     (b'{"a":' * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"[" * 100_000 + b"]" * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"3", f"the record is a number; {JSON}"),

@@ -1,4 +1,4 @@
-"""Which files are read, in what order, and that what they are packed in changes nothing."""
+"""Which files are read and in what order; compression and line endings do not change the records."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_lines_that_are_read_together_are_what_each_is_alone(tmp_path_factory, p
 
 
 class Endless(io.RawIOBase):
-    """A line without end; reading much more of it than a line may have is an error."""
+    """An endless line; reading more than `most` bytes fails the test."""
 
     def __init__(self, most: int) -> None:
         self.left = most

@@ -42,7 +42,7 @@ EXTRA = st.dictionaries(NAMES, VALUES, max_size=4)
 
 
 def shaped(shape: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """A record with roles and texts only, its messages, and the path of their keys in reports."""
+    """Return a record with only roles and texts, its messages, and the prefix of message keys in reports."""
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     pairs = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     return {
@@ -65,7 +65,7 @@ def outcome(shape: str, record: dict[str, Any]) -> Record | RecordError:
 
 
 def with_name(record: dict[str, Any], place: str, key: str, value: Any) -> dict[str, Any]:
-    """The record with another value of one key, of the record itself or of its last message."""
+    """Return the record with one key set to `value`, in the record itself or in its last message."""
     copy = json.loads(json.dumps(record))
     owner = copy if not place else copy[place][-1]
     owner[key] = value
@@ -73,7 +73,7 @@ def with_name(record: dict[str, Any], place: str, key: str, value: Any) -> dict[
 
 
 def matters(shape: str, record: dict[str, Any], place: str, key: str) -> bool:
-    """Whether any value of the key changes what is read: then it is read, or refused."""
+    """Return whether some value of the key changes the record that is read, or is refused."""
     known = outcome(shape, record)
     for value in (None, True, False, 0, 0.5, "x", [], {}, ["x"], {"x": 1}, [[0, 1, 0]]):
         other = outcome(shape, with_name(record, place, key, value))
@@ -236,7 +236,7 @@ def test_a_key_given_twice_is_an_error_wherever_it_is(tmp_path, data, many):
 
 
 class Pairs(list[Any]):
-    """The keys and values of an object, in which a key may be given twice."""
+    """The keys and values of an object; a key may occur twice."""
 
 
 JSON = st.recursive(

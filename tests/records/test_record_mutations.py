@@ -1,4 +1,4 @@
-"""20 000 broken records of each shape: every one becomes a record or one line, and nothing else happens."""
+"""20,000 corrupted records of each shape: each becomes a record or one error line; nothing else is raised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE = re.compile(r"a\.(?:jsonl|json|txt)(?:\.gz)?:(\d+)(?: \(id=.*\))?: .+; .+"
 
 
 def read_all(path, data: bytes, shape: str) -> tuple[list[int], list[int]]:
-    """The lines where records begin, and those of the faults, each of which is one line of the promised form."""
+    """Return the line numbers of the records and of the errors; check that each error has the documented form."""
     path.write_bytes(data)
     faults: list[int] = []
 
@@ -45,7 +45,7 @@ def test_each_line_is_a_record_or_one_fault(tmp_path, shape):
     records, faults = read_all(tmp_path / "a.jsonl", b"\n".join(lines), shape)
     wanted = {number for number, line in enumerate(lines, 1) if line.strip()}
     if shape == "transcript":
-        # A line of nothing but the mark that ends a conversation holds none.
+        # A line that contains only end markers has no conversation.
         wanted -= {number for number, line in enumerate(lines, 1) if not line.replace(b"<|EOS|>", b"").strip()}
         records = sorted(set(records))
     assert sorted(records + faults) == sorted(wanted)
@@ -91,7 +91,7 @@ def test_broken_files_of_every_kind_never_raise_anything_else(tmp_path, name):
     chance = random.Random(name)
     whole = json.dumps([RECORDS["messages"]] * 3, indent=1).encode()
     for index in range(500):
-        # Every other file is broken before it is packed, the rest after.
+        # Every other file is corrupted before it is compressed, the rest afterwards.
         data = broken_bytes(whole, chance) if index % 2 else whole
         data = gzip.compress(data, 1) if name.endswith(".gz") else data
         (tmp_path / name).write_bytes(data if index % 2 else broken_bytes(data, chance))

@@ -1,4 +1,4 @@
-"""Each shape, from one record in a file to the whole `Record` it becomes."""
+"""For each shape: the `Record` that is read from one record of a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def record(
 
 @pytest.fixture
 def one(read_bytes):
-    """Read values as lines of one shape; nothing may be rejected."""
+    """Read values as lines of one shape; fail if any is rejected."""
 
     def read_values(shape, *values):
         records, faults = read_bytes("\n".join(json.dumps(value) for value in values).encode(), shape=shape)

@@ -1,4 +1,4 @@
-"""Parquet: rows are records, and what a table adds (nulls, other columns) changes nothing."""
+"""Parquet: rows are records; nulls and other columns of the table do not change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transcripts: exact text, incomplete spans, text outside of spans, a record a line or one stream a file."""
+"""Transcripts: exact text, incomplete spans, text outside spans; one record per line or one stream per file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatmill.records.units import conversations
 
 
 def outside(text: str, *, end: bool = False) -> Message:
-    """Text outside of spans, or before an end that closes nothing."""
+    """Return a message for text outside spans; `end`: an unmatched end marker follows it."""
     return new_message("none", text, complete=end)
 
 
@@ -107,11 +107,11 @@ def test_a_file_that_reads_the_same_both_ways_needs_no_decision(read_bytes):
 
 def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes):
     system = b"<|SYSTEM|>s<|END|><|USER|>q<|END|>"
-    # Only lines: within a stream a second system span would begin another conversation.
+    # This can only be lines: in a stream, a second system span would start a new conversation.
     data = system + b"\n" + system + b"<|ASSISTANT|>a<|END|>\n" + system + b"<|ASSISTANT|>b<|END|>\n"
     records, _ = read_bytes(data, "a.txt")
     assert [record.line for record in records] == [1, 2, 3]
-    # Lines or a stream: nobody can tell.
+    # This could be lines or a stream.
     with pytest.raises(DataError) as asked:
         read_bytes(system + b"\n" + LINE + b"\n" + LINE, "a.txt", shape="transcript")
     assert str(asked.value) == (
@@ -170,7 +170,7 @@ def test_a_file_is_refused_only_where_the_readings_differ(tmp_path_factory, text
         return
     if not any(line.lstrip()[:1] == '"' for line in text.split("\n")):
         assert chosen in (read("transcript-lines"), read("transcript-stream"))
-        # One that would cut a span which closes is not chosen, nor one that would train nothing where the other does.
+        # A layout that cuts a complete span is not chosen.
         if "<|USER|>a\n<|END|>" in text:
             assert chosen == read("transcript-stream")
 

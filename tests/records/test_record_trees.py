@@ -1,4 +1,4 @@
-"""Message trees: the path that is taken, the grouping of flat messages, and what is wrong with them."""
+"""Message trees: which path is chosen, how flat messages are grouped, and which errors are reported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BEST = (user("q"), assistant("first"), user("tie a"))
 
 
 def flat(tree, id, parent=None):
-    """The messages of a tree, one after another, as the flat export writes them."""
+    """Return the messages of a tree as a list, as in the flat export."""
     message = {key: value for key, value in tree.items() if key != "replies"}
     yield {**message, "message_tree_id": id, "parent_id": parent}
     for reply in tree["replies"]:

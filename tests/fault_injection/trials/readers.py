@@ -57,7 +57,7 @@ def doubt(shape: str, data: bytes, record: Record) -> str:
     except RecursionError:
         return ""
     except ValueError as error:
-        return f"a record of what is no text or no JSON ({error})"
+        return f"a record of what is not text or not JSON ({error})"
     if shape in ("messages", "primer"):
         told = [message.content for message in record.messages]
         pairs = zip(told, (message.get("content") for message in value["messages"]), strict=True)
