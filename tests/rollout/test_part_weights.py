@@ -72,7 +72,7 @@ def test_the_target_is_the_merged_token_that_ends_the_answer_if_there_is_one():
     ],
     ids=["nothing more", "one missed", "cut off", "more is incomplete", "nothing kept"],
 )
-def test_a_rollout_with_missing_objects_is_never_trained_to_end(toy, text, objects):
+def test_the_surplus_weight_does_not_change_other_rollouts(toy, text, objects):
     plain = target(toy, text, objects)
     found = target(toy, text, objects, weights=PartWeights(surplus=1.0))
     assert found.rows.spans.tolist() == plain.rows.spans.tolist()

@@ -1,4 +1,4 @@
-"""Small datasets made of conversations, for the tests of what is done with a whole dataset."""
+"""Small datasets of conversations, for tests of operations on a whole dataset."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from chatmill.tokenizer import open_tokenizer
 
 
 def chat(*texts: str, line: int = 1, file: str = "chat.jsonl", system: str | None = None) -> Record:
-    """User and assistant in turn."""
+    """Build a record of alternating user and assistant messages."""
     messages = [Message("system", system)] if system else []
     messages += [Message(("user", "assistant")[at % 2], text) for at, text in enumerate(texts)]
     return Record(messages, file=file, line=line, source="chat")
 
 
 def chats(seed: int, count: int) -> list[Record]:
-    """Conversations of one to three exchanges."""
+    """Build conversations of one to three exchanges."""
     rng = np.random.default_rng(seed)
     words = ["mill", "stone", "grain", "water", "wheel", "flour", "sack", "miller"]
 
@@ -39,7 +39,7 @@ def chats(seed: int, count: int) -> list[Record]:
 
 
 def key(record: Record) -> np.ndarray:
-    """A hash of what was said."""
+    """Hash the messages of a record."""
     said = repr(record.messages).encode()
     return np.frombuffer(hashlib.blake2b(said, digest_size=16).digest(), dtype="<u8")
 
@@ -99,5 +99,5 @@ def names(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All bytes of a folder, by path."""
+    """Return the contents of all files in a folder, by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

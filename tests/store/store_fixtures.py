@@ -17,7 +17,7 @@ FIELDS = ("ids", "spans", "first_span", "origins", "first_segment")
 
 
 def equal(one: Rows, other: Rows) -> bool:
-    """Whether two Rows say the same; file numbers may differ where they name the same files."""
+    """Whether two Rows are equal; file numbers may differ if they refer to the same files."""
     one, other = concat([one, Rows(*_none(), files=other.files)]), concat([Rows(*_none(), files=one.files), other])
     return all(np.array_equal(getattr(one, field), getattr(other, field)) for field in FIELDS)
 
@@ -28,7 +28,7 @@ def _none() -> tuple:
 
 
 def some_rows(seed: int, *, count: int = 40, vocab_size: int = 1000, targets: bool = True) -> Rows:
-    """Rows of every kind: empty ones, packed ones, without origin, with weights and targets."""
+    """Build rows of every kind: empty, packed, without origin, with weights and targets."""
     rng = np.random.default_rng(seed)
     segments = rng.integers(0, 4, count)
     spans = rng.integers(0, 5, segments.sum())
@@ -99,5 +99,5 @@ def write_dataset(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All bytes of a folder, by path."""
+    """Return the contents of all files in a folder, by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -34,7 +34,7 @@ def pair(tmp_path: Path, one, other, **options) -> tuple[Path, Path]:
     return tmp_path / "a", tmp_path / "b"
 
 
-def test_a_dataset_is_the_same_as_itself_and_as_its_copy(tmp_path):
+def test_a_dataset_equals_itself_and_its_copy(tmp_path):
     write_rows(tmp_path / "a", {"train": rows_of(TEN)})
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     found = diff_datasets(tmp_path / "a", tmp_path / "b")
@@ -55,7 +55,7 @@ def test_added_and_removed_conversations_are_named_by_file_and_line(tmp_path):
     )
 
 
-def test_an_edited_text_is_another_conversation_and_the_input_its_cause(tmp_path):
+def test_an_edited_text_is_a_different_conversation_caused_by_the_input(tmp_path):
     edited = [*TEN[:9], chat("question 9", "a better answer", line=10)]
     found = diff_datasets(*pair(tmp_path, rows_of(TEN), rows_of(edited)))
     assert counts(found) == {"equal": 9, "added": 1, "removed": 1}
@@ -101,7 +101,7 @@ def test_a_conversation_in_the_other_split_has_moved(tmp_path):
     assert found.moved.examples == (ConversationOrigin("val", "chat.jsonl", 8),)
 
 
-def test_copies_of_a_conversation_are_matched_as_often_as_both_have_them(tmp_path):
+def test_each_copy_of_a_conversation_is_matched_at_most_once(tmp_path):
     found = diff_datasets(*pair(tmp_path, rows_of([TEN[0]] * 5), rows_of([TEN[0]] * 3)))
     assert counts(found) == {"equal": 3, "removed": 2}
 
@@ -130,7 +130,7 @@ def test_without_keys_conversations_are_matched_by_their_ids(tmp_path):
     assert (counts(found), found.mask.examples) == ({"equal": 9, "mask": 1}, (ConversationOrigin("train", None, 0),))
 
 
-# A conversation as plain data: who it is, its ids, and which of them are trained; rows are packed of some of them.
+# A conversation as plain data: its key, its ids and its mask; each row packs several.
 conversations_ = st.tuples(
     st.integers(1, 3), st.sampled_from([(5,), (5, 5), (5, 6), (6, 5)]), st.sampled_from([(0, 0), (0, 1), (1, 1)])
 )
@@ -138,7 +138,7 @@ splits_ = st.lists(st.lists(conversations_, max_size=3), max_size=4)
 
 
 def as_rows(plain, *, one_span: bool):
-    """A token is a span of its own, or one with its neighbour if both are trained alike."""
+    """Build rows with one span per token, or one per conversation if all its tokens have the same weight."""
 
     def segment(who, ids, mask):
         spans = [((id,), trained) for id, trained in zip(ids, mask, strict=False)]
@@ -150,7 +150,7 @@ def as_rows(plain, *, one_span: bool):
 
 
 def expected(one, other) -> dict[str, int]:
-    """Pair off the most alike first, one conversation at a time."""
+    """Match conversations one at a time, the most similar pairs first."""
     left, right = (
         [
             {"split": split, "who": who, "ids": ids, "mask": mask[: len(ids)]}
@@ -179,7 +179,7 @@ def expected(one, other) -> dict[str, int]:
 
 @settings(max_examples=60)
 @given(one=st.tuples(splits_, splits_), other=st.tuples(splits_, splits_), tokens=st.integers(1, 20))
-def test_the_diff_equals_matching_conversations_one_by_one(tmp_path_factory, one, other, tokens):
+def test_the_diff_equals_matching_one_conversation_at_a_time(tmp_path_factory, one, other, tokens):
     folder = tmp_path_factory.mktemp("diff")
     one, other = ({"train": train, "val": val} for train, val in (one, other))
     for name, splits, one_span in (("a", one, True), ("b", other, False)):
@@ -203,7 +203,7 @@ def test_ten_thousand_conversations_of_a_few_ids_have_distinct_hashes():
     assert len(set(lengths.values())) == len(lengths)
 
 
-def test_how_a_source_is_trained_is_a_matter_of_fit_and_not_of_input(tmp_path):
+def test_the_train_on_of_a_source_is_a_difference_of_fit_and_not_of_input(tmp_path):
     def config(*train_on: str) -> dict:
         sources = [{"file": f"{n}.jsonl", "source": "chat", "train_on": choice} for n, choice in enumerate(train_on)]
         return {"sources": sources}

@@ -1,4 +1,4 @@
-"""`pad_token_id: null` with the tokenizer files of other programs: the end token that they name, or one line."""
+"""`pad_token_id: null` with tokenizer files of other programs uses their end token, or is one error line."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("form", BESIDE)
-def test_the_files_of_a_tokenizer_beside_it_are_read_too(tmp_path, form):
+def test_tokenizer_files_next_to_the_dataset_are_also_read(tmp_path, form):
     state, files, id = BESIDE[form]
     folder = store(tmp_path / "d", state)
     for name, value in files.items():
@@ -117,7 +117,7 @@ def test_the_files_of_a_tokenizer_beside_it_are_read_too(tmp_path, form):
     assert padded(folder) == [5, 6, 7, id]
 
 
-def test_a_state_of_chatmill_without_metadata_is_an_incomplete_copy(tmp_path):
+def test_a_chatmill_tokenizer_state_without_metadata_is_an_incomplete_copy(tmp_path):
     ours = {"name": "bytes", "sha256": "0" * 64, "vocab_size": 300, "control": {"eot": "<|eot|>"}}
     ours |= {"special_token_ids": {"eot": 9}, "added_tokens": []}
     for number, damaged in enumerate(({}, *({name: None} for name in ours))):

@@ -1,6 +1,6 @@
-"""docs/reference/files.md is right: real files are read with the tables of that page and no other code of chatmill.
+"""docs/reference/files.md is correct: real files are read using only the tables of that page.
 
-Types and offsets are taken from the tables of the page itself, so that a table which is wrong fails here.
+Types and offsets are parsed from the page, so a wrong table fails here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NONE = 4_294_967_295
 
 
 def table(heading: str) -> np.dtype:
-    """The record that the first table below a heading describes; its offsets must follow from its types."""
+    """Return the dtype described by the first table below a heading, after checking its offsets."""
     below = PAGE[PAGE.index(f"\n{heading}\n") :]
     lines = re.findall(
         r"^\| (\d+) \| `(\w+)` \| ([\w× ]+?) \|", below[: below.index("\n\n", below.index("|---"))], re.M
@@ -50,7 +50,7 @@ def table(heading: str) -> np.dtype:
 
 
 def codes(column: int) -> dict[str, int]:
-    """The numbers of roles (1), parts (2) or rules (3)."""
+    """Return the codes of roles (1), parts (2) or rules (3)."""
     below = PAGE[PAGE.index("| number |") :]
     lines = re.findall(r"^\| (\d+) \| *(\S*) *\| *(\S*) *\| *(\S*) *\|$", below[: below.index("\n\n")], re.M)
     return {line[column].strip("`"): int(line[0]) for line in lines if line[column].startswith("`")}
@@ -62,7 +62,7 @@ def canonical(value: object) -> bytes:
 
 @pytest.fixture(scope="module", params=[1000, 100_000], ids=["uint16", "uint32"])
 def dataset(request, tmp_path_factory) -> tuple[Path, Rows]:
-    """A dataset of several shards, with segments, targets and weights, and the rows it was made of."""
+    """A dataset of several shards with segments, targets and weights, and its source rows."""
     folder = tmp_path_factory.mktemp("dataset")
     rows = some_rows(5, count=60)
     with SplitWriter(folder / "train", vocab_size=request.param, shard_tokens=200) as writer:
@@ -85,12 +85,12 @@ def dataset(request, tmp_path_factory) -> tuple[Path, Rows]:
     return folder, rows
 
 
-def test_the_codes_of_the_page_are_those_of_the_spans():
+def test_the_codes_on_the_page_equal_those_in_the_code():
     for column, kind in ((1, Role), (2, Part), (3, Rule)):
         assert codes(column) == {member.name.lower(): int(member) for member in kind}
 
 
-def test_a_dataset_is_read_by_the_page_as_the_library_reads_it(dataset):
+def test_reading_a_dataset_by_the_page_equals_reading_it_with_the_library(dataset):
     folder, _ = dataset
     metadata = json.loads((folder / "dataset_metadata.json").read_bytes())
     train = open_dataset(folder)["train"]
@@ -114,7 +114,7 @@ def test_a_dataset_is_read_by_the_page_as_the_library_reads_it(dataset):
             other = np.fromfile(place / "targets.bin", dtype=table("### targets.bin"))
             assert np.all(np.diff(other["span"].astype(np.int64)) > 0)
             targets[other["span"]] = other["target"]
-        # The mask says no more than the spans.
+        # The mask follows from the spans.
         assert np.array_equal(read["mask.bin"], np.repeat(spans["weight"] > 0, spans["length"]))
         assert np.array_equal(index["start"], np.append(0, np.cumsum(index["length"])[:-1]))
         ends = np.append(origins["first_span"][1:], len(spans))
@@ -140,7 +140,7 @@ def test_a_dataset_is_read_by_the_page_as_the_library_reads_it(dataset):
     assert number == len(train) == split["num_episodes"]
 
 
-def test_metadata_names_the_hash_of_every_file_and_its_own(dataset):
+def test_metadata_contains_the_hash_of_every_file_and_its_own(dataset):
     folder, _ = dataset
     raw = (folder / "dataset_metadata.json").read_bytes()
     metadata = json.loads(raw)
@@ -158,7 +158,7 @@ def test_metadata_names_the_hash_of_every_file_and_its_own(dataset):
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(1000, 2), (100_000, 4)])
-def test_a_cache_is_read_by_the_page_as_the_library_reads_it(tmp_path, vocab_size, width):
+def test_reading_a_cache_by_the_page_equals_reading_it_with_the_library(tmp_path, vocab_size, width):
     rows = some_rows(1, count=30, targets=False)
     ledger = Ledger()
     ledger.add("read", rows=len(rows))
@@ -205,7 +205,7 @@ def test_a_cache_is_read_by_the_page_as_the_library_reads_it(tmp_path, vocab_siz
     assert meta.pop("sha256") == hashlib.sha256(canonical(meta)).hexdigest()
 
 
-def test_an_audit_log_is_read_by_the_page_and_its_digests_are_those_of_the_batches(dataset, tmp_path):
+def test_an_audit_log_read_by_the_page_has_the_digests_of_the_batches(dataset, tmp_path):
     folder, _ = dataset
     config = {"batch_size": 4, "block_size": 16, "epoch_seed": 3, "use_loss_mask": True}
     audit = Audit(tmp_path, every=3)

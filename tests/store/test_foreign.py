@@ -1,4 +1,4 @@
-"""Datasets of the specification that other programs wrote open as they are."""
+"""Datasets that other programs wrote in the specified format open unchanged."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_index_out_of_order_opens(tmp_path):
     assert verify_dataset(tmp_path, full=False).faults == ()
 
 
-def test_tokens_of_no_episode_and_of_several_are_counted(tmp_path):
+def test_tokens_outside_episodes_and_in_several_are_counted(tmp_path):
     write(tmp_path / "train", EPISODES)
     np.array([[5, 2], [0, 2], [1, 2]], "<u8").tofile(tmp_path / "train/episodes.idx")
     assert plain(tmp_path) == [EPISODES[3], ([5, 6], [0, 1]), ([6, 7], [1, 1])]
@@ -86,7 +86,7 @@ def test_tokens_of_no_episode_and_of_several_are_counted(tmp_path):
     assert (result.faults, result.splits["train"]) == ((), SplitCounts(3, 7, 2, 1, uncovered=2, shared=1))
 
 
-def test_an_entry_beyond_the_tokens_is_named_by_verify(tmp_path):
+def test_verify_names_an_index_entry_beyond_the_tokens(tmp_path):
     write(tmp_path / "train", EPISODES)
     np.array([[2**63, 2**63 + 1], [0, 7]], "<u8").tofile(tmp_path / "train/episodes.idx")
     said = f"{tmp_path}/train/episodes.idx: episode 0 ends beyond the 7 tokens"
@@ -120,7 +120,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_do_not_fit_each_other_are_refused_at_opening(tmp_path, fault):
+def test_inconsistent_files_are_refused_when_opened(tmp_path, fault):
     change, said = FAULTS[fault]
     write(tmp_path / "train", EPISODES)
     change(tmp_path / "train")
@@ -151,6 +151,6 @@ def test_shards_of_two_widths_are_refused(tmp_path):
         open_dataset(tmp_path)
 
 
-def test_a_mask_of_other_values_is_named(tmp_path):
+def test_a_mask_with_invalid_values_is_named(tmp_path):
     write(tmp_path / "train", [([5, 6], [0, 3])])
     assert verify_dataset(tmp_path, full=False).faults == (f"{tmp_path}/train/mask.bin: 3 at token 1; expected 0 or 1",)

@@ -26,7 +26,7 @@ SHARD = "train/shard_00000"
 
 @pytest.fixture
 def two(tmp_path):
-    """Two datasets by hash: their rows, and the folders whose names can be exchanged."""
+    """The rows of two datasets by hash, and their folders, which can be exchanged."""
     rows = [some_rows(seed, count=12) for seed in (1, 2)]
     folders = [tmp_path / "x", tmp_path / "y"]
     hashes = [write_dataset(*both).sha256 for both in zip(folders, ({"train": each} for each in rows), strict=True)]
@@ -34,7 +34,7 @@ def two(tmp_path):
 
 
 def refusal(work) -> str:
-    """The line with which it is refused; empty if it is not."""
+    """Return the message of the DataError that `work` raises, or an empty string."""
     try:
         work()
     except DataError as error:
@@ -42,7 +42,7 @@ def refusal(work) -> str:
     return ""
 
 
-def test_a_dataset_exchanged_at_any_moment_of_opening_is_the_old_or_the_new_one(two, monkeypatch):
+def test_a_dataset_exchanged_while_it_is_opened_is_the_old_or_the_new_one(two, monkeypatch):
     rows_of, x, y = two
     waiting = 0
 
@@ -74,7 +74,7 @@ def test_a_dataset_exchanged_at_any_moment_of_opening_is_the_old_or_the_new_one(
     assert waiting > 0 and outcomes == {"read", "refused", "while opening", "while reading"}
 
 
-def test_no_later_folder_gets_the_inode_of_an_open_dataset(two, tmp_path):
+def test_the_inode_of_an_open_dataset_is_not_reused(two, tmp_path):
     _, x, _ = two
     dataset = open_dataset(x)
     inode = (x / "dataset_metadata.json").stat().st_ino
@@ -148,7 +148,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_of_another_programs_dataset_is_refused(tmp_path, part):
+def test_an_incomplete_dataset_of_another_program_is_refused(tmp_path, part):
     for number in range(2):
         shard = tmp_path / f"train/shard_0000{number}"
         shard.mkdir(parents=True)
@@ -162,10 +162,10 @@ def test_a_part_of_another_programs_dataset_is_refused(tmp_path, part):
         open_dataset(tmp_path)
 
 
-# Files that are truncated while they are mapped.
+# Files truncated while they are mapped.
 
 
-def test_rows_of_a_truncated_file_are_right_or_an_error(tmp_path):
+def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):
     rows = concat([some_rows(seed, count=400) for seed in range(4)])
     write_dataset(tmp_path / "x", {"train": rows}, shard_tokens=1 << 20)
     for name in sorted(path.name for path in (tmp_path / "x" / SHARD).iterdir()):
@@ -180,7 +180,7 @@ def test_rows_of_a_truncated_file_are_right_or_an_error(tmp_path):
                 if line:
                     assert line.startswith(f"{path}: was truncated from {len(data)} to {size} bytes while it was read")
                 else:
-                    # The mask is not read, because spans say the same; and what is cut off reads as zeros.
+                    # The mask is not read, because it follows from the spans; truncated bytes read as zeros.
                     assert name == "mask.bin" or not any(data[size:])
                     assert equal(episodes.rows(numbers), rows.take(numbers))
             path.write_bytes(data)
@@ -199,7 +199,7 @@ def test_overwritten_bytes_are_detected(tmp_path, monkeypatch):
         episodes.rows([0])
 
 
-def test_outside_of_reading_a_cut_file_ends_the_process_with_one_line(tmp_path):
+def test_accessing_a_truncated_mapping_directly_exits_with_one_error_line(tmp_path):
     write_dataset(tmp_path / "x", {"train": some_rows(1)})
     code = f"""
 import os
@@ -213,7 +213,7 @@ print(tokens.sum())
     assert done.stderr.count("\n") == 1 and "tokens.bin: was truncated from" in done.stderr
 
 
-def test_other_errors_of_a_block_that_read_zeros_are_not_shown(tmp_path):
+def test_truncation_is_reported_instead_of_errors_caused_by_it(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(b"\1" * 10_000)
     with path.open("rb") as file:

@@ -30,7 +30,7 @@ def read(folder, split="train") -> list[dict]:
 
 
 def expected(rows) -> list[dict]:
-    """One token at a time."""
+    """Compute the expected columns one token at a time."""
     found = []
     for row in (rows[at : at + 1] for at in range(len(rows))):
         lengths = [n for n in np.diff(row.segment_start).tolist() if n]
@@ -44,7 +44,7 @@ def expected(rows) -> list[dict]:
     return found
 
 
-def test_a_packed_row_in_all_its_columns(tmp_path):
+def test_all_columns_of_a_packed_row(tmp_path):
     rows = rows_of([chat("a", "b"), chat("c", "d")], format="primer", pack=12)
     write_rows(tmp_path / "v1", {"train": rows}, format="primer")
     done = export_parquet(tmp_path / "v1", tmp_path / "out")
@@ -62,7 +62,7 @@ def test_a_packed_row_in_all_its_columns(tmp_path):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), tokens=st.integers(1, 300))
-def test_every_row_of_every_split_is_there_whatever_its_kind(tmp_path_factory, seed, tokens):
+def test_every_kind_of_row_of_every_split_is_exported(tmp_path_factory, seed, tokens):
     folder = tmp_path_factory.mktemp("parquet")
     splits = {"train": some_rows(seed), "val": some_rows(seed + 1, count=5)}
     write_dataset(folder / "v1", splits)
@@ -87,7 +87,7 @@ def test_a_first_token_is_never_a_label_even_if_it_is_trained(tmp_path):
     assert read(tmp_path / "out")[0]["labels"] == [-100, *rows.ids[1:].tolist()]
 
 
-def test_a_file_for_each_shard_and_only_the_splits_that_were_asked_for(tmp_path):
+def test_each_shard_is_one_file_and_only_requested_splits_are_exported(tmp_path):
     write_rows(tmp_path / "v1", {"train": rows_of(chats(0, 30)), "val": rows_of(chats(1, 3))}, shard_tokens=1500)
     shards = len(open_dataset(tmp_path / "v1")["train"].shards)
     assert shards > 1
@@ -99,7 +99,7 @@ def test_a_file_for_each_shard_and_only_the_splits_that_were_asked_for(tmp_path)
     assert names(tmp_path) == ["out", "v1"]
 
 
-def test_the_card_says_what_it_is_and_the_manifest_of_which_dataset(tmp_path):
+def test_the_card_describes_the_export_and_the_manifest_names_its_dataset(tmp_path):
     made = write_rows(tmp_path / "v1", {"train": rows_of([chat("hi", "yo")]), "val": rows_of([chat("so", "no")])})
     done = export_parquet(tmp_path / "v1", tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
@@ -142,7 +142,7 @@ def test_weights_that_labels_cannot_express_are_counted_and_reported(tmp_path):
     assert "2 trained tokens had a weight other than 1" in (tmp_path / "out/README.md").read_text()
 
 
-def test_a_dataset_of_another_program_is_exported_too(tmp_path):
+def test_a_dataset_of_another_program_is_also_exported(tmp_path):
     for name, data in (
         ("tokens.bin", np.array([5, 6, 7, 8, 9], "<u2")),
         ("mask.bin", np.array([0, 1, 1, 1, 1], "u1")),
@@ -155,7 +155,7 @@ def test_a_dataset_of_another_program_is_exported_too(tmp_path):
     assert [row["labels"] for row in read(tmp_path / "out")] == [[-100, 6, 7], [-100, 9]]
 
 
-def test_the_same_dataset_gives_the_same_bytes_and_an_export_is_replaced_only_when_asked(tmp_path):
+def test_exports_are_reproducible_and_replaced_only_on_request(tmp_path):
     write_rows(tmp_path / "v1", {"train": rows_of(chats(0, 10))})
     export_parquet(tmp_path / "v1", tmp_path / "out")
     before = contents(tmp_path / "out")
@@ -186,7 +186,7 @@ def test_a_failed_export_leaves_nothing(tmp_path):
     assert names(tmp_path) == ["v1"]
 
 
-def test_without_pyarrow_one_line_says_what_to_install(tmp_path, monkeypatch):
+def test_without_pyarrow_one_error_line_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"pip install 'chatmill\[parquet\]'"):
         export_parquet(tmp_path / "v1", tmp_path / "out")

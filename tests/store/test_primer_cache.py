@@ -1,4 +1,4 @@
-"""The cache of one source: round trips, atomic publishing, and detection of every changed bit."""
+"""The cache of one source: round trips, atomic publishing, detection of every flipped bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write(out, splits: dict[str, list[Rows]], *, vocab_size=1000, shard_tokens=1
 
 
 def rows_of(*pairs: tuple[list[int], list[int]]) -> Rows:
-    """Rows from their ids and masks."""
+    """Build rows from ids and masks."""
     return concat(
         [
             rows_from_mask(np.array(ids, dtype=np.uint32), np.array(mask, dtype=np.uint8), np.array([len(ids)]))
@@ -86,7 +86,7 @@ def assert_reads_as(episodes, rows: Rows):
 @given(
     st.integers(0, 10**6), st.integers(0, 40), st.integers(0, 12), st.sampled_from([9, 1000, 2**16, 2**16 + 1, 2**32])
 )
-def test_what_is_written_is_read(tmp_path_factory, seed, train, val, vocab_size):
+def test_a_cache_reads_back_as_written(tmp_path_factory, seed, train, val, vocab_size):
     out = tmp_path_factory.mktemp("caches")
     splits = {
         "train": some_rows(seed, count=train, vocab_size=vocab_size, targets=False),
@@ -103,7 +103,7 @@ def test_what_is_written_is_read(tmp_path_factory, seed, train, val, vocab_size)
     shutil.rmtree(out)
 
 
-def test_a_shard_is_the_documented_bytes(tmp_path):
+def test_a_shard_has_the_documented_bytes(tmp_path):
     rows = rows_of(([7, 8, 9], [0, 1, 1]), ([5, 6], [0, 1]))
     write(tmp_path, {"train": [rows], "val": []})
     assert (tmp_path / "primer/train/shard_00000.bin").read_bytes() == (
@@ -126,7 +126,7 @@ def test_a_split_without_rows_is_an_empty_folder(tmp_path):
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 30), max_size=4), st.integers(1, 120))
-def test_bytes_do_not_depend_on_how_rows_come_in(tmp_path_factory, cuts, shard_tokens):
+def test_bytes_do_not_depend_on_how_rows_are_chunked(tmp_path_factory, cuts, shard_tokens):
     out = tmp_path_factory.mktemp("caches")
     edges = [0, *sorted(cuts), len(ROWS)]
     parts = [ROWS[start:stop] for start, stop in pairwise(edges)]
@@ -145,7 +145,7 @@ def test_a_shard_ends_before_the_example_that_would_overfill_it(tmp_path, shard_
     assert [shard.num_examples for shard in meta.splits["train"].shards] == examples
 
 
-def test_metadata_holds_counts_sizes_and_the_ledger_and_no_more(tmp_path):
+def test_metadata_contains_only_counts_sizes_and_the_ledger(tmp_path):
     rows = rows_of(([7, 8, 9], [0, 1, 1]), ([5, 6], [0, 1]))
     written = write(tmp_path, {"train": [rows], "val": []}, shard_tokens=4)
     data = json.loads((tmp_path / "primer/meta.json").read_bytes())
@@ -191,7 +191,7 @@ def built(tmp_path):
     return tmp_path / "primer"
 
 
-def test_every_flipped_bit_is_found(built):
+def test_every_flipped_bit_is_detected(built):
     rng = random.Random(5)
     whole = contents(built)
     for name, data in whole.items():
@@ -204,7 +204,7 @@ def test_every_flipped_bit_is_found(built):
     assert verify_cache(built, full=True).faults == ()
 
 
-def test_every_truncation_is_refused_at_open(built):
+def test_every_truncated_file_is_refused_when_opened(built):
     for name, data in contents(built).items():
         for size in {0, 1, len(data) // 2, len(data) - 1}:
             (built / name).write_bytes(data[:size])
@@ -226,7 +226,7 @@ def test_every_truncation_is_refused_at_open(built):
         (0, b"CM-CACHE", "its header does not match meta.json"),
     ],
 )
-def test_without_full_what_would_mislead_a_reader_is_found(tmp_path, at, bytes_there, fault):
+def test_verify_without_full_finds_faults_that_affect_reading(tmp_path, at, bytes_there, fault):
     write(tmp_path, {"train": [rows_of(([7, 8, 9], [0, 1, 1]), ([5, 6], [0, 1]))]})
     shard = tmp_path / "primer/train/shard_00000.bin"
     data = shard.read_bytes()
@@ -259,7 +259,7 @@ def test_missing_and_unlisted_shards_are_named(built):
     ],
 )
 @pytest.mark.parametrize("hashed", [False, True])
-def test_metadata_that_is_not_what_was_written_is_refused(built, change, word, hashed):
+def test_changed_metadata_is_refused(built, change, word, hashed):
     data = json.loads((built / "meta.json").read_bytes())
     if hashed and change != {"seed": 43}:
         data.pop("sha256")
@@ -280,10 +280,10 @@ def test_a_folder_without_a_cache_is_one_error_line(tmp_path):
     assert not is_cache(tmp_path)
 
 
-# Rows that a cache cannot hold.
+# Rows that a cache cannot store.
 
 
-def test_rows_that_do_not_fit_are_refused_and_leave_nothing(tmp_path):
+def test_rows_that_a_cache_cannot_store_are_refused_and_leave_nothing(tmp_path):
     spans = np.zeros(1, dtype=SPAN)
     spans["length"], spans["target"] = 2, 7
     one = rows_of(([1, 2], [1, 1]))
@@ -309,7 +309,7 @@ def test_a_source_name_must_not_be_a_path(tmp_path, name):
 # Published whole.
 
 
-def test_an_existing_cache_is_replaced_only_when_asked(built):
+def test_an_existing_cache_is_replaced_only_on_request(built):
     out, before = built.parent, contents(built)
     with pytest.raises(DataError, match="--overwrite"):
         write(out, {"train": [ROWS[:5]]})
@@ -319,7 +319,7 @@ def test_an_existing_cache_is_replaced_only_when_asked(built):
     assert [path.name for path in out.iterdir()] == ["primer"]
 
 
-def test_a_replacement_that_was_interrupted_is_undone_before_any_work(built):
+def test_an_interrupted_replacement_is_undone_before_any_work(built):
     before = contents(built)
     built.rename(set_aside(built))
 
@@ -346,7 +346,7 @@ def test_a_replacement_that_was_interrupted_is_undone_before_any_work(built):
     assert contents(built) == before
 
 
-def test_while_one_process_builds_a_cache_another_is_refused_and_harms_nothing(tmp_path):
+def test_a_second_process_building_the_same_cache_is_refused_and_harms_nothing(tmp_path):
     rows = ROWS[:9]
     seen = []
 
@@ -381,7 +381,7 @@ def test_an_open_cache_can_be_pickled_and_detects_its_replacement(built):
 
 
 @pytest.mark.parametrize(("old", "can_exchange"), [(False, True), (True, True), (True, False)])
-def test_a_crash_at_any_step_leaves_a_whole_cache_or_none(tmp_path, monkeypatch, old, can_exchange):
+def test_a_crash_at_any_step_leaves_a_complete_cache_or_none(tmp_path, monkeypatch, old, can_exchange):
     out, at = tmp_path / "out", tmp_path / "crashed"
     out.mkdir()
     if old:

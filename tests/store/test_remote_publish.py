@@ -1,4 +1,4 @@
-"""Datasets in an object store: the bytes of the local ones, published whole or not at all."""
+"""Datasets in an object store have the bytes of local ones and are published atomically."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARD_TOKENS = 300
 
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
-    """A cache and a scratch folder of the test's own."""
+    """A separate cache and scratch folder for each test."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -43,7 +43,7 @@ def places(tmp_path, monkeypatch):
 
 @pytest.fixture
 def memory():
-    """A bucket in the memory of this process."""
+    """An in-memory bucket."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -52,7 +52,7 @@ def memory():
 
 
 def job(count: int = 12, *, name: str = "chat.jsonl", **options) -> chatmill.Job:
-    """A job whose dataset has several shards."""
+    """Build a job whose dataset has several shards."""
     lines = [
         {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"it is {n}" * 3}]}
         for n in range(count)
@@ -80,7 +80,7 @@ def equal(one, other) -> bool:
     )
 
 
-def test_the_bytes_in_the_bucket_are_those_of_the_local_dataset(s3):
+def test_the_bytes_in_the_bucket_equal_the_local_dataset(s3):
     url = s3.bucket() / "sets/v1"
     metadata = built(url)
     assert built("local") == metadata
@@ -101,7 +101,7 @@ def test_the_bytes_in_the_bucket_are_those_of_the_local_dataset(s3):
     assert list(Path("scratch").rglob("*.rows")) == list(Path("scratch").rglob("shard_*")) == []
 
 
-def test_plain_files_that_were_copied_to_a_bucket_open_too(memory):
+def test_plain_files_copied_to_a_bucket_also_open(memory):
     url = memory / "copied"
     metadata = built("local")
     for name in (*dict(listed_files(metadata)), METADATA):
@@ -132,7 +132,7 @@ def test_an_existing_dataset_is_refused_before_any_work_and_replaced_with_overwr
     built(url, of=job(5), overwrite=True)
     built("second", of=job(5))
     assert equal(open_dataset(url), open_dataset("second"))
-    # Who opened the old one reads it to its end.
+    # A dataset that is already open still reads the old data.
     built("first")
     assert equal(old, open_dataset("first"))
 
@@ -145,7 +145,7 @@ def test_of_two_concurrent_builds_one_is_published_and_the_other_fails(s3, overw
     publish = remote_publish.publish_metadata
 
     def late(target, text):
-        # Another machine publishes just before.
+        # Another machine publishes first.
         monkeypatch.setattr(remote_publish, "publish_metadata", publish)
         monkeypatch.setenv("TMPDIR", str(Path("elsewhere").absolute()))
         monkeypatch.setattr("tempfile.tempdir", None)
@@ -162,7 +162,7 @@ def test_of_two_concurrent_builds_one_is_published_and_the_other_fails(s3, overw
     assert verify_dataset(url, full=True).faults == ()
 
 
-def test_what_chatmill_did_not_write_is_not_replaced(memory):
+def test_objects_that_chatmill_did_not_write_are_not_replaced(memory):
     url = memory / "v1"
     for text in (b"{}", b"not json", b'{"schema": "another"}'):
         objects.write(url / METADATA, text)
@@ -201,11 +201,11 @@ def test_a_target_with_objects_of_others_is_refused_before_any_work(store, reque
             DataError, match=rf"^{bucket}/file: is an object, but a dataset needs a folder; give another"
         ):
             prepare_dataset(nothing, bucket / "file", overwrite=overwrite)
-    # What a killed build left, and other folders whose names begin alike, are no reason.
+    # Leftovers of a killed build, and folders whose names share a prefix, do not block a build.
     for name in (f"i/objects/{'0' * 64}", f"i/staging/{'1' * 64}/unit_00000.rows"):
         objects.write(bucket / name, b"left")
     built(bucket / "i")
-    # Neither is a listing that is not allowed.
+    # Neither does a missing permission to list objects.
     monkeypatch.setattr(objects, "first_below", lambda url: (_ for _ in ()).throw(objects.RemoteError("not allowed")))
     built(bucket / "in")
 
@@ -222,10 +222,10 @@ def test_a_dataset_of_copied_plain_files_is_replaced_with_overwrite(memory):
 
 
 class Stop(BaseException):
-    """Stands for a kill."""
+    """Simulates a kill."""
 
 
-def test_a_build_that_stops_at_any_write_leaves_the_old_dataset_and_goes_on_with_resume(memory, monkeypatch):
+def test_a_build_stopped_at_any_write_leaves_the_old_dataset_and_can_be_resumed(memory, monkeypatch):
     url, of = memory / "v1", job(7)
     upload, write = objects.upload, objects.write
     lock, done, limit = threading.Lock(), 0, 0
@@ -253,7 +253,7 @@ def test_a_build_that_stops_at_any_write_leaves_the_old_dataset_and_goes_on_with
             stops += 1
         with pytest.raises(DataError, match="no dataset found; an unfinished build has no metadata"):
             open_dataset(url)
-        # The units are used again; of the objects those that are there.
+        # Units and existing objects are reused.
         done, limit, rendered = 0, 10**6, []
         if stops % 7 == 0:
             built(url, of=of, resume=True, on_progress=lambda now, rendered=rendered: rendered.append(now.step))
@@ -283,7 +283,7 @@ def test_no_listing_is_needed_to_build_open_and_resume(memory, monkeypatch):
     assert verify_dataset(url, full=True).faults == ()
 
 
-def test_an_object_that_is_there_is_not_uploaded_again_unless_it_is_old(memory, monkeypatch):
+def test_an_existing_object_is_not_uploaded_again_unless_it_is_old(memory, monkeypatch):
     uploads, upload = [], objects.upload
     monkeypatch.setattr(objects, "upload", lambda url, path: (uploads.append(url.name), upload(url, path)))
     url = memory / "v1"
@@ -296,7 +296,7 @@ def test_an_object_that_is_there_is_not_uploaded_again_unless_it_is_old(memory, 
     objects.remove([url / METADATA])
     built(url)
     assert uploads == []
-    # Old ones that nothing names may be about to be removed.
+    # Old objects that are not listed may be removed soon, so they are uploaded again.
     monkeypatch.setattr(remote_publish, "FRESH", 0.0)
     built(url, overwrite=True)
     assert uploads == []
@@ -305,7 +305,7 @@ def test_an_object_that_is_there_is_not_uploaded_again_unless_it_is_old(memory, 
     assert sorted(uploads) == sorted(hashes)
 
 
-def test_a_missing_a_cut_and_a_changed_object_are_reported_and_never_read(s3):
+def test_missing_truncated_and_changed_objects_are_reported_and_never_read(s3):
     url = s3.bucket() / "v1"
     metadata = built(url)
     files = dict(listed_files(metadata))
@@ -336,7 +336,7 @@ def assert_matches(pattern: str, text: str) -> None:
     assert re.search(pattern, text), text
 
 
-def test_verifying_reads_the_store_and_not_the_cache(memory):
+def test_verify_reads_the_store_instead_of_the_cache(memory):
     url = memory / "v1"
     metadata = built(url)
     dataset = open_dataset(url)
@@ -349,7 +349,7 @@ def test_verifying_reads_the_store_and_not_the_cache(memory):
     assert len(verify_dataset(url, full=True).faults) == 1
 
 
-def test_reweighing_from_a_url_and_to_one_gives_the_bytes_of_local_reweighing(memory):
+def test_reweighing_from_and_to_a_url_gives_the_bytes_of_local_reweighing(memory):
     url = memory
     built(url / "v1")
     built("v1")
@@ -367,7 +367,7 @@ def test_reweighing_from_a_url_and_to_one_gives_the_bytes_of_local_reweighing(me
 # Cleaning.
 
 
-def test_clean_removes_what_the_metadata_does_not_name_and_nothing_else(s3):
+def test_clean_removes_exactly_the_objects_that_the_metadata_does_not_list(s3):
     url = s3.bucket() / "v1"
     built(url)
     built(url, of=job(5), overwrite=True)
@@ -417,7 +417,7 @@ def test_clean_keeps_undated_objects_and_refuses_urls_without_a_dataset(memory, 
     assert names(url) == []
 
 
-def test_clean_removes_nothing_that_a_dataset_published_meanwhile_names(memory, monkeypatch):
+def test_clean_keeps_the_objects_of_a_dataset_published_meanwhile(memory, monkeypatch):
     url = memory / "v1"
     built(url)
     objects.write(url / "kept", objects.read(url / METADATA))
@@ -436,7 +436,7 @@ def test_clean_removes_nothing_that_a_dataset_published_meanwhile_names(memory, 
     assert verify_dataset(url, full=True).faults == ()
 
 
-def test_errors_of_a_dataset_at_a_url_are_one_line(memory):
+def test_errors_of_a_dataset_at_a_url_are_one_error_line(memory):
     for call in (
         lambda: open_dataset("memory://bucket/none"),
         lambda: verify_or_raise(memory / "none"),

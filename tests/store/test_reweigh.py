@@ -42,7 +42,7 @@ def dataset(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("train_on", get_args(TrainOn))
-def test_the_mask_is_that_of_rows_rendered_with_the_same_choice(dataset, train_on):
+def test_the_mask_equals_that_of_rows_rendered_with_the_same_train_on(dataset, train_on):
     new = dataset.with_name("v2")
     reweigh_dataset(dataset, new, train_on=train_on)
     assert verify_dataset(new, full=True).faults == ()
@@ -56,7 +56,7 @@ def test_the_mask_is_that_of_rows_rendered_with_the_same_choice(dataset, train_o
         assert np.array_equal(found.origins, rows.origins)
 
 
-def test_the_same_choice_gives_the_same_bytes_but_for_the_metadata(dataset):
+def test_reweighing_back_restores_all_bytes_except_the_metadata(dataset):
     reweigh_dataset(dataset, dataset.with_name("last"), train_on="last")
     reweigh_dataset(dataset.with_name("last"), dataset.with_name("back"), train_on="assistant")
     old, new = contents(dataset), contents(dataset.with_name("back"))
@@ -64,7 +64,7 @@ def test_the_same_choice_gives_the_same_bytes_but_for_the_metadata(dataset):
     assert old == new
 
 
-def test_tokens_are_shared_and_spans_and_mask_are_not(dataset):
+def test_token_files_are_shared_but_spans_and_mask_are_not(dataset):
     done = reweigh_dataset(dataset, dataset.with_name("v2"), train_on="all")
     files = [path.relative_to(dataset) for path in dataset.rglob("*.*") if path.is_file()]
     same = {path for path in files if (dataset / path).samefile(dataset.with_name("v2") / path)}
@@ -72,7 +72,7 @@ def test_tokens_are_shared_and_spans_and_mask_are_not(dataset):
     assert (done.linked, done.copied) == (len(same), 0)
 
 
-def test_only_what_the_role_decided_changes_and_targets_stay(tmp_path):
+def test_only_weights_set_by_role_change_and_targets_are_kept(tmp_path):
     rows = some_rows(3)
     rows.spans["weight"][rows.spans["rule"] == Rule.ROLE] = 1
     write_dataset(tmp_path / "v1", {"train": rows})
@@ -87,7 +87,7 @@ def test_only_what_the_role_decided_changes_and_targets_stay(tmp_path):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), train_on=st.sampled_from(get_args(TrainOn)), stretch=st.integers(1, 5))
-def test_it_equals_rows_reweigh_however_it_is_cut(tmp_path_factory, seed, train_on, stretch):
+def test_reweighing_a_dataset_equals_rows_reweigh_for_any_chunk_size(tmp_path_factory, seed, train_on, stretch):
     folder = tmp_path_factory.mktemp("reweigh")
     write_dataset(folder / "v1", {"train": some_rows(seed)})
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +98,7 @@ def test_it_equals_rows_reweigh_however_it_is_cut(tmp_path_factory, seed, train_
     assert verify_dataset(folder / "v2", full=True).faults == ()
 
 
-def test_the_metadata_names_the_choice_the_parent_and_what_is_trained_now(dataset):
+def test_the_metadata_records_train_on_the_parent_and_the_trained_tokens(dataset):
     parent = open_dataset(dataset).metadata
     done = reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     found = open_dataset(dataset.with_name("v2")).metadata
@@ -136,7 +136,7 @@ def test_neither_dataset_is_harmed_when_the_other_is_replaced_or_removed(dataset
 
 
 @pytest.mark.parametrize("fit", ["windows", "blocks"])
-def test_pieces_of_conversations_do_not_say_which_answer_is_the_last(tmp_path, monkeypatch, fit):
+def test_pieces_of_conversations_cannot_be_reweighed_by_last_answer(tmp_path, monkeypatch, fit):
     monkeypatch.chdir(tmp_path)
     turns = [{"role": role, "content": f"{role} {n}"} for n in range(6) for role in ("user", "assistant")]
     Path("chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
@@ -155,7 +155,7 @@ def reweighed(path: str) -> Path:
     return Path(f"{path}-last")
 
 
-def test_a_dataset_may_be_reweighed_in_its_place(dataset):
+def test_a_dataset_can_be_reweighed_in_place(dataset):
     expected = contents(dataset)
     reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     reweigh_dataset(dataset, dataset, train_on="last", overwrite=True)
@@ -163,7 +163,7 @@ def test_a_dataset_may_be_reweighed_in_its_place(dataset):
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
-def test_files_are_copied_where_no_link_can_be_made(dataset, monkeypatch, code):
+def test_files_are_copied_if_they_cannot_be_linked(dataset, monkeypatch, code):
     reweigh_dataset(dataset, dataset.with_name("linked"), train_on="last")
 
     def refuse(*_):
@@ -176,7 +176,7 @@ def test_files_are_copied_where_no_link_can_be_made(dataset, monkeypatch, code):
     assert contents(dataset.with_name("copied")) == contents(dataset.with_name("linked"))
 
 
-def test_any_other_fault_of_the_disk_leaves_nothing(dataset, monkeypatch):
+def test_any_other_disk_error_leaves_nothing(dataset, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, "no space")
 
@@ -218,7 +218,7 @@ def test_a_dataset_without_spans_is_refused(dataset):
         reweigh_dataset(stranger, dataset.with_name("v2"), train_on="last")
 
 
-def test_an_existing_target_is_refused_and_one_inside_the_dataset_too(dataset):
+def test_a_target_that_exists_or_is_inside_the_dataset_is_refused(dataset):
     reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     with pytest.raises(DataError, match="exists already"):
         reweigh_dataset(dataset, dataset.with_name("v2"), train_on="all")
@@ -244,7 +244,7 @@ def test_leftovers_of_a_killed_process_are_removed(dataset):
 
 
 class Dying(files.Disk):
-    """Does so many operations and then none any more, as if the process were gone."""
+    """Fails after a number of operations, as if the process had been killed."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -258,7 +258,7 @@ class Dying(files.Disk):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_stopped_at_any_operation_it_leaves_the_old_dataset_or_the_new_one(tmp_path, monkeypatch, overwrite):
+def test_reweighing_stopped_at_any_operation_leaves_the_old_or_the_new_dataset(tmp_path, monkeypatch, overwrite):
     source, target = tmp_path / "v1", tmp_path / "v2"
     splits = {"train": rows_of(chats(0, 4)), "val": rows_of(chats(1, 2))}
     old = write_rows(source, splits).sha256
@@ -278,7 +278,7 @@ def test_stopped_at_any_operation_it_leaves_the_old_dataset_or_the_new_one(tmp_p
         assert verify_dataset(source, full=True).faults == ()
         assert not target.exists() or verify_dataset(target, full=True).faults == ()
         found.append(open_dataset(target).sha256 if target.exists() else None)
-        # What is left of it is in nobody's way.
+        # Leftovers do not block the next run.
         assert reweigh_dataset(source, target, train_on="last", overwrite=target.exists()).metadata.sha256 == new
         assert names(tmp_path) == ["v1", "v2"]
     before = old if overwrite else None

@@ -1,4 +1,4 @@
-"""A dataset is published by one step, or not at all; `tests/fault_injection` kills and crashes that step."""
+"""Publishing a dataset is atomic; `tests/fault_injection` kills and crashes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW = {"train": some_rows(2, count=12), "val": some_rows(3, count=4)}
 
 
 def record(folder, monkeypatch, *, old: bool, can_exchange: bool = True) -> tuple[Model, Recorder]:
-    """Build and publish a dataset, over an older one if asked; the disk before, and every step after."""
+    """Build and publish a dataset, optionally over an old one; return the initial disk and all operations."""
     folder.mkdir()
     if old:
         write_dataset(folder / "x", OLD, shard_tokens=60)
@@ -31,7 +31,7 @@ def record(folder, monkeypatch, *, old: bool, can_exchange: bool = True) -> tupl
     return before, recorder
 
 
-def test_every_byte_of_a_dataset_is_written_through_disk(tmp_path, monkeypatch):
+def test_every_byte_of_a_dataset_is_written_through_files_disk(tmp_path, monkeypatch):
     model, recorder = record(tmp_path / "disk", monkeypatch, old=True)
     for step in recorder.steps:
         step(model)
@@ -45,7 +45,7 @@ def test_publishing_leaves_only_the_dataset(tmp_path, monkeypatch, exchange):
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["x"]
 
 
-def test_an_existing_target_is_refused_and_stays(tmp_path):
+def test_an_existing_target_is_refused_and_unchanged(tmp_path):
     write_dataset(tmp_path / "x", OLD)
     before = contents(tmp_path / "x")
     with pytest.raises(DataError, match="exists already; give another name, or --overwrite"):
@@ -54,7 +54,7 @@ def test_an_existing_target_is_refused_and_stays(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_what_is_not_a_dataset_is_never_replaced(tmp_path, kind):
+def test_a_target_that_is_not_a_dataset_is_never_replaced(tmp_path, kind):
     target = tmp_path / "x"
     if kind == "folder":
         target.mkdir()
@@ -74,7 +74,7 @@ THINGS = [".git/HEAD", "notes.txt", "runs/model.safetensors", "tokenizer.json", 
 
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("thing", THINGS)
-def test_a_dataset_that_holds_anything_else_is_never_replaced(tmp_path, monkeypatch, thing, exchange):
+def test_a_dataset_folder_with_other_files_is_never_replaced(tmp_path, monkeypatch, thing, exchange):
     target = tmp_path / "x"
     write_dataset(target, OLD)
     (target / thing).parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def test_a_dataset_that_holds_anything_else_is_never_replaced(tmp_path, monkeypa
     before = contents(target)
     with pytest.raises(DataError, match=r"x: is not replaced, because dataset_metadata\.json does not list .*"):
         check_target(target, overwrite=True)
-    # Found only once it is taken away: it is put back.
+    # If it is found only after the exchange, the old dataset is put back.
     monkeypatch.setattr("chatmill.store.publish.check_target", lambda *args, **options: None)
     if not exchange:
         monkeypatch.setattr(files.Disk, "exchange", lambda self, one, other: False)
@@ -92,7 +92,7 @@ def test_a_dataset_that_holds_anything_else_is_never_replaced(tmp_path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == [".x.building", "x"]
 
 
-def test_an_error_names_the_first_of_many_things_without_control_characters(tmp_path):
+def test_an_error_names_the_first_of_many_files_without_control_characters(tmp_path):
     write_dataset(tmp_path / "x", OLD)
     for name in ("a\nb", "c", "d", "e", "f"):
         (tmp_path / "x" / name).write_text("")
@@ -102,7 +102,7 @@ def test_an_error_names_the_first_of_many_things_without_control_characters(tmp_
 
 
 @pytest.mark.parametrize("text", ["{}", "", "[]", '{"schema": "chatmill-episodes", "schema_version": 1}'])
-def test_a_file_with_the_name_of_metadata_makes_no_dataset(tmp_path, text):
+def test_a_folder_with_foreign_metadata_is_never_replaced(tmp_path, text):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/dataset_metadata.json").write_text(text)
     with pytest.raises(
@@ -144,7 +144,7 @@ def test_an_old_dataset_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatc
     assert open_dataset(tmp_path / "x").splits == ("train", "val")
 
 
-def test_what_a_killed_replacement_left_is_removed_unless_it_holds_something_else(tmp_path):
+def test_leftovers_of_a_killed_replacement_are_removed_unless_they_contain_other_files(tmp_path):
     write_dataset(tmp_path / "x", OLD)
     write_dataset(tmp_path / ".x.replaced", NEW)
     recover(tmp_path / "x")
@@ -154,7 +154,7 @@ def test_what_a_killed_replacement_left_is_removed_unless_it_holds_something_els
     with pytest.warns(UserWarning, match=r"x\.kept contains notes\.txt, which is not part of a dataset"):
         recover(tmp_path / "x")
     assert (tmp_path / "x.kept/notes.txt").read_text() == "years of work"
-    # What somebody else put into its place is not the new dataset.
+    # A folder that someone else created there is not the new dataset.
     write_dataset(tmp_path / "aside", NEW)
     (tmp_path / "y").mkdir()
     (tmp_path / "aside").rename(tmp_path / ".y.replaced")
@@ -170,7 +170,7 @@ def test_a_file_that_appears_while_it_is_written_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["input", "link", "hard", "folder/inside", "device"])
-def test_an_output_never_replaces_what_is_read_nor_a_link_or_device(tmp_path, name):
+def test_an_output_never_replaces_an_input_a_link_or_a_device(tmp_path, name):
     (tmp_path / "input").write_text("mine")
     (tmp_path / "link").symlink_to("input")
     (tmp_path / "hard").hardlink_to(tmp_path / "input")
@@ -193,7 +193,7 @@ def test_an_unfinished_build_is_not_published_and_does_not_open(tmp_path):
     assert open_dataset(tmp_path / "x").splits == ("train",)
 
 
-def test_every_shard_is_synced_when_it_is_finished_so_that_publishing_finds_little_to_sync(tmp_path, monkeypatch):
+def test_every_shard_is_synced_as_soon_as_it_is_finished(tmp_path, monkeypatch):
     synced = []
 
     class Watched(files.Disk):
@@ -208,7 +208,7 @@ def test_every_shard_is_synced_when_it_is_finished_so_that_publishing_finds_litt
     assert sorted(set(synced) & set(written)) == written
 
 
-def test_a_full_disk_is_reported_with_the_file_it_stopped(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_with_the_file_being_written(tmp_path, monkeypatch):
     class Full(files.Disk):
         def write(self, fd, data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -28,7 +28,7 @@ def faults(folder: Path, *, full: bool = True) -> tuple[str, ...]:
     return verify_dataset(folder, full=full).faults
 
 
-def test_a_whole_dataset_has_no_faults_and_is_counted(dataset):
+def test_an_intact_dataset_has_no_faults_and_is_counted(dataset):
     for full in (False, True):
         found = verify_dataset(dataset, full=full)
         assert found.faults == ()
@@ -39,12 +39,12 @@ def test_a_whole_dataset_has_no_faults_and_is_counted(dataset):
 
 
 def test_every_flipped_bit_of_the_metadata_is_detected(dataset):
-    """The self-hash alone would pass an `E` for an `e` in a number; the bytes must be those that were written."""
+    """The hash of the parsed values would accept `E` for `e` in a number, so the bytes are compared as well."""
     path = dataset / "dataset_metadata.json"
     whole = path.read_bytes()
     place = whole.index(b"1e-05") + 1
     for at in (*range(min(400, len(whole))), place):
-        # Every third bit, and all of them there.
+        # Every third bit, and every bit at `place`.
         for bit in range(8) if at == place else range(at % 3, 8, 3):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             with pytest.raises(DataError):
@@ -61,7 +61,7 @@ def test_all_truncated_files_are_reported_together(dataset):
 
 
 def test_a_folder_in_place_of_a_file_is_reported(dataset):
-    """Its size says nothing: on some file systems it may be the very size that the file had."""
+    """The size is not enough: on some file systems a folder may have the size of the file."""
     for name in ("train/shard_00000/mask.bin", "dataset_metadata.json"):
         (dataset / name).rename(dataset / "aside")
         (dataset / name).mkdir()
@@ -99,7 +99,7 @@ def test_inconsistent_metadata_is_one_error_line(dataset, lie):
 
 
 def tamper(folder: Path, name: str, dtype, change) -> str:
-    """Change a table of the first training shard, and vouch for it in the metadata."""
+    """Change a table of the first training shard, and update its hash in the metadata."""
     path = folder / "train/shard_00000" / name
     table = np.fromfile(path, dtype)
     change(table)
@@ -170,7 +170,7 @@ def test_reading_rows_of_a_broken_table_is_an_error(dataset):
         ("origins.bin", SEGMENT, put("file", 1, 2**24), "a segment has a file number beyond the 3 known files"),
     ],
 )
-def test_a_damaged_byte_of_a_table_is_named_by_whoever_reads_it(dataset, name, dtype, change, said):
+def test_reading_a_damaged_table_names_its_file(dataset, name, dtype, change, said):
     path = dataset / "train" / "shard_00000" / name
     table = np.fromfile(path, dtype=dtype)
     change(table)
@@ -180,13 +180,13 @@ def test_a_damaged_byte_of_a_table_is_named_by_whoever_reads_it(dataset, name, d
     assert str(raised.value) == f"{path}: {said}; it was changed, see chatmill verify {dataset} --full"
 
 
-def test_a_ledger_that_does_not_fit_the_shards_is_named(dataset):
+def test_a_ledger_that_disagrees_with_the_shards_is_named(dataset):
     rewrite(dataset, lambda data: data["ledger"]["stored"][""].update(tokens=9, trained=9))
     stored = sum(split.num_tokens for split in open_dataset(dataset).metadata.splits.values())
     assert f"{dataset}: the ledger has 9 stored tokens, but the shards have {stored}" in faults(dataset, full=False)
 
 
-def test_nothing_is_changed_by_verifying(dataset):
+def test_verify_changes_nothing(dataset):
     before = contents(dataset)
     verify_dataset(dataset, full=True)
     assert contents(dataset) == before
@@ -200,12 +200,12 @@ def test_a_path_without_a_dataset_is_one_error_line(tmp_path):
 
 
 def resident(path: Path) -> int:
-    """Bytes of a mapped file that this process holds in memory."""
+    """Return the resident bytes of a mapped file."""
     held, here = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split(maxsplit=5)
         if not name.endswith(":"):
-            # The line that begins a mapping; one without a file ends with a number.
+            # The first line of a mapping; without a file it ends with a number.
             here = rest[-1] == str(path)
         elif name == "Rss:" and here:
             held += 1024 * int(rest[0])
@@ -213,9 +213,9 @@ def resident(path: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up in /proc")
-def test_verifying_holds_a_stretch_of_a_file_in_memory_and_not_all_of_it(tmp_path, monkeypatch):
+def test_verify_keeps_only_part_of_a_file_in_memory(tmp_path, monkeypatch):
     target = tmp_path / "d"
-    # Far more than the largest page in which the system may map a file, which is two megabytes.
+    # Much larger than the largest page for mapped files, two megabytes.
     write_dataset(target, {"train": concat([some_rows(5, count=60_000)] * 8)}, shard_tokens=10**9)
     tokens = target / "train" / "shard_00000" / "tokens.bin"
     held = []

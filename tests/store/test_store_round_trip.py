@@ -1,4 +1,4 @@
-"""Reading returns what was written, for any chunks and shards."""
+"""Reading returns the rows that were written, for any chunk and shard sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def split_at(rows: Rows, cuts: list[int]) -> list[Rows]:
 
 
 @given(rows_, cuts_, st.integers(1, 20), st.data())
-def test_any_choice_of_episodes_reads_back_as_it_was_written(plain, cuts, shard_tokens, data):
+def test_any_choice_of_episodes_reads_back_as_written(plain, cuts, shard_tokens, data):
     rows = build(plain)
     with tempfile.TemporaryDirectory() as folder:
         staging = Path(folder) / "x"
@@ -55,14 +55,14 @@ def test_any_choice_of_episodes_reads_back_as_it_was_written(plain, cuts, shard_
 
 
 @given(rows_, cuts_, cuts_, st.integers(1, 20))
-def test_shards_are_the_same_bytes_however_rows_come(plain, one, other, shard_tokens):
+def test_shard_bytes_do_not_depend_on_how_rows_are_chunked(plain, one, other, shard_tokens):
     rows = build(plain)
     with tempfile.TemporaryDirectory() as folder:
         found = []
         for name, cuts in (("one", one), ("other", other)):
             parts = split_at(rows, cuts)
             if name == "other":
-                # A table of files that names others first, as a process that read them would have it.
+                # A file table with other files first, as in a process that has read them.
                 parts = [concat([Rows(**vars_of(EMPTY), files=(File("s", "z"), *rows.files[::-1])), p]) for p in parts]
             info = write_split(Path(folder) / name, parts, vocab_size=2**32, shard_tokens=shard_tokens)
             found.append((info, contents(Path(folder) / name)))
@@ -74,7 +74,7 @@ def vars_of(rows: Rows) -> dict:
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 12))
-def test_a_shard_ends_where_the_next_row_would_bring_it_over(lengths, shard_tokens):
+def test_a_shard_ends_before_the_row_that_would_exceed_its_size(lengths, shard_tokens):
     expected: list[list[int]] = []
     for length in lengths:
         if not expected or sum(expected[-1]) + length > shard_tokens:
@@ -100,7 +100,7 @@ def test_rows_longer_than_a_slab_are_written_whole(tmp_path):
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(65536, 2), (65537, 4)])
-def test_tokens_are_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, width):
+def test_the_token_width_follows_from_the_vocabulary_size(tmp_path, vocab_size, width):
     rows = build([[((None, 0), [([0, vocab_size - 1], 0, 0, 1.0, 0, -1)])]])
     metadata = write_dataset(tmp_path / "x", {"train": rows}, vocab_size=vocab_size)
     assert (tmp_path / "x/train/shard_00000/tokens.bin").stat().st_size == 2 * width
@@ -115,15 +115,15 @@ def test_tokens_are_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, width)
         ([([1], 0, 0, 1.0, 0, -1), ([1], 0, 0, 1.0, 0, 11)], "a:812: target 11; expected an id below 10"),
     ],
 )
-def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(tmp_path, spans, said):
+def test_an_id_beyond_the_vocabulary_is_refused_with_its_position(tmp_path, spans, said):
     rows = build([[(("a", 811), [([2], 0, 0, 1.0, 0, -1)]), (("a", 812), spans)]])
     with SplitWriter(tmp_path / "train", vocab_size=10, shard_tokens=100) as writer, pytest.raises(DataError) as error:
         writer.append(rows)
     assert str(error.value) == said
 
 
-def test_files_on_disk_are_as_the_specification_says(tmp_path):
-    """The layout read with nothing but numpy, as another program would."""
+def test_files_on_disk_follow_the_specification(tmp_path):
+    """Read the layout with numpy only, as another program would."""
     rows = build(
         [
             [(("a", 1), [([5, 6], 1, 0, 0.0, 0, -1), ([7], 2, 1, 1.0, 0, -1)])],
@@ -151,7 +151,7 @@ def test_without_targets_there_is_no_targets_file(tmp_path):
     assert not list((tmp_path / "x").rglob("targets.bin"))
 
 
-def test_the_same_rows_give_the_same_dataset_wherever_it_lies(tmp_path):
+def test_the_same_rows_give_the_same_dataset_in_any_folder(tmp_path):
     (tmp_path / "deep").mkdir()
     one = write_dataset(tmp_path / "one", {"train": some_rows(1), "val": some_rows(2)})
     other = write_dataset(tmp_path / "deep/other", {"train": some_rows(1), "val": some_rows(2)})
@@ -215,7 +215,7 @@ def test_a_dataset_replaced_while_it_is_read_is_not_mixed_with_the_new_one(tmp_p
 
 
 @given(st.lists(st.integers(0, 30), max_size=80), st.integers(0, 31), st.integers(0, 80))
-def test_lower_bound_finds_what_searchsorted_finds(column, value, low):
+def test_lower_bound_equals_searchsorted(column, value, low):
     strided = np.zeros(len(column), dtype=[("odd", "u1"), ("row", "<u8")])["row"]
     strided[:] = sorted(column)
     low = min(low, len(column))
@@ -223,7 +223,7 @@ def test_lower_bound_finds_what_searchsorted_finds(column, value, low):
 
 
 def test_reading_requires_only_numpy():
-    """A training image has numpy, torch and safetensors, and no more."""
+    """A training image has only numpy, torch and safetensors."""
     absent = ["msgspec", "typer", "rich", "tokenizers", "jinja2", "torch"]
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import chatmill.store.read, chatmill.store.verify"
     subprocess.run([sys.executable, "-c", code], check=True)

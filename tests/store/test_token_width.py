@@ -1,7 +1,7 @@
-"""How wide the tokens of another program's dataset are: read exactly, or refused until it is said.
+"""Token width of datasets from other programs: detected exactly, or refused until it is given.
 
-Stores are written with plain numpy, as the scripts of the specification would write them; what is expected is worked
-out from the arrays that were written.
+Datasets are written with plain numpy, as the scripts of the specification would; expected values are computed from
+the written arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 
 @dataclass
 class Shard:
-    """The arrays of a shard as its program had them."""
+    """The arrays of a shard before they were written."""
 
     tokens: np.ndarray
     mask: np.ndarray | None
@@ -49,7 +49,7 @@ class Shard:
         return [mask[start : start + length].tolist() for start, length in self.episodes]
 
     def may_be_uint32(self) -> bool:
-        """Whether nothing in the sizes is against tokens of 4 bytes."""
+        """Whether the file sizes allow tokens of 4 bytes."""
         end = max((start + length for start, length in self.episodes), default=0)
         return self.tokens.nbytes % 4 == 0 and 4 * end <= self.tokens.nbytes
 
@@ -170,7 +170,7 @@ def test_all_sources_of_the_type_must_agree(tmp_path, metadata, token_dtype, sai
 
 
 @pytest.mark.parametrize("said", ["token_dtype", "metadata"])
-def test_a_type_that_the_files_cannot_have_is_refused(tmp_path, said):
+def test_a_type_that_contradicts_the_files_is_refused(tmp_path, said):
     masked = write(tmp_path / "m", [Shard(np.arange(8, dtype=np.uint16), np.ones(8, np.uint8), [(0, 8)])])
     tiled = write(tmp_path / "t", [Shard(np.arange(8, dtype=np.uint16), None, [(0, 8)])])
     for folder, why in ((masked, "mask.bin has 8 bytes"), (tiled, "episodes.idx ends at token 8")):
@@ -212,8 +212,8 @@ def test_batches_have_the_type_that_the_config_names(tmp_path):
     assert hashes["uint16"] != hashes["uint32"]
 
 
-def test_a_dataset_of_the_specifications_own_script_opens(tmp_path):
-    """As https://github.com/chberclaz/MyPT writes it: uint32, flat, with a schema of its own in the metadata."""
+def test_a_dataset_written_by_the_specifications_script_opens(tmp_path):
+    """The format of https://github.com/chberclaz/MyPT: uint32, flat, with its own metadata schema."""
     talks = [[50257, 10, 50258, 50275], [50259, 7, 8, 50260, 50275]]
     tokens, masks, episodes = [], [], []
     for talk in talks:
@@ -237,8 +237,8 @@ def test_a_dataset_of_the_specifications_own_script_opens(tmp_path):
     assert verify_dataset(tmp_path, full=True).faults == ()
 
 
-def test_a_mix_by_tokens_counts_what_is_in_episodes(tmp_path):
-    """Tokens between episodes, or in two of them, are not what a source gives."""
+def test_a_mix_by_tokens_counts_the_tokens_in_episodes(tmp_path):
+    """Sizes count tokens per episode, not the tokens in the file: episodes may leave gaps or overlap."""
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 9, 60).astype(np.uint16)
     mask = (rng.random(60) < 0.5).astype(np.uint8)
