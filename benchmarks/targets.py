@@ -72,9 +72,9 @@ def _speed_kept(results: Results) -> float:
 
 
 TARGETS = [
-    Target("rendering: speed of bare encoding", 0.75, lambda r: r["render"]["share_of_encoding"]),
-    Target("rendering: as fast as transformers", 30, lambda r: r["render"]["times_transformers"], " times", 1),
-    Target("chat templates: as fast as transformers", 10, lambda r: r["template"]["times_transformers"], " times", 1),
+    Target("rendering: speed relative to bare encoding", 0.75, lambda r: r["render"]["share_of_encoding"]),
+    Target("rendering: speedup over transformers", 30, lambda r: r["render"]["times_transformers"], " times", 1),
+    Target("chat templates: speedup over transformers", 10, lambda r: r["template"]["times_transformers"], " times", 1),
     Target("chat templates of TRL's 41 that certify", 37, lambda r: r["certify"]["certified"], "", 0),
     Target(
         "chat templates: share that two derivations prove",
@@ -89,13 +89,17 @@ TARGETS = [
         0,
         most=True,
     ),
-    Target("packing: as fast as TRL", 100, lambda r: r["pack"]["plan"]["figures"]["times_trl"], " times", 1),
+    Target("packing: speedup over TRL", 100, lambda r: r["pack"]["plan"]["figures"]["times_trl"], " times", 1),
     Target("packing: memory", 500, lambda r: r["pack"]["memory"]["plan"] / 1e6, " MB", 0, most=True),
     Target("blocks of 1024, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["1024"], " Mtok/s", 0),
     Target("blocks of 4096, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["4096"], " Mtok/s", 0),
-    Target("preparing: as fast as TRL", 60, lambda r: r["prepare"]["times_trl"], " times", 1),
+    Target("preparing: speedup over TRL", 60, lambda r: r["prepare"]["times_trl"], " times", 1),
     Target(
-        "preparing with a chat template: as fast as TRL", 60, lambda r: r["prepare_template"]["times_trl"], " times", 1
+        "preparing with a chat template: speedup over TRL",
+        60,
+        lambda r: r["prepare_template"]["times_trl"],
+        " times",
+        1,
     ),
     Target(
         "preparing with a chat template: time relative to a preset",
@@ -104,7 +108,7 @@ TARGETS = [
         " times",
         most=True,
     ),
-    Target("preparing: speed of the bare parts", 0.5, lambda r: r["prepare"]["share_of_bare"]),
+    Target("preparing: speed relative to the bare parts", 0.5, lambda r: r["prepare"]["share_of_bare"]),
     Target(
         "preparing: memory of all processes",
         1200,
@@ -121,7 +125,7 @@ TARGETS = [
         2,
         most=True,
     ),
-    Target("preparing on 16 cores: as fast as on two", 5, lambda r: r["cores"]["times"]["16"], " times", 1),
+    Target("preparing on 16 cores: speedup over two", 5, lambda r: r["cores"]["times"]["16"], " times", 1),
     Target("start-up: `chatmill --help`", 0.15, lambda r: r["startup"]["help_s"], " s", most=True),
     Target(
         "start-up: 100 records prepared, a vocabulary of 128,000",
@@ -147,10 +151,10 @@ TARGETS = [
         0,
         most=True,
     ),
-    Target("batches of (8, 512): as fast as datasets and TRL", 25, lambda r: _shape(r, 0)["times"], " times", 1),
-    Target("batches of (16, 4096): as fast as datasets and TRL", 50, lambda r: _shape(r, 1)["times"], " times", 1),
+    Target("batches of (8, 512): speedup over datasets and TRL", 25, lambda r: _shape(r, 0)["times"], " times", 1),
+    Target("batches of (16, 4096): speedup over datasets and TRL", 50, lambda r: _shape(r, 1)["times"], " times", 1),
     Target(
-        "batches of (16, 4096): as fast as datasets with numpy rows",
+        "batches of (16, 4096): speedup over datasets with numpy rows",
         8,
         lambda r: _shape(r, 1)["times_numpy"],
         " times",

@@ -71,13 +71,13 @@ class Rule(IntEnum):
     """Why a span has its weight. `reweigh` changes only spans with the rule ROLE."""
 
     ROLE = 0
-    """By role: assistant turns are trained and others are context, as `train_on` selects."""
+    """Decided by the role: assistant turns are trained and others are context, as `train_on` selects."""
     HEADER = 1
     """A part that the format never trains: the header of a turn, text after its end, the end of a conversation."""
     FLAG = 2
-    """By the message's own `train` or `weight`."""
+    """Decided by the message's own `train` or `weight`."""
     GIVEN = 3
-    """By a mask passed by the caller."""
+    """Decided by a mask passed by the caller."""
     UNFINISHED = 4
     """The turn is incomplete in its row, or comes after an unclosed answer: not trained."""
     PAD = 5
@@ -100,7 +100,7 @@ class Rule(IntEnum):
     EARLIER_ROW = 14
     """With --unroll: trained in an earlier row of its conversation; here it is context for a later answer."""
     RANGE = 15
-    """By `train_ranges` of the message, which select characters of its content."""
+    """Decided by `train_ranges` of the message, which select characters of its content."""
     OUTSIDE = 16
     """Text of a transcript outside turns, or an unmatched end marker: never trained."""
     WHITESPACE = 17

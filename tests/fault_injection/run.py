@@ -125,6 +125,8 @@ def page_part(trials: Sequence[Trial], results: Sequence[Tally], *, seed: int, s
         f"|---|{'---:|' * (len(HEAD) - 1)}",
         *(f"| {' | '.join(row)} |" for row in rows_of(results)),
         "",
+        "What each trial does and, after the colon, what must happen:",
+        "",
     ]
     for trial, tally in zip(trials, results, strict=True):
         notes = "".join(f" {count:,} {name}." for name, count in tally.notes.items())

@@ -192,7 +192,7 @@ def test_what_is_no_sft_on_text_or_of_a_wrong_type_is_refused_in_one_line(keys, 
 def test_all_faults_are_in_one_line():
     with pytest.raises(DataError) as error:
         imported(json.dumps({"rl": "kto", "micro_batch_size": "two"}))
-    for part in ("rl: kto", "no base_model", "micro_batch_size is two", "no learning_rate"):
+    for part in ("rl: kto", "no base_model", "micro_batch_size is two", "learning_rate is missing"):
         assert part in str(error.value)
 
 

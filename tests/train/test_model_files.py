@@ -82,12 +82,12 @@ def test_pickles_are_not_read(folder, name):
     ("change", "says"),
     [
         ({"dtype": "F128"}, "cannot be read"),
-        ({"shape": [2**40, 2**40]}, "has 7,808 bytes, but the shape"),
+        ({"shape": [2**40, 2**40]}, "has 7,808 bytes, which does not match the shape"),
         ({"shape": [-61, -32]}, "cannot be read"),
         ({"shape": "61"}, "cannot be read"),
         ({"shape": None}, "cannot be read"),
-        ({"data_offsets": [0, 2**50]}, "bytes, but the shape"),
-        ({"data_offsets": [7808, 0]}, "bytes, but the shape"),
+        ({"data_offsets": [0, 2**50]}, "bytes, which does not match the shape"),
+        ({"data_offsets": [7808, 0]}, "bytes, which does not match the shape"),
         ({"data_offsets": [1.5, 3]}, "cannot be read"),
     ],
 )

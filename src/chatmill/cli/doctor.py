@@ -27,8 +27,8 @@ def doctor(
 
     Checks versions, GPUs, memory, disk, system limits and network settings. With several ranks it also checks that
     their versions are equal, that they share folders, that their clocks agree, and that an all-reduce works with gloo
-    and NCCL. Start it with the launcher of the run, such as torchrun. Exits with code 1 if a check fails. `python -m
-    chatmill.train.doctor` is the same command and needs only numpy, torch and safetensors.
+    and NCCL. Start it with the same launcher as the run, such as torchrun. Exits with code 1 if a check fails.
+    `python -m chatmill.train.doctor` is the same command and needs only numpy, torch and safetensors.
 
     \b
     Examples:

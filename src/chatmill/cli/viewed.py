@@ -50,12 +50,12 @@ class PreviewOptions:
     format: Annotated[
         str | None,
         typer.Option(
-            help="Records: the chat format, as in `chatmill prepare`.", show_default="chatml, or the template"
+            help="For records: the chat format, as in `chatmill prepare`.", show_default="chatml, or the template"
         ),
     ] = None
     first: Annotated[
         int | None,
-        typer.Option(min=1, help="Records: how many of each source are rendered.", show_default=f"{RECORDS:,}"),
+        typer.Option(min=1, help="For records: how many of each source to render.", show_default=f"{RECORDS:,}"),
     ] = None
     allow_code: AllowCode = None
 

@@ -29,9 +29,9 @@ class TurnTable:
     begins_exchange: NDArray[np.bool_]
     """Whether it is a user turn, or the first turn after the head with any role."""
     head_stop: Index
-    """By row: the end of BOS and of a leading system turn."""
+    """For each row, the end of BOS and of a leading system turn."""
     anchor: Index
-    """By row: the last assistant turn, or the last turn if there is none; -1 for an empty row."""
+    """For each row, the last assistant turn, or the last turn if there is none; -1 for an empty row."""
 
 
 def turns_of(rows: Rows) -> TurnTable:

@@ -257,7 +257,7 @@ class CompiledFormat:
         control = {key: int(ids[key]) for key in format.tokens}
         self.prefix: list[str] = []
         self.suffix: list[str] = []
-        """By role: text of the opening and closing markers that is encoded together with the body."""
+        """For each role, the text of the opening and closing markers that is encoded together with the body."""
         fixed: list[list[tuple[str | None, str]]] = []
         for role in ROLES:
             turn = format.turns.get(role)

@@ -189,9 +189,9 @@ class MessageColumns:
     messages: Sequence[Message]
     """Empty if the records are `ChatColumns`."""
     first_message: Index
-    """By record: index of its first message; one more entry for the end."""
+    """Index of the first message of each record; one more entry for the end."""
     added: Index
-    """By record: number of messages that the format adds at the start."""
+    """Number of messages that the format adds at the start of each record."""
     roles: NDArray[np.uint8]
     extended: list[int]
     """Messages that have tool calls, reasoning, a weight or train ranges, or are incomplete; usually few."""
@@ -199,7 +199,7 @@ class MessageColumns:
     """The bodies of messages with tool calls, reasoning or ranges."""
     texts: Sequence[str]
     text_of: Index
-    """By message: index of its body in `texts`."""
+    """Index in `texts` of the body of each message."""
     layout: int = 0
     """Number of records with whitespace between turns that the format drops."""
 

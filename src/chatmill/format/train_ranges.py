@@ -30,11 +30,11 @@ REWRITES = (
     "use a tokenizer that keeps text unchanged, or remove train_ranges",
 )
 CharWeights = NDArray[np.float32]
-"""By character: the weight that a range sets; NaN outside all ranges."""
+"""The weight that a range sets for each character; NaN outside all ranges."""
 
 
 class TokenPlaces(NamedTuple):
-    """By token: its start and end in a text, in characters or in bytes."""
+    """The start and end of each token in a text, in characters or in bytes."""
 
     begin: Index
     end: Index
@@ -42,7 +42,7 @@ class TokenPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """By token: the weights that ranges give its characters."""
+    """The weights that ranges give the characters of each token."""
 
     lowest: NDArray[np.float32]
     """The lowest weight of its characters; NaN if no range covers any of them."""

@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
 
 
 class EncodedStretch(NamedTuple):
-    """The texts before each coordinate and after the last, and all tokens; coordinates are 0."""
+    """An encoded stretch: the texts around its coordinates, and all tokens, with 0 in place of each coordinate."""
 
     texts: tuple[str, ...]
     ids: bytes

@@ -133,7 +133,7 @@ class Clues:
 
 
 def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
-    """Compare one row with that of another library. Neither predicts the first token of a row."""
+    """Compare one row with that of another library; its first token is never a target in either."""
     ours, theirs = _never_first(row.mask()), _never_first(peer.trained)
     theirs[peer.kept :] = False
     counts, differences, weighted = Counts(), [], 0

@@ -115,7 +115,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int32]:
-        """By id: its length in bytes, or -1 if it has not been computed yet."""
+        """Length in bytes of each id's token, or -1 if it has not been computed yet."""
         lengths = np.full(self.vocab_size, -1, dtype=np.int32)
         if hasattr(self._backend, "byte_lengths"):
             ids, known = self._backend.byte_lengths()

@@ -325,7 +325,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         # Round to the nearest integer.
         steps = max(1, (2 * wanted + at_once) // (2 * at_once))
         note = f"tokens_per_step {wanted}: {steps} × {self.batch_size} rows of {self.block_size}"
-        note += "" if steps * at_once == wanted else f" are {steps * at_once}"
+        note += "" if steps * at_once == wanted else f" = {steps * at_once} tokens"
         batch_size = steps * self.batch_size
         return replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, tokens_per_step=None), [note]
 

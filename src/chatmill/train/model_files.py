@@ -189,8 +189,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise DataError(f"{path}: the entry of {one_line(name)} in its header cannot be read") from None
         if 8 * (stop - start) != bits * math.prod(shape):
             raise DataError(
-                f"{path}: {one_line(name)} has {stop - start:,} bytes, but the shape {one_line(str(shape))}; its "
-                "header is wrong"
+                f"{path}: {one_line(name)} has {stop - start:,} bytes, which does not match the shape "
+                f"{one_line(str(shape))}; its header is wrong"
             )
         tensors[name] = TensorInfo(dtype, tuple(shape))
         places.append((start, stop, name))

@@ -79,8 +79,8 @@ def train(place: Path, path: Path, at: int, *, verify: bool) -> int:
 
 TRIAL = Trial(
     "data that changes under a run",
-    "a bit of a file is flipped before or during `train --verify`, or an id is outside the vocabulary without it: the "
-    "run stops with one line",
+    "a bit of a file is flipped before or during `train --verify`, or an id is outside the vocabulary without it: "
+    "the run stops with a one-line error",
     work,
     full=60,
     short=3,

@@ -193,9 +193,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "input that changes",
-    "files are rewritten in place, replaced, reordered, truncated, extended or removed, and globs match more files, "
-    "with sizes and times kept where possible, during a build or before it is resumed: one line, or the dataset of "
-    "the final input; `touch` and copies of the same bytes do not count as changes",
+    "files are rewritten in place, replaced, reordered, truncated, extended or removed, or new files match a glob, "
+    "during a build or before it is resumed; sizes and file times stay the same where possible: a one-line error, "
+    "or the dataset of the final input; `touch` and copies of the same bytes do not count as changes",
     work,
     full=2_000,
     short=45,

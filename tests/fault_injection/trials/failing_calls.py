@@ -322,10 +322,10 @@ def fault_of_runs(place: Path) -> str:
 
 BUILDS = Trial(
     "failing calls, prepare",
-    "`chatmill prepare` (new, over an old dataset, with two workers, resumed; with rejects and shards) while each of "
-    "its calls of open, read, write, fsync, rename, mmap, mkdir, unlink, close ... fails (ENOSPC, EIO, EDQUOT, "
-    "EMFILE, ENOMEM, EINTR, half of the bytes), once or repeatedly: one line or the right bytes, the old dataset is "
-    "intact, and the next build has the bytes of an uninterrupted one",
+    "`chatmill prepare` (new, over an old dataset, with two workers, resumed; with rejects and shards) while each "
+    "of its calls of open, read, write, fsync, rename, mmap, mkdir, unlink, close ... fails (ENOSPC, EIO, EDQUOT, "
+    "EMFILE, ENOMEM, EINTR, half of the bytes), once or repeatedly: a one-line error or the right bytes, the old "
+    "dataset is intact, and the next build has the bytes of an uninterrupted one",
     builds,
     full=100_000,
     short=5,
@@ -334,8 +334,8 @@ BUILDS = Trial(
 RUNS = Trial(
     "failing calls, training",
     "`chatmill train` (new and resumed; with checkpoints, an audit log and losses of rows) while each of its calls "
-    "fails in the same ways: one line or bitwise the right result, every checkpoint opens, and the next command "
-    "reaches the weights, optimizer state and losses of an uninterrupted run",
+    "fails in the same ways: a one-line error or bitwise the right result, every checkpoint opens, and the next "
+    "command reaches the weights, optimizer state and losses of an uninterrupted run",
     runs,
     full=100_000,
     short=4,

@@ -111,15 +111,16 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 BUILDS = Trial(
     "full disk, prepare",
-    "builds on a file system of random size: one line, nothing is published, and with more space `--resume` gives the "
-    "same bytes",
+    "builds on a file system of random size: a one-line error, nothing is published, and with more space `--resume` "
+    "gives the same bytes",
     work,
     full=100,
     short=4,
 )
 RUNS = Trial(
     "full disk, training",
-    "runs on a file system of random size: one line, and with more space they resume with bitwise the same result",
+    "runs on a file system of random size: a one-line error, and with more space they resume with bitwise the same "
+    "result",
     runs,
     full=40,
     short=2,

@@ -207,8 +207,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "hostile checkpoints",
-    "values of other types in checkpoint.json, with a matching hash; unlisted files; FIFOs, links and folders instead "
-    "of files; moved cursors: the run resumes to the same weights, or is refused in one line",
+    "values of other types in checkpoint.json, with a matching hash; unlisted files; FIFOs, links and folders "
+    "instead of files; moved cursors: the run resumes to the same weights, or is refused with a one-line error",
     work,
     full=400,
     short=9,

@@ -119,7 +119,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 TRIAL = Trial(
     "hostile metadata",
     "metadata with a correct hash and wrong sizes, counts, `..` in names, numbers out of range, values of other "
-    "types: refused or found in one line, or exactly the same rows; no file outside the dataset is opened",
+    "types: refused or found with a one-line error, or exactly the same rows; no file outside the dataset is opened",
     work,
     full=10_000,
     short=100,

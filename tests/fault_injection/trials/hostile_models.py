@@ -233,8 +233,8 @@ def save_hugging_face(folder: Path) -> Path:
 
 TRIAL = Trial(
     "hostile model folders",
-    "FIFOs, devices, links, pickles, code, and wrong headers and configs, in folders of chatmill and of transformers: "
-    "refused in one line, with little memory and time, and nothing is executed",
+    "FIFOs, devices, links, pickles, code, and wrong headers and configs, in folders of chatmill and of "
+    "transformers: refused with a one-line error, with little memory and time, and nothing is executed",
     work,
     full=460,
     short=40,

@@ -187,14 +187,15 @@ def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
 EXCHANGED = Trial(
     "datasets exchanged",
     "a dataset is opened and read while another process exchanges it continuously, and read after it was replaced "
-    "three times: rows of the dataset whose hash was read, or one line",
+    "three times: rows of the dataset whose hash was read, or a one-line error",
     exchange,
     full=3_000,
     short=60,
 )
 CUT = Trial(
     "files cut while read",
-    "a file of a dataset is truncated while a loader has it open: the right batches, or one line that names the file",
+    "a file of a dataset is truncated while a loader has it open: the right batches, or a one-line error that names "
+    "the file",
     cut,
     full=600,
     short=12,

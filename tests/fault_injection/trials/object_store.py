@@ -199,9 +199,9 @@ def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally
 
 TRIAL = Trial(
     "kill at every write, object store",
-    "a build to an object store, new and over an old dataset, played back up to each of its writes, killed before each "
-    "and resumed, cleaned in between, and against another build: nothing, the old or the new dataset, whole; of two "
-    "builds one is published and the other refused in one line",
+    "a build to an object store, new and over an old dataset, played back up to each of its writes, killed before "
+    "each and resumed, cleaned in between, and against another build: nothing, the old or the new dataset, whole; "
+    "of two builds one is published and the other refused with a one-line error",
     work,
     full=60,
     short=12,
@@ -268,8 +268,8 @@ def _flipped(data: bytes, rng: random.Random) -> bytes:
 
 DAMAGED = Trial(
     "damage, object store",
-    "objects of a dataset with a flipped bit, cut, longer, gone or exchanged, read through an empty cache and verified "
-    "with --full: one line about the object, never other rows",
+    "objects of a dataset with a flipped bit, cut, longer, gone or exchanged, read through an empty cache and "
+    "verified with --full: a one-line error about the object, never other rows",
     damaged_objects,
     full=300,
     short=20,

@@ -161,8 +161,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 TRIAL = Trial(
     "names and outputs",
     "commands whose files, folders, keys, ids and arguments contain escape sequences, line ends, direction marks or "
-    "bytes that are not UTF-8, with a standard output that is read, closed by its reader, full, or closed: no control "
-    "character is printed, a closed pipe ends a command quietly, a full disk is one line",
+    "bytes that are not UTF-8, with a standard output that is read, closed by its reader, full, or closed: no "
+    "control character is printed, a closed pipe ends a command quietly, a full disk is reported in a one-line "
+    "error",
     work,
     full=400,
     short=12,

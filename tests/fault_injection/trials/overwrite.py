@@ -307,8 +307,8 @@ TRIAL = Trial(
     "things of others in a replaced folder",
     "notes, repositories, models, tokenizers, unlisted shards, links and pipes in a folder that prepare or reweigh "
     "should replace, before they begin, at any operation of publishing, and among the leftovers of a killed build; "
-    "files that only have the name of metadata: refused in one line before any work, or kept, with a warning that "
-    "gives their location",
+    "files that only have the name of metadata: refused with a one-line error before any work, or kept, with a "
+    "warning that gives their location",
     work,
     full=64,
     short=5,

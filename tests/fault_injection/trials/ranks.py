@@ -172,9 +172,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "a torchrun rank killed",
-    "SIGKILL of one of two ranks in a random step: the other exits with one line, or torchrun ends it; after a "
-    "restart, by torchrun or by the next command, weights, optimizer state and losses are bitwise those of an "
-    "uninterrupted run",
+    "SIGKILL of one of two ranks in a random step: the other exits with a one-line error, or torchrun ends it; "
+    "after a restart, by torchrun or by the next command, weights, optimizer state and losses are bitwise those of "
+    "an uninterrupted run",
     work,
     full=12,
     short=1,

@@ -166,8 +166,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "a Ray worker or cluster lost",
-    "SIGKILL of a worker that holds a unit: another worker makes it, and the bytes are those of one process. SIGKILL "
-    "of this node's raylet, or of the head: one line, and the build is resumed to the same bytes",
+    "SIGKILL of a worker that holds a unit: another worker makes it, and the bytes are those of one process. "
+    "SIGKILL of this node's raylet, or of the head: a one-line error, and the build is resumed to the same bytes",
     work,
     full=5,
     short=1,

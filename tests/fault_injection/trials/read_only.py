@@ -103,8 +103,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "read-only targets",
-    "prepare (new, over an old dataset, resumed), reweigh, training and audit logs on a read-only file system: one "
-    "line each, nothing changes, and the dataset there can still be verified and loaded",
+    "prepare (new, over an old dataset, resumed), reweigh, training and audit logs on a read-only file system: a "
+    "one-line error each, nothing changes, and the dataset there can still be verified and loaded",
     work,
     full=5,
     short=1,

@@ -135,9 +135,9 @@ ESCAPED = Trial(
 
 TRIAL = Trial(
     "hostile chat templates",
-    "templates that loop, grow, exhaust time or memory in one operation, access Python's internals in generated ways, "
-    "fail, or have broken bytes, with a secret in the environment: refused in one line or harmless, and the secret "
-    "never leaks",
+    "templates that loop, grow, exhaust time or memory in one operation, access Python's internals in generated "
+    "ways, fail, or have broken bytes, with a secret in the environment: refused with a one-line error or harmless, "
+    "and the secret never leaks",
     work,
     full=1500,
     short=16,

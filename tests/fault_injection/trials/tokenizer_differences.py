@@ -120,9 +120,10 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 TRIAL = Trial(
-    "texts that engines may cut differently",
-    "letters that fold to ASCII in contractions, every general category, spaces, joined emoji and long runs, in words "
-    "as GPT-2, cl100k, o200k, Qwen, DeepSeek, Anthropic and tekken split them: the ids of `tokenizers`",
+    "texts that engines may split differently",
+    "texts with letters that fold to ASCII in contractions, with characters of every general category, and with "
+    "spaces, joined emoji and long runs, for the split patterns of GPT-2, cl100k, o200k, Qwen, DeepSeek, Anthropic "
+    "and tekken: the ids are those of `tokenizers`",
     work,
     full=120_000,
     short=1_200,

@@ -158,8 +158,8 @@ def liars(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 MUTANTS = Trial(
     "mutated tokenizers",
-    "`tokenizer.json` with broken bytes or parts of another type: one line, or the ids that `tokenizers` gives for "
-    "the same file, all within the vocabulary, and none a control token",
+    "`tokenizer.json` with broken bytes or parts of another type: a one-line error, or the ids that `tokenizers` "
+    "gives for the same file, all within the vocabulary, and none a control token",
     mutants,
     full=4_000,
     short=100,

@@ -75,8 +75,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "two builders of one target",
-    "two builds of one target at once, one paused in the middle or both in a race: the other waits or is refused in "
-    "one line, and the target is complete",
+    "two builds of one target at once, one paused in the middle or both in a race: the other waits or is refused "
+    "with a one-line error, and the target is complete",
     work,
     full=100,
     short=4,

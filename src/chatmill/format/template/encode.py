@@ -124,11 +124,11 @@ class _Sections(NamedTuple):
     first: Index
     last: Index
     size: Index
-    """By section: size of its text in bytes."""
+    """Size of the text of each section, in bytes."""
     literal_bytes: Index
-    """By simple section: size of its literals in bytes."""
+    """Size of the literals of each simple section, in bytes."""
     stripped: dict[int, int]
-    """By section: number of characters stripped by the control token before it; empty if no token strips."""
+    """Number of characters that the control token before each section strips; empty if no token strips."""
 
 
 @dataclass

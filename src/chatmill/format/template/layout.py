@@ -68,11 +68,11 @@ class SimpleSections(NamedTuple):
     slots: tuple[int, ...]
     around: tuple[tuple[str, str], ...]
     literal_bytes: Index
-    """By section: size of its literals in bytes."""
+    """Size of the literals of each section, in bytes."""
     border_bytes: Index
-    """By border: size of the literals before it in bytes."""
+    """Size of the literals before each border, in bytes."""
     after_text: NDArray[np.bool_]
-    """By border: whether the slot's text comes before it."""
+    """Whether the slot's text comes before each border."""
     takes_columns: bool
     """Whether texts of the conversation are encoded unchanged: none is computed or stripped, and none can form a text
     token together with the literals around it."""
@@ -87,29 +87,29 @@ class TokenLayout:
 
     sections: tuple[Section, ...]
     tokens: tuple[str | None, ...]
-    """By cell: its control token, or None for text."""
+    """The control token of each cell, or None for text."""
     texts: tuple[tuple[TextItem, ...], ...]
-    """By cell: its text."""
+    """The text of each cell."""
     section: Index
-    """By cell: its section, or -1 if its ids are known."""
+    """The section of each cell, or -1 if its ids are known."""
     border: Index
-    """By cell: the border at its end, or -1 at the end of a section."""
+    """The border at the end of each cell, or -1 at the end of a section."""
     ids: Ids
     """The known ids of all cells, concatenated."""
     lengths: Index
-    """By cell: its number of known ids."""
+    """The number of known ids of each cell."""
     starts: Index
-    """By cell: offset of its known ids in `ids`."""
+    """Offset in `ids` of the known ids of each cell."""
     border_section: Index
-    """By border between two cells of a section: its section."""
+    """The section of each border; a border lies between two cells of a section."""
     border_text: tuple[tuple[TextItem, ...], ...]
-    """By border: the text of its section before it."""
+    """The text of the section before each border."""
     border_bytes: Index
-    """By border: its byte offset in the section; -1 if that depends on slots."""
+    """Byte offset of each border in its section; -1 if it depends on slots."""
     border_of_answer: NDArray[np.bool_]
-    """By border: whether an answer starts or ends there."""
+    """Whether an answer starts or ends at each border."""
     first_cell: Index
-    """By span: its first cell; one more entry for the end."""
+    """The first cell of each span; one more entry for the end."""
     spans: Table
     """The spans, without their lengths."""
     simple: SimpleSections | None = None

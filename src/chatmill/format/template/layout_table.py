@@ -66,25 +66,25 @@ class LayoutTable:
     border: Index
     lengths: Index
     starts: Index
-    """By cell: offset of its known ids in `ids`."""
+    """Offset in `ids` of the known ids of each cell."""
     ids: Ids
     first_section: Index
     slot: Index
-    """By section: its slot; -1 in a layout whose sections are not simple."""
+    """The slot of each section; -1 in a layout whose sections are not simple."""
     kind: NDArray[np.uint8]
-    """By section: its index in `around`; only for sections that take columns."""
+    """Index in `around` of each section; only for sections that take columns."""
     around: list[tuple[str, str]]
     literal_bytes: Index
     first_border: Index
     border_section: Index
     border_bytes: Index
-    """By border: bytes of literals before it; -1 if its section is not simple and it follows a slot."""
+    """Bytes of literals before each border; -1 if its section is not simple and it follows a slot."""
     after_text: NDArray[np.bool_]
     border_of_answer: NDArray[np.bool_]
     first_span: Index
     spans: Table
     span_cell: Index
-    """By span: its first cell within the layout."""
+    """The first cell of each span within the layout."""
 
 
 class LayoutTables:
@@ -166,7 +166,7 @@ class RowCells:
 
     table: LayoutTable
     which: Index
-    """By row: index of its layout."""
+    """Index of the layout of each row."""
 
     def items(self, first: Index) -> tuple[Index, Index]:
         """Return the table indices of the items of all rows, in order, and the number of items of each row."""

@@ -90,7 +90,7 @@ class TemplateRenderer:
         )
         templates = self.process.templates
         self.templates = {False: templates[0], True: templates[-1]}
-        """By whether the conversation has tools."""
+        """The key is whether the conversation has tools."""
         for template in templates:
             if mask == "tags" and not template.has_tags:
                 raise UsageError(f"{template.name}: has no generation tags; remove --mask tags")

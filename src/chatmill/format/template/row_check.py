@@ -45,9 +45,9 @@ class ExpectedAnswers:
     ids: Ids
     """The headers from their first to their last control token, concatenated."""
     lengths: Index
-    """By answer: number of ids in its header; 0 if it has no control token and cannot be compared."""
+    """Number of ids in the header of each answer; 0 if it has no control token and cannot be compared."""
     tail_bytes: Index
-    """By answer: bytes of text at the end of its header; -1 if the tokenizer changes them."""
+    """Bytes of text at the end of the header of each answer; -1 if the tokenizer changes them."""
 
 
 def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
@@ -102,7 +102,7 @@ class RowCheck:
             raise _fault(records[other[0]], "the answers in its row differ from the derived ones", "foreign_text")
         if not len(answers.row):
             return
-        # By answer of a row: its index among the answers of all distinct `expected`.
+        # For each answer of a row, its index among the answers of all distinct `expected`.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
         ids, places = rows.ids, self._places(rows.ids)
         for broken, what, kind in (

@@ -192,7 +192,7 @@ def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> N
 def _take_training(translation: Translation, keys: TheirKeys) -> None:
     take_run(translation, keys, RUN, default_steps=_steps_of_batch_size(translation, keys))
     if "learning_rate" not in translation.train:
-        translation.faults.append("no learning_rate; expected one")
+        translation.faults.append("learning_rate is missing")
     if (share := keys.number("cosine_min_lr_ratio", most=1)) is not None:
         translation.take(keys.path("cosine_min_lr_ratio"), share, train={"min_lr_ratio": share})
     take_seed(translation, keys, 42)

@@ -102,9 +102,9 @@ class _OriginSearch:
         }
         """Messages in whose loop iteration the template outputs a field of another message."""
         self.known_starts: dict[str, tuple[str, int]] = {}
-        """By the literals before an answer: the literals at the end of its prompt, and their common prefix length."""
+        """Maps the literals before an answer to those at the end of its prompt, and their common prefix length."""
         self.known_closings: dict[str, int] = {}
-        """By the literals after an answer, starting at the first control token: how many characters close it."""
+        """Maps the literals after an answer, from the first control token on, to how many characters close it."""
 
     def answer(self, message: int) -> AnswerSpan:
         start = self._start(message)

@@ -94,7 +94,7 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
         },
     ),
 }
-"""By architecture: its audit number for filters, and the allowed system calls."""
+"""For each architecture, its audit number for filters, and the allowed system calls."""
 
 
 def lock_down(memory: int, parent: int) -> list[str]:

@@ -185,8 +185,8 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     """Whether replaying the steps takes memory proportional to the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
-    # By slot: how often it may contain each text of the conversation, and (under -1) characters of the template; once
-    # without and once with the growth of the functions.
+    # For each slot, how often it may contain each text of the conversation, and (under -1) characters of the template;
+    # once without and once with the growth of the functions.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 
