@@ -1,4 +1,4 @@
-"""Datasets that many tests look at, made once."""
+"""Datasets shared by many tests."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hostile(tmp_path_factory):
-    """A dataset whose texts, and the name of whose file, would act if anything let them.
+    """A dataset whose texts and file name contain markup, scripts and terminal escapes.
 
-    Its vocabulary was trained on them, so that whole tags and escapes are single tokens.
+    Its tokenizer is trained on them, so that whole tags and escapes are single tokens.
     """
     folder = tmp_path_factory.mktemp("hostile")
     control = list(load_format("chatml").tokens.values())
@@ -50,7 +50,7 @@ def browser():
 
 @pytest.fixture
 def watched(browser):
-    """A page on which a download is a fault too."""
+    """A watched page on which downloads also count as faults."""
     with watched_page(browser) as seen:
         seen.page.on("download", lambda download: seen.faults.append("download"))
         yield seen
@@ -58,7 +58,7 @@ def watched(browser):
 
 @pytest.fixture
 def rollout_target(tmp_path):
-    """A row in which one token is trained as another: a coordinate of a rollout."""
+    """A row in which the target of one token is a different id, as for a rollout coordinate."""
     shown = make(tmp_path, [line("q", "a")])
     spans = np.zeros(4, dtype=SPAN)
     spans["length"], spans["message"], spans["target"] = [1, 1, 1, 2], [0, 1, 1, 1], [-1, -1, 52, -1]

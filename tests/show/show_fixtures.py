@@ -1,4 +1,4 @@
-"""Small datasets to look at, made by the pipeline itself."""
+"""Small datasets to show, prepared by the pipeline."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LONG = "x" * 1_000_000
 
 
 def line(*texts: str, **more: Any) -> str:
-    """A record of user and assistant in turn."""
+    """Return a JSON line of alternating user and assistant messages."""
     turns = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
     return json.dumps({"messages": turns, **more}, ensure_ascii=False) + "\n"
 
 
 def make(folder: Path, lines: Sequence[str], *, file: str = "chat.jsonl", **options: Any) -> DatasetView:
-    """A dataset of these records, prepared in one process, and opened to be shown."""
+    """Prepare a dataset of these records in one process, and open it for viewing."""
     (folder / file).write_text("".join(lines), "utf-8", newline="")
     options.setdefault("format", "primer")
     job = Job((InputSource((str(folder / file),), shape="messages"),), **options)
@@ -46,6 +46,6 @@ def make(folder: Path, lines: Sequence[str], *, file: str = "chat.jsonl", **opti
 
 
 def hostile_lines() -> list[str]:
-    """Every hostile text in every place that a record has for one."""
+    """Return records with each hostile text in every text field."""
     lines = [line(text, f"answer {number} {text}") for number, text in enumerate(HOSTILE)]
     return [*lines, line("a long one", LONG), line("the end", "is near")]

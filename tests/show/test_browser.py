@@ -1,4 +1,4 @@
-"""The viewer in Chromium: it is clicked through, and no text of a dataset acts in it."""
+"""The viewer in Chromium: all controls work, and no text of a dataset is executed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatmill.tokenizer import train_bpe
 
 @pytest.fixture(scope="module")
 def chats_url(tmp_path_factory):
-    """A viewer of 120 conversations in a trained vocabulary, with the audit log of a run."""
+    """A viewer of 120 conversations with a trained tokenizer and the audit log of a run."""
     folder = tmp_path_factory.mktemp("browser")
     metals = ["gold", "silver", "iron", "tin"]
     lines = [
@@ -175,7 +175,7 @@ def test_the_rows_of_a_step_and_the_order_of_an_epoch(watched, chats_url):
     page.click("text=Show")
     page.wait_for_selector(".failure")
     assert "does not contain step 99" in page.inner_text(".failure")
-    # A refused question is a line in the console by itself.
+    # The browser itself logs a refused request in the console.
     assert all("400" in fault for fault in watched.faults)
     watched.faults.clear()
 
@@ -201,7 +201,7 @@ def test_no_text_of_a_hostile_dataset_acts_in_the_viewer(watched, hostile_url):
         if number < len(HOSTILE):
             page.click("text=Show t")
             page.click("text=Show t")
-    # The line of a megabyte comes in pieces.
+    # The line of one megabyte is loaded in pieces.
     page.goto(f"{hostile_url}#/episodes?split=train&episode={len(HOSTILE)}")
     page.wait_for_selector(".more:not([hidden])")
     assert page.inner_text(".more") == "998,019 tokens more"

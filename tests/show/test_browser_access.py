@@ -1,4 +1,4 @@
-"""Access to the viewer and the report: axe-core finds no serious fault; a phone and a keyboard are enough."""
+"""Accessibility of the viewer and the report: axe-core, phone width and keyboard."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ READY = {
 
 @pytest.fixture(scope="module")
 def axe():
-    """The source of axe-core, which npm installs once, outside of the repository's files."""
+    """Return the source of axe-core, which npm installs once, outside the tracked files."""
     script = FOLDER / "node_modules" / "axe-core" / "axe.min.js"
     if not script.is_file():
         if (npm := shutil.which("npm")) is None:
@@ -52,7 +52,7 @@ def axe():
             if done.returncode:
                 pytest.skip(f"npm cannot install {AXE}: {done.stderr.strip()[-200:]}")
             if not FOLDER.is_dir():
-                # Another process may have been first.
+                # Another process may have installed it first.
                 Path(folder).rename(FOLDER)
                 Path(folder).mkdir()
     return script.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Tags and exclusions in Chromium: kept in the browser, exported as records and as a list that prepare takes."""
+"""Tags and exclusions in Chromium: stored in the browser, exported as records and as a list for prepare."""
 
 from __future__ import annotations
 

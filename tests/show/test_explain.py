@@ -1,4 +1,4 @@
-"""Explanations: one sentence a token, which says what the store says."""
+"""Explanations: one sentence per token, consistent with the store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatmill.show.row_view import NOTES, SpanView
 from chatmill.store.reweigh import reweigh_dataset
 
 
-def test_every_role_part_and_rule_has_its_words():
+def test_every_role_part_and_rule_has_a_description():
     assert ROLES.keys() == set(Role)
     assert PARTS.keys() == set(Part)
     for rule in Rule:
@@ -26,7 +26,7 @@ def test_every_role_part_and_rule_has_its_words():
     assert NOTES.keys() <= set(Rule)
 
 
-def test_the_sentence_names_token_place_message_weight_and_rule(chats):
+def test_the_sentence_names_token_position_message_weight_and_rule(chats):
     said = explain_token(chats, "train", 1, 9)
     assert said.sentence == (
         f'Token 9 of train episode 1, "t" (id 116), the text of assistant message 1, from {said.file}:2, is trained: '
@@ -57,7 +57,7 @@ def test_the_sentence_names_token_place_message_weight_and_rule(chats):
         ({}, {"role", "header", "flag"}),
     ],
 )
-def test_of_every_token_the_explanation_is_what_the_store_says(tmp_path, options, rules):
+def test_the_explanation_of_every_token_agrees_with_the_store(tmp_path, options, rules):
     weighed = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]}
     lines = [line("one two three", "four five six", "seven", "eight nine ten eleven") for _ in range(4)]
     if not options:
@@ -79,13 +79,13 @@ def test_of_every_token_the_explanation_is_what_the_store_says(tmp_path, options
     assert rules <= seen
 
 
-def test_a_target_that_is_another_id_is_named(rollout_target):
+def test_a_target_with_a_different_id_is_named(rollout_target):
     said = explain_token(rollout_target, "train", 0, 2)
     assert (said.id, said.target, said.rule) == (50, 52, "matched")
     assert 'is trained as "4" (id 52): it belongs to an object that was matched' in said.sentence
 
 
-def test_after_reweighing_the_choice_is_the_new_one(chats, tmp_path):
+def test_after_reweighing_the_explanation_uses_the_new_train_on(chats, tmp_path):
     reweigh_dataset(chats.path, tmp_path / "last", train_on="last")
     shown = open_view(tmp_path / "last")
     assert (
@@ -104,6 +104,6 @@ def test_after_reweighing_the_choice_is_the_new_one(chats, tmp_path):
 
 
 @pytest.mark.parametrize(("episode", "token"), [(6, 0), (0, 8), (-1, 0), (0, -1)])
-def test_a_token_that_is_not_there_is_a_usage_error(chats, episode, token):
+def test_a_token_that_does_not_exist_is_a_usage_error(chats, episode, token):
     with pytest.raises(UsageError, match="it has 0 to"):
         explain_token(chats, "train", episode, token)

@@ -1,4 +1,4 @@
-"""The index: what it finds is what a look at every episode finds, whole or growing, made or opened."""
+"""The search index finds what a scan of every episode finds, complete or growing, new or reopened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = ["Mill", "stone", "grain", "Wässer", "ÄÖÜ", "straße", "ΣΑΣ", "wh
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """Three hundred episodes of a few words, in several shards."""
+    """300 episodes of a few words, in several shards."""
     rng = np.random.default_rng(3)
     lines = [line(*(" ".join(rng.choice(WORDS, rng.integers(1, 9))) for _ in range(2))) for _ in range(300)]
     return make(tmp_path_factory.mktemp("many"), lines, shard_tokens=4000)
@@ -33,7 +33,7 @@ def many(tmp_path_factory):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks and chunks so small that borders are everywhere."""
+    """Make blocks and chunks small, so that there are many boundaries."""
     shrink(monkeypatch)
     monkeypatch.setattr(index_build, "CHUNK", 700)
 
@@ -53,7 +53,7 @@ def built(shown, folder):
 
 
 def naive(shown, text: str) -> list[int]:
-    """Episodes whose text, folded character by character, holds the folded query."""
+    """Return the episodes whose case-folded text contains the case-folded query."""
     found = []
     for number in range(len(shown.dataset["train"])):
         said = b"".join(shown.text.piece(int(id)) for id in shown.row("train", number).ids).decode()
@@ -77,7 +77,7 @@ QUERIES = [
 ]
 
 
-def test_the_index_finds_what_a_look_at_every_episode_finds(many, tmp_path, small_blocks):
+def test_the_index_finds_what_a_scan_of_every_episode_finds(many, tmp_path, small_blocks):
     index = built(many, tmp_path)
     assert len(index.grams) > 100
     for query in QUERIES:
@@ -88,7 +88,7 @@ def test_the_index_finds_what_a_look_at_every_episode_finds(many, tmp_path, smal
 
 
 @pytest.mark.parametrize("length", [270, 290, 310])
-def test_a_text_is_found_across_every_border_of_blocks(tmp_path, small_blocks, length):
+def test_a_text_is_found_across_every_block_boundary(tmp_path, small_blocks, length):
     said = "".join(chr(ord("a") + int(n)) for n in np.random.default_rng(1).integers(0, 26, length))
     shown = make(tmp_path, [line("q", said)])
     index = built(shown, tmp_path / "index")
@@ -98,7 +98,7 @@ def test_a_text_is_found_across_every_border_of_blocks(tmp_path, small_blocks, l
 
 @settings(max_examples=40)
 @given(st.text(st.sampled_from("Milston grawäÄß"), min_size=1, max_size=9), st.integers(0, 299), st.integers(1, 5))
-def test_pages_of_a_search_one_after_the_other_are_all_of_it(many, shared_index, query, start, limit):
+def test_consecutive_pages_of_a_search_cover_all_results(many, shared_index, query, start, limit):
     right = [number for number in naive_cached(many, query) if number >= start]
     found, at, ended = [], start, False
     while not ended:
@@ -118,7 +118,7 @@ def test_pages_of_a_search_one_after_the_other_are_all_of_it(many, shared_index,
     st.integers(1, 40),
     st.integers(0, 90),
 )
-def test_a_search_in_any_order_finds_what_a_look_at_every_episode_finds(
+def test_a_search_in_any_order_finds_what_a_scan_of_every_episode_finds(
     many, shared_index, query, sort, start, limit, least
 ):
     shared_index.losses = np.where(np.arange(300) % 3, np.arange(300) * 7 % 13, np.nan).astype(np.float32)
@@ -180,7 +180,7 @@ ALPHABET = "aAbz \x00\n\"'%*_\\(-äÄßΣςσİ你👩"
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Random texts of quotes, wildcards, control characters and letters that case changes, some cut inside of one."""
+    """Random texts of quotes, wildcards, control characters and cased letters, some cut inside a character."""
     rng = np.random.default_rng(11)
     folder, lines = tmp_path_factory.mktemp("odd"), []
     for _ in range(150):
@@ -198,7 +198,7 @@ def odd(tmp_path_factory):
 
 @settings(max_examples=150)
 @given(st.text(st.sampled_from(ALPHABET + "\ufffd"), min_size=1, max_size=6), st.integers(0, 60), st.booleans())
-def test_odd_queries_of_any_length_find_what_the_decoded_texts_hold(odd, query, least, filtered):
+def test_unusual_queries_of_any_length_find_the_decoded_texts(odd, query, least, filtered):
     shown, index, texts = odd
     right = [number for number, text in enumerate(texts) if query.casefold() in text]
     assert list(find(shown.dataset["train"], shown.text, query)) == right
@@ -208,7 +208,7 @@ def test_odd_queries_of_any_length_find_what_the_decoded_texts_hold(odd, query, 
     assert index.search(folded_query(query), 0, 10**6, kept=kept, seconds=60).episodes == right
 
 
-def test_filters_keep_what_a_look_at_every_episode_keeps(tmp_path):
+def test_filters_keep_what_a_scan_of_every_episode_keeps(tmp_path):
     rng = np.random.default_rng(7)
     lines = []
     for number in range(60):
@@ -260,7 +260,7 @@ def make_of_files(folder):
     return open_view(folder / "v0")
 
 
-def test_an_index_is_opened_again_and_not_made_again(many, tmp_path, monkeypatch):
+def test_an_existing_index_is_reopened_instead_of_rebuilt(many, tmp_path, monkeypatch):
     first = built(many, tmp_path)
     monkeypatch.setattr(IndexBuilder, "_build", None)
     again = built(many, tmp_path)
@@ -270,7 +270,7 @@ def test_an_index_is_opened_again_and_not_made_again(many, tmp_path, monkeypatch
         assert one == other
 
 
-def test_another_tokenizer_has_another_index_and_none_has_no_text(many, tmp_path):
+def test_each_tokenizer_has_its_own_index_and_without_one_there_is_no_text(many, tmp_path):
     blind = replace(many, text=TokenText(None), without_text="not here")
     assert IndexBuilder(many, tmp_path).folder("train") != IndexBuilder(blind, tmp_path).folder("train")
     index = built(blind, tmp_path)
@@ -278,7 +278,7 @@ def test_another_tokenizer_has_another_index_and_none_has_no_text(many, tmp_path
     assert index.search(b"mill", 0, 10).episodes == []
 
 
-def test_a_growing_index_knows_what_stands_before_and_is_left_whole_or_not_at_all(many, tmp_path, small_blocks):
+def test_a_growing_index_finds_earlier_episodes_and_is_stored_completely_or_not_at_all(many, tmp_path, small_blocks):
     builder = IndexBuilder(many, tmp_path)
     index, seen = builder.indexes["train"], []
     right = naive(many, "mill")
@@ -310,7 +310,7 @@ def test_leftovers_of_a_killed_viewer_are_replaced(many, tmp_path):
     assert not building.exists()
 
 
-def test_two_viewers_at_once_make_one_index(many, tmp_path, monkeypatch):
+def test_two_concurrent_viewers_build_one_index(many, tmp_path, monkeypatch):
     made = []
     build = IndexBuilder._build
     monkeypatch.setattr(IndexBuilder, "_build", lambda *args: made.append(1) or build(*args))
@@ -333,7 +333,7 @@ def test_a_damaged_index_is_named_and_can_be_removed(many, tmp_path):
     assert "remove" in builder.indexes["train"].error
 
 
-def test_a_place_is_named_by_its_tokens_whatever_folding_does_to_lengths(chats):
+def test_a_match_is_located_by_tokens_even_if_case_folding_changes_lengths(chats):
     ids = chats.row("train", 2).ids.tolist()  # <|usr|>ä Ö<|eot|><|asst|>ß é<|eot|>
     for query, start, found in (("ä ö", 1, "ä Ö"), ("SS É", 8, "ß é"), ("s", 0, "s"), ("ö<", 4, "Ö<")):
         place = locate(ids, chats.text, query)
@@ -343,7 +343,7 @@ def test_a_place_is_named_by_its_tokens_whatever_folding_does_to_lengths(chats):
     assert locate(ids, chats.text, "none of it") is None
 
 
-def test_nothing_cannot_be_searched_for():
+def test_an_empty_query_is_refused():
     with pytest.raises(UsageError, match="nothing to search for"):
         folded_query("")
 

@@ -1,4 +1,4 @@
-"""Losses of a run by episode: the last of each, of the data that is viewed, whatever ranks wrote them."""
+"""Losses of a run by episode: the last loss of each, for the viewed dataset, from all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shown(tmp_path_factory):
 
 
 def log(folder, rank: int, *steps: tuple, sha256: str, mix=None, tail: str = "") -> None:
-    """Steps as (step, episodes, losses, weights), as training writes them."""
+    """Write steps, given as (step, episodes, losses, weights), in the format of training."""
     data = {"dataset_dir": "elsewhere", "dataset_sha256": sha256, "mix_sft": mix}
     lines = [
         {
@@ -44,7 +44,7 @@ def log(folder, rank: int, *steps: tuple, sha256: str, mix=None, tail: str = "")
     (folder / "rows" / f"rank_{rank:05d}.jsonl").write_text(text)
 
 
-def test_the_last_loss_of_each_episode_counts_and_conversations_of_one_are_averaged(shown, tmp_path):
+def test_the_last_loss_of_each_episode_counts_and_its_conversations_are_averaged(shown, tmp_path):
     sha256 = shown.dataset.sha256
     log(tmp_path, 0, (1, [0, 1], [5.0, 4.0], [1, 1]), (7, [3], [0.5], [2]), sha256=sha256, tail='{"step": 9, "da')
     log(tmp_path, 1, (1, [3, 4], [9.0, 2.0], [1, 1]), (5, [0, 0], [1.0, 3.0], [3, 1]), sha256=sha256)
@@ -74,7 +74,7 @@ def test_episodes_of_a_mix_are_numbered_as_in_the_dataset(tmp_path):
     view = open_view(tmp_path / "v")
     mix = {"a": 1.0, "b": 1.0}
     opened, _ = open_sources(tmp_path / "v", LoadConfig(pad_token_id=0, mix_sft=mix))
-    # The run numbers the episodes of a before those of b; the dataset has those of b first.
+    # The run numbers the episodes of a before those of b; the dataset does the opposite.
     log(tmp_path, 0, (1, [0, 1, 2], [10.0, 11.0, 20.0], [1, 1, 1]), sha256=datasets_hash(opened), mix=mix)
     np.testing.assert_array_equal(run_losses(tmp_path, view), np.float32([20, np.nan, np.nan, 10, 11]))
 

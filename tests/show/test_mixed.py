@@ -1,4 +1,4 @@
-"""A folder of datasets and caches is shown as one: numbered, ordered and named as training mixes it."""
+"""A folder of datasets and caches is shown as one dataset, numbered, ordered and named as in training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def test_rows_and_places_are_those_of_the_sources(folder):
+def test_rows_and_origins_equal_those_of_the_sources(folder):
     view = open_view(folder)
     assert view.sources == ("chat", "tools")
     for split in ("train", "val"):
@@ -46,7 +46,7 @@ def test_rows_and_places_are_those_of_the_sources(folder):
     assert view.ledger.total("read").rows == 12
 
 
-def test_the_order_is_that_of_training_on_the_mix(folder, tmp_path):
+def test_the_order_equals_that_of_training_on_the_mix(folder, tmp_path):
     view = open_view(folder)
     config = LoadConfig(mix_sft=MIX, epoch_seed=3, batch_size=2, block_size=64)
     viewer = Viewer(view, cache=tmp_path, config=config)

@@ -1,4 +1,4 @@
-"""When episodes come: the order of an epoch, packed neighbours, and the rows of a logged step."""
+"""The order of an epoch, packed neighbours, and the rows of a logged step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_page_of_the_order_is_the_order(shown):
     assert order.page("train", seed=42, epoch=3, start=40, limit=20)["episodes"] == right[40:]
 
 
-def test_where_an_episode_stands_and_who_stands_beside_it(shown):
+def test_the_position_and_neighbours_of_an_episode(shown):
     right = make_order("epoch", 50, seed=7).block(1, 0, 50).tolist()
     order = OrderView(shown.path, LoadConfig())
     for position in (0, 1, 25, 49):
@@ -49,7 +49,7 @@ def test_where_an_episode_stands_and_who_stands_beside_it(shown):
         assert where["after"] == right[position + 1 : position + 4]
 
 
-def test_packed_neighbours_are_those_of_the_batch(shown):
+def test_packed_neighbours_equal_those_in_the_batch(shown):
     config = LoadConfig(**RUN, packing="bins")
     order = OrderView(shown.path, config)
     rows = []
@@ -65,7 +65,7 @@ def test_packed_neighbours_are_those_of_the_batch(shown):
             assert (where["row"], where["shares_row_with"]) == (number, [each for each in row if each != episode])
 
 
-def test_an_episode_that_is_too_short_comes_in_no_epoch(shown):
+def test_an_episode_that_is_too_short_is_in_no_epoch(shown):
     order = OrderView(shown.path, LoadConfig(episode_min_tokens=20))
     short = [n for n in range(50) if len(shown.row("train", n).ids) < 20]
     assert short
@@ -79,7 +79,7 @@ def test_an_episode_that_is_too_short_comes_in_no_epoch(shown):
 
 @pytest.fixture(scope="module")
 def logged(shown, tmp_path_factory):
-    """A run of 15 steps whose batches are kept, resumed once from step 6."""
+    """A run of 15 steps, resumed once from step 6, with all its batches."""
     folder = tmp_path_factory.mktemp("logs")
     audit = Audit(folder, every=4)
     loader = EpisodeLoader(shown.path, RUN, listener=audit)
@@ -100,7 +100,7 @@ def logged(shown, tmp_path_factory):
     return audit_logs([folder])[0], batches
 
 
-def test_the_rows_of_a_step_are_those_that_were_handed_out(shown, logged):
+def test_the_rows_of_a_step_equal_those_of_its_batch(shown, logged):
     log, batches = logged
     for step, batch in enumerate(batches):
         logged_step = rows_at(log, step, shown.path)
@@ -119,7 +119,7 @@ def test_a_step_that_was_not_logged_and_another_dataset_are_refused(shown, logge
         rows_at(log, 3, other.path)
 
 
-def test_the_timeline_holds_every_line_and_knows_which_were_left_behind(logged):
+def test_the_timeline_has_every_line_and_marks_abandoned_ones(logged):
     lines = timeline(logged[0])
     assert [each["action"] for each in lines[:4]] == ["dataset_load", "epoch_start", "steps", "steps"]
     assert [each["number"] for each in lines] == list(range(1, len(lines) + 1))
@@ -129,14 +129,14 @@ def test_the_timeline_holds_every_line_and_knows_which_were_left_behind(logged):
     assert all(each["number"] < resumed["number"] for each in left)
 
 
-def test_a_torn_line_is_shown_as_one(logged, tmp_path):
+def test_a_truncated_line_is_shown_as_truncated(logged, tmp_path):
     torn = tmp_path / "torn.log"
     torn.write_bytes(logged[0].read_bytes()[:-20] + b"\x1b[2J\xff")
     last = timeline(torn)[-1]
     assert (last["action"], last["fields"]["why"]) == ("torn", "is truncated")
 
 
-def test_what_is_no_log_is_a_usage_error(tmp_path):
+def test_a_file_that_is_not_a_log_is_a_usage_error(tmp_path):
     for place in (tmp_path, tmp_path / "none.log"):
         with pytest.raises(UsageError, match="no audit log"):
             audit_logs([place])

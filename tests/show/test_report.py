@@ -1,4 +1,4 @@
-"""The report: one page that loads nothing, runs nothing, and says what the statistics say."""
+"""The report is one page that loads nothing, runs nothing, and shows the statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EMPTY = {"meta", "br", "link", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Reads a page: its elements, its visible text, and whether it is well formed."""
+    """Collects the elements and visible text of a page, and checks that it is well formed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

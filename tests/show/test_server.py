@@ -1,4 +1,4 @@
-"""The server: this machine's own browser is answered, and nothing else; nothing can be changed."""
+"""The server is read-only and answers only browsers on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from viewing import viewer
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """Ask a viewer of thirty episodes: status, headers and body of an answer."""
+    """Send a request to a viewer of 30 episodes; return the status, headers and body of the response."""
     folder = tmp_path_factory.mktemp("server")
     shown = make(folder, [line(f"question {n}", f"answer {n}") for n in range(30)])
     with viewer(shown.path, folder) as url:
@@ -33,12 +33,12 @@ def asked(tmp_path_factory):
         yield ask
 
 
-def test_it_listens_on_this_machine_alone(asked):
+def test_the_server_listens_only_on_localhost(asked):
     assert asked("/")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/page/page.js", "/api/about", "/page/none.js", "/none"])
-def test_every_answer_forbids_what_the_page_does_not_need(asked, path):
+def test_every_response_forbids_what_the_page_does_not_need(asked, path):
     _, headers, _ = asked(path)
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self'" in policy and "frame-ancestors 'none'" in policy
@@ -51,13 +51,13 @@ def test_every_answer_forbids_what_the_page_does_not_need(asked, path):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "127.0.0.1@evil.example"]
 )
-def test_a_name_that_was_made_to_lead_here_is_refused(asked, host):
+def test_other_host_names_are_refused(asked, host):
     status, _, body = asked("/api/about", Host=host)
     assert (status, b"episodes" in body) == (421, False)
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:8080", "[::1]:9"])
-def test_names_of_this_machine_are_answered_also_through_a_tunnel(asked, host):
+def test_names_of_this_machine_are_accepted_also_through_a_tunnel(asked, host):
     assert asked("/api/about", Host=host)[0] == 200
 
 
@@ -66,7 +66,7 @@ def test_nothing_can_be_changed(asked, method):
     assert asked("/api/about", method)[0] == 405
 
 
-def test_pages_of_other_sites_may_not_ask(asked):
+def test_requests_from_other_sites_are_refused(asked):
     assert asked("/api/about", Sec_Fetch_Site="cross-site")[0] == 403
     assert asked("/api/about", Sec_Fetch_Site="same-site")[0] == 403
     assert asked("/api/about", Sec_Fetch_Site="same-origin")[0] == 200
@@ -75,29 +75,29 @@ def test_pages_of_other_sites_may_not_ask(asked):
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "http://127.0.0.1.evil.example"]
 )
-def test_another_origin_may_not_ask(asked, origin):
+def test_requests_from_another_origin_are_refused(asked, origin):
     assert asked("/api/about", Origin=origin, Host="127.0.0.1:80")[0] == 403
     assert asked("/api/about", Origin="http://127.0.0.1:80", Host="127.0.0.1:80")[0] == 200
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "-1", "1_0", "%D9%A3", "0x1", "1.0", ""])
 @pytest.mark.parametrize("path", ["/api/train/episode/{}", "/api/train/episode/0/token/{}", "/api/audit/{}/step/0"])
-def test_what_is_no_number_of_an_episode_is_no_address(asked, path, number):
+def test_an_invalid_episode_number_is_not_found(asked, path, number):
     assert asked(path.format(number))[0] == 404
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "1_0", "%D9%A3", "0x1", "nan", "inf", "%00", "+", "1e999"])
 @pytest.mark.parametrize("name", ["start", "limit", "least", "share_from"])
-def test_what_is_no_number_in_a_query_is_one_line(asked, name, number):
+def test_an_invalid_number_in_a_query_is_one_error_line(asked, name, number):
     status, _, body = asked(f"/api/train/episodes?{name}={number}")
     assert (status, json.loads(body)["error"]) == (400, f"{name} is not a number")
 
 
-def test_an_address_with_a_slash_at_its_end_leads_nowhere_else(asked):
+def test_a_url_with_a_trailing_slash_is_not_redirected(asked):
     assert asked("/api/about/")[0] == 404
 
 
-def test_a_dataset_that_is_removed_while_it_is_viewed_is_an_error_of_one_line(tmp_path):
+def test_a_dataset_removed_while_it_is_viewed_is_one_error_line(tmp_path):
     shown = make(tmp_path, [line("q", "a")])
     with viewer(shown.path, tmp_path) as url:
         shutil.rmtree(shown.path)
@@ -130,14 +130,14 @@ def test_no_file_but_the_page_is_served(asked, path):
         ("/api/train/order?epoch=99999999999", "epoch"),
     ],
 )
-def test_what_cannot_be_answered_is_one_line(asked, path, words):
+def test_an_invalid_request_is_one_error_line(asked, path, words):
     status, _, body = asked(path)
     error = json.loads(body)["error"]
     assert status == 400
     assert words in error and "\n" not in error
 
 
-def test_pages_of_the_list_follow_one_another_to_the_end(asked):
+def test_consecutive_pages_cover_the_whole_list(asked):
     numbers, start = [], 0
     while start is not None:
         page = json.loads(asked(f"/api/train/episodes?start={start}&limit=7")[2])
@@ -146,7 +146,7 @@ def test_pages_of_the_list_follow_one_another_to_the_end(asked):
     assert numbers == list(range(30))
 
 
-def test_a_page_never_holds_more_than_its_most(asked):
+def test_a_limit_beyond_the_last_episode_returns_all_episodes(asked):
     page = json.loads(asked("/api/train/episodes?limit=100000")[2])
     assert len(page["episodes"]) == 30
     assert page["next"] is None

@@ -1,4 +1,4 @@
-"""The record beside an episode: read again from its file, and held against what the dataset was made of."""
+"""The source record of an episode is read again from its file and checked against the dataset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record_of(shown, number: int, *folders, segment: int = 0):
     return source_record(file, at, shape=shape, options=options, key=key, folders=folders)
 
 
-def test_every_record_is_found_by_its_line_and_says_what_it_said(tmp_path):
+def test_every_record_is_found_by_its_line_and_unchanged(tmp_path):
     lines = [line(f"question {n}", f"answer {n} ü") for n in range(3000)]
     shown = make(tmp_path, [*lines[:10], "\n", "  \n", *lines[10:]])
     for number in (0, 9, 10, 1021, 1022, 1023, 2045, 2999):
@@ -33,7 +33,7 @@ def test_every_record_is_found_by_its_line_and_says_what_it_said(tmp_path):
         assert (json.loads(found.text), found.same, found.as_read) == (json.loads(lines[number]), True, False)
 
 
-def test_a_record_that_was_changed_is_told_and_one_that_is_gone_too(tmp_path):
+def test_changed_and_missing_records_are_reported(tmp_path):
     shown = make(tmp_path, [line("a", "b"), line("c", "d")])
     (tmp_path / "chat.jsonl").write_text(line("a", "B"))
     found = record_of(shown, 0, tmp_path)
@@ -46,7 +46,7 @@ def test_a_record_that_was_changed_is_told_and_one_that_is_gone_too(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["chat.jsonl.gz", "chat.json", "chat.parquet"])
-def test_records_of_files_without_lines_are_found_too(tmp_path, name):
+def test_records_in_files_without_lines_are_also_found(tmp_path, name):
     records = [json.loads(line(f"q{n}", f"a{n}")) for n in range(5)]
     path = tmp_path / name
     if name.endswith(".gz"):
@@ -64,7 +64,7 @@ def test_records_of_files_without_lines_are_found_too(tmp_path, name):
     assert "q3" in found.text and "a3" in found.text and "q2" not in found.text
 
 
-def test_a_name_that_leads_to_one_machine_is_not_followed(tmp_path):
+def test_an_absolute_path_is_not_followed(tmp_path):
     (tmp_path / "secret.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match="is not looked for"):
         source_record(str(tmp_path / "secret.jsonl"), 1, shape="messages", key=[0, 0], folders=[tmp_path])
@@ -80,7 +80,7 @@ def test_a_hostile_record_is_shown_as_text_and_a_very_long_one_in_part(tmp_path)
         assert len(found.text) <= MAX_CHARACTERS + 1
 
 
-def test_text_that_is_no_json_is_shown_as_it_is(tmp_path):
+def test_text_that_is_not_json_is_shown_unchanged(tmp_path):
     (tmp_path / "talk.txt").write_bytes(b"<|User|>hi\xff<|Assistant|>\n")
     found = source_record("talk.txt", 1, shape=None, key=[1, 2], folders=[tmp_path])
     assert (found.text, found.same) == ("<|User|>hi\\xff<|Assistant|>", None)

@@ -1,4 +1,4 @@
-"""Statistics: every number held against one counted token by token."""
+"""Statistics, compared with counts made token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatmill.show.stats import SHARES, split_stats
 
 
 def by_hand(episodes, split: str) -> dict:
-    """The same counts from plain loops over tokens."""
+    """Compute the same counts with plain loops over tokens."""
     roles, parts, rules, sources = (defaultdict(lambda: [0, 0]) for _ in range(4))
     lengths, shares, segments, untrained = [], Counter(), Counter(), 0
     for number in range(len(episodes)):
@@ -64,7 +64,7 @@ def by_hand(episodes, split: str) -> dict:
         {"max_tokens": 20, "fit": "windows"},
     ],
 )
-def test_every_count_is_that_of_a_loop_over_all_tokens(tmp_path, options):
+def test_every_count_equals_that_of_a_loop_over_all_tokens(tmp_path, options):
     rng = np.random.default_rng(5)
     lines = [line(*("w" * int(n) for n in rng.integers(1, 30, 2 * int(rng.integers(1, 4))))) for _ in range(40)]
     shown = make(tmp_path, lines, **options)
@@ -85,8 +85,8 @@ def test_every_count_is_that_of_a_loop_over_all_tokens(tmp_path, options):
     assert all(row.file == "chat.jsonl" for row in found.longest)
 
 
-def test_the_fill_is_what_packing_leaves_without_padding(tmp_path):
-    # Rows of 6 tokens: four of them fill a row of 24 = 23 + 1.
+def test_the_fill_is_the_share_of_a_packed_row_without_padding(tmp_path):
+    # Four rows of 6 tokens fill a row of 24 = 23 + 1.
     shown = make(tmp_path, [line("a", "b") for _ in range(8)])
     fill, tight, short = split_stats(shown.dataset["train"], "train", block_sizes=(23, 8, 4)).fills
     assert (fill.packed, fill.alone, fill.rows, fill.cut) == (1.0, 0.25, 2, 0)
@@ -94,7 +94,7 @@ def test_the_fill_is_what_packing_leaves_without_padding(tmp_path):
     assert (short.packed, short.rows, short.cut) == (1.0, 8, 8)
 
 
-def test_progress_is_told_of_every_row(chats):
+def test_progress_is_reported_for_every_row(chats):
     told = []
     split_stats(chats.dataset["train"], "train", progress=told.append)
     assert sum(told) == 6

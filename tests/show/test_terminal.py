@@ -1,4 +1,4 @@
-"""An episode in the terminal: turns, brackets around what is trained, and what was cut or injected."""
+"""An episode in the terminal: turns, brackets around trained text, and cut or injected tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plain(shown, number: int) -> list[str]:
     return [each.plain for each in conversation_lines(row, shown.text, plain=True)]
 
 
-def test_turns_stand_one_below_the_other_with_trained_text_in_brackets(chats):
+def test_turns_are_printed_line_by_line_with_trained_text_in_brackets(chats):
     assert (
         conversation_title(chats.row("train", 1), "train", 1).plain
         == "train 1  chat.jsonl:2  42 tokens, 20 trained (48%)"
@@ -34,7 +34,7 @@ def test_turns_stand_one_below_the_other_with_trained_text_in_brackets(chats):
     ]
 
 
-def test_brackets_of_the_text_are_told_from_those_of_the_mask(chats):
+def test_brackets_in_the_text_differ_from_those_of_the_mask(chats):
     assert plain(chats, 5) == [
         "user 0",
         r"  <|usr|>\[x\]<|eot|>",
@@ -52,7 +52,7 @@ def test_brackets_of_the_text_are_told_from_those_of_the_mask(chats):
         {"max_tokens": 20, "fit": "blocks", "format": "post-training"},
     ],
 )
-def test_what_stands_in_brackets_is_what_is_trained(tmp_path, options):
+def test_exactly_the_trained_text_is_in_brackets(tmp_path, options):
     lines = [line(f"question {n} [a]", f"answer {n} ]b[", "so?", "yes\nand no") for n in range(6)]
     shown = make(tmp_path, lines, **options)
     for number in range(len(shown.dataset["train"])):
@@ -63,7 +63,7 @@ def test_what_stands_in_brackets_is_what_is_trained(tmp_path, options):
         assert re.sub(r"\\([\[\]])", r"\1", inside).encode() == trained
 
 
-def test_another_weight_stands_behind_its_bracket(tmp_path):
+def test_a_weight_other_than_1_follows_its_bracket(tmp_path):
     weighed = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]}\n'
     assert plain(make(tmp_path, [weighed]), 0)[2:] == [
         "assistant 1  weighed by the message itself",
@@ -71,7 +71,7 @@ def test_another_weight_stands_behind_its_bracket(tmp_path):
     ]
 
 
-def test_a_packed_row_shows_its_borders_and_where_each_conversation_is_from(tmp_path):
+def test_a_packed_row_shows_the_boundaries_and_origins_of_its_conversations(tmp_path):
     shown = make(tmp_path, [line("a", "b"), line("c", "d")], pack=20)
     assert plain(shown, 0)[::5] == [
         "── segment 0 of 2: chat.jsonl:1, 6 tokens",
@@ -97,7 +97,7 @@ def test_blocks_show_injected_copies_cut_turns_and_padding(tmp_path):
     assert re.search(r"── padding: \d+ tokens", said)
 
 
-def test_a_target_stands_behind_the_token_it_corrects(rollout_target):
+def test_a_target_follows_the_token_it_corrects(rollout_target):
     assert plain(rollout_target, 0) == ["user 0", "  q", "assistant 1", "  1[2→456]"]
     assert [each.plain for each in token_lines(rollout_target.row("train", 0), rollout_target.text)][2] == (
         "   *      2      50   1 assistant slot      matched    2 → 52 4"
@@ -124,7 +124,7 @@ def test_trained_text_is_bold_in_the_colour_of_its_speaker(chats):
     assert styles == {"<|asst|>": "dim", "yo": "bold green", "<|eot|>": "bold green"}
 
 
-def test_no_line_of_a_hostile_episode_can_act(hostile):
+def test_no_line_of_a_hostile_episode_controls_the_terminal(hostile):
     for number in range(len(hostile.dataset["train"])):
         row = hostile.row("train", number)
         for each in [

@@ -1,4 +1,4 @@
-"""Tool definitions have that name in the viewer, the report and the terminal, wherever a chat template writes them."""
+"""Viewer, report and terminal label tool definitions, wherever a chat template writes them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_format_that_adds_a_system_message_names_it_after_the_definitions(tmp_
     assert "part of the tool definitions, from chat.jsonl:1, is context" in explain_token(view, "train", 0, 60).sentence
 
 
-def test_a_user_who_writes_json_defines_no_tools(tmp_path):
+def test_json_in_a_user_message_is_not_a_tool_definition(tmp_path):
     asked = {"role": "user", "content": json.dumps(TOOL)}
     view = make(tmp_path, [json.dumps({"messages": [asked, CHAT[1]]}) + "\n"], format="chatml")
     row = view.row("train", 0)

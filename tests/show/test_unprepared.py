@@ -1,4 +1,4 @@
-"""Records and recipes are shown before anything is prepared, and the page says how they were rendered."""
+"""Records and recipes are shown without preparing them, and the page shows how they were rendered."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_tokenizer_and_a_format_are_chosen(tmp_path):
         assert len(row.ids) < 20
 
 
-def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch):
+def test_input_that_cannot_be_shown_is_one_error_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepared = make(tmp_path, LINES)
     for data, tokenizer, options, words in [

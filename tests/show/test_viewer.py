@@ -1,4 +1,4 @@
-"""What the page may ask: a page at a time, from an index that grows, of rows of every kind."""
+"""The API of the viewer: paging, a growing index, and rows of every kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shown(tmp_path_factory):
     return make(tmp_path_factory.mktemp("viewer"), [line(f"question {n}", "a" * (n + 1)) for n in range(30)])
 
 
-def test_before_the_index_is_made_the_list_is_there_and_the_rest_waits(shown, tmp_path):
+def test_before_the_index_exists_the_list_is_available_and_searches_wait(shown, tmp_path):
     viewer = Viewer(shown, cache=tmp_path)
     plain = viewer.episodes("train", limit=10)
     assert ([each["episode"] for each in plain["episodes"]], plain["next"], plain["matching"]) == (
@@ -70,7 +70,7 @@ def test_a_search_while_the_index_completes_misses_no_episode(shown, tmp_path, m
     assert (second["next"], second["waiting"]) == (None, False)
 
 
-def test_an_index_that_cannot_be_made_and_text_that_cannot_be_read_are_said(shown, tmp_path):
+def test_an_index_that_cannot_be_built_and_unreadable_text_are_reported(shown, tmp_path):
     (tmp_path / "file").write_text("")
     viewer = Viewer(shown, cache=tmp_path / "file")
     viewer.builder.start()
@@ -83,7 +83,7 @@ def test_an_index_that_cannot_be_made_and_text_that_cannot_be_read_are_said(show
         blind.episodes("train", q="question")
 
 
-def test_tokens_come_in_pieces_that_make_up_the_episode(tmp_path):
+def test_tokens_are_sent_in_pieces_that_make_up_the_episode(tmp_path):
     viewer = Viewer(make(tmp_path, [line("q", "b" * 5000)]), cache=tmp_path)
     start, ids, spans, turns = 0, [], [], []
     while True:
@@ -100,7 +100,7 @@ def test_tokens_come_in_pieces_that_make_up_the_episode(tmp_path):
     assert turns == [0, 1, 1, 1]
 
 
-def test_the_conversations_of_a_packed_row_are_named_with_their_places(tmp_path):
+def test_the_conversations_of_a_packed_row_are_listed_with_their_origins(tmp_path):
     viewer = Viewer(
         make(tmp_path, [line("a", "b"), line("c", "d")], pack=20), cache=tmp_path, record_folders=[tmp_path]
     )
@@ -112,7 +112,7 @@ def test_the_conversations_of_a_packed_row_are_named_with_their_places(tmp_path)
     assert '"c"' in viewer.record("train", 0, 1)["text"]
 
 
-def test_a_strip_is_as_long_as_its_row_and_says_who_speaks(tmp_path):
+def test_a_strip_covers_its_row_and_shows_the_roles(tmp_path):
     many = make(tmp_path, [line(*(f"{n}" for n in range(200)))])
     row = many.row("train", 0)
     assert len(row.spans) > STRIP
@@ -123,7 +123,7 @@ def test_a_strip_is_as_long_as_its_row_and_says_who_speaks(tmp_path):
     assert strip(few) == [["user", False, 4], ["assistant", False, 1], ["assistant", True, 3]]
 
 
-def test_where_a_config_packs_an_episode_has_neighbours(shown, tmp_path):
+def test_with_packing_an_episode_has_neighbours(shown, tmp_path):
     config = LoadConfig(packing="bins", block_size=64, batch_size=2, epoch_seed=5)
     viewer = Viewer(shown, cache=tmp_path, config=config)
     assert viewer.about()["order"] == {"mode": "epoch", "seed": 5, "packing": "bins"}
@@ -158,7 +158,7 @@ def test_a_sorted_list_waits_for_the_index_and_then_has_pages_in_that_order(show
             viewer.episodes("train", sort=wrong)
 
 
-def test_a_filter_of_names_that_are_not_there_is_a_usage_error(shown, tmp_path):
+def test_a_filter_with_unknown_names_is_a_usage_error(shown, tmp_path):
     viewer = Viewer(shown, cache=tmp_path)
     viewer.builder.start()
     viewer.builder.wait()
@@ -169,7 +169,7 @@ def test_a_filter_of_names_that_are_not_there_is_a_usage_error(shown, tmp_path):
             viewer.episodes("train", **wrong)
 
 
-def test_the_config_of_a_run_is_taken_for_its_order_whatever_else_it_says(shown, tmp_path):
+def test_the_order_is_read_from_the_config_of_a_run_and_other_keys_are_ignored(shown, tmp_path):
     run = {"n_layer": 2, "learning_rate": 0.1, "epoch_seed": 9, "batch_sampling_mode": "feistel"}
     (tmp_path / "run.json").write_text(json.dumps(run))
     with running(shown.path, tmp_path, "--config", "run.json") as url:

@@ -1,4 +1,4 @@
-"""The viewer as a user starts it, and a real browser to look at it with."""
+"""Start the viewer as a user does, and open it in a real browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOTS = Path(__file__).resolve().parents[2] / "artifacts" / "show"
 
 @contextmanager
 def viewer(dataset: Path, folder: Path, *options: str) -> Iterator[str]:
-    """`chatmill view` in a folder, until the end of the block: its address."""
+    """Run `chatmill view` in a folder until the end of the block; yield its URL."""
     command = [Path(sys.executable).with_name("chatmill"), "view", dataset, "--index", folder / "index", "--json"]
     process = subprocess.Popen([*command, *options], cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
@@ -36,7 +36,7 @@ def viewer(dataset: Path, folder: Path, *options: str) -> Iterator[str]:
 
 
 def chromium() -> str:
-    """Debian's Chromium, which `make test` installs; tests are skipped only where that cannot be done."""
+    """Return Debian's Chromium, which `make test` installs; skip the test if it cannot be installed."""
     found = shutil.which("chromium")
     if found is None:
         if _succeeds("apt-get", "install", "--simulate", "chromium") and (
@@ -56,25 +56,25 @@ def _succeeds(*command: str) -> bool:
 
 @contextmanager
 def open_browser() -> Iterator[Any]:
-    """A Chromium of Playwright, until the end of the block."""
+    """Open Chromium with Playwright until the end of the block."""
     executable = chromium()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # In a container root has no sandbox to put the page in; the page is ours.
+        # Chromium has no sandbox for root in a container; the page is our own.
         opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=WAIT)
         yield opened
         opened.close()
 
 
 def count(page: Any, selector: str, number: int) -> None:
-    """Wait until so many elements are there."""
+    """Wait until `number` elements match the selector."""
     page.wait_for_function(f"() => document.querySelectorAll('{selector}').length === {number}")
 
 
 @dataclass
 class Watched:
-    """A page, with everything that should never happen on it."""
+    """A page with the faults and requests seen on it."""
 
     page: Any
     faults: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Watched:
 
 @contextmanager
 def watched_page(browser: Any, **options: Any) -> Iterator[Watched]:
-    """A page on which an error, a dialog or another page is a fault, whatever the test looks at."""
+    """Open a page; any error, dialog or second page fails the test."""
     context = browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options})
     page = context.new_page()
     page.set_default_timeout(WAIT)
