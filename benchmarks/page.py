@@ -42,15 +42,15 @@ def table(shown: list[Line]) -> str:
             "": line.what,
             "chatmill": line.ours,
             "floor": line.floor,
-            "of the floor's speed": "" if line.share is None else f"{line.share:.2f}",
+            "speed relative to floor": "" if line.share is None else f"{line.share:.2f}",
             "peer": ", ".join(part for part in (line.peer, line.theirs) if part),
-            "times the peer": _times(line.times),
+            "speedup over peer": _times(line.times),
             "peak memory": megabytes(*line.memory),
         }
         for line in shown
     ]
     names = [name for name in rows[0] if not name or any(row[name] for row in rows)]
-    right = {"chatmill", "of the floor's speed", "times the peer", "peak memory"}
+    right = {"chatmill", "speed relative to floor", "speedup over peer", "peak memory"}
     return _markdown(names, [[row[name] for name in names] for row in rows], right={*right})
 
 

@@ -68,7 +68,7 @@ def records(seed: int, count: int, most: int, order: Order = "reading") -> list[
 
 
 def place(cell: int, size: int) -> int:
-    """The edge of a cell on an axis of 1000 places."""
+    """Scale the edge of a cell to a coordinate from 0 to 999."""
     return round(cell * 999 / size)
 
 

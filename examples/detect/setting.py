@@ -216,10 +216,10 @@ def score(model_or_run: Path, folder: Path) -> Scores:
 
 
 def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
-    """How a target continues where the model itself would: held-out answers, broken off in the middle.
+    """Cut held-out answers in the middle, and measure how often targets continue them as the model would.
 
-    `same`: the tokens of the target are those of the whole answer. `likely`: the model's most likely next token, after
-    the tokens that were kept, is the first of the target's.
+    `same`: the target has the same tokens as the whole answer. `likely`: after the tokens that were kept, the model's
+    most likely next token is the target's next token.
     """
     task = task_of(folder)
     model = open_model(model_folder(run)).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -227,7 +227,7 @@ def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
     same = likely = 0
     for truth, prompt in zip(truths, prompt_lists(task_prompts(truths, task)), strict=True):
         answer = build_answer(truth.objects, tokenizer=task.tokenizer, eos_id=task.eos_id).ids.tolist()
-        # Whole objects up to the middle are kept, and the others appended: the same text.
+        # Complete objects up to the middle are kept, and the others are appended: the text stays the same.
         target = build_target(
             answer[: len(answer) // 2 + 3],
             truth.objects,

@@ -174,7 +174,7 @@ def test_what_is_no_sft_is_refused(keys, reason):
 
 
 def test_a_config_of_accelerate_is_told_apart():
-    with pytest.raises(DataError, match="is a config of Accelerate"):
+    with pytest.raises(DataError, match="is an Accelerate config"):
         imported({"compute_environment": "LOCAL_MACHINE", "num_processes": 8})
 
 

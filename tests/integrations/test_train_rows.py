@@ -298,7 +298,7 @@ def test_the_length_of_a_run_must_be_clear(data):
 def test_a_batch_size_that_the_ranks_cannot_share_is_refused(data, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "5")
     rows = TrainRows(data / "a", BASE, steps=2)
-    with pytest.raises(UsageError, match="batch_size 12 cannot be shared by 5 ranks in 1 steps each; expected a multi"):
+    with pytest.raises(UsageError, match="batch_size 12 cannot be split across 5 ranks with 1 accumulation steps each"):
         rows.__getitems__([0, 1])
 
 

@@ -205,7 +205,7 @@ def test_a_padding_token_outside_the_vocabulary_is_refused(dataset):
 @pytest.mark.parametrize(
     ("rank", "world_size", "what"),
     [
-        (0, 3, "batch_size 4 cannot be shared by 3 ranks"),
+        (0, 3, "batch_size 4 cannot be split across 3 ranks"),
         (2, 2, "rank is 2; expected 0 to 1"),
         (-1, 1, "rank is -1; expected 0 to 0"),
     ],

@@ -531,7 +531,7 @@ def test_all_ranks_raise_if_a_batch_cannot_be_divided_among_them(sums_data, tmp_
         return "trained"
 
     for said in ranks(2, run):
-        assert said.startswith("batch_size 3 cannot be shared by 2 ranks")
+        assert said.startswith("batch_size 3 cannot be split across 2 ranks")
 
 
 def test_truncated_conversations_are_counted(sums_data, tmp_path):

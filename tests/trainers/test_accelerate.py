@@ -254,7 +254,7 @@ def check_log(dataset, folder) -> None:
         (1, PACKED, {}, "give either epochs or steps"),
         (1, PACKED, {"epochs": 1, "steps": 1}, "give either epochs or steps"),
         (4, {**PACKED, "gradient_accumulation_steps": 2}, {"steps": 1}, "is 2 in the config and 4 in the accelerator"),
-        (3, PACKED, {"steps": 1}, "batch_size 4 cannot be shared by 1 ranks in 3 accumulation steps each"),
+        (3, PACKED, {"steps": 1}, "batch_size 4 cannot be split across 1 ranks with 3 accumulation steps each"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(weighted, accumulation, config, length, message):

@@ -82,5 +82,5 @@ def test_wrong_ways_of_reading_are_refused_in_one_line_on_both_ranks(results):
             "the trainer reads batches of 8 rows on 2 ranks; batch_size 8 in 1 accumulation steps is 4 rows a batch"
         )
         assert refusals["uneven"] == (
-            "batch_size 5 cannot be shared by 2 ranks in 1 steps each; expected a multiple of 2"
+            "batch_size 5 cannot be split across 2 ranks with 1 accumulation steps each; expected a multiple of 2"
         )

@@ -100,7 +100,7 @@ static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
     return first == 'l' && second == 'l' ? at + 3 : NULL;
 }
 
-/* The same at any character, ignoring case; a long s (U+017F) counts as s. */
+/* Like `contraction`, but ignores case, and `at` need not be an apostrophe; a long s (U+017F) counts as s. */
 static inline const uint8_t *contraction_folded(Cutter *self, const uint8_t *at) {
     if (*at != '\'') return NULL;
     if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;

@@ -46,7 +46,7 @@ class AuditResult:
     abandoned: int = 0
     """Lines after a checkpoint that a run was resumed from."""
     torn: list[int] = field(default_factory=list)
-    """Numbers of lines that a crash truncated."""
+    """Numbers of the lines that a crash truncated."""
     unanchored: int = 0
     """Lines after the last one whose hash is stored in a checkpoint; removing the end of these would go unnoticed."""
 

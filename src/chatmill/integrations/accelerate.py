@@ -121,8 +121,8 @@ class AcceleratorBatches:
             )
         if self.loader.num_rows % mine:
             raise UsageError(
-                f"batch_size {config.batch_size} cannot be shared by {ranks} ranks in {mine} accumulation steps each; "
-                f"expected a multiple of {ranks * mine}"
+                f"batch_size {config.batch_size} cannot be split across {ranks} ranks with {mine} accumulation steps "
+                f"each; expected a multiple of {ranks * mine}"
             )
 
     def __len__(self) -> int:

@@ -143,8 +143,8 @@ class TrainRows(Dataset[ModelInputs]):
         rows, remainder = divmod(self.config.batch_size, world_size * accumulation)
         if remainder:
             raise UsageError(
-                f"batch_size {self.config.batch_size} cannot be shared by {world_size} ranks in {accumulation} steps "
-                f"each; expected a multiple of {world_size * accumulation}"
+                f"batch_size {self.config.batch_size} cannot be split across {world_size} ranks with {accumulation} "
+                f"accumulation steps each; expected a multiple of {world_size * accumulation}"
             )
         return rows
 

@@ -145,8 +145,8 @@ class EpisodeLoader(IterableDataset):
             raise UsageError(f"rank is {self.rank}; expected 0 to {self.world_size - 1} (world_size - 1)")
         if size % (self.world_size * steps):
             raise UsageError(
-                f"batch_size {size} cannot be shared by {self.world_size} ranks in {steps} accumulation steps each; "
-                f"expected a multiple of {self.world_size * steps}"
+                f"batch_size {size} cannot be split across {self.world_size} ranks with {steps} accumulation steps "
+                f"each; expected a multiple of {self.world_size * steps}"
             )
 
     # The dataset.

@@ -59,7 +59,7 @@ class GenerationConfig(Config):
     beams: int = key(4, "number of beams; the best answer is used", integer(1))
     generate_batch_size: int = key(64, "prompts per generation batch", integer(1))
     server: str | None = key(None, "URL of a server that generates answers with its own weights: http://…/v1")
-    server_model: str | None = key(None, "name of the model at the server")
+    server_model: str | None = key(None, "name of the model on the server")
     server_api: Literal["tokens", "completions", "chat"] = key(
         "tokens", "what the server receives and returns: token ids, text, or messages and text"
     )

@@ -51,9 +51,9 @@ class Target:
     dropped: dict[str, int]
     """Entries of the rollout that are not valid objects, by reason."""
     matched: tuple[tuple[int, int], ...]
-    """Numbers of (valid object, true object)."""
+    """Pairs of indices: valid object, true object."""
     missed: tuple[int, ...]
-    """Numbers of the true objects that were appended."""
+    """Indices of the true objects that were appended."""
     truncated: bool
     """Whether the tokens of the rollout ended before its answer was complete."""
     fallback: str | None
@@ -70,7 +70,7 @@ class Target:
 
     @property
     def false_positives(self) -> tuple[int, ...]:
-        """Numbers of the valid objects that do not match a true one."""
+        """Indices of the valid objects that do not match a true one."""
         matched = {number for number, _ in self.matched}
         return tuple(number for number in range(len(self.valid_objects)) if number not in matched)
 

@@ -87,7 +87,7 @@ class Comparison:
         return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
 
     def refuse(self, place: str, *, chatmill: tuple[str, str] | None, peer: tuple[str, str] | None) -> None:
-        """Add a record that one or both refuse, each with the kind of reason and the reason."""
+        """Count a record that chatmill, TRL or both refuse; `chatmill` and `peer` are (kind of reason, reason)."""
         self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
         for name, refusal in (("chatmill", chatmill), ("TRL", peer)):
             if refusal is not None:

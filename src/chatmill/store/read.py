@@ -30,7 +30,7 @@ T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files of a Hugging Face tokenizer that contain the name of its end token."""
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "added_tokens.json")
-"""Files in which the ids of its tokens are looked up."""
+"""Files of a Hugging Face tokenizer that map tokens to ids."""
 
 
 def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Dataset:

@@ -342,7 +342,7 @@ class RankWatch:
         raise self._error()
 
     def _terminate(self, number: int, _: object) -> None:
-        """Delay SIGTERM, which torchrun sends to all others after a loss, until this rank has reported the loss."""
+        """Delay the SIGTERM that torchrun sends when a rank is lost until this rank has reported which one."""
         end = time.monotonic() + SETTLE_SECONDS
         while not self.has_fault and time.monotonic() < end:
             time.sleep(0.02)

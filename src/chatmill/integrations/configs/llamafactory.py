@@ -120,9 +120,9 @@ def _import_info(translation: Translation, path: Place, names: Sequence[str]) ->
 
 def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if "train_dataset" in keys and "model_name_or_path" not in keys:
-        raise DataError(f"{translation.place}: is a config of LLaMA-Factory's v1 engine, which is not supported")
+        raise DataError(f"{translation.place}: is for LLaMA-Factory's v1 engine, which is not supported")
     if "compute_environment" in keys and "model_name_or_path" not in keys:
-        raise DataError(f"{translation.place}: is a config of Accelerate; give the config of the run, and --ranks")
+        raise DataError(f"{translation.place}: is an Accelerate config; give the config of the run, and --ranks")
     stage = keys.text("stage")
     if stage in STAGES:
         translation.refuse(keys.path("stage"), stage, STAGES[stage])

@@ -95,7 +95,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if "compute_environment" in keys and "model_name_or_path" not in keys:
         place = translation.place
         raise DataError(
-            f"{place}: is a config of Accelerate; give the config of `trl sft`, and the number of GPUs as --ranks"
+            f"{place}: is an Accelerate config; give the config of `trl sft`, and the number of GPUs as --ranks"
         )
     loss = keys.text("loss_type")
     if loss == "dft":

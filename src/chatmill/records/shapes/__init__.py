@@ -176,7 +176,7 @@ class ShapeParser:
 
 
 def parsed_record(parsed: ParsedRecord, source: str, file: str, line: int) -> Record:
-    """Return the `Record` of what was parsed on a line."""
+    """Build the `Record` of a parsed line."""
     turns, id, tools, *others = parsed
     return new_record(turns, id, tools, source, file, line, *others)
 

@@ -344,7 +344,7 @@ def template_kwargs(record: KeyReader) -> str:
     for name in given:
         if not name.isidentifier() or name in RESERVED_KWARGS:
             what = f"chat_template_kwargs has {quoted(name)}"
-            raise RecordError(what, "expected names of variables of the template", kind="template_kwargs")
+            raise RecordError(what, "expected names of template variables", kind="template_kwargs")
     # Rows of a table have the keys of all rows, with null for those that a row lacks.
     given = {name: value for name, value in sorted(given.items()) if value is not None}
     return compact(given) if given else ""

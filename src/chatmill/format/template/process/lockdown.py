@@ -186,7 +186,7 @@ def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     ]
     for at, number in enumerate([*others, *executable]):
         left = checks - at - 1
-        # What follows: `left` comparisons, a failure, the check of protection, an allowance.
+        # Skip the `left` remaining comparisons and one failure, to the check of protection; or 2 more, to allow.
         instructions.append((JUMP_IF_EQUAL, left + (3 if number in others else 1), 0, number))
     instructions += [
         (RETURN, 0, 0, FAIL | errno.EPERM),
