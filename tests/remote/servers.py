@@ -30,7 +30,7 @@ PROGRAMS = Path(__file__).parent / "server_programs.py"
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 RCLONE_KEY, RCLONE_SECRET = "rclone-test-key", "rclone-test-secret"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""The key that Azurite's documentation gives to everybody."""
+"""The public default key from Azurite's documentation."""
 _numbers = itertools.count()
 
 
@@ -90,9 +90,9 @@ class Server:
     environment: Mapping[str, str]
     scheme: str = "s3"
     folder: Path | None = None
-    """Where its objects are files, if they are."""
+    """The folder that contains the objects as files, if the server has one."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What fsspec is configured with, where the library takes nothing from the environment."""
+    """The fsspec configuration, for libraries that read no environment variables."""
 
     @property
     def endpoint(self) -> str:

@@ -28,7 +28,7 @@ from chatmill.train.hf import HFModel
 from chatmill.train.load_model import open_model
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data" / "templates"
-"""Templates of other projects, beside the repository; tests that need them are skipped where they are not there."""
+"""Templates of other projects, next to the repository; tests that need them are skipped without them."""
 CHOSEN = (
     "llamacpp-Qwen-Qwen3-0.6B",
     "unsloth-llama31",
@@ -50,7 +50,7 @@ def written(number: int, thing: dict) -> str:
 class Folder(NamedTuple):
     task: Task
     peer: Any
-    """The tokenizer of transformers, with the template."""
+    """The transformers tokenizer, with the template."""
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Return the prompt ids that transformers sends to the model."""
@@ -114,11 +114,11 @@ def opened(request) -> Folder:
 
 class Scenario(NamedTuple):
     rollout: str
-    """What the model wrote; ␃ is the end of turn."""
+    """The text that the model generated; ␃ is the end-of-turn token."""
     prefix: str
-    """What of it is kept; the fallback is `{` with nothing of the rollout."""
+    """The kept prefix; the fallback is `{` without any rollout tokens."""
     first: int
-    """n of the first appended key."""
+    """The number in the first appended key."""
     appended: tuple[dict, ...]
     truth: tuple[dict, ...] = (CAT, BIRD)
     is_fallback: bool = False

@@ -69,7 +69,7 @@ def test_the_page_is_whole_loads_nothing_and_runs_nothing(hostile):
     assert "url(" not in page_of(hostile)
 
 
-def test_hostile_texts_stand_in_it_as_text(hostile):
+def test_hostile_texts_are_shown_as_text(hostile):
     page = Page(page_of(hostile))
     text = page.text
     for words in ("<script>", "</textarea>", "onerror=", "{{7*7}}", "\\x1b", "\\u202e", "\\x00", "<img src=x"):
@@ -92,7 +92,7 @@ def test_twenty_samples_are_shown_with_what_is_trained_filled(tmp_path):
     assert len([each for name, each in page.elements if each.get("class") == "s w"]) == trained
 
 
-def test_the_flow_and_the_ledger_say_what_was_lost_and_why(tmp_path):
+def test_the_flow_and_the_ledger_show_removed_tokens_and_reasons(tmp_path):
     lines = [line("q", "a" * 60), line("q", "a"), '{"messages": [{"role": "user", "content": "alone"}]}\n', "{\n"]
     shown = make(tmp_path, lines, max_tokens=20, fit="turns", on_error="skip")
     text = Page(page_of(shown)).text

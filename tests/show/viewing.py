@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 WAIT = 500_000
-"""Milliseconds until something that should be there is missed, a little less than a test may take."""
+"""Timeout in milliseconds of browser waits, slightly below the time limit of a test."""
 SHOTS = Path(__file__).resolve().parents[2] / "artifacts" / "show"
-"""Where screenshots are kept to be looked at; not part of the repository."""
+"""Folder for screenshots to inspect; not tracked."""
 
 
 @contextmanager
