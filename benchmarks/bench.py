@@ -140,7 +140,7 @@ def measure(only: list[str] | None, own: list[object], results: Path, *, quick: 
 
 
 def run(script: str, words: list[object]) -> Any:
-    """The JSON that a benchmark prints. One that missed a promise exits 1 and is none the worse for it here."""
+    """Run a benchmark and return the JSON that it prints, even if it exits with 1 because it missed a target."""
     command = [sys.executable, str(HERE / script), *map(str, words)]
     if script != "corpus.py":
         command.append("--json")

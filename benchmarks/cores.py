@@ -1,11 +1,11 @@
-"""Preparing on many cores: the same build by two processes on two cores, and by one on every core.
+"""Preparing on many cores: the same build with two processes on two cores, and with one process per core.
 
     python benchmarks/cores.py                   two cores and all cores of this machine; 500,000 conversations
     python benchmarks/cores.py --cores 2 4 8     these
 
-The conversations are 50,000 that are read `--times` times over, packed to rows of 4096. Start-up is left out. The
-datasets have the same bytes. *Serial* is the processor time of the main process, which no other process shares: it
-plans the shards, collects the results of units and removes the staged files.
+The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096. Start-up is not counted. All
+builds write the same bytes. *Serial* is the CPU time of the main process, whose work is not parallel: it plans the
+shards, collects the results of units and removes the staged files.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str, Any]:
-    """Seconds of one build, and the processor time of the main process, alone and as a share of all."""
+    """Seconds of one build, and the CPU time of the main process, in seconds and as a share of all CPU time."""
     shutil.rmtree(folder / "dataset", ignore_errors=True)
     os.sync()
     before, began = times(), time.perf_counter()
@@ -96,7 +96,7 @@ def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str,
 
 
 def times() -> tuple[float, float]:
-    """The processor time of this process, and of those that it started and that ended."""
+    """CPU time of this process, and of its child processes that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     own, others = (each.ru_utime + each.ru_stime for each in used)
     return own, others

@@ -1,8 +1,8 @@
 """The data of the benchmarks: conversations with realistic lengths, made from text that every machine has.
 
-English prose comes from docstrings and code from sources of the Python installation; other languages are
-drawn word by word from their scripts. Everything is seeded, made once, and kept under `benchmarks/.data`.
-`python benchmarks/corpus.py` makes it; `--input` and `--tokenizer` of the benchmarks take a user's own instead.
+English prose comes from the docstrings of the Python installation, and code from its sources; words of other
+languages are random letters of their scripts. Everything is seeded, created once, and kept under `benchmarks/.data`.
+`python benchmarks/corpus.py` creates it; use `--input` and `--tokenizer` to run a benchmark on your own data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SYSTEMS = [
     "Answer in the language of the question.",
     "You are a patient teacher who explains step by step and checks every result before giving it.",
 ]
-# Scripts as (first letter, last letter, letters a word, word separator).
+# Scripts as (first letter, last letter, letters per word, word separator).
 SCRIPTS = [
     ("α", "ω", 6, " "),
     ("а", "я", 7, " "),
@@ -39,7 +39,7 @@ SCRIPTS = [
 
 
 def prose_and_code(rng: random.Random) -> tuple[list[str], list[str]]:
-    """Paragraphs of docstrings, and pieces of source."""
+    """Return paragraphs of docstrings, and pieces of source code."""
     prose, code = [], []
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
@@ -62,7 +62,7 @@ def prose_and_code(rng: random.Random) -> tuple[list[str], list[str]]:
 
 def foreign(rng: random.Random) -> str:
     first, last, letters, separator = rng.choice(SCRIPTS)
-    # A word's letters come from a Zipf-like choice, so that some words are common as in a real language.
+    # Word frequencies are Zipf-like, so that some words are common, as in a real language.
     words = []
     for _ in range(rng.randrange(8, 30)):
         word_rng = random.Random(int(rng.paretovariate(0.7)) % 5000)
@@ -126,7 +126,7 @@ def tokenizer_file(vocab_size: int = 100_000) -> Path:
 
 
 class Data(NamedTuple):
-    """What is measured: conversations as JSON lines, how many, and a tokenizer.json with the tokens of ChatML."""
+    """Input of a benchmark: a file of conversations, their number, and a tokenizer.json with the ChatML tokens."""
 
     path: Path
     conversations: int
@@ -140,7 +140,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(args: argparse.Namespace) -> Data:
-    """The user's own files where they are named, made ones where not. Afterwards there is a folder for more."""
+    """Return the files given on the command line, or generated ones; creates the folder for generated files."""
     DATA.mkdir(exist_ok=True)
     tokenizer = args.tokenizer or tokenizer_file()
     if args.input is None:
@@ -155,7 +155,7 @@ def options_of(data: Data) -> list[str]:
 
 
 def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
-    """The first lines of a file, that many times over, in a new one."""
+    """Write the first `lines` of a file to a new file, repeated `times` times."""
     out = folder / f"{path.stem}-{lines}x{times}.jsonl"
     with path.open("rb") as file:
         content = b"".join(islice(file, lines))

@@ -1,4 +1,4 @@
-"""Flame graphs of sampled stacks as plain SVG, and the table of where the samples fell."""
+"""Flame graphs of sampled stacks as plain SVG, and a table of the functions with the most samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Node:
 
 
 def flame_graph(title: str, stacks: dict[str, int]) -> str:
-    """Stacks as `frame;frame;frame`, outermost first, with their samples: wide is long, higher up is called."""
+    """Draw stacks (`frame;frame;frame`, outermost first) with their sample counts; callees are above their callers."""
     root = Node()
     for stack, samples in stacks.items():
         node = root
@@ -78,7 +78,7 @@ def _kind(frame: str) -> str:
 
 
 def hottest(stacks: dict[str, int], count: int = 8) -> list[tuple[str, float, float]]:
-    """The functions in which most samples fell: share of samples in itself, and with all it calls."""
+    """The functions with the most samples: share of samples in the function itself, and including what it calls."""
     own, whole = Counter[str](), Counter[str]()
     for stack, samples in stacks.items():
         frames = stack.split(";")

@@ -1,7 +1,7 @@
-"""How time and memory grow with the data, chatmill alone: `python benchmarks/growth.py [--json]`.
+"""How chatmill's time and memory grow with the data: `python benchmarks/growth.py [--json]`.
 
-A tenth of the conversations, all of them, and ten times as many are prepared, verified and loaded, each in a process of
-its own. Beside verifying stands the bare hash of the same bytes.
+A tenth of the conversations, all of them, and ten times as many are prepared, verified and loaded, each in a separate
+process. Verifying is compared with only hashing the same bytes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def shown(step: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-# One work in a process of its own.
+# Each of these runs in a separate process.
 
 
 def opening(dataset: Path) -> dict[str, float]:
@@ -100,7 +100,7 @@ def opening(dataset: Path) -> dict[str, float]:
 
 
 def verifying(dataset: Path) -> dict[str, float]:
-    """Seconds of both checks and, for comparison, of hashing every file and nothing else."""
+    """Seconds of both checks and, for comparison, of only hashing every file."""
 
     def bare() -> None:
         for path in dataset.rglob("*"):
@@ -122,8 +122,8 @@ def verifying(dataset: Path) -> dict[str, float]:
 
 
 def loading(dataset: Path) -> dict[str, float]:
-    """Milliseconds a packed batch, the first one, which plans the epoch's first window, by itself."""
-    # Imported here: the other works are measured without torch, which it brings.
+    """Milliseconds per packed batch; the first batch, which plans the epoch's first window, is reported separately."""
+    # Imported here because it imports torch, which the other measurements must not load.
     from chatmill.load.loader import EpisodeLoader
 
     loader = EpisodeLoader(dataset, CONFIG)

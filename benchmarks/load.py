@@ -1,14 +1,14 @@
-"""Loading batches: chatmill beside Hugging Face datasets with TRL's collator, and beside a plain copy of the bytes.
+"""Loading batches: chatmill compared with Hugging Face datasets and TRL's collator, and with a plain copy of the bytes.
 
     python benchmarks/load.py                           50 000 conversations
     python benchmarks/load.py --conversations 2000      quicker
     python benchmarks/load.py --billion                 also a billion episodes, in sparse files
 
-Both sides draw shuffled batches of the same rows, on one process. For the peer rows are cut, packed (best fit
-decreasing) and masked beforehand; chatmill cuts, packs and masks while it loads. Every field of a batch is made:
-here x, y, loss mask, weights, positions, segments and episode ids; there ids, labels, and attention mask or
-positions and what varlen attention needs. First it is checked that both give the same tokens and targets, and each
-side's memory is that of a process of its own.
+Both sides load shuffled batches of the same rows, in one process. For the peer, rows are truncated, packed (best fit
+decreasing) and masked beforehand; chatmill does this while it loads. Every field of a batch is created: for chatmill x,
+y, loss mask, weights, positions, segments and episode ids; for the peer ids, labels, and the attention mask or the
+positions and sequence lengths for varlen attention. The benchmark first checks that both give the same tokens and
+labels. The memory of each side is measured in a separate process.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Shape(NamedTuple):
     block_size: int
     packed: bool
     target: int
-    """Times the peer that are promised."""
+    """Target: speedup over the peer."""
     batches: int
-    """Drawn in one run."""
+    """Batches per run."""
 
     @property
     def name(self) -> str:
@@ -95,7 +95,7 @@ def make_dataset(data: Data, folder: Path) -> Path:
 
 
 def peer_rows(dataset: Path, shape: Shape) -> Any:
-    """The same conversations as an Arrow table with the columns that TRL prepares: cut, masked, packed."""
+    """The same conversations as an Arrow table with the columns that TRL prepares: truncated, masked, packed."""
     import datasets
     import pyarrow as pa
 
@@ -104,7 +104,7 @@ def peer_rows(dataset: Path, shape: Shape) -> Any:
     rows = episodes.rows(np.arange(len(episodes)))
     ids, labels = rows.ids.astype(np.int32), np.where(rows.mask(), rows.ids, -100).astype(np.int32)
     kept = np.minimum(rows.lengths, shape.block_size)
-    # The last tokens of a row that is too long, as chatmill keeps them.
+    # Keep the last tokens of a row that is too long, as chatmill does.
     keep = np.arange(len(ids)) - np.repeat(rows.row_start[1:] - kept, rows.lengths) >= 0
     start = pa.array(offsets(kept), type=pa.int32())
     columns = {"input_ids": ids[keep], "labels": labels[keep]}
@@ -128,7 +128,7 @@ def peer_collator(shape: Shape, pad: int) -> Callable[[list[Any]], dict[str, Any
 
 
 def peer_batches(rows: Any, shape: Shape, pad: int) -> Callable[[], dict[str, Any]]:
-    """What draws the next batch of the peer: a shuffling DataLoader as Trainer makes it, with TRL's collator."""
+    """Return a function that loads the peer's next batch: a shuffling DataLoader as in Trainer, with TRL's collator."""
     import torch
 
     collator = peer_collator(shape, pad)
@@ -154,7 +154,7 @@ def config(shape: Shape) -> dict[str, Any]:
 
 
 def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20) -> None:
-    """Raise unless batches hold the tokens and targets of the episodes that they name, as the peer's rows do."""
+    """Exit unless the batches contain the tokens and labels of the episodes whose ids they have."""
     episodes = open_dataset(dataset)["train"]
     for _ in range(batches):
         batch = loader.get_batch()
@@ -169,7 +169,7 @@ def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20)
 
 
 def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tuple[int, int]:
-    """Of the conversations in the peer's first batches, how many hold other tokens or targets than the dataset."""
+    """Return how many conversations the peer's first batches have, and how many differ from the dataset."""
     episodes = open_dataset(dataset)["train"]
 
     def key(ids: Any, targets: Any) -> bytes:
@@ -186,7 +186,7 @@ def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tu
         batch = {name: np.asarray(values) for name, values in collate(drawn).items() if name in ("input_ids", "labels")}
         for number, row in enumerate(drawn):
             lengths = row["seq_lengths"] if shape.packed else [len(row["input_ids"])]
-            # Packed rows are collated into one long one.
+            # Packed rows are collated into one long row.
             start = sum(sum(other["seq_lengths"]) for other in drawn[:number]) if shape.packed else 0
             for length in lengths:
                 here = (0 if shape.packed else number, slice(start, start + length))
@@ -252,12 +252,12 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
     logged.close()
     return [
         (f"{shape.name}: conversations of the peer that differ, of {seen}", f"{differ}"),
-        ("  chatmill", f"{shown['ours']} a batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
-        ("  with an audit log", f"{shown['logged']} a batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
-        ("  datasets and TRL's collator", f"{shown['peer']} a batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
-        ("  the same with numpy rows, not TRL's way", f"{shown['numpy']} a batch, {speed['numpy'] / 1e6:.3f} Mtok/s"),
-        (f"  times the peer (target {shape.target})", f"{times:.1f}"),
-        (f"  share of a plain copy of its {size / 1e6:.2f} MB", f"{shown['copy']} a batch, {share:.2f}"),
+        ("  chatmill", f"{shown['ours']} per batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
+        ("  with an audit log", f"{shown['logged']} per batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
+        ("  datasets and TRL's collator", f"{shown['peer']} per batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
+        ("  the same with numpy rows, unlike TRL", f"{shown['numpy']} per batch, {speed['numpy'] / 1e6:.3f} Mtok/s"),
+        (f"  speedup over the peer (target {shape.target})", f"{times:.1f}"),
+        (f"  share of a plain copy of its {size / 1e6:.2f} MB", f"{shown['copy']} per batch, {share:.2f}"),
         ("  peak memory of chatmill, of the peer", " and ".join(f"{peak / 1e6:.0f} MB" for peak in memory.values())),
     ], {
         "name": shape.name,
@@ -276,14 +276,14 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
 
 
 def counted_tokens(rows: Any, shape: Shape) -> float:
-    """Tokens of a batch of the peer in the mean."""
+    """Mean number of tokens in a batch of the peer."""
     import pyarrow.compute as pc
 
     return float(pc.mean(pc.list_value_length(rows.data.column("input_ids"))).as_py()) * shape.batch_size
 
 
 def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """The order and the memory of a loader over a billion episodes, in a process of its own."""
+    """Measure the order and the memory of a loader over a billion episodes, in a separate process."""
     with tempfile.TemporaryDirectory(dir=DATA) as folder:
         shard = Path(folder) / "train" / "shard_00000"
         shard.mkdir(parents=True)
@@ -292,7 +292,7 @@ def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
             with (shard / name).open("wb") as file:
                 os.truncate(file.fileno(), size)
         with (shard / "episodes.idx").open("r+b") as file:
-            # All but the last are empty: holes of the file.
+            # All episodes but the last are empty, so the file is sparse.
             file.seek(16 * (10**9 - 1))
             file.write(np.array([0, 1000], dtype="<u8").tobytes())
         found = json.loads(subprocess.check_output([sys.executable, "-c", BILLION, folder]))
@@ -306,7 +306,7 @@ def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
 
 
 def side(name: str, shape: Shape, dataset: Path) -> None:
-    """Batches of one side alone, for its memory."""
+    """Load batches of one side only, to measure its memory."""
     draw = EpisodeLoader(dataset, config(shape)).get_batch if name == "chatmill" else None
     draw = draw or peer_batches(peer_rows(dataset, shape), shape, 0)
     for _ in range(shape.batches // (1 if name == "chatmill" else 20)):

@@ -19,7 +19,7 @@ from typing import Any
 
 
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """The median seconds of each work, run in turns so that a slow moment of the machine meets all of them."""
+    """Median seconds of each function; runs alternate, so that a temporary slowdown affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     # Keep the garbage collector from scanning the objects of one side while the other is timed.
     gc.collect()
@@ -37,7 +37,7 @@ def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
 
 
 def watched(command: Iterable[object], *, every: float = 0.05) -> tuple[str, int]:
-    """What a command prints, and the most memory of all its processes together, shared pages counted by share."""
+    """Run a command; return its output and the peak memory (PSS) of all its processes together."""
     with tempfile.TemporaryFile("w+") as printed:
         process = subprocess.Popen([str(word) for word in command], stdout=printed, start_new_session=True)
         peak = 0
@@ -51,13 +51,13 @@ def watched(command: Iterable[object], *, every: float = 0.05) -> tuple[str, int
 
 
 def alone(script: str, *args: object, every: float = 0.05) -> tuple[Any, int]:
-    """One side of a benchmark in a process that does nothing else: the JSON it prints, and its peak of memory."""
+    """Run one side of a benchmark in a separate process; return the JSON that it prints, and its peak memory."""
     printed, peak = watched([sys.executable, script, *args], every=every)
     return json.loads(printed) if printed.strip() else None, peak
 
 
 def memory_of(leader: int) -> int:
-    """Bytes of a process and of all others in its session, shared pages counted by share."""
+    """Memory (PSS) in bytes of a process and of all others in its session."""
     return sum(_pss(pid) for pid in _session(leader))
 
 
@@ -89,7 +89,7 @@ def _pss(pid: int) -> int:
     return 0
 
 
-# The machine, and what is shown.
+# The machine, and the report.
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -102,9 +102,9 @@ def machine(*packages: str) -> str:
 
 
 def processor() -> str:
-    """The name of the processor; its architecture where the system has no name for it."""
+    """The name of the processor, or its architecture if the system does not know the name."""
     known = Path("/proc/cpuinfo").read_text()
-    # On ARM the kernel has numbers alone, and lscpu the names that belong to them.
+    # On ARM the kernel reports only numbers; lscpu knows the names.
     with suppress(OSError):
         known += subprocess.run(["lscpu"], stdout=subprocess.PIPE, text=True, env={"LC_ALL": "C"}, check=False).stdout
     names = [line.split(":", 1)[1].strip() for line in known.splitlines() if line.lower().startswith("model name")]
@@ -112,7 +112,7 @@ def processor() -> str:
 
 
 def report(title: str, lines: list[tuple[str, str]], figures: dict[str, Any], *, as_json: bool) -> None:
-    """The figures for a machine, or the lines for a person."""
+    """Print the figures as JSON, or the lines as a table."""
     if as_json:
         print(json.dumps({"title": title, **figures}))
         return

@@ -1,7 +1,7 @@
 """How closely the mixture of sources follows the requested fractions: `python benchmarks/mix.py [--rows N] [--json]`.
 
-The default mixture (0.10, 0.70, 0.20), once by rows, looked at after every single one, and once by trained tokens, from
-sources whose rows differ sixfold in size. Nothing is timed.
+The default mixture (0.10, 0.70, 0.20) is checked by rows, after every row, and by trained tokens, for sources whose
+rows differ sixfold in size. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main() -> None:
     report(
         f"mixing {args.rows:,} rows; {machine('chatmill')}",
         [
-            ("farthest from its share after any row, in rows (target 1)", f"{rows:.2f}"),
-            ("farthest from its share of trained tokens (target 0.5 %)", f"{100 * trained:.3f} %"),
+            ("largest deviation from a share after any row, in rows (target 1)", f"{rows:.2f}"),
+            ("largest deviation from a share of trained tokens (target 0.5 %)", f"{100 * trained:.3f} %"),
         ],
         {"rows": args.rows, "farthest_rows": rows, "trained_error": trained, "versions": versions("chatmill")},
         as_json=args.json,
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def farthest(rows: int) -> float:
-    """How far any source is from its share after any prefix, in rows."""
+    """The largest deviation of any source from its share after any number of rows, in rows."""
     weights = list(row_weights(shares(MIX_SFT)).values())
     sources, _ = MixSchedule(weights).at(np.arange(rows))
     had = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0) * sum(weights)
@@ -43,7 +43,7 @@ def farthest(rows: int) -> float:
 
 
 def trained_error(rows: int) -> float:
-    """How far any source's share of the trained tokens is from the requested one."""
+    """The largest deviation of any source's share of the trained tokens from the requested share."""
     draw = np.random.default_rng(7)
     sizes = {
         name: draw.lognormal(np.log(mean), 1.0, count).astype(np.int64) + 1

@@ -1,7 +1,7 @@
-"""Packing, beside TRL and torchtune, and stream blocks: `python benchmarks/pack.py [--json]`.
+"""Packing, compared with TRL and torchtune, and stream blocks: `python benchmarks/pack.py [--json]`.
 
-Each comparison is a function that gives its timings, what was promised of them, and the floor: what sorting or copying
-the same numbers takes. Every side's memory is that of a process of its own. Exit 1 if a promise fails.
+Each comparison is a function that returns its timings, its targets, and the floor: the time to sort or copy the same
+numbers. The memory of each side is measured in a separate process. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Timing:
     rows: int
     """Rows after packing."""
     fill: float
-    """Share of the room in them that holds tokens."""
+    """Share of their capacity that is filled with tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Comparison:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Packing, side by side with TRL and torchtune.")
+    options = argparse.ArgumentParser(description="Packing, compared with TRL and torchtune.")
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options.add_argument("--rows", type=int, default=1_000_000, help="how many lengths to plan for")
     options.add_argument("--runs", type=int, default=7, help="runs of chatmill, of which the median counts")
-    options.add_argument("--side", choices=tuple(SIDES), help="only this side, once, and print nothing")
+    options.add_argument("--side", choices=tuple(SIDES), help="run only this side, once, and print nothing")
     chosen = options.parse_args()
     if chosen.side:
         SIDES[chosen.side](chosen.rows)
@@ -80,7 +80,7 @@ def main() -> int:
         comparisons["order"] = in_order(chosen.rows // 50, chosen.runs)
         packages.append("torchtune")
     else:
-        print("torchtune is not installed and left out; `make bench` installs it", file=sys.stderr)
+        print("torchtune is not installed, so it is skipped; `make bench` installs it", file=sys.stderr)
     title = machine(*packages)
     comparisons["blocks"] = streaming(chosen.rows // 80, chosen.runs)
     if chosen.json:
@@ -99,18 +99,18 @@ SIDES: dict[str, Callable[[int], object]] = {
     "trl copy": lambda rows: trl_pack(trl_dataset(real_shaped(rows // 10), np.int32), batch_size=None),
     "blocks": lambda rows: cut_blocks(post_training_rows(rows // 80), 4096),
 }
-"""What the memory of a process of its own is measured of."""
+"""Work whose memory is measured, each in a separate process."""
 
 
 # Comparisons.
 
 
 def planning(count: int, runs: int, peak: int) -> Comparison:
-    """Which row goes where, from lengths alone.
+    """Plan which row goes where, from lengths only.
 
-    TRL has no plan apart from the packed tokens, so it moves tokens too: zeros of one byte, and once, to show
-    what is left without moving, tokens of no bytes at all. Unless told otherwise it packs every 1000 rows by
-    themselves; it is timed both ways, and the fastest of all counts.
+    TRL cannot plan without packing the tokens, so it also copies tokens: zeros of one byte each, and once, to show the
+    time without copying, tokens of no bytes. By default it packs each 1000 rows separately; both ways are timed, and
+    the fastest of all counts.
     """
     lengths = real_shaped(count)
     seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))
@@ -146,13 +146,13 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
         ],
         [
             Promise(
-                "every row in the bin that naive best fit decreasing gives it",
+                "every row in the same bin as with naive best fit decreasing",
                 f"{len(bins):,} bins, naive {naive_bins:,}",
                 equal,
             ),
             Promise(
                 "at least 100 times as fast as TRL",
-                f"{fastest / seconds:.0f} times the fastest of the three",
+                f"{fastest / seconds:.0f} times as fast as the fastest of the three",
                 fastest >= 100 * seconds,
             ),
             Promise("peak memory of the process under 500 MB", f"{peak / 1e6:.0f} MB", peak < 500e6),
@@ -169,7 +169,7 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
 
 
 def copying(count: int, runs: int) -> Comparison:
-    """The same with four-byte tokens copied into packed rows, on a tenth of the lengths. Nothing is promised."""
+    """The same, copying four-byte tokens into packed rows, for a tenth of the lengths. There is no target."""
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))
@@ -193,14 +193,14 @@ def copying(count: int, runs: int) -> Comparison:
 
 
 def in_order(count: int, runs: int) -> Comparison:
-    """Beside torchtune, which fills rows in the order that conversations come in, and holds them as tensors."""
+    """Compare with torchtune, which fills rows in the order of the conversations, and stores them as tensors."""
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     samples = [{"tokens": [0] * length, "labels": [0] * length} for length in lengths.tolist()]
     seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))
     torchtune_pack(samples[:1])
     peer_seconds, peer = timed(lambda: torchtune_pack(samples))
-    # Its last number is the padding of a row that is not full.
+    # Padding has the label -100.
     held = sum(int((row["labels"] != -100).sum()) for row in peer)
     if held != lengths.sum():
         raise SystemExit(f"torchtune: {held} tokens after packing; {lengths.sum()} went in")
@@ -222,7 +222,7 @@ def in_order(count: int, runs: int) -> Comparison:
 
 
 def streaming(count: int, runs: int) -> Comparison:
-    """Stream blocks with injection and masks, planning and copying, on one core. No peer does the same work."""
+    """Plan and copy stream blocks with injection and masks, on one core. No peer does the same work."""
     rows = post_training_rows(count)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     timings, promises, speeds = [], [], {}
@@ -242,11 +242,11 @@ def streaming(count: int, runs: int) -> Comparison:
     )
 
 
-# What is packed, and the peers.
+# Input data, and the peers.
 
 
 def post_training_rows(count: int) -> Rows:
-    """Conversations of about 700 tokens, rendered in the format that blocks are made of."""
+    """Conversations of about 700 tokens, rendered in the `post-training` format."""
     draw = np.random.default_rng(0)
     records = []
     for _ in range(count):
@@ -259,7 +259,7 @@ def post_training_rows(count: int) -> Rows:
 
 
 def real_shaped(count: int) -> NDArray[np.int64]:
-    """Lengths as chat data has them: many short ones, a long tail, cut at the capacity."""
+    """Lengths like those of chat data: many short ones, a long tail, truncated to the capacity."""
     draw = np.random.default_rng(20).lognormal(np.log(600) - 0.5, 1.0, count)
     return np.clip(draw.astype(np.int64), 1, CAPACITY)
 
@@ -272,7 +272,7 @@ def one_span_rows(lengths: NDArray[np.int64]) -> Rows:
 
 
 def one_row_at_a_time(lengths: NDArray[np.int64], capacity: int) -> list[int]:
-    """The bin of each row by the bare rule: longest first, fullest bin with room, the one opened first."""
+    """The bin of each row by best fit decreasing: longest row first, fullest bin with room, oldest bin on ties."""
     bin_of = [0] * len(lengths)
     room: list[int] = []
     bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -301,7 +301,7 @@ def trl_name() -> str:
 
 
 def trl_dataset(lengths: NDArray[np.int64], token: type | None) -> Any:
-    # Peers are imported where they are used: the peak memory above is chatmill's alone.
+    # Peers are imported only where they are used, so that they do not count in chatmill's peak memory.
     import datasets
     import pyarrow as pa
 
@@ -313,7 +313,7 @@ def trl_dataset(lengths: NDArray[np.int64], token: type | None) -> Any:
 
 
 def trl_pack(dataset: Any, **map_kwargs: Any) -> tuple[float, Any]:
-    """Seconds of `pack_dataset` alone, and the rows it made."""
+    """Seconds of `pack_dataset`, and the rows that it returns."""
     from trl import pack_dataset
 
     return timed(lambda: pack_dataset(dataset, CAPACITY, strategy="bfd", map_kwargs=map_kwargs))
@@ -326,7 +326,7 @@ def torchtune_pack(samples: list[dict[str, list[int]]]) -> Any:
         return PackedDataset(samples, max_seq_len=CAPACITY).packs
 
 
-# Measuring and showing.
+# Timing and output.
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -347,7 +347,7 @@ def median_of(runs: int, call: Callable[[], Any]) -> tuple[float, Any]:
 def table(comparison: Comparison) -> str:
     lines = [comparison.title, f"  {'':<62}{'seconds':>9}{'rows':>10}{'fill':>9}"]
     lines += [f"  {t.what:<62}{t.seconds:>9.3f}{t.rows:>10,}{t.fill:>9.3%}" for t in comparison.timings]
-    lines += [f"  {'kept  ' if p.kept else 'BROKEN'}  {p.what}: {p.measured}" for p in comparison.promises]
+    lines += [f"  {'met   ' if p.kept else 'MISSED'}  {p.what}: {p.measured}" for p in comparison.promises]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""docs/explanation/benchmarks.md, made whole from the results of a run: what is equal, then what is faster, then why.
+"""Write docs/explanation/benchmarks.md from the results of a run: whether results are equal, how fast, and why.
 
 The prose is in texts.toml.
 """
@@ -36,7 +36,7 @@ def page(results: Results) -> str:
 
 
 def table(shown: list[Line]) -> str:
-    """Comparisons side by side; a column that no line fills is left out."""
+    """Table of comparisons; columns that are empty in all lines are omitted."""
     rows = [
         {
             "": line.what,
@@ -71,7 +71,7 @@ def _say(name: str, **values: Any) -> str:
 
 
 def _wrapped(*said: str) -> str:
-    """A paragraph in lines; code and the words of a link stay on one."""
+    """Wrap a paragraph; code and link texts are not broken across lines."""
     kept = re.sub(r"`[^`]*`|\[[^]]*\]\(", lambda found: found[0].replace(" ", "\0"), " ".join(said))
     return textwrap.fill(kept, 120, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
 
@@ -305,7 +305,7 @@ def with_training(text: str, gpu: dict[str, Any]) -> str:
     return "".join(sections)
 
 
-# Where the time goes. What was done is history; the figures are of the run.
+# Where the time goes. The descriptions of earlier optimizations are fixed text; the figures come from the run.
 
 SHARES: dict[str, Callable[[Results], float]] = {
     "prepare": lambda results: results["prepare"]["share_of_bare"],
@@ -314,7 +314,7 @@ SHARES: dict[str, Callable[[Results], float]] = {
     ),
     "template": lambda results: results["template"]["share_of_encoding"],
 }
-"""How near each part is to its floor."""
+"""Speed of each part relative to its floor."""
 
 
 def _profiles(results: Results) -> list[str]:

@@ -1,14 +1,13 @@
-"""Preparing a dataset: chatmill beside TRL and beside the bare sum of the parts, in one run.
+"""Preparing a dataset: chatmill compared with TRL, and with the sum of its bare parts, in one run.
 
     python benchmarks/prepare.py                        50 000 conversations, two processes on both sides
     python benchmarks/prepare.py --conversations 5000   quicker
-    python benchmarks/prepare.py --format template      a chat template as it was published, its mask derived
+    python benchmarks/prepare.py --format template      a published chat template, with a derived mask
 
 Both sides go from a JSONL file to packed rows of 4096 with an assistant mask. chatmill writes, syncs and publishes
-a dataset; TRL keeps its Arrow cache. Start-up (imports, loading the tokenizer) is left out of both and shown. First
-every conversation that comes out is held against the peer's: the same ids, the same mask. For a chat template TRL has
-an edition with generation tags, whose mask is another one (`benchmarks/render.py` counts where): there the ids are
-compared.
+a dataset; TRL writes its Arrow cache. Start-up (imports, loading the tokenizer) is excluded for both, and reported
+separately. The ids and mask of every conversation are compared with the peer's. For a chat template, TRL uses its own
+version with generation tags, whose mask differs (`benchmarks/render.py` counts where), so only the ids are compared.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class PlainRecord(msgspec.Struct):
 
 
 def job_of(data: Data, template: str | None) -> Job:
-    """What is built: ChatML, or a published template of TRL's collection as it is."""
+    """The job: ChatML, or an unchanged published template from TRL's collection."""
     sources, tokenizer = (InputSource((str(data.path),)),), str(data.tokenizer)
     if template is None:
         return Job(sources, tokenizer=tokenizer, pack=PACK)
@@ -62,8 +61,7 @@ def job_of(data: Data, template: str | None) -> Job:
 
 
 def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
-    """The dataset that a build makes, and its seconds: without those of removing the last one, or of writing out what
-    was left in memory by whoever ran before."""
+    """Build the dataset and time it, excluding the removal of the previous one and the flushing of earlier writes."""
     target = folder / "dataset"
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
@@ -74,10 +72,10 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 
 
 class Bare:
-    """Decoding, encoding and writing, each alone and as fast as its library does it.
+    """The floor: decoding, encoding and writing, each measured separately and as fast as its library allows.
 
-    Like the workers of a build, every run is a process forked from one whose tokenizer has encoded nothing yet. What it
-    works on it gets ready itself, before its time begins: shared memory costs a fault a page when it is touched.
+    Like the workers of a build, every run is a process forked from one whose tokenizer has not encoded anything yet. It
+    prepares its own input before the timer starts, because the first access to each shared page causes a page fault.
     """
 
     def __init__(self, path: Path, tokenizer: Path, folder: Path, tokens: int) -> None:
@@ -120,7 +118,7 @@ class Bare:
         return work
 
     def half(self, which: int) -> Callable[[], object]:
-        """Every second line, decoded and encoded: what one of two workers has to do at least."""
+        """Decode and encode every second line: the minimum work of one of two workers."""
         lines = self.lines()[which::PROCESSES]
         return lambda: self.encode_all(self.texts_of(lines))
 
@@ -136,7 +134,7 @@ class Bare:
 
 
 def forked(*works: Callable[[], Callable[[], object]]) -> float:
-    """Seconds until the last of some works is done, from when all are ready, each in a process that ends with it."""
+    """Seconds from when all functions are ready until the last one is done; each runs in a forked process."""
     gc.collect()
     gc.freeze()
     ready, (waits, go) = os.pipe(), os.pipe()
@@ -164,11 +162,11 @@ def forked(*works: Callable[[], Callable[[], object]]) -> float:
     return taken
 
 
-# One side alone, in a process of its own.
+# One side, in a separate process.
 
 
 def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
-    """One build, as the command makes it, with its seconds after start-up."""
+    """One build, as the command does it, timed without start-up."""
     started = time.perf_counter()
     job = job_of(data, template)
     renderer = job_renderer(job)
@@ -179,7 +177,7 @@ def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
 
 
 def trl_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
-    """TRL's own preparation from the JSONL on; what it made of each conversation goes to a file."""
+    """TRL's own preparation, starting from the JSONL file; writes the hash of each conversation to a file."""
     began = time.perf_counter()
     os.environ["HF_HOME"] = str(folder / "hf")
     import datasets
@@ -201,7 +199,7 @@ def trl_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
         bf16=False,
         report_to=[],
     )
-    # The method that SFTTrainer calls on its dataset, with what it looks up on the trainer; no model is needed.
+    # `_prepare_dataset` needs only these attributes of the trainer, and no model.
     trainer: Any = SimpleNamespace(chat_template=tagged, completion_only_loss=False, _tokenizer=peer)
     os.sync()
     started = time.perf_counter()
@@ -227,7 +225,7 @@ def trl_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
 
 
 def hashed(conversations: Iterable[tuple[Any, Any]], *, masks: bool) -> tuple[list[str], int]:
-    """For each conversation, its length and a hash of its ids (and mask); and how many tokens they have together."""
+    """For each conversation, its length and a hash of its ids (and mask); and the total number of tokens."""
     found, tokens = [], 0
     for ids, trained in conversations:
         digest = blake2b(np.asarray(ids, dtype=np.uint32).tobytes(), digest_size=12)
@@ -264,14 +262,14 @@ def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--runs", type=int, default=5, help="of chatmill before the peer, and as many after it")
+    parser.add_argument("--runs", type=int, default=5, help="runs of chatmill before the peer, and as many after it")
     parser.add_argument("--format", choices=("chatml", "template"), default="chatml")
     parser.add_argument(
-        "--template", default="qwen2_5", help="of TRL, for --format template: one that is there in two editions"
+        "--template", default="qwen2_5", help="TRL template for --format template; TRL must have it in both forms"
     )
-    parser.add_argument("--no-trl", action="store_true", help="leave out the peer, which takes minutes")
-    parser.add_argument("--side", choices=("chatmill", "trl"), help="only this side, once, for its memory")
-    parser.add_argument("--folder", type=Path, help="where a side leaves what it makes")
+    parser.add_argument("--no-trl", action="store_true", help="skip the peer, which takes minutes")
+    parser.add_argument("--side", choices=("chatmill", "trl"), help="run only this side, once, to measure its memory")
+    parser.add_argument("--folder", type=Path, help="output folder of --side")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)
@@ -285,11 +283,11 @@ def main() -> None:
         one, memory = alone(__file__, "--side", "chatmill", *same)
         job = job_of(data, template)
         renderer = job_renderer(job)
-        # The peer's minute stands between two halves of our seconds, so that a slow moment does not meet all of them.
+        # Half our runs come before the peer and half after it, so that a temporary slowdown cannot affect all of them.
         taken = [ours(job, renderer, folder)[1] for _ in range(args.runs)]
         peer = peer_memory = differ = None
         if not args.no_trl:
-            # Looked at less often than chatmill: it takes minutes, and must not be slowed.
+            # Memory is sampled less often than for chatmill: the run takes minutes, and sampling must not slow it down.
             peer, peer_memory = alone(__file__, "--side", "trl", *same, every=0.5)
             mine, _ = hashed(our_conversations(folder / "dataset"), masks=template is None)
             differ = compared(mine, (folder / "trl.hashes").read_text().split("\n"))
@@ -314,7 +312,7 @@ def main() -> None:
         "memory": {"chatmill": memory},
     }
     lines = [
-        ("chatmill prepare, start-up left out", f"{one['start_up']:.1f} s"),
+        ("chatmill prepare, start-up (excluded below)", f"{one['start_up']:.1f} s"),
         ("chatmill prepare --pack 4096, two processes, synced", f"{seconds:.2f} s, {speed / 1e6:.1f} Mtok/s"),
         (
             "  bare msgspec decode + flat encode + raw write",
@@ -330,14 +328,14 @@ def main() -> None:
     if peer is not None:
         peer_speed = peer["tokens"] / peer["seconds"]
         lines += [
-            ("conversations alike, here alone, in TRL's alone", str(differ)),
-            ("TRL, start-up left out", f"{peer['start_up']:.1f} s"),
+            ("conversations: equal, only in chatmill, only in TRL", str(differ)),
+            ("TRL, start-up (excluded below)", f"{peer['start_up']:.1f} s"),
             (
                 "TRL load_dataset + _prepare_dataset, two processes",
                 f"{peer['seconds']:.1f} s, {peer_speed / 1e6:.3f} Mtok/s",
             ),
             ("  memory of all its processes", f"{peer_memory / 1e9:.2f} GB"),
-            ("times TRL (target 60)", f"{speed / peer_speed:.1f}"),
+            ("speedup over TRL (target 60)", f"{speed / peer_speed:.1f}"),
         ]
         figures |= {"trl": peer, "differ": differ, "times_trl": speed / peer_speed}
         figures["memory"]["trl"] = peer_memory

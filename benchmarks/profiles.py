@@ -1,9 +1,9 @@
-"""Where the time goes in the three parts that are furthest from their floors: `make profile`, or
+"""Profile the three parts that are furthest from their floors: `make profile`, or
 
     python benchmarks/profiles.py [--conversations N] [--json]
 
-py-spy looks at each part, in a process of its own, some hundred times a second. Start-up is left out: only what
-happens below the part's own function counts.
+py-spy samples each part, in a separate process, a few hundred times per second. Start-up is excluded: only samples
+below the part's own function count.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def work(name: str, data: Data, folder: Path) -> list[object]:
-    """The command that does a part's work."""
+    """The command that runs a part."""
     if name == "prepare":
         return [HERE / "prepare.py", "--side", "chatmill", *options_of(data), "--folder", folder]
     if name == "template":
@@ -90,7 +90,7 @@ def audited_batches(dataset: Path) -> None:
 
 
 def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
-    """Stacks below the part's root with how often they were seen, files named from the package on."""
+    """Number of samples of each stack below the part's root; file names start at their package."""
     spy = Path(sys.executable).with_name("py-spy")
     options = ["--rate", RATE, "--format", "raw", "--function", "--subprocesses", "--output", out]
     words = [spy, "record", *options, "--", sys.executable, *command]
@@ -101,14 +101,14 @@ def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
 
 
 def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
-    """What py-spy wrote, from the part's root inwards; stacks without it are start-up."""
+    """Cut the stacks from py-spy at the part's root; stacks without it are start-up and are dropped."""
     found: Counter[str] = Counter()
     for line in raw.splitlines():
         stack, _, samples = line.rpartition(" ")
         frames = [short(frame) for frame in stack.split(";")]
         loaded = next((number for number, frame in enumerate(frames) if frame.startswith("_find_and_load ")), None)
         if loaded is not None:
-            # What happens inside an import is nobody's work here.
+            # Do not show what happens inside an import.
             frames[loaded:] = ["import"]
         for root in roots:
             at = next((number for number, frame in enumerate(frames) if called(frame) == root), None)
@@ -123,7 +123,7 @@ def called(frame: str) -> str:
 
 
 def short(frame: str) -> str:
-    """`name (chatmill/rows.py)` for a frame of ours, `name (numpy/_core/numeric.py)` for others."""
+    """Shorten the path of a frame: `name (chatmill/rows.py)`, `name (numpy/_core/numeric.py)`."""
     return re.sub(r"\((?:[^()]*/)?(?:site-packages|src|lib/python3\.\d+|benchmarks)/", "(", frame)
 
 

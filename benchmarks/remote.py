@@ -1,13 +1,13 @@
-"""Loading from a bucket: cold through a link of limited speed, and warm from the cache, beside the local loader.
+"""Loading from a bucket: cold over a link of limited speed, and warm from the cache, compared with the local loader.
 
-    python benchmarks/remote.py                     400 MB through 100 MB/s
+    python benchmarks/remote.py                     400 MB at 100 MB/s
     python benchmarks/remote.py --megabytes 100     quicker
 
-`rclone serve s3` serves the dataset, behind a proxy that forwards so many bytes a second. Every run is one shuffled,
-packed epoch in a fresh process. Cold, its cache is empty: the share of the link is the bytes of the files that the
-epoch needs by the time that it takes, once to its first batch (a shuffled epoch needs nearly all files for that) and
-once to its last. Warm, all files are in the cache; the time of the batches is compared with that of the local
-dataset. Exit 1 if a promise fails.
+`rclone serve s3` serves the dataset behind a proxy that limits the bandwidth. Every run is one shuffled, packed epoch
+in a new process. Cold: the cache is empty. The used share of the link's bandwidth is computed from the size of the
+files that the epoch needs and the time until the first batch (for which a shuffled epoch needs nearly all files), and
+until the last. Warm: all files are in the cache, and the time of the batches is compared with that of the local
+dataset. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SERVERS = HERE.parent / "tests" / "remote"
 LINK, COLD, WARM = 100, 0.8, 0.95
 KEY, SECRET = "benchmark-key", "benchmark-secret"
 VOCABULARY = 100_000
-"""Ids of four bytes, as the tokenizers of today's models need."""
+"""Large enough for ids of four bytes, as with the tokenizers of current models."""
 ROW_BYTES = 3_437
-"""Bytes of one made conversation in the files that batches are made of."""
+"""Bytes per generated conversation, in the files that batches are read from."""
 EPOCH = """
 import json, sys, time
 import s3fs
@@ -90,16 +90,16 @@ def main() -> int:
 SECONDS = ("local_s", "warm_s", "cold_s")
 
 
-def share(value: float, promised: float) -> str:
-    return f"{value:.2f} (promised {promised})"
+def share(value: float, target: float) -> str:
+    return f"{value:.2f} (target {target})"
 
 
 def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, Any]:
     """The medians of interleaved runs."""
-    # By its name, which is also that of a function.
+    # Import by name, because `open` is also a built-in function.
     store = importlib.import_module("open")
     store.write(folder / "served/bucket/v1", store.chunk(20_000, spans=16, longest=97), episodes, vocab_size=VOCABULARY)
-    # What waits to reach the disk would be in the way of the first download.
+    # Flush earlier writes, which would slow down the first download.
     os.sync()
     local: list[dict[str, Any]] = []
     warm, cold = list(local), list(local)
@@ -136,7 +136,7 @@ def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, A
 
 
 def epoch(place: str, folder: Path, port: int) -> dict[str, Any]:
-    """One epoch in a fresh process."""
+    """Run one epoch in a new process."""
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": KEY,
@@ -152,7 +152,7 @@ def epoch(place: str, folder: Path, port: int) -> dict[str, Any]:
 
 @contextmanager
 def rclone(folder: Path) -> Iterator[int]:
-    """An S3 server of the buckets in a folder; its port."""
+    """Serve the buckets in a folder over S3; yields the port."""
     command = [sys.executable, str(SERVERS / "server_programs.py"), "rclone", str(folder), KEY, SECRET]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         try:
@@ -164,7 +164,7 @@ def rclone(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def throttled(port: int, bandwidth: float) -> Iterator[int]:
-    """A proxy in front of a server that forwards so many bytes a second; its port."""
+    """Run a proxy in front of a server, with limited bandwidth in bytes per second; yields the port."""
     sys.path.insert(0, str(SERVERS))
     with importlib.import_module("fault_proxy").fault_proxy(port, bandwidth=bandwidth) as proxy:
         yield proxy.port

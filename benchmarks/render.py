@@ -1,11 +1,11 @@
-"""Rendering conversations: chatmill beside bare tokenization and beside transformers, in one run.
+"""Rendering conversations: chatmill compared with bare tokenization and with transformers, in one run.
 
     python benchmarks/render.py                    50 000 conversations, medians of 5 runs
     python benchmarks/render.py --conversations 5000 --runs 3 --json
-    python benchmarks/render.py --format template  a chat template as it was published, its mask derived
+    python benchmarks/render.py --format template  a published chat template, with a derived mask
 
-First it is checked that transformers gives the same ids and the same mask on the rows it is timed on. A chat template
-without generation tags has no mask in transformers: there it is given the tagged edition that TRL ships beside it.
+The benchmark first checks that transformers gives the same ids and mask for the rows that it is timed on. Without
+generation tags, transformers has no mask, so it gets TRL's version of the template, which has the tags.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHATML = (
     "{%- endfor -%}"
 )
 CHUNK = 4096
-"""Texts a call for the bare encoding: the fastest of 1024, 4096, 16384 and all at once."""
+"""Texts per call of the bare encoding: the fastest among 1024, 4096, 16384 and all texts at once."""
 
 
 Chunks = Iterator[Rows]
@@ -78,14 +78,14 @@ class Template:
 
 
 def template_file(name: str) -> Path:
-    # Found without importing it: its memory is not chatmill's.
+    # Find TRL without importing it, so that it does not count in chatmill's memory.
     (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
     return Path(package) / "chat_templates" / f"{name}.jinja"
 
 
 def peer_of(data: Data, args: argparse.Namespace) -> Any:
-    """transformers with the same format, as a template in which generation tags say what is trained."""
-    # Imported where it is used, so that a process of chatmill alone has the memory of chatmill alone.
+    """A transformers tokenizer with a chat template of the same format, whose generation tags mark what is trained."""
+    # Imported only here, so that it does not count in chatmill's memory.
     from transformers import PreTrainedTokenizerFast
 
     peer = PreTrainedTokenizerFast(tokenizer_file=str(data.tokenizer))
@@ -95,7 +95,7 @@ def peer_of(data: Data, args: argparse.Namespace) -> Any:
 
 
 def peer_rows(peer: Any, records: list[Record]) -> list[Both]:
-    """Ids and assistant mask of each conversation, one call a row as its users do."""
+    """Ids and assistant mask of each conversation, with one call per row, as users do it."""
     out = []
     for record in records:
         messages = [{"role": message.role, "content": message.content} for message in record.messages]
@@ -105,7 +105,7 @@ def peer_rows(peer: Any, records: list[Record]) -> list[Both]:
 
 
 def differences(rows: Rows, peers: list[Both], peer: Any) -> dict[str, Any]:
-    """How many rows have other ids, how many another mask, and the texts that only one side trains."""
+    """How many rows have different ids or a different mask, and the tokens that only one side trains."""
     start, mask = rows.row_start, rows.mask()
     ids_differ = masks_differ = 0
     only: dict[str, Counter[str]] = {"chatmill": Counter(), "peer": Counter()}
@@ -132,7 +132,7 @@ def way_of(data: Data, args: argparse.Namespace) -> Chatml | Template:
 
 
 def side(data: Data, args: argparse.Namespace) -> None:
-    """One side alone, for its memory: chatmill as it streams a file, the peer on as many rows as it is timed on."""
+    """Run one side to measure its memory: chatmill streams the file; the peer renders the rows that it is timed on."""
     if args.side == "chatmill":
         for _ in way_of(data, args).chunks(read_records([data.path])):
             pass
@@ -143,13 +143,13 @@ def side(data: Data, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--peer-rows", type=int, default=2_000, help="how many of them transformers renders")
+    parser.add_argument("--peer-rows", type=int, default=2_000, help="conversations that transformers renders")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--format", choices=("chatml", "template"), default="chatml")
     parser.add_argument(
-        "--template", default="qwen2_5", help="of TRL, for --format template: one that is there in two editions"
+        "--template", default="qwen2_5", help="TRL template for --format template; TRL must have it in both forms"
     )
-    parser.add_argument("--side", choices=("chatmill", "peer"), help="only this side, once, and print nothing")
+    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only this side, once, and print nothing")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)
@@ -183,15 +183,15 @@ def main() -> None:
         + machine(*packages),
         [
             (
-                f"rows of {len(few):,} whose ids, whose mask differ from transformers",
+                f"of {len(few):,} rows, different ids and masks from transformers",
                 f"{differ['ids_differ']}, {differ['masks_differ']}",
             ),
-            ("tokens that one side alone trains", str(differ["trained_by_one"])),
-            ("fastokens, the same texts alone", f"{seconds['encode']:.2f} s"),
+            ("tokens that only one side trains", str(differ["trained_by_one"])),
+            ("fastokens, encoding the same texts", f"{seconds['encode']:.2f} s"),
             ("chatmill render", f"{seconds['render']:.2f} s, {speed / 1e6:.1f} Mtok/s"),
             ("share of bare encoding speed" + (" (target 0.75)" if named == "chatml" else ""), f"{share:.2f}"),
             ("transformers apply_chat_template, row by row", f"{peer_speed / 1e6:.3f} Mtok/s"),
-            (f"times transformers ({wanted})", f"{ratio:.1f}"),
+            (f"speedup over transformers ({wanted})", f"{ratio:.1f}"),
             ("peak memory of chatmill, of transformers", " and ".join(f"{x / 1e6:.0f} MB" for x in memory.values())),
         ],
         {

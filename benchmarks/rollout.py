@@ -1,9 +1,8 @@
-"""Targets from rollouts, a second, on one core: long answers of many objects, half of which match.
+"""Targets built from rollouts per second, on one core: long answers with many objects, half of which match.
 
     python benchmarks/rollout.py [--runs N] [--targets N] [--json]
 
-The processor time of the fastest run counts, so that other processes matter little. The exit code is 1 if the target
-is missed.
+The CPU time of the fastest run counts, so that other processes matter little. Exits with 1 if the target is missed.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ WORDS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rollout targets a second, on one core.")
+    parser = argparse.ArgumentParser(description="Rollout targets per second, on one core.")
     parser.add_argument("--runs", type=int, default=15, help="runs, of which the fastest counts")
     parser.add_argument("--targets", type=int, default=100, help="targets a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -70,7 +69,7 @@ def main() -> int:
     texts = [tokenizer.decode(ids) for ids, _ in work]
 
     def bare() -> None:
-        """What no way can leave out: the answer as text, as JSON, and the true objects as tokens."""
+        """The floor: decode the answer, parse it as JSON, and encode the true objects."""
         for (ids, truth), text in zip(work, texts, strict=True):
             tokenizer.decode(ids)
             msgspec.json.decode(text[: text.rindex("}") + 1])
@@ -83,12 +82,12 @@ def main() -> int:
     report(
         f"rollout targets, one core; {machine('chatmill', 'scipy', 'shapely')}",
         [
-            ("tokens a rollout, objects found and true", f"{tokens:.0f}, {len(first.valid_objects)} and {OBJECTS}"),
-            ("of the first: matched, missed", f"{len(first.matched)}, {len(first.missed)}"),
-            ("targets a second", f"{speed:,.0f}"),
-            ("floor: decoded, parsed, the true ones encoded, a second", f"{len(work) / seconds['bare']:,.0f}"),
-            ("of these the scan, rollouts a second", f"{len(work) / seconds['scans']:,.0f}"),
-            (f"{'met' if speed >= LEAST else 'MISSED'}: at least {LEAST:,} targets a second", f"{speed:,.0f}"),
+            ("tokens per rollout, objects found and true", f"{tokens:.0f}, {len(first.valid_objects)} and {OBJECTS}"),
+            ("first rollout: matched, missed", f"{len(first.matched)}, {len(first.missed)}"),
+            ("targets per second", f"{speed:,.0f}"),
+            ("floor: decode, parse, encode the true objects, per second", f"{len(work) / seconds['bare']:,.0f}"),
+            ("scan only, rollouts per second", f"{len(work) / seconds['scans']:,.0f}"),
+            (f"{'met' if speed >= LEAST else 'MISSED'}: at least {LEAST:,} targets per second", f"{speed:,.0f}"),
         ],
         {
             "targets_per_second": speed,
@@ -107,7 +106,7 @@ def main() -> int:
 
 
 def fastest(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """The least seconds of processor time of each work, run in turns."""
+    """Minimum CPU seconds of each function; runs alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
     gc.freeze()
@@ -133,7 +132,7 @@ def tokenizer_with_coordinates() -> Tokenizer:
 
 
 def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[dict[str, object]]]:
-    """An answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true ones: half of them were found."""
+    """An answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true objects; half of them match."""
     found, truth = [], []
     for number in range(OBJECTS):
         x, y = draw.randrange(850), draw.randrange(850)
@@ -146,7 +145,7 @@ def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[
         elif number % 25:
             found.append({"desc": description(draw), "bbox_2d": [0, 0, 5, 5]})
         else:
-            # Some polygons, so that the slow way is in it.
+            # Include some polygons, which take the slow path.
             found.append({"desc": description(draw), "poly": [x, y, x + width, y, x + width, y + height]})
     ids: list[int] = build_answer(found, tokenizer=tokenizer).ids.tolist()
     return ids, truth

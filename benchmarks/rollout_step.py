@@ -1,8 +1,8 @@
-"""A stage-2 step of a 0.6 B model on a GPU: the time of generation, of making targets, and of training.
+"""A stage-2 step of a 0.6 B model on a GPU: the time for generation, for building targets, and for training.
 
     PYTHONPATH=examples/detect python benchmarks/rollout_step.py [--steps N] [--json]
 
-The model is fine-tuned on the scenes of examples/detect first, so that its answers have the length of real ones.
+The model is fine-tuned on the scenes of examples/detect first, so that its answers have realistic lengths.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SHAPE = {"layers": 28, "width": 1344}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Shares of a stage-2 step.")
-    parser.add_argument("--first", type=int, default=400, help="steps of the fine-tuning before")
+    parser.add_argument("--first", type=int, default=400, help="steps of fine-tuning before stage 2")
     parser.add_argument("--steps", type=int, default=32, help="steps of rollout matching")
-    parser.add_argument("--rows", type=int, default=64, help="rollouts of a step")
+    parser.add_argument("--rows", type=int, default=64, help="rollouts per step")
     parser.add_argument("--width", type=int, default=SHAPE["width"])
     parser.add_argument("--layers", type=int, default=SHAPE["layers"])
     parser.add_argument("--json", action="store_true", help="print JSON")

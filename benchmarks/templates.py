@@ -1,6 +1,6 @@
-"""How many chat templates of those that TRL ships certify: `python benchmarks/templates.py [--first N] [--json]`.
+"""How many of the chat templates that TRL ships pass `certify`: `python benchmarks/templates.py [--first N] [--json]`.
 
-The same certificates as in docs/explanation/templates.md, counted. Nothing is timed.
+Counts the certificates of docs/explanation/templates.md. Nothing is timed.
 """
 
 from __future__ import annotations

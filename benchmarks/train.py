@@ -9,7 +9,7 @@ Conversations of lognormal length (mean about 600, at most 4096, about 60 percen
 store, loader and training loop in rows of 4096; the peers get the same batches. Each line runs in its own process, and
 its speed and memory come from that one run; the result is appended to FILE at once, as a line of JSON. Requires numpy,
 torch, safetensors and transformers, and for peers liger_kernel, peft and bitsandbytes. `--small` runs the script on any
-machine. Exits with 1 if a promise fails.
+machine. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Report of benchmarks/train.py: a table of all lines, and which promises hold."""
+"""Report of benchmarks/train.py: a table of all lines, and which targets are met."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def read_results(files: list[Path]) -> dict[str, Found]:
 
 
 def report(found: dict[str, Found]) -> int:
-    """Print all lines and promises; 1 if one fails."""
+    """Print all lines and targets; return 1 if a target is missed."""
     if any("error" not in one for one in found.values()):
         print(measured_on(found))
     heads = f"{'tok/s':>9}{'GiB':>7}{'resvd':>7}{'ms':>8}{'wait':>8}{'best':>6}"
     print(f"{'':<31}{'weights/grads/state/compute':<28}{heads}")
     for name, one in found.items():
         print(f"{name:<31}{TRAIN_LINES[name].precision!s:<28}{one.get('error') or columns(one)}")
-    held = dict(promises(found))
-    for promise, holds in held.items():
-        print(f"{'kept  ' if holds else 'MISSED'}  {promise}")
-    return 0 if all(held.values()) else 1
+    met = dict(targets(found))
+    for target, is_met in met.items():
+        print(f"{'met   ' if is_met else 'MISSED'}  {target}")
+    return 0 if all(met.values()) else 1
 
 
 def columns(one: Found) -> str:
@@ -69,8 +69,8 @@ def measured_on(found: dict[str, Found]) -> str:
     return ", ".join([" and ".join(devices), *named])
 
 
-def promises(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
-    """Promises for lines that were measured on a GPU, and whether each holds."""
+def targets(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
+    """Targets for lines that were measured on a GPU, and whether each is met."""
     good = {name: one for name, one in found.items() if "error" not in one and one.get("best_tflops")}
     if one := good.get("0.6b-own-adamw"):
         yield f"0.6 B, float32 masters: at least {TOKENS:,} real tokens/s", one["tokens_per_s"] >= TOKENS

@@ -1,8 +1,9 @@
 """The viewer on a large store: `.venv/bin/python benchmarks/view.py [--episodes N] [--folder DIR] [--json]`.
 
-A store of a million conversations is written by a generator (some 1.5 GB in --folder, and as much again for the index),
-`chatmill view` is started on it, and asked what its page asks: the first page right after the start, while the index
-is being made, and searches when it is. One text stands in the last episodes alone. Exit 1 if a promise fails.
+A generator writes a store of a million conversations (about 1.5 GB in --folder, and as much again for the index). Then
+`chatmill view` is started, and gets the same requests as from its page: the first page right after the start, while the
+index is being built, and searches once it is complete. One text occurs only in one of the last episodes. Exits with 1
+if a target is missed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PAGE = ["/", "/page/page.css", "/page/page.js", "/page/dom.js", "/page/api.js", 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="where the store and its index are written for the time of the run")
+    parser.add_argument("--folder", type=Path, help="temporary folder for the store and its index")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
@@ -61,7 +62,7 @@ def main() -> int:
             }
             filtered = ask_ms(url, "/api/train/episodes?least=600&share_from=0.7&role=assistant")
             memory = memory_of(process)
-            # As many requests for a small file: what asking costs at all.
+            # The floor: the same number of requests for a small file.
             request_ms = statistics.median(ask_ms(url, PAGE[1]) for _ in range(50))
             floor_ms = (len(PAGE) + 2) * request_ms
         with viewer(folder) as (url, *_):
@@ -71,9 +72,9 @@ def main() -> int:
     rare_s, rare_hit = hits["a text of the last episodes alone"]
     lines = [
         ("store", f"{args.episodes:,} episodes, {tokens:,} tokens"),
-        ("first page after the start, index not begun", f"{first_ms:.0f} ms (promised {FIRST_PAGE_MS})"),
-        ("first page after the start, index there", f"{again_ms:.0f} ms (promised {FIRST_PAGE_MS})"),
-        ("the slowest page of the list while the index was made", f"{max(listed, default=0):.0f} ms"),
+        ("first page after the start, without an index", f"{first_ms:.0f} ms (target {FIRST_PAGE_MS})"),
+        ("first page after the start, with an index", f"{again_ms:.0f} ms (target {FIRST_PAGE_MS})"),
+        ("the slowest page of the list while the index was built", f"{max(listed, default=0):.0f} ms"),
         ("the index", f"{indexed:.0f} s, {size / 1e6:,.0f} MB"),
         *(
             (f"search for {what}", f"{seconds:.2f} s, {'found' if hit else 'none'}")
@@ -103,12 +104,12 @@ def main() -> int:
     return 0 if kept else 1
 
 
-# Asking as the page does.
+# Requests, as the page sends them.
 
 
 @contextmanager
 def viewer(folder: Path) -> Iterator[tuple[str, float, int]]:
-    """The command itself, when it was ready, and its process."""
+    """Run the command; yields its URL, the time when it was ready, and its process id."""
     command = [
         Path(sys.executable).with_name("chatmill"),
         "view",
@@ -139,7 +140,7 @@ def ask_ms(url: str, path: str) -> float:
 
 
 def first_page(url: str) -> float:
-    """Milliseconds for all that the first page needs, one request after the other."""
+    """Milliseconds for all requests of the first page, one after the other."""
     return sum(ask_ms(url, path) for path in [*PAGE, "/api/about", "/api/train/episodes?limit=50"])
 
 
@@ -150,7 +151,7 @@ def complete(url: str) -> bool:
 
 
 def first_hit(url: str, text: str) -> tuple[float, bool]:
-    """Seconds to the first answer that holds an episode, or to the end; and whether there was one."""
+    """Seconds until the first response with an episode, or until the end; and whether there was one."""
     started, start = time.perf_counter(), 0
     while start is not None:
         query = urllib.parse.urlencode({"q": text, "start": start, "limit": 1})
@@ -162,7 +163,7 @@ def first_hit(url: str, text: str) -> tuple[float, bool]:
 
 
 def scan(store: Path) -> float:
-    """Seconds to look for the rare text in the tokens of all shards, as bytes."""
+    """Seconds to search the token bytes of all shards for the rare text."""
     wanted, started = np.frombuffer(RARE.encode(), dtype=np.uint8).astype("<u2").tobytes(), time.perf_counter()
     for path in sorted((store / "train").glob("*/tokens.bin")):
         path.read_bytes().find(wanted)
@@ -173,7 +174,7 @@ def scan(store: Path) -> float:
 
 
 def write(folder: Path, episodes: int) -> tuple[int, list[str]]:
-    """Conversations of one exchange, in words of an invented language; how many tokens, and its words."""
+    """Write conversations of one exchange in an invented language; return the number of tokens and the words."""
     format = load_format("chatml")
     tokenizer = open_tokenizer("bytes", control=format.tokens)
     rng = np.random.default_rng(0)
@@ -213,7 +214,7 @@ def invented(rng: np.random.Generator, count: int) -> list[str]:
 def conversations(
     rng: np.random.Generator, words: list[str], special: dict[str, int], first: int, count: int, planted: int | None
 ) -> Rows:
-    """Rows as rendering gives them, made of pieces: the literals of the format, and words, some much more often."""
+    """Rows like rendered ones, built from the literals of the format and from words with unequal frequencies."""
     start, eot = special["start"], special["eot"]
     literals = [[start, *b"user\n"], [eot], [*b"\n"], [start, *b"assistant\n"], [*RARE.encode()]]
     pieces = [*literals, *([*f"{word} ".encode()] for word in words)]

@@ -269,12 +269,12 @@ def test_lines_are_compared_only_with_peers_of_the_same_model_and_precision():
 
 def test_a_promise_fails_if_a_peer_at_equal_precision_is_faster_or_uses_less_memory(run):
     found = {name: run["gpu"][name] for name in ("0.6b-own-adamw", "0.6b-peer-fp32", "8b-peer-qlora-compiled")}
-    held = dict(train_report.promises(found))
+    held = dict(train_report.targets(found))
     assert held["0.6b-own-adamw: no slower than 0.6b-peer-fp32"]
     assert held["0.6b-own-adamw: no more memory than 0.6b-peer-fp32"]
     assert not held["0.6 B, float32 masters: at least 135,000 real tokens/s"]
     found["0.6b-peer-fp32"] = found["0.6b-peer-fp32"] | {"tokens_per_s": 121_166, "gib": 51.1}
-    held = dict(train_report.promises(found))
+    held = dict(train_report.targets(found))
     assert not held["0.6b-own-adamw: no slower than 0.6b-peer-fp32"]
     assert not held["0.6b-own-adamw: no more memory than 0.6b-peer-fp32"]
 
