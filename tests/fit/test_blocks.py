@@ -402,7 +402,7 @@ def test_rows_of_a_format_whose_turns_blocks_cannot_reopen_are_refused():
     with pytest.raises(DataError, match="does not end with EOS"):
         cut_blocks(TurnRenderer(chatml, open_tokenizer("bytes", control=chatml.tokens)).render([record]), 8)
     ended = replace(chatml, tokens=dict(chatml.tokens) | {"eos": "<|EOS|>"}, end="<|EOS|>")
-    with pytest.raises(DataError, match="opens user turns and others"):
+    with pytest.raises(DataError, match="opens both user turns and other turns"):
         cut_blocks(TurnRenderer(ended, open_tokenizer("bytes", control=ended.tokens)).render([record]), 8)
 
 

@@ -164,7 +164,7 @@ def test_leftovers_of_a_killed_replacement_are_removed_unless_they_contain_other
 
 def test_a_file_that_appears_while_it_is_written_is_kept(tmp_path):
     path = tmp_path / "out"
-    with pytest.raises(DataError, match="out: was created by someone else meanwhile"), files.writing(path):
+    with pytest.raises(DataError, match="out: was created by another process in the meantime"), files.writing(path):
         path.write_text("mine")
     assert contents(tmp_path) == {"out": b"mine"}
 

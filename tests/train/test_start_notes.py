@@ -39,7 +39,7 @@ def counted(loader: EpisodeLoader) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, sums_data):
-    """A dataset, a cache, a folder of both, and a dataset of another program."""
+    """A dataset, a cache, a folder of both, and a dataset from another program."""
     root = tmp_path_factory.mktemp("kinds")
     (root / "primer.jsonl").write_bytes((ROOT / "data/primer.jsonl").read_bytes())
     run_chatmill("build-sft-primer", "--primer-jsonl", str(root / "primer.jsonl"), "--out-dir", str(root / "caches"))

@@ -21,7 +21,8 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 def clean(
     dataset: Dataset,
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Keep newer files: a number of s, m, h or d, such as 24h.")
+        str,
+        typer.Option(metavar="AGE", help="Remove only files older than this: a number and s, m, h or d, such as 24h."),
     ] = "24h",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count what would be removed, without removing it.")

@@ -131,7 +131,7 @@ def _turns(rows: Rows) -> _BlockTurns:
         raise DataError(f"a conversation does not end with EOS; {such}, which adds it")
     others = rows.ids[turns.start[(turns.role == Role.SYSTEM) | (turns.role == Role.ASSISTANT)]]
     if len(shared := np.intersect1d(rows.ids[turns.start[turns.role == Role.USER]], others)):
-        raise DataError(f"token {shared[0]} opens user turns and others; {such}, whose markers are distinct")
+        raise DataError(f"token {shared[0]} opens both user turns and other turns; {such}, whose markers are distinct")
     return _BlockTurns(turns, row_stop, turns.latest((turns.role == Role.SYSTEM) & turns.closed))
 
 

@@ -39,7 +39,7 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
 
 
 def episode_tokens(source: DataSource, split: str) -> int:
-    """Count the tokens in the episodes of a split; in datasets of other programs, episodes may overlap or have gaps."""
+    """Count the tokens in episodes of a split; in datasets from other programs, episodes may overlap or have gaps."""
     episodes = source.episodes(split)
     return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens
 

@@ -27,7 +27,7 @@ SERVE = "from chatmill.prepare.fresh_process import serve; serve()"
 def run_in_fresh_process(
     units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path, *, workers: int
 ) -> Generator[Done, None, None]:
-    """As `LocalEngine.run`. Run units in a new process. Nothing writes to the folder once the generator is closed or
+    """Like `LocalEngine.run`. Run units in a new process. Nothing writes to the folder once the generator is closed or
     this process exits.
     """
     pipe, its_end = Pipe()

@@ -402,5 +402,5 @@ def _check_ids(rows: Rows, vocab_size: int) -> None:
     """Check ids before they are narrowed: an id beyond the vocabulary would become another token."""
     if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
         origin = rows.origins[np.searchsorted(rows.segment_start, int(rows.ids.argmax()), side="right") - 1]
-        fault = RecordError(f"token id {largest}", f"the vocabulary has {vocab_size}", kind="vocabulary")
+        fault = RecordError(f"token id {largest}", f"expected an id below {vocab_size}", kind="vocabulary")
         raise fault.at(rows.files[origin["file"]].path, int(origin["line"]))

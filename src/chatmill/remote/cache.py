@@ -197,7 +197,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
 
 def _release(fd: int) -> None:
     _held.discard(fd)
-    # A process that was forked meanwhile may have inherited the descriptor.
+    # A process forked in the meantime may have inherited the descriptor.
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)

@@ -297,7 +297,7 @@ def _holder(url: Url) -> str:
 
 
 def _exists(url: Url) -> ExistingObjectError:
-    return ExistingObjectError(f"{shown(url)}: exists already, or was replaced meanwhile")
+    return ExistingObjectError(f"{shown(url)}: exists already, or was replaced in the meantime")
 
 
 def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:

@@ -132,7 +132,7 @@ class SplitIndex:
         kept: NDArray[np.bool_] | None = None,
         seconds: float = 0.3,
     ) -> SearchHits:
-        """As `search`, but episodes are looked through in this order, and `start` is a position of it.
+        """Like `search`, but go through the episodes in this `order`, beginning at position `start` of it.
 
         Needs the text of all episodes.
         """
@@ -161,7 +161,7 @@ class SplitIndex:
     ) -> SearchHits:
         """Up to `limit` episodes from `start` on that contain a folded query and are `kept`; takes about `seconds`."""
         deadline, hits, begun = monotonic() + seconds, list[int](), start
-        # Read once, as the builder may raise it meanwhile.
+        # Read once, because the builder may raise it in the meantime.
         searched = self.searched
         ends = self.ends[: searched + 1]
         if start >= searched:

@@ -25,7 +25,7 @@ from chatmill.store.episodes import Episodes
 
 VERSION = 2
 CHUNK = 1 << 20
-"""Tokens that building reads at a time: few, because requests are answered meanwhile."""
+"""Tokens that building reads at a time: few, because requests are answered in between."""
 
 
 class IndexBuilder:

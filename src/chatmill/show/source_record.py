@@ -38,7 +38,7 @@ class SourceRecord:
     as_read: bool
     """The text is the parsed record, because the file does not have one line for each record."""
     same: bool | None
-    """Whether it still has the hash that the dataset recorded; None if that cannot be told."""
+    """Whether it still has the hash that the dataset recorded; None if that is unknown."""
     cut: bool
 
 
@@ -72,7 +72,7 @@ def source_line(
     key: Sequence[int],
     folders: Sequence[Path],
 ) -> str:
-    """The same record as one line of JSON, complete and not escaped; `DataError` if it is not what the row has."""
+    """The same record as one line of JSON, complete and not escaped; `DataError` if it has changed since."""
     raw, records, _ = _raw_record(name, line, shape, options, folders)
     wanted = np.array(key, dtype="<u8").tobytes()
     if any(wanted) and records and wanted not in map(record_key, records):

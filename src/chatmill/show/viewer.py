@@ -196,7 +196,7 @@ class Viewer:
             page = order[positions[first : first + limit]].tolist()
             return SearchHits(page, after, ended=after == count), known, len(positions)
         if q:
-            # Read before searching: what is indexed meanwhile may not have been searched.
+            # Read before searching: what is indexed during the search may not have been searched.
             known = index.searched
             return index.search(folded_query(q), start, limit, kept=kept), known, None
         assert kept is not None

@@ -236,7 +236,8 @@ def _rename_new(source: Path, path: Path) -> None:
     try:
         disk.rename_new(source, path)
     except FileExistsError:
-        raise DataError(f"{path}: was created by someone else meanwhile; give another name, or --overwrite") from None
+        what = "was created by another process in the meantime"
+        raise DataError(f"{path}: {what}; give another name, or --overwrite") from None
 
 
 def _remove_if_there(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Datasets of other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
+"""Datasets from other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
 
 tokens.bin does not record the width of a token, and a wrong width gives wrong ids without an error. The width is
 taken from

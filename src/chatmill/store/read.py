@@ -43,8 +43,8 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
     [266, 85]
 
     Datasets that other programs wrote in the format of the episode specification open too, without spans and origins;
-    set `token_dtype` to uint16 or uint32 if it cannot be inferred, see `foreign`. If the dataset is replaced meanwhile,
-    the result is entirely the old one or entirely the new one; see `folder`.
+    set `token_dtype` to uint16 or uint32 if it cannot be inferred, see `foreign`. If the dataset is replaced during
+    this call, the result is entirely the old one or entirely the new one; see `folder`.
 
     Files of a dataset at a URL are downloaded when they are read; missing ones are detected then; see `remote_files`.
     """

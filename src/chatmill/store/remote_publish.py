@@ -149,7 +149,7 @@ def publish_remote(folder: Path, target: RemoteTarget, uploads: Uploads) -> None
 
 
 def publish_metadata(target: RemoteTarget, text: bytes) -> None:
-    """Make a completely uploaded dataset visible; raise `DataError` if another one was published meanwhile."""
+    """Make a completely uploaded dataset visible; `DataError` if another was published in the meantime."""
     try:
         objects.write(target.url / METADATA, text, new=target.version is None, replaces=target.version)
     except ExistingObjectError:

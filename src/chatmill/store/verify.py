@@ -38,9 +38,9 @@ class SplitCounts:
     trained: int
     shards: int
     uncovered: int = 0
-    """Tokens that are in no episode, in a dataset of another program."""
+    """Tokens that are in no episode, in a dataset from another program."""
     shared: int = 0
-    """Tokens that are in more than one episode, in a dataset of another program."""
+    """Tokens that are in more than one episode, in a dataset from another program."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def partial(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if ended.value is not None and ours:
             tally.is_wrong(f"{what} opens with {ended.value[0]} episodes")
         else:
-            # Nothing tells a part with tokens, masks and indices alone from a dataset of another program.
+            # Nothing tells a part with tokens, masks and indices alone from a dataset from another program.
             found = bool(ended.refused) and "\n" not in ended.refused
             tally.judge(survived=ended.value is not None, found=found, lost=f"{what}: {ended.broke or ended.refused}")
         shutil.rmtree(part)
@@ -204,8 +204,8 @@ CUT = Trial(
 PARTIAL = Trial(
     "copies broken off",
     "a copy of a dataset is interrupted after any number of files, in any order: refused by opening and by verify; a "
-    "part without any file that only chatmill writes is a dataset of another program, and opens only if its files are "
-    "consistent",
+    "part without any file that only chatmill writes is a dataset from another program, and opens only if its files "
+    "are consistent",
     partial,
     full=2_000,
     short=40,

@@ -153,9 +153,9 @@ def _take_warmup(translation: Translation, keys: TheirKeys, names: RunNames, *, 
     steps, share = keys.number("warmup_steps"), keys.number("warmup_ratio", most=1)
     named = [(name, value) for name, value in (("warmup_steps", steps), ("warmup_ratio", share)) if value is not None]
     if without:
-        translation.assume("the schedule `constant` of transformers has no warmup", train={"warmup_iters": 0})
+        translation.assume("the `constant` schedule of transformers has no warmup", train={"warmup_iters": 0})
         for name, value in named:
-            translation.default(keys.path(name), value, note="the schedule constant has no warmup")
+            translation.default(keys.path(name), value, note="the constant schedule has no warmup")
         return
     if steps is not None and (steps >= 1 or share is None):
         taken = {"warmup_iters": int(steps)} if steps >= 1 or steps == 0 else {"warmup_pct": steps}

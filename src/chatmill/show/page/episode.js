@@ -308,7 +308,7 @@ async function record(box, at, segment) {
     const notes = {
       true: ["good", "Unchanged since the dataset was made."],
       false: ["bad", "Has changed since the dataset was made."],
-      null: ["quiet", "Whether it has changed cannot be told."],
+      null: ["quiet", "It is not known whether it has changed."],
     };
     const [tone, words] = notes[String(said.same)];
     box.replaceChildren(

@@ -99,7 +99,11 @@ def null_content(seen: Observations) -> Finding:
         return Finding("null", Level.SKIP, "not compared: transformers is not installed or cannot open the tokenizer")
     probe = seen.good.get(TOOL.id)
     if probe is None:
-        return Finding("null", Level.SKIP, "content is null only next to tool calls, which are rejected")
+        return Finding(
+            "null",
+            Level.SKIP,
+            "content is null only next to tool calls, and conversations with tool calls are rejected",
+        )
     theirs = list(seen.peer(probe.record, null_content=True))
     if theirs == probe.rows.ids.tolist():
         return Finding("null", Level.PASS, 'content next to tool calls is rendered as ""')
