@@ -68,14 +68,14 @@ def test_rows_are_the_examples_in_shuffled_order(run):
     assert train.mask(0).tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_without_flags_everything_has_its_default(run):
+def test_all_flags_have_defaults(run):
     primer()
     assert run("build-sft-primer")[0] == 0
     meta = open_cache("data/cache/sft/primer").meta
     assert (meta.val_frac, meta.seed, meta.T_max, meta.splits["val"].num_examples) == (0.1, 42, 1024, 2)
 
 
-def test_the_same_input_gives_the_same_bytes_whatever_it_is_called(run):
+def test_the_bytes_do_not_depend_on_the_name_of_the_input(run):
     primer()
     Path("other.jsonl").write_text(lines(20))
     run("build-sft-primer")
@@ -86,7 +86,7 @@ def test_the_same_input_gives_the_same_bytes_whatever_it_is_called(run):
     assert contents("data/cache/sft/primer") != before
 
 
-def test_long_rows_keep_their_last_tokens_and_the_loss_is_told(run):
+def test_long_rows_keep_their_last_tokens_and_the_cut_is_reported(run):
     Path("p.jsonl").write_text(
         chat(("user", "long"), ("assistant", "answer")) + chat(("assistant", "a"), ("user", "bc"))
     )
@@ -132,7 +132,7 @@ def test_json_gives_paths_counts_and_the_ledger(run):
     assert found["ledger"]["stored"] == {"": {"rows": 10, "tokens": 100, "trained": 40}}
 
 
-def test_no_validation_rows_are_silent_when_asked_for_and_told_when_not(run):
+def test_an_empty_validation_split_is_reported_unless_it_was_requested(run):
     primer(9)
     assert run("build-sft-primer", "--val-frac", "0")[2] == ""
     assert list(Path("data/cache/sft/primer/val").iterdir()) == []
@@ -140,7 +140,7 @@ def test_no_validation_rows_are_silent_when_asked_for_and_told_when_not(run):
     assert (code, err) == (0, "no validation rows: 0.1 of 9 examples, rounded down, is 0\n")
 
 
-def test_a_tokenizer_without_the_control_tokens_is_refused_or_given_them(run):
+def test_missing_control_tokens_are_refused_or_added(run):
     primer()
     run("tokenizer", "train", "data/primer.jsonl", "--vocab-size", "259", "-o", "tok.json")
     code, _, err = run("build-sft-primer", "--tokenizer", "tok.json")
@@ -170,7 +170,7 @@ def test_dolly_and_openassistant_are_built_alike(run):
     assert open_cache("data/cache/sft/oasst1").meta.source == "oasst1"
 
 
-def test_faulty_records_of_other_sources_may_be_skipped(run):
+def test_invalid_records_of_other_sources_can_be_skipped(run):
     good = '{"message_tree_id": "t", "prompt": {"text": "q", "role": "prompter", "replies": [%s]}}\n'
     answer = '{"text": "a", "role": "assistant", "replies": []}'
     Path("o.jsonl").write_text(good % answer + good % "" + "{\n" + good % answer)
@@ -217,7 +217,7 @@ T = 8
 """
 
 
-def test_settings_come_from_the_file_and_flags_win_over_it(run):
+def test_flags_override_the_settings_file(run):
     Path("mine.jsonl").write_text(lines(10))
     Path("chatmill.toml").write_text(SETTINGS)
     assert run("build-sft-primer")[0] == 0
@@ -236,7 +236,7 @@ def test_each_source_has_its_own_path_and_share(run):
     assert open_cache("caches/dolly15k").meta.splits["train"].num_examples == 10
 
 
-def test_all_faults_of_settings_and_flags_are_one_line(run):
+def test_all_errors_of_settings_and_flags_are_reported_in_one_line(run):
     primer()
     Path("chatmill.toml").write_text(
         'model.T = "long"\ntraining.seed = true\ntraining.sed = 1\ndata.primer.val_frac = 1\n[data.caches]\n'
@@ -258,7 +258,7 @@ def test_all_faults_of_settings_and_flags_are_one_line(run):
 
 
 @pytest.mark.parametrize("content", [b"model = [", b"\xff", b"model.T = 1\nmodel.T = 2"])
-def test_a_settings_file_that_cannot_be_read_is_one_line(run, content):
+def test_a_settings_file_that_cannot_be_read_is_reported_in_one_line(run, content):
     primer()
     Path("chatmill.toml").write_bytes(content)
     code, out, err = run("build-sft-primer")
@@ -293,7 +293,7 @@ GOOD = chat(("user", "q"), ("assistant", "a"))
         (GOOD.encode(), ["--out-dir", "data/primer.jsonl"], 1, "data/primer.jsonl"),
     ],
 )
-def test_what_cannot_be_built_is_one_line_and_nothing_is_published(run, content, args, code, line):
+def test_a_failed_build_is_reported_in_one_line_and_publishes_nothing(run, content, args, code, line):
     Path("data").mkdir()
     if content is not None:
         Path("data/primer.jsonl").write_bytes(content)
@@ -330,7 +330,7 @@ def test_an_input_inside_the_cache_it_would_replace_is_refused(run):
     assert Path("data/cache/sft/primer/primer.jsonl").is_file()
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(run, monkeypatch):
+def test_a_full_disk_is_reported_in_one_line_and_leaves_no_files(run, monkeypatch):
     class Full(files.Disk):
         def write(self, fd, data):
             raise OSError(28, "No space left on device")

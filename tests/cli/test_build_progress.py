@@ -44,7 +44,7 @@ def reports(job: Job, target: str, **options) -> list[BuildProgress]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_source_is_counted_for_itself(job, workers):
+def test_each_source_has_its_own_counts(job, workers):
     seen = [each for each in reports(job, "x", engine=LocalEngine(workers)) if each.step == "render"]
     sizes = {"brief": "short.jsonl", "long": "long.jsonl", "named": "named.jsonl"}
     assert list(dict.fromkeys(each.source for each in seen)) == list(sizes)
@@ -59,7 +59,7 @@ def test_each_source_is_counted_for_itself(job, workers):
     assert total == read_metadata(Path("x")).ledger.total("rendered").tokens
 
 
-def test_a_resumed_build_tells_what_it_took_over(job):
+def test_a_resumed_build_reports_the_units_it_reuses(job):
     """Units of the interrupted build are counted separately, because they must not count towards the rate."""
     stopped = 0
 

@@ -38,7 +38,7 @@ def lines(out: str) -> dict[str, tuple[str, str]]:
     return {line.split()[1]: (line.split()[0], line.split(maxsplit=2)[2]) for line in out.splitlines()}
 
 
-def test_a_good_template_has_no_line_that_fails(run, folder):
+def test_a_valid_template_passes_every_check(run, folder):
     code, out, err = run("certify", "--tokenizer", "model")
     found = lines(out)
     assert (code, err) == (0, "")
@@ -59,7 +59,7 @@ def test_faulty_records_can_be_skipped(run, folder, tmp_path):
     assert err == "rejected 1: 1 role; see rejects.jsonl\n"
 
 
-def test_a_preset_that_the_tokenizer_cannot_write_points_at_its_template(run, folder, tmp_path):
+def test_a_preset_that_the_tokenizer_does_not_support_suggests_its_template(run, folder, tmp_path):
     name = write(tmp_path / "chat.jsonl", say("a", "b"))
     code, _, err = run("render", name, "--tokenizer", "model", "--format", "primer")
     assert code == 2
@@ -88,7 +88,7 @@ def test_two_bos_tokens_fail(run, folder):
     assert code == 1 and lines(out)["bos"] == ("FAIL", "<s> is doubled at the start of probe one turn")
 
 
-def test_own_records_are_held_against_it_too(run, folder, tmp_path):
+def test_the_template_is_also_checked_on_the_users_records(run, folder, tmp_path):
     good = write(tmp_path / "good.jsonl", say("Hi", "Yo"), say("a <|im_end|> b", "c"))
     code, out, _ = run("certify", "--tokenizer", "model", good)
     assert code == 0 and lines(out)["records"][1] == "2 records, 1 of them with control text, every answer trained"
@@ -107,7 +107,7 @@ def test_own_records_are_held_against_it_too(run, folder, tmp_path):
     }
 
 
-def test_another_template_and_its_arguments_are_taken_from_flags(run, folder, tmp_path):
+def test_flags_select_another_template_and_its_arguments(run, folder, tmp_path):
     (tmp_path / "other.jinja").write_text(CHATML.replace("<|im_end|>\\n'", "<|im_end|>' + tail"))
     args = ("certify", "--tokenizer", "model", "--chat-template", "other.jinja")
     code, _, err = run(*args)
@@ -178,13 +178,13 @@ def test_any_number_of_processes_gives_the_same_bytes(run, folder, tmp_path, wor
         (("--format", "template", "--tokenizer", "model", "--mask", "tags"), "has no generation tags"),
     ],
 )
-def test_what_does_not_go_together_is_said(run, folder, tmp_path, flags, said):
+def test_conflicting_flags_are_reported(run, folder, tmp_path, flags, said):
     chat = write(tmp_path / "chat.jsonl", say("Hi", "Yo"))
     code, _, err = run("render", chat, *flags)
     assert code == 2 and said in err and err.count("\n") == 1
 
 
-def test_the_day_is_told_and_remembered(run, folder, tmp_path):
+def test_the_date_is_printed_and_stored(run, folder, tmp_path):
     dated = "{{- strftime_now('%Y-%m-%d') -}}" + CHATML
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": dated}))
     chat = write(tmp_path / "chat.jsonl", say("Hi", "Yo"))

@@ -32,7 +32,7 @@ def words(group, path=("chatmill",)):
             yield " ".join((*path, name)), [flag for each in command.params for flag in each.opts if flag[:1] == "-"]
 
 
-def test_the_committed_page_is_what_the_help_of_the_commands_gives():
+def test_the_committed_page_matches_the_help_of_the_commands():
     assert PAGE.read_text("utf-8") == script().page(), "run .venv/bin/python scripts/command_reference.py --write"
 
 

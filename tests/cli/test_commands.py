@@ -22,7 +22,7 @@ CHAT = '{"id": "c1", "messages": [{"role": "user", "content": "hi"}, {"role": "a
 BAD = '{"id": "c2", "messages": [{"role": "bot", "content": "hi"}]}\n'
 
 
-def test_check_counts_what_is_there(run):
+def test_check_counts_records_messages_and_sources(run):
     Path("chat.jsonl").write_text(CHAT * 3)
     assert run("check", "chat.jsonl") == (
         0,
@@ -97,7 +97,7 @@ def test_keys_that_are_not_read_are_in_the_summary_and_the_metadata(run, workers
     }
 
 
-def test_columns_and_texts_go_through_prepare(run):
+def test_prepare_reads_columns_and_texts(run):
     Path("qa.jsonl").write_text('{"q": "one?", "a": "two"}\n')
     code, _, _ = run("prepare", "qa.jsonl", "-o", "qa", "--columns", "prompt=q,completion=a")
     assert code == 0
@@ -124,7 +124,7 @@ def test_a_faulty_record_stops_with_one_line_and_exit_code_1(run):
     )
 
 
-def test_skipped_records_are_counted_and_written_down(run):
+def test_skipped_records_are_counted_and_written_to_a_file(run):
     Path("chat.jsonl").write_text(CHAT + BAD + "{\n" + CHAT)
     code, out, err = run("check", "chat.jsonl", "--on-error", "skip", "--rejects", "bad.jsonl")
     assert code == 0
@@ -175,14 +175,14 @@ def test_render_as_json_gives_ids_labels_weights_and_spans(run):
     assert err == "1 rows, 8 tokens, 3 trained (37.5%)\n"
 
 
-def test_render_looks_at_three_rows_unless_told_otherwise(run):
+def test_render_shows_three_rows_by_default(run):
     Path("chat.jsonl").write_text(CHAT * 9)
     assert run("render", "chat.jsonl")[1].count("tokens, 3 trained\n") == 3
     assert run("render", "chat.jsonl", "-n", "5")[1].count("tokens, 3 trained\n") == 5
     assert run("render", "chat.jsonl", "--json")[1].count("\n") == 9
 
 
-def test_render_skips_what_the_format_cannot_write(run):
+def test_render_skips_records_that_the_format_does_not_support(run):
     Path("two.toml").write_text(
         '[tokens]\nt="<|eot|>"\n[user]\nopen="<|eot|>"\nclose="<|eot|>"\n[assistant]\nopen="<|eot|>"\nclose="<|eot|>"'
     )
@@ -200,7 +200,7 @@ def test_render_skips_what_the_format_cannot_write(run):
     assert err.endswith("rejected 1: 1 role_not_in_format; see rejects.jsonl\n")
 
 
-def test_a_tokenizer_is_trained_written_whole_and_not_overwritten_unasked(run):
+def test_a_tokenizer_is_trained_and_overwritten_only_with_the_flag(run):
     Path("chat.jsonl").write_text(CHAT * 50)
     code, out, _ = run("tokenizer", "train", "chat.jsonl", "--vocab-size", "259", "-o", "tok.json", "--json")
     made = json.loads(out)
@@ -239,7 +239,7 @@ def test_a_tokenizer_is_trained_written_whole_and_not_overwritten_unasked(run):
         "export parquet v1 -o ..",
     ],
 )
-def test_no_command_replaces_what_it_reads_or_what_it_did_not_write(run, command):
+def test_no_command_replaces_its_input_or_foreign_files(run, command):
     Path("chat.jsonl").write_text(CHAT * 20)
     Path("hard.jsonl").hardlink_to("chat.jsonl")
     Path("link.json").symlink_to("chat.jsonl")
@@ -270,7 +270,7 @@ def test_info_names_missing_control_tokens_and_the_flag_that_adds_them(run):
     assert info["vocab_size"] == 263
 
 
-def test_info_without_a_format_lists_all_control_tokens_that_there_are(run):
+def test_info_without_a_format_lists_all_control_tokens(run):
     Path("chat.jsonl").write_text(CHAT)
     run("tokenizer", "train", "chat.jsonl", "--vocab-size", "262", "-o", "tok.json", "--format", "primer")
     code, out, _ = run("tokenizer", "info", "tok.json")
@@ -330,7 +330,7 @@ def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
         ),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_never_a_traceback(run, args, code, line):
+def test_errors_are_one_line_and_never_a_traceback(run, args, code, line):
     Path("chat.jsonl").write_text(CHAT)
     Path("empty.jsonl").write_text("\n")
     found, out, err = run(*args)
@@ -345,7 +345,7 @@ def test_unknown_flags_and_commands_are_usage_errors(run):
     assert run("mill")[0] == 2
 
 
-def test_the_version_is_the_packages(run):
+def test_the_version_is_that_of_the_package(run):
     assert run("--version") == (0, f"chatmill {chatmill.__version__}\n", "")
 
 
@@ -364,7 +364,7 @@ def commands(group, name="chatmill"):
 
 
 @pytest.mark.parametrize(("name", "command"), list(commands(typer.main.get_command(app_of()))))
-def test_every_command_shows_an_example_of_itself_and_takes_json(name, command):
+def test_every_command_has_an_example_and_accepts_json(name, command):
     help = command.help or ""
     assert "Example" in help
     assert f"  {name} " in help + " "
@@ -375,7 +375,7 @@ def test_every_command_shows_an_example_of_itself_and_takes_json(name, command):
 @pytest.mark.parametrize(
     "command", [["check"], ["render"], ["prepare", "-o", "out", "--rejects", "./rejects.jsonl", "--overwrite"]]
 )
-def test_an_input_is_never_taken_for_the_file_of_rejects(run, command):
+def test_the_rejects_file_cannot_be_an_input(run, command):
     Path("rejects.jsonl").write_text(CHAT + "bad\n")
     name, *more = command
     code, _, err = run(name, "rejects.jsonl", *more, "--on-error", "skip")
@@ -387,7 +387,7 @@ def test_an_input_is_never_taken_for_the_file_of_rejects(run, command):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
-def test_what_an_output_cannot_write_is_escaped(tmp_path, encoding):
+def test_characters_outside_the_output_encoding_are_escaped(tmp_path, encoding):
     name = os.fsdecode(b"b\xff.jsonl")
     (tmp_path / name).write_text(CHAT.replace("hi", "3 × 3") + BAD, encoding="utf-8")
     commands = [
@@ -430,7 +430,7 @@ DEEP = "[" * 20_000
 HUGE = "9" * 26
 
 
-def test_what_is_nested_too_deeply_is_one_line_with_its_place(run):
+def test_too_deep_nesting_is_reported_in_one_line_with_its_place(run):
     Path("chat.jsonl").write_text(CHAT)
     Path("deep.toml").write_text(f"a = {DEEP}")
     Path("tokens").mkdir()
@@ -475,7 +475,7 @@ def test_what_is_nested_too_deeply_is_one_line_with_its_place(run):
         "tokenizer train chat.jsonl -o t.json --vocab-size",
     ],
 )
-def test_a_number_that_nothing_holds_is_a_usage_error(run, args):
+def test_a_number_out_of_range_is_a_usage_error(run, args):
     Path("chat.jsonl").write_text(CHAT)
     run("prepare", "chat.jsonl", "-o", "d")
     code, out, err = run(*args.split(), HUGE)
@@ -483,7 +483,7 @@ def test_a_number_that_nothing_holds_is_a_usage_error(run, args):
     assert "2147483648" in err or "16777216" in err
 
 
-def test_more_than_memory_holds_is_one_line(run, monkeypatch):
+def test_running_out_of_memory_is_reported_in_one_line(run, monkeypatch):
     def much(*args, **options):
         return np.empty(1 << 50, dtype=np.int64)
 

@@ -22,7 +22,7 @@ def run(run):
     return run
 
 
-def test_reweigh_says_what_is_trained_now_and_what_is_shared(run):
+def test_reweigh_reports_trained_tokens_and_shared_files(run):
     code, out, err = run("reweigh", "v1", "--train-on", "last", "-o", "v2")
     sha256 = json.loads(Path("v2/dataset_metadata.json").read_text())["sha256"]
     assert (code, err) == (0, "")
@@ -49,7 +49,7 @@ def test_reweigh_says_what_is_trained_now_and_what_is_shared(run):
     )
 
 
-def test_reweigh_equals_preparing_with_the_other_choice_in_all_but_the_metadata(run):
+def test_reweigh_gives_the_same_files_as_preparing_with_that_option(run):
     run("reweigh", "v1", "--train-on", "all", "-o", "v2")
     run("prepare", "chat.jsonl", "-o", "v3", "--format", "primer", "--train-on", "all", "--workers", "1")
     for path in sorted(Path("v3/train/shard_00000").iterdir()):
@@ -100,7 +100,7 @@ def test_diff_as_json_and_its_exit_code(run):
     )
 
 
-def test_export_parquet_says_what_it_wrote(run):
+def test_export_parquet_reports_what_it_wrote(run):
     code, out, err = run("export", "parquet", "v1", "-o", "out")
     assert (code, out, err) == (0, "out/train: 2 rows, 24 tokens, 41.7% trained, 1 file\n", "")
     assert sorted(str(path.relative_to("out")) for path in Path("out").rglob("*.*")) == [
@@ -126,7 +126,7 @@ def test_export_parquet_says_what_it_wrote(run):
         (["export", "parquet", "v1", "-o", "out", "--split", "val"], 1, "v1: has no split val; it has train"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_leaves_nothing(run, args, code, words):
+def test_errors_are_reported_in_one_line_and_leave_no_files(run, args, code, words):
     found, out, err = run(*args)
     assert (found, out) == (code, "")
     assert err.startswith("chatmill: ")
@@ -135,7 +135,7 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(run, args, code, wor
     assert sorted(path.name for path in Path().iterdir()) == ["chat.jsonl", "v1"]
 
 
-def test_who_is_trained_must_be_one_of_three(run):
+def test_train_on_must_be_one_of_three_values(run):
     assert run("reweigh", "v1", "--train-on", "user", "-o", "v2")[0] == 2
 
 
@@ -149,7 +149,7 @@ def test_who_is_trained_must_be_one_of_three(run):
         ("build-sft-primer --primer-jsonl loop", "loop: no such file; expected a file, a folder or a glob"),
     ],
 )
-def test_a_link_to_itself_is_one_line_and_is_kept(run, args, line):
+def test_a_link_to_itself_is_reported_in_one_line_and_kept(run, args, line):
     Path("loop").symlink_to("loop")
     assert run(*args.split()) == (1, "", f"chatmill: {line}\n")
     assert Path("loop").readlink() == Path("loop")

@@ -32,7 +32,7 @@ def invoke(command, *args: str):
     return CliRunner().invoke(app, args, env={"COLUMNS": "120"})
 
 
-def test_a_dataclass_stands_for_its_fields():
+def test_a_dataclass_expands_to_its_fields():
     got: list[Any] = []
 
     def command(name: str, *, common: Common, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
@@ -75,7 +75,7 @@ def test_flags_as_text_have_both_spellings_and_show_their_defaults():
     assert 'how rows are cut  [default: "turns"]' in help
 
 
-def test_a_command_without_groups_stays_as_it_is():
+def test_a_command_without_groups_is_unchanged():
     def command(name: str) -> None: ...
 
     assert expanded(command) is command

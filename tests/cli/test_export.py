@@ -37,7 +37,7 @@ def ledger(capsys):
     return ledger
 
 
-def test_conversations_stand_one_a_line_with_no_space_at_the_markers(monkeypatch, tmp_path, ledger):
+def test_each_conversation_is_one_line_without_spaces_at_the_markers(monkeypatch, tmp_path, ledger):
     made = export(monkeypatch, tmp_path, [[("user", "hi"), ("assistant", " yo")]], "--context-length", "99")
     assert made["lines"] == ["<|USER|>hi<|END|><|ASSISTANT|> yo<|END|><|EOS|>"]
     assert ledger()["stored"] == {"": {"rows": 1, "tokens": 10, "trained": 0}}
@@ -48,7 +48,7 @@ def test_line_breaks_are_escaped(monkeypatch, tmp_path):
     assert made["lines"] == ['"<|USER|>a\\nb\\\\n<|END|><|ASSISTANT|>c<|END|><|EOS|>"']
 
 
-def test_what_does_not_fit_is_cut_or_skipped_and_counted(monkeypatch, tmp_path, ledger):
+def test_long_conversations_are_truncated_or_skipped_and_counted(monkeypatch, tmp_path, ledger):
     records = [
         [
             ("system", "s"),
@@ -92,7 +92,7 @@ chat_ = st.tuples(st.lists(text_.map(lambda t: ("system", t)), max_size=1), st.l
 @given(
     st.lists(chat_.map(lambda parts: parts[0] + [turn for pair in parts[1] for turn in pair]), min_size=1, max_size=5)
 )
-def test_reading_what_was_written_gives_the_same_conversations(monkeypatch, tmp_path, capsys, chats):
+def test_exported_conversations_read_back_the_same(monkeypatch, tmp_path, capsys, chats):
     export(monkeypatch, tmp_path, chats, "--context-length", "100000")
     capsys.readouterr()
     again = [
@@ -102,6 +102,6 @@ def test_reading_what_was_written_gives_the_same_conversations(monkeypatch, tmp_
     assert again == chats
 
 
-def test_a_marker_in_a_text_is_named():
+def test_a_marker_in_a_text_is_reported():
     with pytest.raises(ValueError, match=r"the text of message 0 contains the marker <\|EOS\|>"):
         transcript_turns(Record([Message("user", "a <|EOS|> b")]), FORMAT)

@@ -61,7 +61,7 @@ def test_a_chat_template_is_found_wherever_a_folder_may_have_one(folders):
     assert [resolve_format(None, place) for place in FOLDERS] == ["template"] * len(FOLDERS)
 
 
-def test_a_folder_with_a_chat_template_uses_it_and_says_so(run, folders):
+def test_the_chat_template_of_a_folder_is_used_and_reported(run, folders):
     place = "in tokenizer_config.json"
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", place)
     assert (code, err) == (0, f"format: template, the chat template of {place}\n")
@@ -70,13 +70,13 @@ def test_a_folder_with_a_chat_template_uses_it_and_says_so(run, folders):
     assert (code, err) == (0, f"format: template, the chat template of {place}\n")
 
 
-def test_a_folder_without_one_uses_chatml_and_says_so(run, folders):
+def test_a_folder_without_a_chat_template_uses_chatml_and_reports_it(run, folders):
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "plain")
     assert (code, err) == (0, "format: chatml, since plain has no chat template\n")
     assert stored("v1") == (CHATML, "chatml")
 
 
-def test_a_format_that_is_named_is_used_whatever_the_folder_has(run, folders):
+def test_an_explicit_format_overrides_the_chat_template(run, folders):
     place = "in chat_template.jinja"
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", place, "--format", "chatml")
     assert (code, err, stored("v1")) == (0, "", (CHATML, "chatml"))
@@ -84,13 +84,13 @@ def test_a_format_that_is_named_is_used_whatever_the_folder_has(run, folders):
     assert (code, err, stored("v2")) == (0, "", (OWN, "template"))
 
 
-def test_a_chat_template_that_is_named_is_used_without_a_format(run, folders):
+def test_an_explicit_chat_template_needs_no_format(run, folders):
     Path("own.jinja").write_text(TEMPLATE)
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "plain", "--chat-template", "own.jinja")
     assert (code, err, stored("v1")) == (0, "format: template, the chat template of own.jinja\n", (OWN, "template"))
 
 
-def test_a_file_selects_only_the_tokenizer_and_a_note_names_the_template_beside_it(run, folders):
+def test_a_tokenizer_file_ignores_the_template_next_to_it_with_a_note(run, folders):
     file = "in chat_template.jinja/tokenizer.json"
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", file)
     assert (code, stored("v1")) == (0, (CHATML, "chatml"))
@@ -100,21 +100,21 @@ def test_a_file_selects_only_the_tokenizer_and_a_note_names_the_template_beside_
     )
 
 
-def test_templates_without_a_default_are_not_passed_over(run, folders):
+def test_several_templates_without_a_default_are_an_error(run, folders):
     Path("plain", "tokenizer_config.json").write_text(json.dumps({"chat_template": listed(TEMPLATE, "rag")}))
     code, out, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "plain")
     assert (code, out) == (2, "")
     assert err.endswith("plain: has chat templates rag but no default; choose one with --chat-template\n")
 
 
-def test_the_bytes_are_those_of_the_format_by_its_name(run, folders):
+def test_the_default_format_gives_the_same_bytes_as_the_explicit_one(run, folders):
     for name, flags in {"left out": (), "named": ("--format", "template")}.items():
         assert run("prepare", "chat.jsonl", "-o", name, "--tokenizer", "in a list", *flags)[0] == 0
     one, other = (Path(name, "dataset_metadata.json").read_bytes() for name in ("left out", "named"))
     assert one == other
 
 
-def test_an_interrupted_build_goes_on_with_the_format_that_it_began_with(folders, monkeypatch):
+def test_an_interrupted_build_resumes_with_its_format(folders, monkeypatch):
     def job(format: str | None) -> Job:
         return Job((InputSource(("chat.jsonl",)),), tokenizer="in a list", format=format)
 

@@ -33,7 +33,7 @@ def examples(command) -> list[str]:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_example_in_a_help_is_taken_and_one_is_of_the_command_itself(path):
+def test_every_example_in_a_help_parses_and_one_uses_the_command_itself(path):
     found = [shlex.split(re.split(r"\s[|>]\s?", example)[0]) for example in examples(COMMANDS[path])]
     assert any(words[: len(path)] == list(path) for words in found)
     for words in found:

@@ -83,13 +83,13 @@ def test_order_counts_only_episodes_that_are_long_enough(run, dataset):
         (["--split", "test"], "has no split test"),
     ],
 )
-def test_what_order_cannot_mean_is_one_line(run, dataset, args, line):
+def test_invalid_arguments_of_order_are_reported_in_one_line(run, dataset, args, line):
     code, out, err = run("order", "ds", *args)
     assert code in (1, 2) and out == ""
     assert line in err and len(err.splitlines()) == 1
 
 
-def test_verify_says_ok_and_what_is_unanchored(run, log):
+def test_verify_prints_ok_and_the_unanchored_lines(run, log):
     code, out, err = run("audit", "verify", str(log), "--dataset", "ds", "--checkpoint", "checkpoint")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
@@ -119,7 +119,7 @@ def test_verify_names_the_first_line_that_differs(run, log):
     assert code == 1 and json.loads(out)["ok"] is False
 
 
-def test_verify_finds_a_cut_log_by_its_checkpoint(run, log):
+def test_verify_detects_a_truncated_log_with_its_checkpoint(run, log):
     log.write_bytes(b"\n".join(log.read_bytes().split(b"\n")[:3]) + b"\n")
     code, out, _ = run("audit", "verify", str(log), "--dataset", "ds", "--checkpoint", "checkpoint/state.json")
     assert code == 1
@@ -172,7 +172,7 @@ def test_replay_names_the_line_of_each_conversation_of_a_packed_row(run, block_s
     assert row["origins"] == [f"chat.jsonl:{LETTERS.index(letter) + 1}" for (letter,) in shown]
 
 
-def test_replay_shows_ids_where_the_tokenizer_is_not_known(run, dataset):
+def test_replay_shows_ids_if_the_tokenizer_is_unknown(run, dataset):
     """The dataset was written by another program."""
     for name in ("dataset_metadata.json", "tokenizer_state.json", "spans.bin", "origins.bin"):
         for extra in Path("ds").rglob(name):
@@ -188,7 +188,7 @@ def test_replay_shows_ids_where_the_tokenizer_is_not_known(run, dataset):
     assert run("audit", "verify", str(audit.path))[0] == 0
 
 
-def test_a_step_that_is_not_there_is_one_line(run, log):
+def test_a_missing_step_is_reported_in_one_line(run, log):
     code, out, err = run("audit", "replay", str(log), "--step", "12")
     assert (code, out, err) == (2, "", f"chatmill: {log}: does not contain step 12; expected a step below 12\n")
     code, _, err = run("audit", "verify", "none.log", "--dataset", "ds")

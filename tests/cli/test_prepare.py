@@ -54,7 +54,7 @@ def sha256(folder: str) -> str:
     return json.loads((Path(folder) / "dataset_metadata.json").read_text())["sha256"]
 
 
-def test_it_says_what_it_made_and_where_all_tokens_went(place, monkeypatch, capsys):
+def test_the_summary_accounts_for_all_tokens(place, monkeypatch, capsys):
     out = run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --val-split 0.1 --max-tokens 120")
     lines = out.splitlines()
     assert lines[0].startswith("x/train: 2") and " episodes, " in lines[0] and lines[0].endswith("shards 1")
@@ -88,7 +88,7 @@ def test_json_holds_the_hash_the_splits_and_the_ledger(place, monkeypatch, capsy
     assert (stored["rows"], stored["tokens"], stored["trained"]) == (400, train["tokens"], train["trained_tokens"])
 
 
-def test_a_recipe_gives_what_its_flags_would(place, monkeypatch, capsys):
+def test_a_recipe_gives_the_same_dataset_as_flags(place, monkeypatch, capsys):
     Path("recipe.toml").write_text(
         'max_tokens = 200\nval_split = 0.1\nsplit = "shuffle"\nseed = 3\n\n'
         '[[source]]\ninputs = ["data/conversations.jsonl"]\n'
@@ -113,7 +113,7 @@ def test_a_recipe_reads_each_source_in_its_own_way(place, monkeypatch, capsys):
     assert [file.path for file in metadata.splits["val"].files] == ["data/primer.jsonl"]
 
 
-def test_skipped_records_are_written_down_and_counted(place, monkeypatch, capsys):
+def test_rejected_records_are_written_to_a_file_and_counted(place, monkeypatch, capsys):
     lines = Path("data/conversations.jsonl").read_bytes().splitlines()[:20]
     Path("some.jsonl").write_bytes(b"\n".join([*lines[:7], b"{}", *lines[7:], b"nonsense"]))
     out = run(monkeypatch, capsys, "prepare some.jsonl -o x --on-error skip --rejects out.jsonl")
@@ -122,7 +122,7 @@ def test_skipped_records_are_written_down_and_counted(place, monkeypatch, capsys
     assert len(open_dataset("x")["train"]) == 20
 
 
-def test_validation_files_are_all_for_validation(place, monkeypatch, capsys):
+def test_validation_files_go_to_the_validation_split(place, monkeypatch, capsys):
     run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --val-file data/primer.jsonl --shape messages")
     assert [len(open_dataset("x")[split]) for split in ("train", "val")] == [400, 120]
 
@@ -158,7 +158,7 @@ def test_an_old_dataset_that_cannot_be_removed_is_a_warning_and_exit_0(place, mo
     assert verify_dataset("x", full=True).faults == ()
 
 
-def test_progress_is_shown_where_a_person_looks_on(place):
+def test_progress_is_shown_in_a_terminal(place):
     """Progress goes to stderr only, so stdout can still be piped."""
     import pty
 
@@ -220,7 +220,7 @@ def test_the_scripts_take_their_other_flags(place, monkeypatch, capsys):
     assert len(open_dataset("two")["val"]) == 120
 
 
-def test_a_script_that_fails_says_so_in_one_line(place):
+def test_a_failing_script_prints_one_line(place):
     flags = "--input data/no.jsonl --output_dir x --val_split 0.1"
     assert script(f"prepare_chat_sft.py {flags}", code=1).stderr == (
         "chatmill: data/no.jsonl: no such file; expected a file, a folder or a glob\n"

@@ -104,7 +104,7 @@ def test_a_check_of_all_records_removes_what_a_build_removes(recipe, unroll):
     assert sum(sample.trained_tokens for sample in kept) == split.num_trained_tokens
 
 
-def test_what_it_prints(recipe, monkeypatch, capsys, tmp_path):
+def test_the_output_of_a_check(recipe, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -138,7 +138,7 @@ def test_what_it_prints(recipe, monkeypatch, capsys, tmp_path):
     }
 
 
-def test_it_reads_no_more_records_than_it_is_told(recipe, monkeypatch, capsys):
+def test_a_check_reads_at_most_the_given_number_of_records(recipe, monkeypatch, capsys):
     """Invalid records after the limit are not reported."""
     Path("more.jsonl").write_text(Path("more.jsonl").read_text() + "{broken\n")
     Path("qa.jsonl").write_text("{broken\n" + Path("qa.jsonl").read_text())
@@ -169,7 +169,7 @@ def test_a_recipe_and_its_sources_may_be_at_urls(recipe, monkeypatch, capsys):
         assert source["tokens"] == here[name]["tokens"]
 
 
-def test_a_bad_recipe_is_one_line(recipe, monkeypatch, capsys):
+def test_a_bad_recipe_is_reported_in_one_line(recipe, monkeypatch, capsys):
     def fault(text: str, *flags: str) -> tuple[int, str]:
         Path("bad.yaml").write_text(text)
         code, out, err = run(monkeypatch, capsys, "recipe", "check", "bad.yaml", *flags)

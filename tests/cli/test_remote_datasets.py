@@ -50,7 +50,7 @@ reweigh DIR --train-on all -o OUT-all
 """
 
 
-def test_every_command_that_reads_a_dataset_says_the_same_of_its_url(run, bucket):
+def test_commands_print_the_same_for_a_dataset_at_a_url(run, bucket):
     for line in filter(None, READING.splitlines()):
         results = []
         for name in ("v1", f"{bucket}/v1"):
@@ -69,7 +69,7 @@ def test_every_command_that_reads_a_dataset_says_the_same_of_its_url(run, bucket
             assert path.read_bytes() == Path(f"remote-{name}", path.name).read_bytes()
 
 
-def test_a_build_to_a_url_is_refused_replaced_and_told_in_json(run, bucket):
+def test_a_build_to_a_url_supports_overwrite_and_json(run, bucket):
     url = f"{bucket}/v1"
     assert run("prepare", "chat.jsonl", "-o", url) == (
         1,
@@ -128,7 +128,7 @@ def test_clean_counts_and_removes_leftovers(run, bucket):
     assert err == 'chatmill: --older-than is "soon"; expected a number of s, m, h or d, such as 24h\n'
 
 
-def test_a_file_of_a_dataset_a_missing_bucket_and_a_web_server_are_one_line(run, bucket):
+def test_a_file_of_a_dataset_a_missing_bucket_and_a_web_server_are_reported_in_one_line(run, bucket):
     for name in (f"{bucket}/v1", "v1"):
         wrong = f"chatmill: {name}/dataset_metadata.json: is a file inside a dataset; pass its folder, {name}\n"
         assert run("verify", f"{name}/dataset_metadata.json") == (2, "", wrong)

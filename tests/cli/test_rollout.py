@@ -87,7 +87,7 @@ def test_rollouts_become_a_dataset_that_verifies_and_reads_back(run, files, toke
     assert np.array_equal(rows[2:3].ids[-3:], [*b"{}", tokenizer.special_token_ids()["eot"]])
 
 
-def test_what_was_made_is_said(run, files):
+def test_the_summary_describes_the_dataset(run, files):
     code, out, _ = run(*BUILD)
     assert code == 0
     assert "out/train: 3 episodes" in out
@@ -108,7 +108,7 @@ def test_the_same_files_give_the_same_bytes_and_values_may_be_left_out(run, file
     assert values["weight"].tolist() == [0.0]
 
 
-def test_true_answers_become_a_dataset_to_begin_with(run, files, tokenizer):
+def test_rollout_answers_builds_a_dataset_of_true_answers(run, files, tokenizer):
     code, out, _ = run("rollout", "answers", "truth.jsonl", "-o", "out", "--add-tokens")
     assert code == 0 and "out/train: 2 episodes" in out
     assert run("verify", "out", "--full")[0] == 0
@@ -162,7 +162,7 @@ ANSWERED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "
         ("rollouts.jsonl", lambda lines: lines.clear(), "rollouts.jsonl: contains no rollout"),
     ],
 )
-def test_every_fault_is_one_line_and_leaves_nothing(run, files, tmp_path, file, change, said):
+def test_every_error_is_reported_in_one_line_and_leaves_no_files(run, files, tmp_path, file, change, said):
     truth, rollouts = files
     lines = truth if file == "truth.jsonl" else rollouts
     change(lines)
@@ -184,13 +184,13 @@ def test_missing_coordinates_and_wrong_flags_are_usage_errors(run, files):
         assert code == 2 and said in err and err.count("\n") == 1
 
 
-def test_an_existing_dataset_is_not_replaced_unasked(run, files):
+def test_an_existing_dataset_is_replaced_only_with_overwrite(run, files):
     run(*BUILD)
     code, _, err = run(*BUILD)
     assert code == 1 and "exists already" in err
 
 
-def test_a_glob_stands_for_one_file(run, files):
+def test_a_glob_must_match_one_file(run, files):
     line = "chatmill: *.jsonl: matches 2 files; expected one\n"
     assert run("rollout", "answers", "*.jsonl", "-o", "out", "--add-tokens") == (2, "", line)
     assert run("rollout", "build", "*.jsonl", "truth.jsonl", "-o", "out", "--add-tokens") == (2, "", line)

@@ -122,7 +122,7 @@ def test_parts_of_a_step_give_the_gradient_of_the_whole(files):
         torch.testing.assert_close(tensor, ends[1][name], rtol=1e-3, atol=1e-5)
 
 
-def test_a_run_that_goes_on_ends_where_an_undisturbed_one_does(files):
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(files):
     train_rollouts(config_of(files), files / "whole", quiet=True)
     again = files / "again"
     train_rollouts(config_of(files, keep_checkpoints=9), again, quiet=True)
@@ -134,7 +134,7 @@ def test_a_run_that_goes_on_ends_where_an_undisturbed_one_does(files):
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_that_is_asked_to_stop_ends_its_round_and_saves(files):
+def test_a_run_that_gets_a_signal_finishes_its_round_and_saves(files):
     """The resumed run ends with the same weights as an uninterrupted run."""
     train_rollouts(config_of(files, save_interval=6), files / "whole", quiet=True)
 
@@ -176,7 +176,7 @@ def test_answers_depend_on_seed_step_and_row_and_not_on_how_they_are_batched(fil
     assert logs[0] == logs[1]
 
 
-def test_every_step_and_row_draws_anew(files):
+def test_every_step_and_row_samples_independently(files):
     one = {"id": 1, "messages": [{"role": "user", "content": "again"}], "objects": []}
     (files / "truth.jsonl").write_text(json.dumps(one) + "\n")
     # The model does not change, because the learning rate is 0, and all prompts are equal.
@@ -208,7 +208,7 @@ def test_prompts_too_long_for_the_model_are_left_out_and_counted(files):
     assert (result.step, result.loss, result.health.rollouts, result.health.too_long) == (2, None, 0, 6)
 
 
-def test_a_command_says_what_was_too_long(run, files):
+def test_the_command_reports_what_was_too_long(run, files):
     truth = {"id": 1, "messages": [{"role": "user", "content": 300 * "long "}], "objects": []}
     (files / "truth.jsonl").write_text(json.dumps(truth) + "\n")
     Path("stage2.json").write_text(json.dumps(config_of(files, max_iters=2, decoding="beam").to_json()))
@@ -217,7 +217,7 @@ def test_a_command_says_what_was_too_long(run, files):
     assert code == 0 and said in out.splitlines()
 
 
-def test_a_gradient_that_is_no_number_is_named(files):
+def test_a_gradient_that_is_not_finite_is_reported(files):
     said = r"^step 2: the gradient norm is \w+; lower learning_rate, and resume from .*/step_00000001$"
     settings = {"learning_rate": 1e30, "rollout_every": 1, "save_interval": 1}
     with pytest.raises(ChatmillError, match=said):
@@ -255,7 +255,7 @@ def test_a_hugging_face_model_answers_and_is_trained_too(files):
     assert weights(files / "run") != weights(files / "theirs")
 
 
-def test_a_server_answers_in_place_of_the_model(files):
+def test_a_server_can_generate_instead_of_the_model(files):
     def answer(prompt):
         return [*b'{"object_1": {"desc": "', prompt[-3], *b'"}}']
 
@@ -284,7 +284,7 @@ def test_a_server_answers_in_place_of_the_model(files):
         assert line["response_token_ids"] == answer(line["prompt_token_ids"])
 
 
-def test_a_command_trains_and_says_what_came_of_it(run, files):
+def test_the_command_trains_and_prints_a_summary(run, files):
     settings = config_of(files).to_json()
     Path("stage2.json").write_text(json.dumps({**settings, "max_iters": 2}))
     code, out, err = run("rollout", "train", "stage2.json", "-o", "run")
@@ -299,7 +299,7 @@ def test_a_command_trains_and_says_what_came_of_it(run, files):
     assert json.loads(out).keys() == settings.keys()
 
 
-def test_missing_control_tokens_name_the_key_of_the_config(run, files):
+def test_the_error_about_missing_control_tokens_names_the_config_key(run, files):
     Path("stage2.json").write_text(json.dumps({**config_of(files).to_json(), "add_tokens": False}))
     code, out, err = run("rollout", "train", "stage2.json", "-o", "run")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -321,7 +321,7 @@ def test_missing_control_tokens_name_the_key_of_the_config(run, files):
         ({"colour": 1}, 'unknown key "colour"'),
     ],
 )
-def test_settings_that_cannot_be_are_one_line(files, changes, said):
+def test_invalid_settings_are_reported_in_one_line(files, changes, said):
     with pytest.raises(UsageError, match=said) as caught:
         config_of(files, **changes)
     assert "\n" not in str(caught.value)

@@ -63,7 +63,7 @@ def test_show_as_json(run):
     assert [each["text"] for each in listed[:2]] == ["hi", "Gold?"]
 
 
-def test_show_searches_whatever_the_case(run):
+def test_show_search_ignores_case(run):
     assert run("show", "v1", "--search", "GOLD")[1].splitlines() == [
         "      1  chat.jsonl:2  23 tokens, 35% trained  <|usr|>Gold?<|eot|><|asst|>Au.<|eot|><|usr|>Tin?<|e…",
         "1 of 3 episodes in train match; format primer",
@@ -90,7 +90,7 @@ def test_explain_is_one_sentence(run):
     )
 
 
-def test_stats_count_what_is_there(run):
+def test_stats_counts_episodes_and_tokens(run):
     code, out, err = run("stats", "v1", "--block-size", "100")
     assert (code, err) == (0, "")
     assert out.startswith("train: 3 rows, 3 segments, ")
@@ -104,7 +104,7 @@ def test_stats_count_what_is_there(run):
     assert [fill["block_size"] for fill in said["fill"]] == [512, 1024, 2048, 4096, 8192]
 
 
-def test_report_writes_a_page_and_overwrites_none_unasked(run):
+def test_report_writes_a_page_and_overwrites_only_with_the_flag(run):
     code, out, _ = run("report", "v1", "-o", "page.html")
     assert (code, out) == (0, f"page.html: {Path('page.html').stat().st_size:,} bytes, 3 episodes in train\n")
     page = Path("page.html").read_text()
@@ -120,7 +120,7 @@ def test_report_writes_a_page_and_overwrites_none_unasked(run):
 @pytest.mark.parametrize(
     "command", [["show", "v1", "2"], ["show", "v1", "2", "--decode"], ["show", "v1"], ["explain", "v1", "2:1"]]
 )
-def test_no_text_acts_in_a_terminal(run, command, tmp_path):
+def test_escape_sequences_in_texts_are_not_sent_to_a_terminal(run, command, tmp_path):
     """In a pseudoterminal with colors, the output contains only color escape sequences."""
     chatmill = Path(sys.executable).with_name("chatmill")
     main, other = pty.openpty()
@@ -164,7 +164,7 @@ def test_no_text_acts_in_a_terminal(run, command, tmp_path):
         (["view", "v1", "--config", "none.json"], 2, "none.json"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(run, args, code, words):
+def test_errors_of_show_commands_are_reported_in_one_line(run, args, code, words):
     found, out, err = run(*args)
     assert (found, out) == (code, "")
     assert words in err
@@ -180,7 +180,7 @@ def test_another_tokenizer_than_the_datasets_is_refused(run):
     )
 
 
-def test_a_tokenizer_is_found_beside_its_dataset_and_named_where_it_is_not(run):
+def test_a_tokenizer_next_to_its_dataset_is_found_and_reported_if_missing(run):
     run("tokenizer", "train", "chat.jsonl", "--vocab-size", "270", "-o", "tok.json", "--format", "primer")
     args = ["prepare", "chat.jsonl", "-o", "v2", "--format", "primer", "--tokenizer", "tok.json", "--workers", "1"]
     assert run(*args)[0] == 0
@@ -192,7 +192,7 @@ def test_a_tokenizer_is_found_beside_its_dataset_and_named_where_it_is_not(run):
     assert "Gold?" in run("show", "v2", "1", "--tokenizer", "elsewhere.json")[1]
 
 
-def test_a_tokenizer_that_tokens_were_added_to_is_found_again(run):
+def test_a_tokenizer_with_added_tokens_is_found_again(run):
     assert run("tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "small.json")[0] == 0
     added = ("--format", "primer", "--tokenizer", "small.json", "--add-tokens")
     assert run("prepare", "chat.jsonl", "-o", "v2", *added, "--workers", "1")[0] == 0
@@ -215,7 +215,7 @@ def test_caches_are_shown_too(run):
     assert run("stats", "c/primer")[1].startswith("train: ")
 
 
-def test_view_says_where_it_is_and_ends_with_ctrl_c(run, tmp_path):
+def test_view_prints_its_address_and_ends_with_ctrl_c(run, tmp_path):
     chatmill = Path(sys.executable).with_name("chatmill")
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     process = subprocess.Popen(
@@ -232,7 +232,7 @@ def test_view_says_where_it_is_and_ends_with_ctrl_c(run, tmp_path):
     ]  # fmt: skip
 
 
-def test_a_port_that_is_taken_is_one_line(run, tmp_path):
+def test_a_port_that_is_taken_is_reported_in_one_line(run, tmp_path):
     import socket
 
     with socket.socket() as taken:
@@ -243,7 +243,7 @@ def test_a_port_that_is_taken_is_one_line(run, tmp_path):
     assert "cannot be used" in err and err.count("\n") == 1
 
 
-def test_looking_needs_no_torch(run, tmp_path):
+def test_show_commands_do_not_need_torch(run, tmp_path):
     code = """
 import sys; sys.modules["torch"] = None; sys.modules["transformers"] = None
 from chatmill.cli.main import main
@@ -258,7 +258,7 @@ for args in (["show", "v1", "1"], ["explain", "v1", "1:2"], ["stats", "v1"], ["r
     assert done.returncode == 0, done.stderr
 
 
-def test_without_its_extra_the_viewer_says_what_to_install(run, tmp_path):
+def test_without_its_extra_the_viewer_names_the_package_to_install(run, tmp_path):
     code = (
         "import sys; sys.modules['starlette'] = None; sys.modules['starlette.applications'] = None\n"
         "sys.argv = ['chatmill', 'view', 'v1']\nfrom chatmill.cli.main import main\nmain()"

@@ -167,7 +167,7 @@ def test_the_snippets_together_are_a_recipe_that_builds(run):
     assert metadata.splits["train"].num_episodes == 6
 
 
-def test_snippets_are_listed_and_an_unknown_one_is_one_line(run):
+def test_snippets_are_listed_and_an_unknown_name_is_reported_in_one_line(run):
     code, out, _ = run("recipe", "snippet")
     assert (code, [line.split()[0] for line in out.splitlines()]) == (0, [*SAMPLES])
     code, out, _ = run("recipe", "snippet", "--json")

@@ -45,7 +45,7 @@ def test_help_imports_no_library():
     assert not imported("--help") & {"typer", "click", "rich", "numpy", "msgspec", "tokenizers", "pydantic"}
 
 
-def test_without_arguments_the_help_is_on_standard_error(run):
+def test_without_arguments_the_help_goes_to_stderr(run):
     assert run() == (2, "", help_text())
     assert run("-h") == run("--help") == (0, help_text(), "")
 

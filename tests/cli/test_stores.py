@@ -15,7 +15,7 @@ RECORDS = "".join(CHAT % number for number in range(50))
 
 
 @pytest.mark.parametrize("store", ["rclone", "gs", "az"])
-def test_a_dataset_in_any_store_has_the_bytes_of_the_local_one(run, store, request):
+def test_a_dataset_in_any_store_has_the_same_bytes_as_a_local_one(run, store, request):
     bucket = request.getfixturevalue(store).bucket()
     Path("chat.jsonl").write_text(RECORDS)
     write(bucket / "in/chat.jsonl", RECORDS.encode())
@@ -27,7 +27,7 @@ def test_a_dataset_in_any_store_has_the_bytes_of_the_local_one(run, store, reque
     assert (code, err) == (1, f"chatmill: {bucket}/v1: exists already; give another name, or --overwrite\n")
 
 
-def test_wrong_credentials_are_one_line_of_every_command(run, rclone_server):
+def test_every_command_reports_wrong_credentials_in_one_line(run, rclone_server):
     bucket = rclone_server.bucket()
     Path("chat.jsonl").write_text(RECORDS)
     with Server(0, s3_environment(rclone_server.endpoint, "a-wrong-key", "a-wrong-secret")).in_environment():

@@ -40,12 +40,12 @@ def test_a_line_from_any_text_is_printable_and_escaping_it_again_changes_nothing
 
 
 @given(any_text, st.integers(0, 70))
-def test_a_longer_line_is_cut(text, limit):
+def test_a_long_line_is_truncated(text, limit):
     assert one_line(text, limit) == one_line(text[:limit], None) + ("…" if len(text) > limit else "")
 
 
 @pytest.mark.parametrize("kind", [ChatmillError, UsageError, DataError])
-def test_every_error_is_one_printable_line_whatever_names_it_holds(kind):
+def test_every_error_is_one_printable_line_for_any_names(kind):
     assert str(kind(f"{NAME}: is wrong")) == f"{ESCAPED}: is wrong"
 
 
@@ -55,7 +55,7 @@ def test_the_place_and_the_reason_of_a_record_are_printable():
 
 
 @given(any_text)
-def test_standard_output_takes_no_control_characters_and_json_stays_what_it_was(text):
+def test_control_characters_are_escaped_on_stdout_and_json_is_unchanged(text):
     written = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="escaped", newline="")
     output = Output(written)
     assert output.write(text) == len(text)
@@ -67,7 +67,7 @@ def test_standard_output_takes_no_control_characters_and_json_stays_what_it_was(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_what_an_encoding_cannot_write_is_escaped(encoding):
+def test_characters_outside_an_encoding_are_escaped(encoding):
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding, errors="escaped")
     output = Output(stream)
@@ -99,23 +99,23 @@ PRINTING = ["print('x')", "print('x' * 10**6)", "sys.stdout.write('x'); sys.exit
 
 
 @pytest.mark.parametrize("command", PRINTING)
-def test_a_reader_that_is_gone_ends_a_command_quietly(command):
+def test_a_closed_pipe_ends_a_command_quietly(command):
     with closed_pipe() as pipe:
         assert ended(command, stdout=pipe) == (0, "")
 
 
 @pytest.mark.parametrize("command", PRINTING)
-def test_output_that_cannot_be_written_is_an_error_of_one_line(command):
+def test_a_failed_write_is_reported_in_one_line(command):
     with Path("/dev/full").open("w") as full:
         assert ended(command, stdout=full.fileno()) == (1, "chatmill: standard output: No space left on device\n")
 
 
-def test_a_failing_command_keeps_its_exit_code_when_nobody_reads():
+def test_a_failing_command_keeps_its_exit_code_if_the_pipe_is_closed():
     with closed_pipe() as pipe:
         assert ended("sys.stdout.write('x'); sys.exit(3)", stdout=pipe) == (3, "")
 
 
-def test_a_closed_standard_output_is_not_taken_by_the_next_file(tmp_path):
+def test_a_closed_stdout_descriptor_is_not_reused_by_the_next_file(tmp_path):
     file = tmp_path / "file"
     assert ended(
         f"file = open({str(file)!r}, 'w'); print('x'); os.write(1, b'y'); assert file.fileno() > 2", stdout=None
@@ -123,7 +123,7 @@ def test_a_closed_standard_output_is_not_taken_by_the_next_file(tmp_path):
     assert file.read_text() == ""
 
 
-def test_an_error_that_nobody_reads_has_its_exit_code():
+def test_an_error_with_a_closed_stderr_keeps_its_exit_code():
     code = "from chatmill.cli.guard import guarded\nguarded(lambda: open('none'))"
     with closed_pipe() as pipe, Path("/dev/full").open("w") as full:
         for stream in (pipe, full.fileno()):
@@ -157,13 +157,13 @@ def test_no_control_character_of_a_name_is_printed(raised, capsys, monkeypatch):
         ("verify", NAME),
     ],
 )
-def test_wrong_arguments_are_told_without_their_control_characters(run, arguments):
+def test_errors_about_arguments_contain_no_control_characters(run, arguments):
     code, out, err = run(*arguments)
     assert code in (1, 2)
     assert {*acts(out + err)} <= {"\n"}
 
 
-def test_each_command_has_help_that_may_be_read_in_part(monkeypatch):
+def test_help_of_each_command_to_a_closed_pipe_exits_with_0(monkeypatch):
     # All commands run in this process: a failed write must raise nothing but SystemExit(0).
     from chatmill.cli.main import main
 
@@ -191,7 +191,7 @@ guarded(lambda: print("trained"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names a function of glibc")
-def test_a_rank_that_is_done_ends_well_though_a_destructor_of_its_libraries_aborts():
+def test_a_finished_rank_exits_with_0_even_if_a_library_destructor_aborts():
     ended = [
         subprocess.run(
             [sys.executable, "-c", ENDS_IN_ABORT.format(joined=joined)], capture_output=True, text=True, check=False

@@ -49,7 +49,7 @@ def test_a_command_refuses_an_unknown_type_and_accepts_the_flag(store, command):
     assert store(*command, "--token-dtype", "uint8")[0] == 2
 
 
-def test_verify_says_how_many_tokens_no_episode_covers(store):
+def test_verify_reports_how_many_tokens_no_episode_covers(store):
     line = "train: 2 episodes, 6 tokens, 4 trained, 1 shard, 2 tokens in no episode\n"
     assert store("verify", "d", "--full", "--token-dtype", "uint32")[1].endswith(line)
     found = json.loads(store("verify", "d", "--json", "--token-dtype", "uint16")[1])
@@ -64,7 +64,7 @@ def test_verify_says_how_many_tokens_no_episode_covers(store):
     assert found["unread"] == ["train/mask_weighted.bin"]
 
 
-def test_an_audit_log_keeps_the_type_and_is_verified_with_it(store):
+def test_an_audit_log_stores_the_type_and_is_verified_with_it(store):
     audit = Audit("logs", every=1)
     settings = {"batch_size": 1, "block_size": 2, "pad_token_id": 0, "token_dtype": "uint32"}
     loader = EpisodeLoader("d", settings, listener=audit)
@@ -76,7 +76,7 @@ def test_an_audit_log_keeps_the_type_and_is_verified_with_it(store):
     assert code == 0 and json.loads(out)["rows"][0]["ids"] in ([3, 70001], [70000, 2])
 
 
-def test_all_commands_that_take_a_dataset_take_its_type():
+def test_all_commands_that_open_a_dataset_accept_token_dtype():
     """Exceptions: commands that accept only chatmill's own datasets or read the type from a log."""
     without = set()
     for name, command in get_command(app_of()).commands.items():  # type: ignore[attr-defined]

@@ -46,28 +46,28 @@ def run(made, run, monkeypatch):
 # Chat.
 
 
-def test_a_prompt_is_answered_and_the_answer_ends_by_itself(run):
+def test_a_prompt_is_answered_and_the_answer_ends_at_the_end_token(run):
     assert run("chat", "checkpoints/small", "--prompt", "a?") == (0, "alpha\n", "")
     assert run("chat", "checkpoints/small/step_00000060", "--prompt", "1+1") == (0, "2\n", "")
 
 
-def test_escape_sequences_of_an_answer_are_shown_and_not_obeyed(run):
+def test_escape_sequences_in_an_answer_are_escaped(run):
     code, out, err = run("chat", "checkpoints/small", "--prompt", "c?")
     assert (code, out, err) == (0, "\\x1b[31mred\\u202e\n", "")
 
 
-def test_json_has_the_answer_as_it_is_and_says_whether_it_ended(run):
+def test_json_has_the_exact_answer_and_whether_it_ended(run):
     code, out, err = run("chat", "checkpoints/small", "--prompt", "c?", "--json")
     said = {"prompt": "c?", "answer": ESCAPE, "tokens": len(ESCAPE.encode()) + 1, "stopped": True}
     assert (code, json.loads(out), err) == (0, {"answers": [said]}, "")
 
 
-def test_an_answer_without_an_end_is_cut_and_that_is_said(run):
+def test_an_answer_without_an_end_token_is_truncated_with_a_note(run):
     code, out, err = run("chat", "checkpoints/small", "--prompt", "a?", "--max-tokens", "3")
     assert (code, out, err) == (0, "alp\n", "(cut off after 3 tokens without an end-of-turn token)\n")
 
 
-def test_a_conversation_goes_on_with_all_that_was_said(made, monkeypatch):
+def test_a_conversation_continues_with_all_earlier_messages(made, monkeypatch):
     monkeypatch.chdir(made)
     model = open_chat_model("checkpoints/small")
     asked = []
@@ -88,7 +88,7 @@ def test_a_conversation_goes_on_with_all_that_was_said(made, monkeypatch):
 
 
 @pytest.mark.parametrize("format", ["primer", "chatml", "ngpt", "post-training"])
-def test_the_prompt_is_that_of_training(made, monkeypatch, format):
+def test_the_prompt_is_the_same_as_in_training(made, monkeypatch, format):
     monkeypatch.chdir(made)
     messages = [Message("user", "a?"), Message("assistant", "b"), Message("tool", "c"), Message("user", "<|eot|>")]
     model = open_chat_model("checkpoints/small")
@@ -100,7 +100,7 @@ def test_the_prompt_is_that_of_training(made, monkeypatch, format):
     assert model.prompt(messages) == wanted
 
 
-def test_the_prompt_of_a_chat_template_is_what_transformers_gives(made, monkeypatch, tmp_path):
+def test_the_prompt_of_a_chat_template_equals_that_of_transformers(made, monkeypatch, tmp_path):
     transformers = pytest.importorskip("transformers")
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -119,7 +119,7 @@ def test_the_prompt_of_a_chat_template_is_what_transformers_gives(made, monkeypa
     assert model.prompt([Message(*turn) for turn in talk]) == wanted
 
 
-def test_lines_are_answered_and_commands_are_followed(run, monkeypatch):
+def test_chat_answers_lines_and_executes_commands(run, monkeypatch):
     lines = "a?\n\n/new\nb?\n/nope\n/help\n/system S\n/quit\nc?\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     code, out, err = run("chat", "checkpoints/small")
@@ -127,7 +127,7 @@ def test_lines_are_answered_and_commands_are_followed(run, monkeypatch):
     assert err == f"unknown command /nope; /help lists the commands\n{chat.HELP}\n"
 
 
-def test_a_person_whose_conversation_is_full_can_begin_a_new_one(run, monkeypatch):
+def test_a_full_interactive_conversation_can_be_restarted(run, monkeypatch):
     lines = io.StringIO(f"a?\n{'x' * 80}\n/new\nb?\n")
     monkeypatch.setattr(lines, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdin", lines)
@@ -137,12 +137,12 @@ def test_a_person_whose_conversation_is_full_can_begin_a_new_one(run, monkeypatc
     assert err == f"{said}the conversation has 94 tokens, but the model has 64 positions; start a new conversation\n\n"
 
 
-def test_a_full_conversation_that_nobody_types_is_one_line(run, monkeypatch):
+def test_a_full_conversation_from_a_pipe_is_reported_in_one_line(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 80))
     one_line(run("chat", "checkpoints/small"), 1, "the model has 64 positions; start a new conversation")
 
 
-def test_ctrl_c_cuts_an_answer_and_not_the_conversation(made, monkeypatch):
+def test_ctrl_c_stops_the_answer_but_not_the_conversation(made, monkeypatch):
     monkeypatch.chdir(made)
     model = open_chat_model("checkpoints/small")
     talk = ChatSession(model, 20, Sampling())
@@ -158,7 +158,7 @@ def test_ctrl_c_cuts_an_answer_and_not_the_conversation(made, monkeypatch):
     assert talk.messages == [Message("user", "a?"), Message("assistant", "al")]
 
 
-def test_characters_of_several_tokens_appear_when_they_are_whole(made, monkeypatch):
+def test_characters_of_several_tokens_are_printed_when_complete(made, monkeypatch):
     monkeypatch.chdir(made)
     model = open_chat_model("checkpoints/small")
     ids = model.tokenizer.encode("a€\x07\n")
@@ -166,7 +166,7 @@ def test_characters_of_several_tokens_appear_when_they_are_whole(made, monkeypat
     assert list(model.text_pieces(ids[1:3]))[-1] == "\\xe2\\x82"
 
 
-def test_sampling_with_a_seed_says_the_same_again(run):
+def test_sampling_with_a_seed_is_reproducible(run):
     flags = ["--prompt", "zzz", "--temperature", "2", "--max-tokens", "12", "--json"]
     first = run("chat", "checkpoints/small", *flags, "--seed", "1")
     assert first == run("chat", "checkpoints/small", *flags, "--seed", "1")
@@ -180,7 +180,7 @@ def one_line(found: tuple[int, str, str], code: int, *parts: str) -> None:
         assert part in found[2]
 
 
-def test_what_does_not_belong_to_the_model_is_one_line(run, made):
+def test_options_that_do_not_match_the_model_are_reported_in_one_line(run, made):
     model = "checkpoints/small"
     one_line(run("chat", "none", "--prompt", "x"), 2, "none: no such folder")
     one_line(run("chat", "data", "--prompt", "x"), 1, "data: has no config.json")
@@ -192,7 +192,7 @@ def test_what_does_not_belong_to_the_model_is_one_line(run, made):
     one_line(run("eval", model, "data/v1"), 1, "data/v1: has no split val; it has train")
 
 
-def test_a_tokenizer_that_is_not_where_it_was_has_to_be_named(run, made, tmp_path, monkeypatch):
+def test_a_tokenizer_that_was_moved_has_to_be_given(run, made, tmp_path, monkeypatch):
     shutil.copytree(made / "checkpoints/small/step_00000060/model", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     one_line(run("chat", "model", "--prompt", "a?"), 2, "model: its tokenizer was not found in", "--tokenizer")
@@ -202,7 +202,7 @@ def test_a_tokenizer_that_is_not_where_it_was_has_to_be_named(run, made, tmp_pat
     assert run("chat", "model", "--prompt", "a?") == (0, "alpha\n", "")
 
 
-def test_a_model_that_names_no_format_and_has_no_template_is_one_line_with_what_helps(run, made, tmp_path):
+def test_a_model_without_a_format_or_template_is_reported_with_a_fix(run, made, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(made / "checkpoints/small/step_00000060/model", folder)
     (folder / "training.json").unlink()
@@ -217,7 +217,7 @@ def test_a_model_that_names_no_format_and_has_no_template_is_one_line_with_what_
 # Evaluation.
 
 
-def test_eval_tells_losses_and_answers_by_source(run):
+def test_eval_reports_losses_and_answers_by_source(run):
     code, out, err = run("eval", "checkpoints/small", "data/v1", "--split", "train")
     assert (code, err) == (0, "")
     assert [line.split()[:2] + line.split()[3:] for line in out.splitlines()] == [
@@ -234,7 +234,7 @@ def test_eval_tells_losses_and_answers_by_source(run):
     assert 0 < found["loss"] < 0.3
 
 
-def test_eval_shows_what_was_expected_and_what_was_said_instead(run, made):
+def test_eval_shows_the_expected_and_the_generated_answer(run, made):
     Path("other.jsonl").write_text(Path("words.jsonl").read_text().replace("alpha", "al\\u001bgo"))
     flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--overwrite"]
     chatmill("prepare", "other.jsonl", "-o", "data/other", *flags)
@@ -244,7 +244,7 @@ def test_eval_shows_what_was_expected_and_what_was_said_instead(run, made):
     assert "66.7%   100.0%" in out.splitlines()[1]
 
 
-def test_eval_says_what_it_did_not_ask(run):
+def test_eval_reports_the_prompts_it_skipped(run):
     code, out, _ = run("eval", "checkpoints/small", "data/v1", "--split", "train", "-n", "2", "--max-tokens", "2")
     assert (code, out.splitlines()[-1]) == (0, "skipped: 3 answers over --limit")
 
@@ -293,12 +293,12 @@ def test_an_evaluation_shows_sample_answers_and_keeps_their_rates(sampled):
     assert (line["val_exact_rate"], line["val_stop_rate"]) == (1, 1)
 
 
-def test_without_samples_an_evaluation_is_its_losses_alone(sampled):
+def test_without_samples_an_evaluation_reports_only_losses(sampled):
     (told,) = sampled("--eval_samples", "0")
     assert told.endswith("trained tokens")
 
 
-def test_a_sample_answer_without_an_end_says_so_beside_what_was_meant(sampled):
+def test_a_sample_answer_without_an_end_is_shown_with_the_expected_answer(sampled):
     # An untrained model, which repeats one token.
     told = sampled(
         "--init_from_model", "null", "--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--eval_samples", "1"
@@ -309,7 +309,7 @@ def test_a_sample_answer_without_an_end_says_so_beside_what_was_meant(sampled):
     assert told[3:] == [f"  meant  {visible(held()[0][1])}<|eot|>"]
 
 
-def test_without_its_tokenizer_the_rates_of_sample_answers_are_told_alone(sampled):
+def test_without_the_tokenizer_only_the_rates_of_sample_answers_are_shown(sampled):
     Path("data/tokenizer.json").rename("data/elsewhere.json")
     try:
         told = sampled(since="sample answers")
@@ -345,7 +345,7 @@ def test_rows_names_the_conversations_of_a_step_by_file_and_line(run, made):
     assert len(lines) == 4
 
 
-def test_rows_of_what_is_not_there_is_one_line(run, made, tmp_path, monkeypatch):
+def test_rows_reports_missing_runs_and_steps_in_one_line(run, made, tmp_path, monkeypatch):
     one_line(run("rows", "--step", "61"), 1, "checkpoints/small: has no losses for step 61")
     one_line(run("rows", "data", "--step", "1"), 1, "data: contains no losses of conversations")
     one_line(run("rows", "--step", "1", "--dataset", "none"), 1, "none: no such folder")
@@ -354,13 +354,13 @@ def test_rows_of_what_is_not_there_is_one_line(run, made, tmp_path, monkeypatch)
     assert run("rows", str(made / "checkpoints/small"), "--step", "1", "--dataset", str(made / "data/v1"))[0] == 0
 
 
-def test_rows_of_other_data_than_was_trained_on_is_one_line(run):
+def test_rows_refuses_another_dataset_in_one_line(run):
     Path("one.jsonl").write_text(Path("words.jsonl").read_text().splitlines()[0])
     chatmill("prepare", "one.jsonl", "-o", "data/one", "--format", "primer", "--overwrite")
     one_line(run("rows", "--step", "1", "--dataset", "data/one"), 1, "the step was trained on ")
 
 
-def test_rows_are_of_the_data_that_their_own_step_was_trained_on(run):
+def test_rows_uses_the_dataset_of_each_step(run):
     flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--overwrite"]
     for name in ("sums", "words"):
         chatmill("prepare", f"{name}.jsonl", "-o", f"data/first_{name}", *flags)

@@ -112,7 +112,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_url_is_refused_in_one_line_wherever_a_path_is_taken_and_nothing_is_written(run, folder):
+def test_options_for_local_paths_refuse_urls_in_one_line_and_write_nothing(run, folder):
     before = names(folder)
     for line in LINES:
         code, out, err = run(*shlex.split(line.replace("URL", "s3://bucket/x")))
@@ -124,7 +124,7 @@ def test_a_url_is_refused_in_one_line_wherever_a_path_is_taken_and_nothing_is_wr
 
 
 @pytest.mark.parametrize("lines", [RECORDS, NAMED], ids=["records", "named files"])
-def test_files_are_read_from_urls_and_one_of_nothing_is_one_line(run, folder, lines):
+def test_files_are_read_from_urls_and_a_missing_one_is_reported_in_one_line(run, folder, lines):
     before = names(folder)
     for line in filter(None, lines.splitlines()):
         code, out, err = run(*shlex.split(line.replace("URL", "memory://bucket/x")))
@@ -134,7 +134,7 @@ def test_files_are_read_from_urls_and_one_of_nothing_is_one_line(run, folder, li
         assert names(folder) == before, line
 
 
-def test_every_path_of_every_command_is_tried():
+def test_these_tests_cover_every_path_option_of_every_command():
     def leaves(group, path=()):
         for name, command in group.commands.items():
             if hasattr(command, "commands"):
@@ -155,7 +155,7 @@ def test_every_path_of_every_command_is_tried():
 @pytest.mark.parametrize(
     "url", ["s3://b/x", "gs://b/x", "az://b/x", "hf://o/m", "https://h/x", "file:///t/x", "memory://x", "S3A://b/x"]
 )
-def test_any_scheme_is_a_url_as_text_and_as_a_path(url):
+def test_any_scheme_makes_a_url_as_string_and_as_path(url):
     for given in (url, Path(url)):
         with pytest.raises(UsageError, match="is a URL, but a local path"):
             local_path(given)

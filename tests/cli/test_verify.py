@@ -49,7 +49,7 @@ def run(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
     return ended.value.code or 0, out.out, out.err
 
 
-def test_a_whole_dataset_is_ok_with_its_counts(monkeypatch, capsys, dataset):
+def test_an_intact_dataset_is_ok_with_its_counts(monkeypatch, capsys, dataset):
     sha256 = json.loads((dataset / "dataset_metadata.json").read_text())["sha256"]
     for flags, read in (([], ""), (["--full"], ", every byte read")):
         assert run(monkeypatch, capsys, str(dataset), *flags) == (
@@ -68,7 +68,7 @@ def test_a_whole_dataset_is_ok_with_its_counts(monkeypatch, capsys, dataset):
     }
 
 
-def test_every_fault_is_a_line_and_the_exit_code_is_1(monkeypatch, capsys, dataset):
+def test_every_fault_is_reported_in_one_line_and_the_exit_code_is_1(monkeypatch, capsys, dataset):
     for shard in ("shard_00000", "shard_00001"):
         path = dataset / "train" / shard / "tokens.bin"
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
@@ -84,7 +84,7 @@ def test_every_fault_is_a_line_and_the_exit_code_is_1(monkeypatch, capsys, datas
     assert not json.loads(out)["ok"] and len(json.loads(out)["faults"]) == 2
 
 
-def test_a_folder_that_is_no_dataset_is_one_line(monkeypatch, capsys, tmp_path):
+def test_a_folder_that_is_not_a_dataset_is_reported_in_one_line(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, capsys, str(tmp_path / "none")) == (
         1,
         f"{tmp_path}/none: no such folder; expected a dataset\n",

@@ -92,7 +92,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("command", FLAGS)
-def test_a_command_that_cannot_be_meant_is_one_line(place, monkeypatch, capsys, command):
+def test_invalid_flags_are_reported_in_one_line(place, monkeypatch, capsys, command):
     code, said = FLAGS[command]
     found, line = refused(monkeypatch, capsys, command)
     assert said in line
@@ -120,7 +120,7 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_input_that_cannot_be_read_is_one_line(place, monkeypatch, capsys, kind):
+def test_input_that_cannot_be_read_is_reported_in_one_line(place, monkeypatch, capsys, kind):
     name, data, said = INPUTS[kind]
     (place / name).write_bytes(data)
     code, line = refused(monkeypatch, capsys, f"{name} -o new/x --shape messages")
@@ -128,7 +128,7 @@ def test_input_that_cannot_be_read_is_one_line(place, monkeypatch, capsys, kind)
     assert said in line
 
 
-def test_where_all_records_are_skipped_the_line_says_why(place, monkeypatch, capsys):
+def test_if_all_records_are_skipped_the_error_gives_the_reason(place, monkeypatch, capsys):
     (place / "a.jsonl").write_bytes(b"{}\n[]\n")
     monkeypatch.setattr(sys, "argv", shlex.split("chatmill prepare a.jsonl -o x --shape messages --on-error skip"))
     with pytest.raises(SystemExit) as ended:
@@ -139,7 +139,7 @@ def test_where_all_records_are_skipped_the_line_says_why(place, monkeypatch, cap
     assert len((place / "x.rejects.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_refused_command_leaves_the_rejects_of_an_earlier_one_alone(place, monkeypatch, capsys):
+def test_a_refused_command_keeps_the_rejects_of_an_earlier_one(place, monkeypatch, capsys):
     (place / "x.rejects.jsonl").write_bytes(b"")
     (place / "x").mkdir()
     (place / "x/notes.txt").write_bytes(b"mine")
@@ -162,7 +162,7 @@ def test_a_dataset_is_never_written_over_its_own_input(place, monkeypatch, capsy
     assert refused(monkeypatch, capsys, "x/chat.jsonl -o y --overwrite")[1].startswith("y: is a symbolic link")
 
 
-def test_files_have_names_of_their_own_however_they_are_given(tmp_path, monkeypatch):
+def test_stored_file_names_are_unique_and_independent_of_how_inputs_are_given(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -173,7 +173,7 @@ def test_files_have_names_of_their_own_however_they_are_given(tmp_path, monkeypa
     assert relative_names([there, Path(f"/{tmp_path}/here/one.jsonl")]) == ["there/one.jsonl", "here/one.jsonl"]
 
 
-def test_an_existing_dataset_is_refused_and_with_overwrite_replaced(place, monkeypatch, capsys):
+def test_an_existing_dataset_is_replaced_only_with_overwrite(place, monkeypatch, capsys):
     build(job_of(("chat.jsonl",)), Path("x"))
     said = "x: exists already; give another name, or --overwrite"
     assert refused(monkeypatch, capsys, "chat.jsonl -o x") == (1, said)
@@ -182,7 +182,7 @@ def test_an_existing_dataset_is_refused_and_with_overwrite_replaced(place, monke
     assert digests(Path("x")) == digests(Path("y"))
 
 
-def test_a_tokenizer_that_lacks_the_tokens_of_the_format_is_named(place, monkeypatch, capsys):
+def test_a_tokenizer_without_the_tokens_of_the_format_is_reported(place, monkeypatch, capsys):
     Path("bare.json").write_bytes(train_bpe(["a few words of text"], vocab_size=260, control=["<|other|>"]))
     code, line = refused(monkeypatch, capsys, "chat.jsonl -o x --tokenizer bare.json")
     assert code == 2
@@ -263,7 +263,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_the_faults_of_a_recipe_are_one_line(place, monkeypatch, capsys, kind):
+def test_all_errors_of_a_recipe_are_reported_in_one_line(place, monkeypatch, capsys, kind):
     text, said = RECIPES[kind]
     (place / "recipe.toml").write_text(text)
     code, line = refused(monkeypatch, capsys, "recipe.toml -o x")
@@ -271,7 +271,7 @@ def test_the_faults_of_a_recipe_are_one_line(place, monkeypatch, capsys, kind):
     assert said in line
 
 
-def test_flags_that_a_recipe_must_say_itself_are_refused(place, monkeypatch, capsys):
+def test_flags_that_belong_in_the_recipe_are_refused(place, monkeypatch, capsys):
     (place / "recipe.toml").write_text('[[source]]\ninputs = ["chat.jsonl"]')
     code, line = refused(monkeypatch, capsys, "recipe.toml -o x --pack 90 --val-split 0.1 --workers 2")
     assert (code, line) == (2, "--pack, --val-split cannot be used with a recipe; set it in recipe.toml instead")
@@ -296,7 +296,7 @@ WAYS = [(1, 2**20), (1, 3_000), (2, 30_000), (4, 1_000)]
 
 
 @pytest.mark.parametrize(("workers", "unit_bytes"), WAYS)
-def test_the_first_fault_in_the_order_of_the_input_is_the_one_reported(faulty, workers, unit_bytes):
+def test_the_first_fault_in_input_order_is_reported(faulty, workers, unit_bytes):
     with pytest.raises(RecordError) as error:
         build(job_of(("faulty.jsonl", "later.jsonl")), Path("x"), workers=workers, unit_bytes=unit_bytes)
     assert (error.value.file, error.value.line) == ("faulty.jsonl", 151)
@@ -304,7 +304,7 @@ def test_the_first_fault_in_the_order_of_the_input_is_the_one_reported(faulty, w
 
 
 @pytest.mark.parametrize(("workers", "unit_bytes"), WAYS)
-def test_a_row_too_long_before_a_faulty_record_comes_first(faulty, workers, unit_bytes):
+def test_a_row_that_is_too_long_is_reported_before_a_later_invalid_record(faulty, workers, unit_bytes):
     job = job_of(("faulty.jsonl",), fit="error", max_tokens=2_000)
     with pytest.raises(RecordError) as error:
         build(job, Path("x"), workers=workers, unit_bytes=unit_bytes)
@@ -312,7 +312,7 @@ def test_a_row_too_long_before_a_faulty_record_comes_first(faulty, workers, unit
 
 
 @pytest.mark.parametrize(("workers", "unit_bytes"), WAYS)
-def test_rejects_are_told_in_the_order_of_the_input(faulty, workers, unit_bytes):
+def test_rejects_are_reported_in_input_order(faulty, workers, unit_bytes):
     told = Faults()
     job = job_of(("faulty.jsonl", "later.jsonl"), on_error="skip")
     metadata = build(job, Path("x"), workers=workers, unit_bytes=unit_bytes, on_fault=told)

@@ -34,7 +34,7 @@ def test_processes_and_unit_sizes_do_not_change_a_byte(tmp_path, inputs, name):
 
 
 @pytest.mark.parametrize("name", [name for name, options in JOBS.items() if options.get("fit") != "blocks"])
-def test_neither_does_writing_shards_in_processes(tmp_path, inputs, name, monkeypatch, request):
+def test_writing_shards_in_processes_does_not_change_a_byte(tmp_path, inputs, name, monkeypatch, request):
     if not may_fork(request):
         return
     job = job_of(inputs, **{**JOBS[name], "shard_tokens": 5_000})
@@ -49,7 +49,7 @@ def test_neither_does_writing_shards_in_processes(tmp_path, inputs, name, monkey
 
 
 @pytest.mark.parametrize("name", ["plain", "blocks", "shuffle", "all at once"])
-def test_neither_do_the_sizes_in_which_rows_are_staged_and_packed(tmp_path, inputs, name, monkeypatch):
+def test_the_chunk_sizes_of_staging_and_packing_do_not_change_a_byte(tmp_path, inputs, name, monkeypatch):
     job = job_of(inputs, **JOBS[name])
     build(job, tmp_path / "one")
     monkeypatch.setattr(unit, "CHUNK", 7)
@@ -62,7 +62,7 @@ def test_neither_do_the_sizes_in_which_rows_are_staged_and_packed(tmp_path, inpu
 
 
 @pytest.mark.parametrize("name", ["plain", "cut", "blocks", "all at once"])
-def test_neither_does_what_is_compiled(tmp_path, inputs, name, monkeypatch):
+def test_the_compiled_extensions_do_not_change_a_byte(tmp_path, inputs, name, monkeypatch):
     texts = (message["content"] for record in conversations(300) for message in record["messages"])
     options = {"format": "chatml", **JOBS[name]}
     control = list(load_format(options["format"]).tokens.values())
@@ -82,7 +82,7 @@ def test_neither_does_what_is_compiled(tmp_path, inputs, name, monkeypatch):
         assert digests(tmp_path / target) == expected, target
 
 
-def test_the_folder_that_the_input_lies_in_does_not_change_a_byte(tmp_path, inputs):
+def test_the_folder_of_the_input_does_not_change_a_byte(tmp_path, inputs):
     (tmp_path / "elsewhere").mkdir()
     moved = write_corpus(tmp_path / "elsewhere")
     for name, files in (("one", inputs), ("two", moved)):
@@ -106,7 +106,7 @@ def test_many_units_need_few_open_files(tmp_path):
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
 
 
-def test_a_large_input_has_larger_units_instead_of_more(inputs, monkeypatch):
+def test_a_large_input_has_larger_units_instead_of_more_units(inputs, monkeypatch):
     files = InputFiles([inputs])
     assert len(pipeline.units_of(job_of(inputs), files, 1_000)) > 50
     monkeypatch.setattr(pipeline, "MOST_UNITS", 20)

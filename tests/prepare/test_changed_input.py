@@ -99,7 +99,7 @@ KINDS = (".jsonl", ".jsonl.gz", ".json", ".txt", ".parquet")
 
 @pytest.mark.parametrize("changed_by", [write, replace])
 @pytest.mark.parametrize("kind", KINDS)
-def test_resume_notices_other_bytes_of_the_same_size_and_time(tmp_path, kind, changed_by):
+def test_resume_detects_changed_bytes_with_the_same_size_and_time(tmp_path, kind, changed_by):
     # The last file ensures that the build is not finished when it is interrupted.
     first, last = tmp_path / f"a{kind}", tmp_path / "b.jsonl"
     write(first, file_of(kind, "old"))
@@ -118,7 +118,7 @@ def test_resume_notices_other_bytes_of_the_same_size_and_time(tmp_path, kind, ch
     assert digests(target) == digests(tmp_path / "whole")
 
 
-def test_resume_goes_on_where_only_times_changed_or_bytes_that_no_unit_has_read(tmp_path):
+def test_resume_ignores_changed_times_and_bytes_that_no_unit_has_read(tmp_path):
     path, target = tmp_path / "a.jsonl", tmp_path / "x"
     write(path, file_of(".jsonl", "old"))
     job = job_of((str(path),))
@@ -132,7 +132,7 @@ def test_resume_goes_on_where_only_times_changed_or_bytes_that_no_unit_has_read(
     assert digests(target) == digests(tmp_path / "whole")
 
 
-def test_resume_notices_files_that_a_glob_matches_now_and_an_empty_file_that_was_filled(tmp_path):
+def test_resume_detects_new_files_of_a_glob_and_an_empty_file_that_was_filled(tmp_path):
     write(tmp_path / "a.jsonl", file_of(".jsonl", "old"))
     write(tmp_path / "b.jsonl", b"")
     job, target = job_of((str(tmp_path / "*.jsonl"),)), tmp_path / "x"
@@ -145,7 +145,7 @@ def test_resume_notices_files_that_a_glob_matches_now_and_an_empty_file_that_was
 
 
 @pytest.mark.parametrize("change", ["a declared token", "the template"])
-def test_resume_notices_changed_files_of_the_tokenizer_folder(tmp_path, change):
+def test_resume_detects_changed_files_of_the_tokenizer_folder(tmp_path, change):
     folder, path, target = tmp_path / "folder", tmp_path / "a.jsonl", tmp_path / "x"
     write(path, file_of(".jsonl", "old"))
     folder.mkdir()
@@ -166,7 +166,7 @@ def test_resume_notices_changed_files_of_the_tokenizer_folder(tmp_path, change):
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
 
 
-def test_rejects_beside_the_input_are_not_read_as_input(tmp_path):
+def test_rejects_next_to_the_input_are_not_read_as_input(tmp_path):
     write(tmp_path / "a.jsonl", b"{}\n" + file_of(".jsonl", "old", 2))
     records = CountedRecords([str(tmp_path / "*.jsonl")], on_error="skip", rejects=tmp_path / "rejects.jsonl")
     with records:
@@ -212,7 +212,7 @@ def test_a_file_that_changes_while_the_build_runs_stops_it(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_change_that_is_undone_before_the_end_is_noticed(tmp_path, kind):
+def test_a_change_that_is_undone_before_the_end_is_detected(tmp_path, kind):
     paths = [tmp_path / f"{name}{kind}" for name in "abc"]
     for path in paths:
         write(path, file_of(kind, "old", 10))
@@ -227,7 +227,7 @@ def test_a_change_that_is_undone_before_the_end_is_noticed(tmp_path, kind):
         )
 
 
-def test_touched_and_copied_files_are_no_change(tmp_path):
+def test_touching_or_copying_a_file_is_not_a_change(tmp_path):
     path, data = tmp_path / "a.jsonl", file_of(".jsonl", "old")
     write(path, data)
     job = job_of((str(path),))
@@ -238,7 +238,7 @@ def test_touched_and_copied_files_are_no_change(tmp_path):
     assert digests(tmp_path / "0") == digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
-def test_a_file_that_a_glob_matches_later_stops_the_build_unless_it_has_the_rejects(tmp_path):
+def test_a_new_file_of_a_glob_stops_the_build_unless_it_is_the_rejects_file(tmp_path):
     write(tmp_path / "a.jsonl", b"{}\n" + file_of(".jsonl", "old"))
     job = job_of((str(tmp_path / "*.jsonl"),), on_error="skip")
     with pytest.raises(DataError, match=r"b.jsonl: appeared while the input was read, and .*/\*\.jsonl matches it"):
@@ -257,7 +257,7 @@ def test_a_file_that_a_glob_matches_later_stops_the_build_unless_it_has_the_reje
     assert rejects.counts.total() == 1
 
 
-def test_a_pipe_is_refused_before_anything_waits_for_it(tmp_path):
+def test_a_named_pipe_is_refused_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"a.jsonl: is a pipe or a device; write its output to a file"):
         build(job_of((str(tmp_path / "a.jsonl"),)), tmp_path / "x")
@@ -265,7 +265,7 @@ def test_a_pipe_is_refused_before_anything_waits_for_it(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", ["other bytes", "another file", "longer", "shorter", "gone"])
-def test_records_of_a_file_that_changes_end_with_an_error(tmp_path, kind, change):
+def test_reading_records_of_a_changing_file_ends_with_an_error(tmp_path, kind, change):
     path = tmp_path / f"a{kind}"
     data = file_of(kind, "old")
     write(path, data)
@@ -281,7 +281,7 @@ def test_records_of_a_file_that_changes_end_with_an_error(tmp_path, kind, change
     reads=st.lists(st.tuples(st.integers(0, 45), st.integers(0, 45)), max_size=6),
     at=st.integers(0, 39),
 )
-def test_a_log_knows_exactly_the_bytes_that_were_read(tmp_path_factory, data, reads, at):
+def test_a_read_log_covers_exactly_the_bytes_that_were_read(tmp_path_factory, data, reads, at):
     path = tmp_path_factory.getbasetemp() / "logged"
     path.write_bytes(data)
     log = ReadLog()

@@ -55,7 +55,7 @@ def names_below(target: Url) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["plain", "windows", "blocks", "shuffle", "all at once", "unroll"])
-def test_shards_written_by_tasks_have_the_bytes_of_one_process(tmp_path, inputs, target, name):
+def test_shards_written_by_tasks_equal_those_of_one_process(tmp_path, inputs, target, name):
     job = job_of(inputs, **JOBS[name])
     build(job, tmp_path / "one")
     metadata = prepare_dataset(job, target, engine=TasksHere(), unit_bytes=9_000)
@@ -98,6 +98,6 @@ def test_bad_input_leaves_no_staged_object(tmp_path, target):
     assert objects.names_below(target) == []
 
 
-def test_a_folder_that_a_node_does_not_have_is_one_line(tmp_path):
+def test_a_folder_missing_on_a_node_is_reported_in_one_line(tmp_path):
     with pytest.raises(DataError, match=r"gone: not accessible on the node .* \(No such file or directory\); use URLs"):
         ray_engine._enter(tmp_path / "gone")

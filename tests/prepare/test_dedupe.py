@@ -32,7 +32,7 @@ def plain(conversation: list[tuple[str, str]]) -> tuple[Any, ...]:
 
 
 @given(st.lists(CONVERSATION, min_size=1, max_size=12))
-def test_keys_are_equal_where_roles_and_normalized_texts_are(tmp_path_factory, conversations):
+def test_keys_are_equal_if_roles_and_normalized_texts_are_equal(tmp_path_factory, conversations):
     records = [
         {"messages": [{"role": role, "content": text} for role, text in conversation]} for conversation in conversations
     ]
@@ -120,7 +120,7 @@ def removed_by(pairs: list[tuple[int, int]], count: int) -> set[int]:
     return {number for number in range(count) if first[number] != number}
 
 
-def test_near_duplicates_are_those_of_all_pairs_but_for_the_error_of_an_estimate(tmp_path):
+def test_near_duplicates_match_a_search_over_all_pairs_up_to_estimation_error(tmp_path):
     records = corpus(5000)
     file = tmp_path / "a.jsonl"
     file.write_bytes(lines(records))
@@ -161,7 +161,7 @@ def test_any_number_of_workers_and_units_removes_the_same_records(tmp_path, opti
         (("c", "b"), [("b.jsonl", 3), ("c.jsonl", 1), ("c.jsonl", 2)]),
     ],
 )
-def test_of_duplicates_that_of_the_first_source_by_precedence_is_kept(tmp_path, precedence, kept):
+def test_the_duplicate_in_the_source_with_the_highest_precedence_is_kept(tmp_path, precedence, kept):
     long = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     exact, near = conversation("Hi", "Hello there"), conversation(long, long.upper())
     almost, other = conversation(long, long.upper() + "."), conversation("Who are you?", "A mill.")
@@ -191,7 +191,7 @@ def test_chains_of_near_duplicates_keep_their_first_record(tmp_path):
     assert kept_lines(tmp_path / "x") == [("a.jsonl", 1)]
 
 
-def test_system_messages_and_texts_of_a_few_tokens_make_no_near_duplicates(tmp_path):
+def test_system_messages_and_short_texts_are_never_near_duplicates(tmp_path):
     system = {"role": "system", "content": "You are a helpful assistant. " * 20}
     records = [conversation(*texts) for texts in (("a", ""), ("b", ""), ("ab", "c"), ("a", "bd"), ("", ""), ("", ""))]
     records = [{"messages": [system, *record["messages"]]} for record in records]
@@ -213,19 +213,19 @@ def test_sequences_never_cross_conversations():
     assert not (values[0] == values[1]).all()
 
 
-def test_a_share_outside_of_the_range_is_refused(tmp_path):
+def test_a_threshold_out_of_range_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"--near-dedupe 1.5 is not between 0.5 and 1"):
         build(near_job(tmp_path / "a.jsonl", near_dedupe=1.5), tmp_path / "x")
 
 
-def test_without_its_library_near_dedupe_says_what_to_install(tmp_path, monkeypatch):
+def test_without_its_library_near_dedupe_names_the_package_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines([conversation("Hi", "Hello")]))
     monkeypatch.setitem(sys.modules, "rensa", None)
     with pytest.raises(UsageError, match=r"^near_dedupe needs rensa; pip install 'chatmill\[recipe\]'$"):
         build(near_job(tmp_path / "a.jsonl"), tmp_path / "x")
 
 
-def test_a_build_depends_on_the_version_of_the_minhash(monkeypatch):
+def test_the_hash_of_a_job_depends_on_the_minhash_version(monkeypatch):
     job = near_job(Path("a.jsonl"))
     before = dedupe_identity(job)
     monkeypatch.setitem(sys.modules, "rensa", SimpleNamespace(RMinHash=SimpleNamespace(ALGORITHM_VERSION=-1)))

@@ -37,7 +37,7 @@ def threads(monkeypatch):
     thread.join()
 
 
-def test_beside_threads_the_bytes_and_the_faults_are_the_same(tmp_path, threads):
+def test_a_process_with_threads_gives_the_same_bytes_and_faults(tmp_path, threads):
     inputs = write_corpus(tmp_path, 300)
     with Path(inputs[0]).open("ab") as file:
         file.write(b"{}\n")
@@ -49,7 +49,7 @@ def test_beside_threads_the_bytes_and_the_faults_are_the_same(tmp_path, threads)
     assert faults == right and len(faults) == 1
 
 
-def test_beside_threads_the_first_fault_is_raised_with_its_line(tmp_path, threads):
+def test_a_process_with_threads_raises_the_first_fault_with_its_line(tmp_path, threads):
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(120)) + b"{}\n" + lines(conversations(120)) + b"{}\n")
     with pytest.raises(RecordError, match=r"a.jsonl:121"):
         build(job_of((str(tmp_path / "a.jsonl"),)), tmp_path / "x", workers=2, unit_bytes=UNIT_BYTES)
@@ -106,7 +106,7 @@ def wait_for_end(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_all_processes_end_with_a_program_that_has_threads(held, sent):
+def test_all_workers_of_a_program_with_threads_exit_with_it(held, sent):
     program, processes = held
     program.send_signal(sent)
     _, err = program.communicate()
@@ -115,7 +115,7 @@ def test_all_processes_end_with_a_program_that_has_threads(held, sent):
     wait_for_end(processes)
 
 
-def test_the_death_of_the_process_that_forked_is_one_line(held):
+def test_a_killed_fork_server_is_reported_in_one_line(held):
     program, [first, *workers] = held
     os.kill(first, signal.SIGKILL)
     _, err = program.communicate()
@@ -129,7 +129,7 @@ def end_this_process(plan, folder, *, vocab_size):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_is_killed_while_it_writes_a_shard_is_one_line(tmp_path, monkeypatch, request):
+def test_a_process_killed_while_writing_a_shard_is_reported_in_one_line(tmp_path, monkeypatch, request):
     if not may_fork(request):
         return
     job = job_of(write_corpus(tmp_path, 300), shard_tokens=2_000, pack=300)

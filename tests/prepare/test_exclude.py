@@ -35,7 +35,7 @@ TEXTS = [f"thing number {n}" for n in range(1, 11)]
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 300, 2**22])
-def test_places_and_ids_are_left_out_whatever_the_size_of_units(tmp_path, unit_bytes):
+def test_places_and_ids_are_excluded_for_any_unit_size(tmp_path, unit_bytes):
     excluded = (
         '# comment\n\nchat.jsonl:3\n{"file": "chat.jsonl", "line": 9, "reason": "duplicate"}\n{"id": "id:5"}\nunknown\n'
     )
@@ -64,7 +64,7 @@ def test_removed_records_of_one_build_are_excluded_from_the_next(tmp_path):
     assert build(tmp_path, [*TEXTS, *TEXTS[:4]], removed, target="next")[1] == list(range(1, 11))
 
 
-def test_lines_without_a_record_are_counted_and_unknown_files_refused(tmp_path):
+def test_lines_without_a_record_are_counted_and_unknown_files_are_refused(tmp_path):
     metadata, lines = build(tmp_path, TEXTS, "chat.jsonl:1\nchat.jsonl:77\nchat.jsonl:78\n")
     assert lines == list(range(2, 11))
     assert {reason: entry.rows for bucket, reason, entry in metadata.ledger if bucket == "noted"} == {
@@ -87,7 +87,7 @@ def test_a_line_that_names_no_record_is_refused(tmp_path, line):
         read_excluded(str(tmp_path / "none"))
 
 
-def test_the_hash_of_the_list_is_stored_and_without_a_list_nothing_is(tmp_path):
+def test_the_hash_of_the_list_is_stored_only_if_there_is_a_list(tmp_path):
     assert "exclude" not in build(tmp_path, TEXTS, None)[0].config
     first = build(tmp_path, TEXTS, "chat.jsonl:1\n", target="a")[0]
     assert len(first.config["exclude"]) == 64 and str(tmp_path) not in json.dumps(first.config)

@@ -154,7 +154,7 @@ def stop_after(count: int):
     return stop
 
 
-def test_max_samples_keeps_the_first_records_that_others_leave(tmp_path):
+def test_max_samples_keeps_the_first_records_that_pass_all_other_filters(tmp_path):
     records = [RECORDS[0], RECORDS[0], *RECORDS[1:9]]
     (tmp_path / "a.jsonl").write_bytes(lines(records))
     build(Job((InputSource((str(tmp_path / "a.jsonl"),), max_samples=4),), dedupe=True), tmp_path / "v1")
@@ -205,7 +205,7 @@ def test_a_predicate_runs_only_if_it_is_allowed(with_predicates, tmp_path):
         build(missing, tmp_path / "v2", allow_code=(name,))
 
 
-def test_a_predicate_that_fails_is_one_line_or_a_reject(with_predicates, tmp_path):
+def test_a_failing_predicate_is_reported_in_one_line_or_rejects_the_record(with_predicates, tmp_path):
     long = [line for line, record in enumerate(RECORDS, 1) if len(record["messages"]) > 6]
     job, name = with_predicates("failing")
     with pytest.raises(RecordError, match=rf"^a.jsonl:{long[0]}: the predicate {name} failed \(ValueError: too\\nlong"):
@@ -220,7 +220,7 @@ def test_a_predicate_that_fails_is_one_line_or_a_reject(with_predicates, tmp_pat
         build(wrong, tmp_path / "v2", allow_code=(name,))
 
 
-def test_languages_are_those_of_the_answers(tmp_path):
+def test_the_language_filter_uses_the_answers(tmp_path):
     answers = {
         "en": "The miller grinds the grain between two heavy stones, and the flour falls into a sack.",
         "de": "Der Müller mahlt das Korn zwischen zwei schweren Steinen, und das Mehl fällt in einen Sack.",
@@ -237,7 +237,7 @@ def test_languages_are_those_of_the_answers(tmp_path):
         build(Job((source,), filters=Filters(languages=("xx",))), tmp_path / "v2")
 
 
-def test_an_expression_that_never_ends_is_one_line(tmp_path, monkeypatch):
+def test_an_expression_that_never_ends_is_reported_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(filters_module, "MATCH_SECONDS", 0.2)
     messages = [{"role": "user", "content": "a" * 60 + "b"}, {"role": "assistant", "content": "ok"}]
     (tmp_path / "a.jsonl").write_bytes(lines([RECORDS[0], {"messages": messages}]))

@@ -95,7 +95,7 @@ def counted(ledger: Ledger) -> dict:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_dataset_holds_each_record_rendered_and_cut_by_itself(tmp_path, inputs, name):
+def test_a_dataset_equals_its_records_rendered_and_truncated_one_at_a_time(tmp_path, inputs, name):
     job = job_of(inputs, **JOBS[name])
     metadata = build(job, tmp_path / "x", workers=2, unit_bytes=5_000)
     ledger = Ledger()
@@ -128,7 +128,7 @@ def assert_blocks_equal(one: Rows, other: Rows) -> None:
         assert np.array_equal(one.origins[column], other.origins[column]), column
 
 
-def test_sources_are_read_each_in_its_own_way(tmp_path, inputs):
+def test_each_source_is_read_with_its_own_options(tmp_path, inputs):
     first, second, third, fourth = inputs
     job = Job(
         (
@@ -152,7 +152,7 @@ def test_sources_are_read_each_in_its_own_way(tmp_path, inputs):
     assert metadata.splits["val"].files == (File("held out", "d.jsonl"),)
 
 
-def test_more_records_never_move_old_ones_between_the_splits(tmp_path, inputs):
+def test_added_records_never_move_others_between_splits(tmp_path, inputs):
     few, many = inputs[:2], inputs
     for name, files in (("few", few), ("many", many)):
         build(job_of(files, val_split=0.2), tmp_path / name)
@@ -162,7 +162,7 @@ def test_more_records_never_move_old_ones_between_the_splits(tmp_path, inputs):
         assert old and old <= new
 
 
-def test_equal_conversations_go_to_one_split_and_the_first_of_them_stays(tmp_path, inputs):
+def test_equal_conversations_are_in_one_split_and_dedupe_keeps_the_first(tmp_path, inputs):
     build(job_of(inputs, val_split=0.2, dedupe=True), tmp_path / "x")
     found = [told_ for split in ("train", "val") for told_ in told(stored_rows(tmp_path / "x", split))]
     keys = [key for _, _, key, *_ in found]

@@ -54,7 +54,7 @@ def build(folder: Path, *texts: str, **options) -> tuple[list[str], dict[str, tu
         (U + "\n" + A + " \n", "UqE\nAaE \nX", "....***...", {"whitespace_between_turns": (0, 3)}),
     ],
 )
-def test_what_the_rules_do_not_train_is_context_and_counted(tmp_path, text, row, mask, noted):
+def test_tokens_that_the_rules_exclude_are_context_and_are_counted(tmp_path, text, row, mask, noted):
     assert build(tmp_path, text) == ([row, mask], noted)
 
 
@@ -97,13 +97,13 @@ def test_a_flag_on_a_message_that_is_not_an_answer_does_not_train_it():
     assert set(rows.spans["rule"][:3].tolist()) == {Rule.NOT_ANSWER}
 
 
-def test_other_formats_write_text_outside_turns_and_leave_out_whitespace(tmp_path):
+def test_other_formats_keep_text_outside_turns_and_drop_whitespace(tmp_path):
     rows, reasons = build(tmp_path, U + "\n" + A, U + "x" + A, format="primer")
     assert rows == ["UqEAaE", "....**", "UqExAaE", ".....**"]
     assert reasons == {"whitespace_left_out": (1, 0), "text_outside_turns": (0, 1)}
 
 
-def test_a_chat_template_leaves_out_whitespace_and_refuses_other_text_outside_turns():
+def test_a_chat_template_drops_whitespace_and_refuses_text_outside_turns():
     user, answer = Message("user", "q"), Message("assistant", "a")
     space, text = (new_message("none", content, complete=False) for content in ("\n", "x"))
     assert only_turns(Record([user, space, answer])).messages == [user, answer]
@@ -111,7 +111,7 @@ def test_a_chat_template_leaves_out_whitespace_and_refuses_other_text_outside_tu
         only_turns(Record([user, text, answer]))
 
 
-def test_explain_names_why_a_token_is_context(tmp_path):
+def test_explain_gives_the_reason_why_a_token_is_context(tmp_path):
     build(tmp_path, "x" + U + "\n" + A + "<|ASSISTANT|>b", fit="blocks", max_tokens=12)
     view = open_view(tmp_path / "data")
     told = [explain_token(view, "train", 0, token) for token in (0, 4, 9)]

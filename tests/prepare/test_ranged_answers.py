@@ -54,7 +54,7 @@ def trained(rows: Rows, character: int) -> int:
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_no_fit_trains_what_a_range_leaves_out(tmp_path, name):
+def test_no_fit_trains_characters_that_a_range_excludes(tmp_path, name):
     inputs = corpus(tmp_path)
     metadata = build(job_of(inputs, **FITS[name]), tmp_path / "one")
     rows = stored_rows(tmp_path / "one", "train")
@@ -81,7 +81,7 @@ def test_reweighing_a_dataset_keeps_its_ranges(tmp_path):
     assert 0 < trained(other, Y) < trained(stored_rows(tmp_path / "assistant", "train"), Y)
 
 
-def test_the_reason_of_a_token_names_the_ranges(tmp_path):
+def test_the_reason_of_a_token_mentions_the_ranges(tmp_path):
     (tmp_path / "chat.jsonl").write_bytes(
         lines([{"messages": [{"role": "assistant", "content": "xxyy", "train_ranges": [[0, 2, 0]]}]}])
     )
@@ -101,7 +101,7 @@ def test_a_record_whose_ranges_cannot_be_read_is_skipped_with_its_reason(tmp_pat
     assert len(stored_rows(tmp_path / "set", "train")) == 1
 
 
-def test_an_answer_that_only_ranges_train_has_a_row_in_which_they_alone_are_trained(tmp_path):
+def test_an_answer_trained_only_by_ranges_has_a_row_that_trains_only_the_ranges(tmp_path):
     user = {"role": "user", "content": "q"}
     first = {"role": "assistant", "content": "yyxx", "train_ranges": [[0, 2, 1]]}
     never = {"role": "assistant", "content": "xx", "train": False, "train_ranges": [[0, 1, 0]]}

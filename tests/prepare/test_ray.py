@@ -35,7 +35,7 @@ def inputs(tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", ["plain", "blocks", "all at once"])
-def test_a_cluster_gives_the_bytes_of_one_process(cluster, tmp_path, inputs, name):
+def test_a_cluster_writes_the_same_bytes_as_one_process(cluster, tmp_path, inputs, name):
     job = job_of(inputs, **JOBS[name])
     build(job, tmp_path / "one")
     prepare_dataset(job, tmp_path / "ray", engine=RayEngine(), unit_bytes=9_000)
@@ -43,7 +43,7 @@ def test_a_cluster_gives_the_bytes_of_one_process(cluster, tmp_path, inputs, nam
     assert left_beside(tmp_path / "ray") == []
 
 
-def test_a_cluster_gives_the_bytes_of_one_process_for_a_recipe(cluster, tmp_path, inputs):
+def test_a_cluster_writes_the_same_bytes_as_one_process_for_a_recipe(cluster, tmp_path, inputs):
     long = " ".join(f"word{number}" for number in range(60))
     texts = [f"{long} {number}" for number in range(30)] + ["zebra"]
     similar = [
@@ -70,7 +70,7 @@ def test_a_cluster_gives_the_bytes_of_one_process_for_a_recipe(cluster, tmp_path
 ORIGINAL = ray_engine._run
 
 
-def test_faults_come_home_as_they_are_and_leave_nothing(cluster, tmp_path, monkeypatch):
+def test_faults_on_workers_are_raised_unchanged_and_leave_no_files(cluster, tmp_path, monkeypatch):
     """File names in errors are relative to the folder of the command, not to that of the workers."""
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_bytes(lines(conversations(60)) + b"{}\n" + lines(conversations(60)))
@@ -80,7 +80,7 @@ def test_faults_come_home_as_they_are_and_leave_nothing(cluster, tmp_path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
 
 
-def test_a_full_disk_on_a_worker_is_one_line_and_the_units_are_kept(cluster, tmp_path, inputs, monkeypatch):
+def test_a_full_disk_on_a_worker_is_reported_in_one_line_and_the_units_are_kept(cluster, tmp_path, inputs, monkeypatch):
     def run(unit, shared):
         if unit.number == 3:
             raise OSError(28, "No space left on device", "unit")

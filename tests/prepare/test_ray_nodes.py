@@ -159,7 +159,7 @@ def long_conversations(count: int) -> list[dict]:
     ]
 
 
-def test_nodes_that_share_nothing_give_the_bytes_of_one_process(s3, tmp_path, monkeypatch):
+def test_nodes_without_shared_files_write_the_same_bytes_as_one_process(s3, tmp_path, monkeypatch):
     driver, bucket = tmp_path / "driver", s3.bucket()
     driver.mkdir()
     monkeypatch.chdir(driver)

@@ -253,7 +253,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_of_a_recipe_is_one_line(kind):
+def test_an_error_in_a_recipe_is_reported_in_one_line(kind):
     text, expected = FAULTS[kind]
     assert fault_of(text).startswith(expected)
 
@@ -270,12 +270,12 @@ def test_all_faults_are_reported_together():
 
 
 @pytest.mark.parametrize("text", ["seed = ", "seed = 1\nseed = 2", "a = [[[", "a = \xff"])
-def test_toml_that_cannot_be_read_is_one_line(text):
+def test_toml_that_cannot_be_read_is_reported_in_one_line(text):
     assert fault_of(text.encode("latin-1"), "recipe.toml").startswith("not TOML: ")
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe.toml"])
-def test_a_recipe_is_a_small_plain_file(name):
+def test_a_recipe_must_be_a_small_regular_file(name):
     assert fault_of("#" * (LIMIT + 1), name) == "has 1,048,577 bytes; expected at most 1,048,576"
     Path(name).unlink()
     with pytest.raises(
@@ -294,14 +294,14 @@ def test_aliases_that_would_fill_memory_are_harmless():
     assert 'has unknown key "a0"' in fault_of(f"a0: &a0 {{x: 1}}\n{merged}{SOURCE}")
 
 
-def test_an_alias_is_the_value_that_it_names():
+def test_an_alias_is_replaced_by_its_value():
     Path("recipe.yaml").write_text(
         "sources:\n- {inputs: a.jsonl, filters: &short {max_turns: 2}}\n- {inputs: b.jsonl, filters: *short}\n"
     )
     assert [source.filters for source in load_recipe("recipe.yaml").sources] == [Filters(max_turns=2)] * 2
 
 
-def test_without_pyyaml_the_extra_is_named(monkeypatch):
+def test_without_pyyaml_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     monkeypatch.delitem(sys.modules, "chatmill.prepare.yaml_loader", raising=False)
     assert fault_of(SOURCE) == "YAML needs PyYAML; pip install 'chatmill[recipe]', or write the recipe as .toml"
@@ -346,13 +346,13 @@ PIECES += [
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.sampled_from(["recipe.yaml", "recipe.toml"]))
-def test_any_text_is_a_job_or_a_fault(text, name):
+def test_any_text_gives_a_job_or_an_error(text, name):
     Path(name).write_text(text)
     with suppress(DataError):
         load_recipe(name).check()
 
 
-def test_a_job_in_python_is_held_to_the_same_rules():
+def test_a_job_made_in_python_is_validated_like_a_recipe():
     two = (InputSource(("a.jsonl",), weight=1.0), InputSource(("b.jsonl",), weight=1.0))
     with pytest.raises(UsageError, match=r"^weight and epochs need names; give each source a `name`$"):
         Job(two).check()

@@ -268,7 +268,7 @@ def contents(folder: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
 
 
-def test_a_recipe_of_five_shapes_keeps_and_removes_what_an_independent_count_says(conversations):
+def test_a_recipe_of_five_shapes_matches_an_independent_implementation(conversations):
     build("x", engine=LocalEngine(1))
     kept, removed = expected(conversations)
     assert [json.loads(line) for line in Path("x/removed.jsonl").read_text().splitlines()] == removed
@@ -304,7 +304,7 @@ def test_a_recipe_of_five_shapes_keeps_and_removes_what_an_independent_count_say
     assert stored["train"] + stored["val"] == Counter(each.source for each in kept)
 
 
-def test_its_bytes_depend_on_neither_workers_nor_interruptions(conversations):
+def test_the_bytes_of_a_recipe_do_not_depend_on_workers_or_interruptions(conversations):
     build("one", engine=LocalEngine(1))
     build("three", engine=LocalEngine(3))
     seen = 0

@@ -49,14 +49,14 @@ def test_each_reject_has_its_place_its_reason_and_its_text(tmp_path, monkeypatch
     assert rejects.counts == {"utf8": 2, "type": 1, "empty": 1}
 
 
-def test_nothing_rejected_leaves_an_empty_file(tmp_path):
+def test_without_rejects_the_file_is_empty(tmp_path):
     with Rejects(tmp_path / "rejects.jsonl") as rejects:
         pass
     assert (tmp_path / "rejects.jsonl").read_bytes() == b""
     assert rejects.counts == {}
 
 
-def test_a_reject_outside_of_the_file_is_not_lost_in_silence(tmp_path):
+def test_a_reject_without_a_rejects_file_is_not_lost_silently(tmp_path):
     with pytest.raises(ValueError, match="inside `with Rejects"):
         Rejects(tmp_path / "rejects.jsonl")(RecordError("a", "b", kind="json"))
 
@@ -77,7 +77,7 @@ def rejected(path: Path, **options) -> None:
         rejects(RecordError("a", "b", kind="json"))
 
 
-def test_only_a_file_of_rejects_is_replaced_and_only_when_told(tmp_path):
+def test_only_a_rejects_file_is_replaced_and_only_with_overwrite(tmp_path):
     path = tmp_path / "rejects.jsonl"
     rejected(path)
     before = path.read_bytes()
@@ -92,7 +92,7 @@ def test_only_a_file_of_rejects_is_replaced_and_only_when_told(tmp_path):
         assert path.read_bytes() == other
 
 
-def test_rejects_go_neither_into_the_output_nor_through_a_link(tmp_path):
+def test_rejects_are_written_neither_into_the_output_nor_through_a_link(tmp_path):
     output = tmp_path / "ds"
     output.mkdir()
     (tmp_path / "way").symlink_to(output)
@@ -106,7 +106,7 @@ def test_rejects_go_neither_into_the_output_nor_through_a_link(tmp_path):
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_command_that_fails_leaves_no_rejects_and_one_that_comes_second_none_of_its_own(tmp_path):
+def test_a_failed_command_and_a_concurrent_second_command_write_no_rejects(tmp_path):
     path = tmp_path / "rejects.jsonl"
     stopped = Rejects(path).__enter__()
     stopped(RecordError("a", "b", kind="json"))

@@ -56,7 +56,7 @@ def in_memory():
     fs.store.clear()
 
 
-def test_a_folder_in_memory_gives_the_bytes_of_a_local_one_in_any_pieces(tmp_path, here, in_memory):
+def test_a_folder_in_memory_gives_the_same_bytes_as_a_local_one_for_any_unit_size(tmp_path, here, in_memory):
     options = {"dedupe": True, "val_split": 0.1}
     build(job_of((str(here),), **options), tmp_path / "local")
     expected = digests(tmp_path / "local")
@@ -74,7 +74,7 @@ def test_a_folder_in_memory_gives_the_bytes_of_a_local_one_in_any_pieces(tmp_pat
     ]
 
 
-def test_an_object_that_changes_during_a_build_is_noticed_and_nothing_is_published(tmp_path, in_memory):
+def test_an_object_that_changes_during_a_build_is_detected_and_nothing_is_published(tmp_path, in_memory):
     fs = fsspec.filesystem("memory")
     job = job_of((f"{in_memory}/a.jsonl",))
 
@@ -87,7 +87,7 @@ def test_an_object_that_changes_during_a_build_is_noticed_and_nothing_is_publish
     assert not (tmp_path / "out").exists()
 
 
-def test_standard_input_gives_the_bytes_of_a_file_with_several_processes_and_is_removed(tmp_path, here):
+def test_stdin_gives_the_same_bytes_as_a_file_and_its_copy_is_removed(tmp_path, here):
     program = "import sys; from chatmill.cli.main import main; sys.argv[0] = 'chatmill'; main()"
 
     def prepare(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
@@ -113,7 +113,7 @@ def test_standard_input_gives_the_bytes_of_a_file_with_several_processes_and_is_
     assert [*(tmp_path / "scratch").iterdir()] == []
 
 
-def test_standard_input_is_refused_on_a_cluster(monkeypatch, capsys):
+def test_stdin_is_refused_on_a_cluster(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["chatmill", "prepare", "-", "-o", "out", "--engine", "ray"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -162,7 +162,7 @@ def named(tmp_path, monkeypatch, in_memory):
     return tmp_path / "named"
 
 
-def test_a_bucket_gives_the_bytes_of_a_local_folder_with_several_processes(tmp_path, here, named, s3):
+def test_a_bucket_gives_the_same_bytes_as_a_local_folder_with_several_processes(tmp_path, here, named, s3):
     bucket = s3.bucket()
     for name, data in files().items():
         objects.write(bucket / f"chat/{name}", data)
@@ -196,7 +196,7 @@ def test_tokenizers_formats_and_templates_at_urls_give_the_same_bytes(tmp_path, 
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
-def test_a_recipe_at_a_url_describes_the_job_of_the_same_file_here(tmp_path, named, monkeypatch):
+def test_a_recipe_at_a_url_describes_the_same_job_as_a_local_one(tmp_path, named, monkeypatch):
     recipe = """
     tokenizer = "memory://named/tok"
     [[source]]
@@ -233,7 +233,7 @@ def test_a_job_stores_no_password_and_no_signature():
     assert job.to_json()["sources"][0]["inputs"] == ("https://host/x.jsonl", "a.jsonl")
 
 
-def test_names_of_urls_are_those_of_absolute_paths_without_anything_secret():
+def test_stored_names_of_urls_contain_no_secrets():
     urls = [Url("https://me:secret@host/data/chat/a.jsonl?sig=secret"), Url("https://me:secret@host/data/b.jsonl?x")]
     assert relative_names(urls) == ["chat/a.jsonl", "b.jsonl"]
     assert relative_names(urls[:1]) == ["a.jsonl"]

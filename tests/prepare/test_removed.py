@@ -56,7 +56,7 @@ def test_every_removed_record_is_listed_in_input_order_with_its_twin(dataset):
     assert kept == [("a.jsonl", 1), ("a.jsonl", 5), ("b.jsonl", 1), ("b.jsonl", 2), ("b.jsonl", 5)]
 
 
-def test_the_config_holds_what_removed_them(dataset):
+def test_the_config_contains_the_filters_that_removed_records(dataset):
     config = json.loads((dataset / "dataset_metadata.json").read_text())["config"]
     assert config["filters"]["max_tokens"] == 100
     assert [source.get("max_samples") for source in config["sources"]] == [2, None]
@@ -83,7 +83,7 @@ def test_the_list_is_verified_kept_by_reweighing_and_absent_if_nothing_was_remov
         open_dataset(dataset)
 
 
-def test_the_command_lists_them_by_reason_and_source(dataset, capsys, monkeypatch):
+def test_the_command_lists_removed_records_by_reason_and_source(dataset, capsys, monkeypatch):
     def run(*arguments: str) -> list[str]:
         from chatmill.cli.removed import removed
 

@@ -60,7 +60,7 @@ def inputs(tmp_path_factory) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["plain", "blocks", "all at once"])
-def test_a_killed_build_goes_on_and_gives_the_same_bytes(tmp_path, inputs, name, workers):
+def test_a_killed_build_resumes_and_gives_the_same_bytes(tmp_path, inputs, name, workers):
     job = job_of(inputs, **JOBS[name])
     build(job, tmp_path / "whole")
     target = tmp_path / "x"
@@ -97,7 +97,7 @@ def test_a_build_killed_after_its_last_unit_renders_nothing_again(tmp_path, inpu
     assert digests(target) == digests(tmp_path / "whole")
 
 
-def test_units_with_rejects_are_run_again_so_that_all_rejects_are_told(tmp_path):
+def test_units_with_rejects_are_run_again_so_that_all_rejects_are_reported(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"{}\n" + lines(conversations(120)) + b"{}\n")
     job = job_of((str(tmp_path / "a.jsonl"),), on_error="skip")
     target = tmp_path / "x"
@@ -131,7 +131,7 @@ def test_a_damaged_staged_unit_is_run_again(tmp_path, inputs, damage):
 
 
 @pytest.mark.parametrize("change", ["another job", "more input"])
-def test_another_job_or_other_input_is_refused_and_nothing_is_lost(tmp_path, change):
+def test_resuming_another_job_or_input_is_refused_and_keeps_the_units(tmp_path, change):
     inputs = write_corpus(tmp_path, 60)
     job, target = job_of(inputs), tmp_path / "x"
     assert in_a_child(killed_at(4, job=job, target=target, engine=LocalEngine(1))) == -signal.SIGKILL
@@ -162,7 +162,7 @@ def test_a_changed_format_file_is_refused_too(tmp_path):
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
 
 
-def test_resume_without_anything_to_go_on_with_builds(tmp_path, inputs):
+def test_resume_without_an_interrupted_build_starts_a_new_one(tmp_path, inputs):
     build(job_of(inputs), tmp_path / "x", resume=True)
     assert verify_dataset(tmp_path / "x", full=True).faults == ()
 
@@ -221,7 +221,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_the_workers_of_a_killed_build_end_too(held, sent):
+def test_the_workers_of_a_killed_build_exit(held, sent):
     build = held()
     workers = workers_of(build)
     build.send_signal(sent)
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_at_once_with_one_line_and_keeps_the_units(held):
     assert kept == ["job.json", "unit_000000_0000.rows"]
 
 
-def test_a_lost_worker_is_one_line_and_the_units_are_kept(held):
+def test_a_killed_worker_is_reported_in_one_line_and_the_units_are_kept(held):
     build = held()
     workers = workers_of(build)
     os.kill(workers[0], signal.SIGKILL)
@@ -256,7 +256,7 @@ def test_a_lost_worker_is_one_line_and_the_units_are_kept(held):
     assert left_beside(Path("x")) == [".x.building.units"]
 
 
-def test_a_second_builder_of_the_same_target_gets_one_line_and_does_no_harm(held):
+def test_a_second_build_of_the_same_target_is_refused_in_one_line(held):
     first = held()
     workers_of(first)
     before = sorted(Path(".x.building.units").iterdir())
@@ -268,7 +268,7 @@ def test_a_second_builder_of_the_same_target_gets_one_line_and_does_no_harm(held
     assert ".x.building.lock" in left_beside(Path("x"))
 
 
-def test_a_first_fault_does_not_wait_for_the_units_behind_it(held):
+def test_a_fault_does_not_wait_for_later_units(held):
     Path("a.jsonl").write_bytes(lines(conversations(3)) + b"{}\n")
     build = held()
     out, err = build.communicate()

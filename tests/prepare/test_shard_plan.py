@@ -81,7 +81,7 @@ def stage(folder: Path, rng: np.random.Generator, sizes: list[int]) -> tuple[lis
     st.sampled_from(["hash", "shuffle"]),
     st.booleans(),
 )
-def test_shards_written_apart_are_those_of_one_process(
+def test_shards_written_independently_equal_those_of_one_process(
     seed, sizes, shard_tokens, pack, dedupe, val_split, split, named
 ):
     rng = np.random.default_rng(seed)

@@ -26,7 +26,7 @@ def some_rows():
 
 
 @pytest.mark.parametrize("tokens", ["<u2", "<u4"])
-def test_rows_come_back_as_they_were_saved(tmp_path, tokens):
+def test_rows_are_read_back_as_saved(tmp_path, tokens):
     rows, record = some_rows(), np.arange(9) * 2
     save(tmp_path / "x", rows, record, tokens=np.dtype(tokens), extra={"records": 18})
     staged = Staged(tmp_path / "x", check=True)
@@ -39,14 +39,14 @@ def test_rows_come_back_as_they_were_saved(tmp_path, tokens):
     assert_equal(staged.rows(), rows)
 
 
-def test_no_rows_are_saved_and_read_too(tmp_path):
+def test_an_empty_set_of_rows_can_be_saved_and_read(tmp_path):
     save(tmp_path / "x", EMPTY, np.empty(0, dtype=np.int64), tokens=np.dtype("<u2"), extra=None)
     staged = Staged(tmp_path / "x", check=True)
     assert len(staged) == len(staged.rows()) == 0
     staged.rows().check()
 
 
-def test_every_flipped_bit_and_every_cut_is_found(tmp_path):
+def test_every_flipped_bit_and_every_truncation_is_detected(tmp_path):
     save(tmp_path / "x", some_rows()[:2], np.arange(2), tokens=np.dtype("<u2"), extra={"records": 2})
     data = (tmp_path / "x").read_bytes()
     for at in range(len(data)):

@@ -29,7 +29,7 @@ records = st.lists(st.builds(Record, st.lists(messages, min_size=1, max_size=6))
 
 @settings(max_examples=200)
 @given(records, st.lists(st.integers(0, 8)), st.integers(1, 40), st.sampled_from(["pad", "drop"]))
-def test_any_chunks_give_the_blocks_of_all_rows_and_the_same_ledger(records, cuts, size, remainder):
+def test_any_chunks_give_the_same_blocks_and_the_same_ledger(records, cuts, size, remainder):
     rows = TurnRenderer(FORMAT, TOKENIZER).render(records)
     borders = sorted({0, len(rows), *(cut for cut in cuts if cut < len(rows))})
     chunks = [rows[start:stop] for start, stop in pairwise(borders)]

@@ -102,7 +102,7 @@ def trained_messages(rows: Rows, row: int) -> dict[int, tuple[list[int], list[fl
 
 
 @given(st.lists(record_, max_size=3), st.sampled_from(TRAIN_ON), st.sampled_from([*RENDERERS]))
-def test_every_message_is_trained_once_as_it_is_without_unrolling_and_the_ledger_balances(records, train_on, name):
+def test_every_message_is_trained_once_as_without_unrolling_and_the_ledger_balances(records, train_on, name):
     ledger, renderer = Ledger(), RENDERERS[name]
     rows = render(records, train_on, ledger, name)
     rows.check()
@@ -131,7 +131,7 @@ def test_every_message_is_trained_once_as_it_is_without_unrolling_and_the_ledger
     assert rendered.tokens == len(renderer.render(longest).ids) + ends
 
 
-def test_the_reason_of_each_span_is_that_of_the_conversation():
+def test_each_span_has_the_same_reason_as_in_the_whole_conversation():
     rows = render([record_of("uauaa", m1=0, m3=0.5)], "last-exchange", Ledger())
     answers = rows.spans[(rows.spans["role"] == Role.ASSISTANT) & (rows.spans["part"] == Part.CONTENT)]
     assert [(int(span["message"]), float(span["weight"]), Rule(span["rule"]).name) for span in answers] == [
@@ -145,7 +145,7 @@ def test_the_reason_of_each_span_is_that_of_the_conversation():
     assert [Rule(rule).name for rule in np.unique(rows.spans["rule"])] == ["ROLE", "HEADER"]
 
 
-def test_what_has_no_row_is_noted():
+def test_messages_without_a_row_are_noted():
     ledger = Ledger()
     render([record_of("uaua", m1=0), record_of("uau"), record_of("ua")], "assistant", ledger)
     assert {reason: entry.rows for bucket, reason, entry in ledger if bucket == "noted"} == {
@@ -180,7 +180,7 @@ def write(folder: Path, records: list[dict[str, Any]]) -> tuple[str, ...]:
     ],
     ids=str,
 )
-def test_the_ledger_balances_however_rows_are_cut_and_one_conversation_is_in_one_split(tmp_path, options):
+def test_the_ledger_balances_for_any_fit_and_each_conversation_is_in_one_split(tmp_path, options):
     inputs = write(tmp_path, conversations(60, seed=3))
     job = job_of(inputs, unroll=True, val_split=0.3, **options)
     metadata = build(job, tmp_path / "x")
@@ -198,7 +198,7 @@ def real(rows: Rows) -> Rows:
     return rows.take(np.flatnonzero(padded == 0))
 
 
-def test_a_conversation_of_which_one_row_is_refused_is_refused(tmp_path, monkeypatch):
+def test_a_conversation_is_refused_if_one_of_its_rows_is(tmp_path, monkeypatch):
     inputs = write(tmp_path, [{"messages": [{"role": "user", "content": "q"}, *answers]} for answers in ANSWERS])
     monkeypatch.setattr(records_unroll, "MAX_ROWS", 2)
     with pytest.raises(
@@ -276,7 +276,7 @@ def test_render_shows_a_row_for_each_answer(run):
     assert (code, err.count("\n")) == (2, 1)
 
 
-def test_a_recipe_and_a_flag_unroll_alike(run):
+def test_a_recipe_and_a_flag_unroll_the_same_way(run):
     Path("recipe.toml").write_text('unroll = true\n\n[[source]]\ninputs = ["chat.jsonl"]\n')
     assert run("prepare recipe.toml -o one --workers 1")[0] == 0
     assert run("prepare chat.jsonl -o two --unroll --workers 1")[0] == 0

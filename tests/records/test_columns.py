@@ -60,14 +60,14 @@ def expected(line: bytes) -> tuple[bytes, list[tuple[str, str]]]:
 
 
 @given(st.lists(PLAIN, min_size=1, max_size=5), st.booleans(), st.sampled_from(["\n", "\r\n"]), st.booleans())
-def test_plain_lines_are_all_taken(records, ascii_only, line_end, ended):
+def test_all_plain_lines_are_read_as_columns(records, ascii_only, line_end, ended):
     written = [json.dumps(record, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass") for record in records]
     block = line_end.encode().join(written) + line_end.encode() * ended
     assert taken(block) == [expected(line) for line in written]
 
 
 @given(st.lists(RECORD | PLAIN, min_size=1, max_size=4), st.randoms(use_true_random=False), st.integers(0, 3))
-def test_what_is_taken_of_any_bytes_is_what_the_object_reader_takes(records, rng, hits):
+def test_columns_of_any_bytes_equal_the_records_of_the_object_reader(records, rng, hits):
     block = bytearray(b"\n".join(json.dumps(record, ensure_ascii=rng.random() < 0.5).encode() for record in records))
     for _ in range(hits):
         at = rng.randrange(len(block))
@@ -121,7 +121,7 @@ def test_what_is_taken_of_any_bytes_is_what_the_object_reader_takes(records, rng
         b'{"messages": [{"role": "user", "content": "a", "name": nul',
     ],
 )
-def test_other_lines_end_what_is_taken(line):
+def test_columns_end_at_the_first_other_line(line):
     good = b'{"messages": [{"role": "user", "content": "a\\n\\u00e9\\ud83d\\ude00"}], "id": -12}\n'
     for block in (good + line, good + line + b"\n", good + line + b"\n" + good):
         end, *_ = columns(block, 0)
@@ -129,7 +129,7 @@ def test_other_lines_end_what_is_taken(line):
         assert columns(block, len(good))[0] == len(good)
 
 
-def test_sizes_around_those_that_change_the_bytes():
+def test_sizes_at_which_the_encoding_changes():
     for size in (0, 1, 31, 32, 255, 256, 65_535, 65_536):
         for roles in (["user"], ["assistant"] * 15, ["user"] * 16, ["tool"] * 17):
             turns = [{"content": "x" * size, "role": role} for role in roles]
@@ -155,7 +155,7 @@ def parts(folder: Path, data: bytes) -> list[FilePart]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.002, 0.05, 0.5, 1.0])
-def test_blocks_give_the_records_and_faults_of_the_part(tmp_path, monkeypatch, share):
+def test_blocks_have_the_same_records_and_faults_as_the_part(tmp_path, monkeypatch, share):
     rng = random.Random(share)
     rows = [MIXED[rng.randrange(1, 4)] if rng.random() < share else MIXED[0] for _ in range(2000)]
     written = [json.dumps(row).encode() + rng.choice((b"", b"", b" \t", b"\r")) for row in rows]
@@ -206,7 +206,7 @@ def test_a_line_over_the_limit_is_never_in_columns(tmp_path):
     assert blocks == [] and faults == ["too_long"] * 50
 
 
-def test_without_the_compiled_part_there_are_lists(tmp_path, monkeypatch):
+def test_without_the_compiled_extension_blocks_are_lists(tmp_path, monkeypatch):
     (part, *_) = parts(tmp_path, json.dumps(MIXED[0]).encode())
     (plain,) = read_blocks(part, on_fault=print, on_end=print)
     monkeypatch.setattr(reading, "COMPILED", False)

@@ -91,7 +91,7 @@ def raise_it(fault):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_every_kind_of_file_gives_the_same_records_here_and_at_a_url(tmp_path, memory, suffix):
+def test_every_kind_of_file_gives_the_same_records_locally_and_at_a_url(tmp_path, memory, suffix):
     kind = next(each for each in sorted(KINDS, key=len, reverse=True) if suffix.startswith(each))
     data = COMPRESS[suffix.removeprefix(kind)](content(kind))
     path = tmp_path / f"chat{suffix}"
@@ -104,7 +104,7 @@ def test_every_kind_of_file_gives_the_same_records_here_and_at_a_url(tmp_path, m
     assert {record.file for record in there} == {f"memory://b/chat{suffix}"}
 
 
-def test_an_arrow_file_may_be_of_the_file_format_and_of_large_batches(tmp_path):
+def test_arrow_files_in_the_file_format_and_with_large_batches_are_read(tmp_path):
     table = pyarrow.Table.from_pylist([{"messages": chat} for chat in CHATS * 20])
     with ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
         writer.write_table(table)
@@ -145,7 +145,7 @@ def test_a_compressed_file_may_have_several_streams(tmp_path, ending):
 @pytest.mark.parametrize("ending", [".gz", ".zst", ".xz", ".bz2"])
 @settings(max_examples=30)
 @given(data=st.data())
-def test_a_compressed_file_that_is_cut_or_changed_never_reads_as_whole(tmp_path_factory, ending, data):
+def test_a_truncated_or_damaged_compressed_file_is_always_reported(tmp_path_factory, ending, data):
     whole = COMPRESS[ending](content(".jsonl"))
     at = data.draw(st.integers(2, len(whole) - 1))
     kind = data.draw(st.sampled_from(["cut", "garbage"]))
@@ -188,7 +188,7 @@ def test_a_compressed_file_that_is_cut_or_changed_never_reads_as_whole(tmp_path_
         ("a.jsonl.gz", b"\x80\x01", "the compressed data is corrupt; expected a whole gzip file; copy it again"),
     ],
 )
-def test_a_file_of_another_kind_than_its_name_says_is_told_what_it_is(tmp_path, name, data, line):
+def test_a_file_with_the_wrong_suffix_is_reported_with_its_real_kind(tmp_path, name, data, line):
     (tmp_path / name).write_bytes(data)
     for shape in (None, "transcript-lines"):
         with pytest.raises(RecordError) as caught:
@@ -212,7 +212,7 @@ def test_a_zstd_window_over_the_limit_is_refused_and_one_at_the_limit_is_read(tm
                 list(read_records([tmp_path / "a.jsonl.zst"], shape="messages"))
 
 
-def test_zstd_without_its_library_is_one_line(tmp_path, monkeypatch):
+def test_zstd_without_its_library_is_reported_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.zst").write_bytes(COMPRESS[".zst"](content(".jsonl")))
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DataError, match=r"a\.jsonl\.zst: \.zst needs zstandard; pip install 'chatmill\[zstd\]'$"):
@@ -222,7 +222,7 @@ def test_zstd_without_its_library_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", ["stream", "file"])
 @settings(max_examples=30)
 @given(data=st.data())
-def test_an_arrow_file_that_is_cut_or_changed_is_one_line_or_has_its_rows(tmp_path_factory, form, data):
+def test_a_damaged_arrow_file_is_reported_in_one_line_or_has_its_rows(tmp_path_factory, form, data):
     out = io.BytesIO()
     table = pyarrow.Table.from_pylist([{"messages": chat} for chat in CHATS])
     with (ipc.new_stream if form == "stream" else ipc.new_file)(out, table.schema) as writer:
@@ -242,7 +242,7 @@ def test_an_arrow_file_that_is_cut_or_changed_is_one_line_or_has_its_rows(tmp_pa
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", ""])
-def test_an_object_of_lines_is_cut_anywhere_without_a_change_of_its_records(memory, end):
+def test_splitting_an_object_of_lines_anywhere_does_not_change_its_records(memory, end):
     lines = [json.dumps({"messages": chat}) for chat in CHATS[:4]]
     lines[1:1] = ["", "  "]
     data = "\ufeff".encode() + ("\r\n" if end == "\r\n" else "\n").join(lines).encode() + end.encode()
@@ -258,7 +258,7 @@ def test_an_object_of_lines_is_cut_anywhere_without_a_change_of_its_records(memo
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_a_parquet_file_is_cut_at_row_groups_without_a_change_of_its_records(tmp_path, memory, where):
+def test_splitting_a_parquet_file_at_row_groups_does_not_change_its_records(tmp_path, memory, where):
     data = content(".parquet")
     memory.pipe_file("/b/a.parquet", data)
     (tmp_path / "a.parquet").write_bytes(data)
@@ -338,7 +338,7 @@ def names_of(paths) -> list[str]:
     return [str(path) for path in paths]
 
 
-def test_globs_and_folders_give_the_same_files_here_and_at_urls(tmp_path, memory):
+def test_globs_and_folders_give_the_same_files_locally_and_at_urls(tmp_path, memory):
     names = [
         "b.jsonl",
         "a/z.json",
@@ -363,7 +363,7 @@ def test_globs_and_folders_give_the_same_files_here_and_at_urls(tmp_path, memory
     assert names_of(expand(["memory://chat/b.jsonl", "memory://chat/*.jsonl"])) == ["memory://chat/b.jsonl"]
 
 
-def test_a_folder_without_records_is_one_line_and_what_is_not_read_is_named(tmp_path, memory):
+def test_a_folder_without_records_and_its_unread_files_are_reported_in_one_line(tmp_path, memory):
     memory.pipe_file("/chat/x.csv", b"")
     memory.pipe_file("/chat/y.md", b"")
     with pytest.raises(DataError, match=r"^memory://chat/?: no record files in this folder; expected \.jsonl, "):
@@ -388,7 +388,7 @@ def test_a_folder_without_records_is_one_line_and_what_is_not_read_is_named(tmp_
         ("memory://none/*.jsonl", "memory://none/*.jsonl: the glob matches no object; expected at least one"),
     ],
 )
-def test_a_url_of_nothing_is_one_line(name, line):
+def test_a_missing_url_is_reported_in_one_line(name, line):
     with pytest.raises(DataError) as caught:
         read_records([name])
     assert str(caught.value) == line
@@ -411,7 +411,7 @@ def pipe(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "ending"), [*zip(KINDS, COMPRESS, strict=True), (".jsonl", ".zst"), (".txt", "")])
-def test_standard_input_may_be_any_kind_of_file(pipe, kind, ending):
+def test_stdin_can_be_any_kind_of_file(pipe, kind, ending):
     pipe(COMPRESS[ending](content(kind)))
     records = list(read_records(["-"]))
     assert said(records) == CHATS
@@ -432,12 +432,12 @@ def test_standard_input_may_be_any_kind_of_file(pipe, kind, ending):
         (b"\x1f\x8bbroken", ".jsonl.gz"),
     ],
 )
-def test_what_standard_input_holds_is_told_by_its_beginning(pipe, data, suffix):
+def test_the_kind_of_stdin_is_detected_from_its_first_bytes(pipe, data, suffix):
     pipe(data)
     assert standard_input.standard_input().name == f"stdin{suffix}"
 
 
-def test_a_fault_of_standard_input_has_its_line_and_the_file_is_removed(pipe):
+def test_a_fault_in_stdin_has_its_line_and_the_temporary_file_is_removed(pipe):
     pipe(content(".jsonl", CHATS[:2]) + b"{\n")
     with pytest.raises(RecordError, match=r"^-:3: ") as caught:
         list(read_records(["-"]))
@@ -448,7 +448,7 @@ def test_a_fault_of_standard_input_has_its_line_and_the_file_is_removed(pipe):
     assert not folder.exists()
 
 
-def test_standard_input_is_given_once_and_a_terminal_gets_a_hint(pipe, capsys):
+def test_stdin_can_be_given_once_and_a_terminal_gets_a_hint(pipe, capsys):
     pipe(content(".jsonl"), is_terminal=True)
     with pytest.raises(UsageError, match=r"^-: given twice, but standard input can be read only once; remove one$"):
         read_records(["-", "-"])
@@ -458,7 +458,7 @@ def test_standard_input_is_given_once_and_a_terminal_gets_a_hint(pipe, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_process_removes_the_file_of_standard_input(tmp_path, number):
+def test_a_signal_that_ends_the_process_removes_the_temporary_file_of_stdin(tmp_path, number):
     code = "from chatmill.records.standard_input import standard_input; standard_input()"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment) as process:
@@ -479,7 +479,7 @@ def test_a_signal_that_ends_the_process_removes_the_file_of_standard_input(tmp_p
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "replace", "remove", "same"])
-def test_an_object_that_changes_while_it_is_read_is_noticed(memory, change):
+def test_an_object_that_changes_while_it_is_read_is_detected(memory, change):
     data = content(".jsonl")
     memory.pipe_file("/b/a.jsonl", data)
     records = read_records(["memory://b/a.jsonl"])

@@ -26,7 +26,7 @@ def values(name: str) -> list[dict[str, Any]]:
     return records
 
 
-def test_instructions_are_read_whole():
+def test_instructions_are_read_completely():
     name = "llamafactory/alpaca_en_demo.json"
     records, faults = read(name)
     assert faults == []
@@ -37,7 +37,7 @@ def test_instructions_are_read_whole():
     assert {record.unread_keys for record in records} == {()}
 
 
-def test_parts_with_reasoning_and_calls_are_read_whole():
+def test_parts_with_reasoning_and_calls_are_read_completely():
     name = "llamafactory/reason_tool_use_demo_50.jsonl"
     records, faults = read(name)
     assert faults == []
@@ -72,7 +72,7 @@ def test_data_that_is_not_for_fine_tuning_is_refused(name, kind, reason):
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_tool_calls_of_sharegpt_are_read_whole(language):
+def test_tool_calls_of_sharegpt_are_read_completely(language):
     name = f"glaive_toolcall_{language}_demo.json"
     records, faults = read(name)
     assert faults == []

@@ -90,7 +90,7 @@ def read_file(tmp_path, record: Any, columns: str) -> list[Record]:
         ),
     ],
 )
-def test_columns_name_keys_and_roles(tmp_path, record, columns, messages, unread):
+def test_columns_map_keys_and_roles(tmp_path, record, columns, messages, unread):
     (found,) = read_file(tmp_path, record, columns)
     assert (found.messages, found.unread_keys) == (messages, unread)
 
@@ -112,7 +112,7 @@ def test_invalid_columns_are_reported_in_one_line(tmp_path, columns, fault):
     assert str(refused.value).startswith(fault)
 
 
-def test_a_column_that_no_record_has_is_named(tmp_path):
+def test_a_column_that_no_record_has_is_reported(tmp_path):
     records = [{"chat": [{"role": "user", "content": "q", "mood": 1}]}, {"chat": '[{"role": "user", "content": "q"}]'}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ShapeOptions("messages=chat,system=sistem,name=mod")
@@ -148,7 +148,7 @@ def test_an_error_about_a_role_names_columns_only_where_they_can_be_used():
         Message("User", "q")
 
 
-def test_columns_are_for_shapes_with_free_names():
+def test_columns_apply_only_to_shapes_with_configurable_keys():
     with pytest.raises(
         UsageError, match="--columns cannot be used with records of shape primer, which has fixed names"
     ):
@@ -156,7 +156,7 @@ def test_columns_are_for_shapes_with_free_names():
 
 
 @given(st.permutations(["dialog", "who", "says", "extra"]), st.sampled_from(["x", "Ω"]))
-def test_renaming_is_the_same_as_reading_the_names(names, suffix):
+def test_columns_give_the_same_records_as_renamed_keys(names, suffix):
     dialog, who, says, extra = (name + suffix for name in names)
     theirs = {dialog: [{who: "H", says: "q", extra: 1}, {who: "M", says: "a"}], extra: 2}
     ours = {"messages": [{"role": "user", "content": "q", extra: 1}, {"role": "assistant", "content": "a"}], extra: 2}
@@ -171,7 +171,7 @@ def test_renaming_is_the_same_as_reading_the_names(names, suffix):
 # Prompts with completions, and texts.
 
 
-def test_a_prompt_and_its_completion_are_texts_or_messages():
+def test_prompts_and_completions_can_be_texts_or_messages():
     system = {"role": "system", "content": "s"}
     shot = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
     found = [
@@ -215,7 +215,7 @@ def trained_text(message: Message) -> str:
         ("x A:", "...."),
     ],
 )
-def test_what_follows_the_response_template_is_trained(text, trained):
+def test_text_after_the_response_template_is_trained(text, trained):
     found = read({"text": text}, "text", response_template="A:", instruction_template=" Q:")
     assert isinstance(found, Record)
     assert found.is_text
@@ -223,7 +223,7 @@ def test_what_follows_the_response_template_is_trained(text, trained):
 
 
 @given(st.text("AQ: x", max_size=30))
-def test_trained_parts_of_any_text(text):
+def test_the_trained_parts_of_any_text_match_an_oracle(text):
     message = TextTemplates("A:", "Q:").train(text)
     expected, at = "", 0
     while (start := text.find("A:", at)) >= 0:
@@ -244,7 +244,7 @@ def test_invalid_templates_are_usage_errors():
             read({"text": "a"}, "text", **options)
 
 
-def test_what_stands_before_a_prompt_is_never_left_out():
+def test_text_before_a_prompt_is_never_dropped():
     pair = {"prompt": "q", "completion": "a"}
     found = read({**pair, "system": "s", "history": []}, "prompt-completion")
     assert isinstance(found, Record)
@@ -260,7 +260,7 @@ def test_what_stands_before_a_prompt_is_never_left_out():
     assert dolly.messages == [Message("system", "s"), *TURNS]
 
 
-def test_templates_are_for_texts_alone(tmp_path):
+def test_templates_apply_only_to_texts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "q", "completion": "a"}')
     with pytest.raises(
         UsageError, match="--response-template is only for records of shape text, not prompt-completion; remove"
@@ -268,7 +268,7 @@ def test_templates_are_for_texts_alone(tmp_path):
         list(read_records([tmp_path / "a.jsonl"], options=ShapeOptions(response_template="A:")))
 
 
-def test_an_array_under_the_name_of_lines_is_read(tmp_path):
+def test_a_json_array_in_a_jsonl_file_is_read(tmp_path):
     records = [{"messages": [{"role": "user", "content": f"{number} ,[]"}], "id": number} for number in range(3)]
     for name, text in (
         ("a.jsonl", json.dumps(records, indent=1)),
@@ -286,7 +286,7 @@ def test_an_array_under_the_name_of_lines_is_read(tmp_path):
     assert [each.messages for each in read_records([tmp_path / "f.jsonl"])] == [[Message("user", "0 ,[]")]]
 
 
-def test_parts_of_content_by_all_their_names():
+def test_content_parts_of_all_types_are_read():
     parts = [
         {"type": "reasoning", "value": "r"},
         {"type": "text", "value": "a"},
@@ -317,13 +317,13 @@ def test_parts_of_content_by_all_their_names():
         ([{"type": "reasoning", "value": "r", "train": False}], 'part 0 has a "train"; expected none'),
     ],
 )
-def test_parts_that_cannot_be_read_are_refused(parts, fault):
+def test_unknown_content_parts_are_refused(parts, fault):
     refused = read({"messages": [{"role": "assistant", "content": parts}]}, "messages")
     assert isinstance(refused, RecordError)
     assert fault in str(refused)
 
 
-def test_parts_with_weights_are_ranges_of_the_text():
+def test_content_parts_with_weights_become_ranges_of_the_text():
     parts = [
         {"type": "text", "text": "é1", "train": False},
         {"type": "text", "text": "keep"},

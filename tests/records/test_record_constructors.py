@@ -69,7 +69,7 @@ def test_the_constructor_and_the_reader_agree(fields):
     assert outcome(lambda: Record(messages=[fields]).messages) == read
 
 
-def test_an_openai_message_with_a_tool_call_is_taken_as_it_is():
+def test_an_openai_message_with_a_tool_call_is_accepted():
     dumped = {
         "role": "assistant",
         "content": None,
@@ -89,7 +89,7 @@ def test_parts_reasoning_and_train_become_text_reasoning_and_weight():
         assert message == Message("assistant", "2 + 2 is 4", "I add.", weight=0.0)
 
 
-def test_what_a_message_cannot_be_is_one_line():
+def test_an_invalid_message_is_reported_in_one_line():
     for fields, fault in (
         ({"role": "bot", "content": "x"}, 'the message has role "bot"; expected system, user, assistant or tool'),
         ({"role": "user"}, "the message has no content; expected a string or a list of text parts"),
@@ -109,7 +109,7 @@ def test_what_a_message_cannot_be_is_one_line():
         Message("user", "x", role="user")
 
 
-def test_a_record_takes_messages_dicts_and_tool_definitions():
+def test_a_record_accepts_messages_dicts_and_tool_definitions():
     hello = {"role": "user", "content": "Hi"}
     record = Record((hello, Message("assistant", "Hello")), id=7, tools=[{"name": "f"}])
     assert record == Record([Message(**hello), Message("assistant", "Hello")], "7", ('{"name":"f"}',))
@@ -127,7 +127,7 @@ def test_a_record_takes_messages_dicts_and_tool_definitions():
         assert str(refused.value) == fault
 
 
-def test_messages_are_values():
+def test_messages_compare_and_hash_by_value():
     message = Message("assistant", "x", complete=False)
     assert not message.complete
     assert copy.deepcopy(message) == message == msgspec.structs.replace(message)

@@ -67,12 +67,12 @@ def shape_of(tmp_path, monkeypatch):
         ([SHAREGPT["conversations"]], "sharegpt"),
     ],
 )
-def test_records_tell_their_shape(shape_of, values, shape):
+def test_the_shape_is_detected_from_the_records(shape_of, values, shape):
     assert shape_of(*values) == shape
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.txt"])
-def test_the_kind_of_file_does_not_matter(read_bytes, name):
+def test_detection_does_not_depend_on_the_kind_of_file(read_bytes, name):
     data = json.dumps([ALPACA, ALPACA] if "json" in name else ALPACA).encode()
     records, faults = read_bytes(gzip.compress(data) if name.endswith(".gz") else data, name)
     assert {tuple(record.messages) for record in records} == {(Message("user", "q"), Message("assistant", "a"))}
@@ -86,12 +86,12 @@ def test_a_text_file_is_a_transcript_unless_it_holds_objects(shape_of):
     assert shape_of(PLAIN, name="a.txt", shape="transcript") == "transcript-lines"
 
 
-def test_a_shape_that_is_named_is_taken(shape_of):
+def test_an_explicit_shape_is_used(shape_of):
     for shape in ("primer", "tool", "sharegpt", "transcript-stream"):
         assert shape_of(PLAIN, shape=shape) == shape
 
 
-def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
+def test_files_with_only_invalid_records_are_left_to_the_reader(read_bytes):
     assert read_bytes(b"{\n3") == (
         [],
         [
@@ -131,7 +131,7 @@ def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
         ([TOOL, CALLED], f"a.jsonl:2: records of shape tool and messages in one file; split it or {HINT}"),
     ],
 )
-def test_what_cannot_be_told_is_one_line_that_lists_the_shapes(shape_of, values, line):
+def test_a_failed_detection_is_reported_in_one_line_that_lists_the_shapes(shape_of, values, line):
     with pytest.raises(DataError) as caught:
         shape_of(*values)
     assert str(caught.value) == line

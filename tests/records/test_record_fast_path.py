@@ -29,7 +29,7 @@ RECORD = st.fixed_dictionaries(
 
 
 @given(RECORD, st.booleans())
-def test_fast_and_careful_agree_on_messages(record, ascii_only):
+def test_the_fast_and_slow_paths_agree_on_messages(record, ascii_only):
     data = _encoded(record, ascii_only)
     fast = messages.decode(data)
     assume(fast is not None)
@@ -37,7 +37,7 @@ def test_fast_and_careful_agree_on_messages(record, ascii_only):
 
 
 @given(RECORD, st.booleans())
-def test_fast_and_careful_agree_on_primer(record, ascii_only):
+def test_the_fast_and_slow_paths_agree_on_primer(record, ascii_only):
     data = _encoded(record, ascii_only)
     fast = messages.decode_primer(data)
     try:
@@ -49,7 +49,7 @@ def test_fast_and_careful_agree_on_primer(record, ascii_only):
 
 
 @given(st.lists(PLAIN_TURN, min_size=1, max_size=4), st.none() | st.integers() | TEXT)
-def test_plain_turns_go_the_fast_way(turns, name):
+def test_plain_turns_use_the_fast_path(turns, name):
     data = _encoded({"messages": turns, "id": name}, False)
     fast = messages.decode(data)
     # An integer of more than 64 bits is left to the slow path.

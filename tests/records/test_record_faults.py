@@ -257,28 +257,28 @@ RECORDS = {
 
 
 @pytest.mark.parametrize(("data", "line"), BYTES)
-def test_bytes_that_are_no_record(read_bytes, data, line):
+def test_bytes_that_are_not_a_record(read_bytes, data, line):
     assert read_bytes(data, shape="messages") == ([], [f"a.jsonl:1: {line}"])
 
 
 @pytest.mark.parametrize(("shape", "value", "line"), [(shape, *row) for shape, rows in RECORDS.items() for row in rows])
-def test_records_that_are_wrong(read_bytes, shape, value, line):
+def test_errors_of_invalid_records(read_bytes, shape, value, line):
     name = f" (id={value['id']})" if isinstance(value.get("id"), int) and value["id"] is not True else ""
     assert read_bytes(json.dumps(value).encode(), shape=shape) == ([], [f"a.jsonl:1{name}: {line}"])
 
 
-def test_a_fault_in_a_record_over_several_lines_says_which_of_them(read_bytes):
+def test_a_fault_in_a_record_of_several_lines_names_the_line(read_bytes):
     data = b'[\n {"a":\n  [1,\n  x]}\n]'
     line = f"invalid JSON at column 3 of line 3 of the record (invalid character); {JSON}"
     assert read_bytes(data, "a.json", shape="messages") == ([], [f"a.json:2: {line}"])
 
 
-def test_the_id_of_the_record_is_in_its_line_on_one_line(read_bytes):
+def test_the_error_contains_the_id_of_the_record_on_one_line(read_bytes):
     _, faults = read_bytes(b'{"id": "a\\nb", "messages": 1}', shape="messages")
     assert faults == ["a.jsonl:1 (id=a\\nb): the record has a number as messages; expected a list of messages"]
 
 
-def test_stopping_raises_the_first_fault_after_the_records_before_it(tmp_path):
+def test_the_first_fault_is_raised_after_all_earlier_records(tmp_path):
     path = tmp_path / "a.jsonl"
     good = b'{"messages": [{"role": "user", "content": "q"}]}\n'
     path.write_bytes(good + b'{"id": 8, "messages": []}\n' + b"{\n")
@@ -291,7 +291,7 @@ def test_stopping_raises_the_first_fault_after_the_records_before_it(tmp_path):
     assert fault.raw == b'{"id": 8, "messages": []}'
 
 
-def test_a_fault_travels_between_processes_whole(tmp_path):
+def test_a_fault_can_be_pickled_between_processes(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"id": 8, "messages": []}\n')
     with pytest.raises(RecordError) as caught:

@@ -42,7 +42,7 @@ ABC = b"\n".join(map(line, "abc"))
     ],
 )
 @pytest.mark.parametrize("ending", [".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".json", ".json.gz", ".JSONL"])
-def test_a_file_of_lines_in_all_its_dresses(read_bytes, data, numbers, ending):
+def test_jsonl_with_any_line_endings_names_and_compression(read_bytes, data, numbers, ending):
     name = f"a{ending}"
     packed = gzip.compress(data) if ending.endswith(".gz") else data
     expected = records(*zip(numbers, "abc", strict=True), file=name)
@@ -58,7 +58,7 @@ def test_a_file_of_lines_in_all_its_dresses(read_bytes, data, numbers, ending):
         (json.dumps([json.loads(text) for text in ABC.split(b"\n")], indent=1).encode(), (2, 10, 18)),
     ],
 )
-def test_an_array_in_all_its_dresses(read_bytes, data, numbers, ending):
+def test_an_array_with_any_layout_and_compression(read_bytes, data, numbers, ending):
     name = f"a{ending}"
     packed = gzip.compress(data) if ending.endswith(".gz") else data
     assert read_bytes(packed, name) == (records(*zip(numbers, "abc", strict=True), file=name), [])
@@ -96,7 +96,7 @@ def test_an_empty_array_has_no_records(read_bytes):
         (b"[%s,%s]\n\nx", (1, 1), ["3: text after the end of the array; expected one array in the file"]),
     ],
 )
-def test_what_is_wrong_with_an_array_is_one_fault(read_bytes, data, found, faults):
+def test_an_invalid_array_is_one_fault(read_bytes, data, found, faults):
     texts = (line("a"), line("b"))
     column = 1 if b"," not in data else len(texts[0]) + 1
     got, lines = read_bytes(data % texts, "a.json", shape="messages")
@@ -114,7 +114,7 @@ JSON = st.recursive(
 @given(
     st.lists(JSON, max_size=6), st.sampled_from([None, 0, 2]), st.booleans(), st.sampled_from([1, 2, 3, 7, 64, 1 << 18])
 )
-def test_elements_are_found_whatever_is_read_at_once(tmp_path_factory, values, indent, ascii_only, chunk):
+def test_elements_of_an_array_do_not_depend_on_the_read_size(tmp_path_factory, values, indent, ascii_only, chunk):
     path = tmp_path_factory.mktemp("array") / "a.json"
     path.write_text(json.dumps(values, indent=indent, ensure_ascii=ascii_only), encoding="utf-8")
     found = list(elements(path, limit=1 << 20, chunk=chunk))
@@ -128,7 +128,7 @@ def test_elements_are_found_whatever_is_read_at_once(tmp_path_factory, values, i
 
 
 @given(st.sampled_from([1, 2, 3, 7, 1 << 18]), st.text(st.sampled_from('a"\\],'), min_size=20, max_size=40))
-def test_an_element_over_the_limit_costs_itself_only(tmp_path_factory, chunk, text):
+def test_only_the_element_over_the_limit_is_lost(tmp_path_factory, chunk, text):
     path = tmp_path_factory.mktemp("array") / "a.json"
     long = json.dumps([text, "\n", {"a": [text]}])
     path.write_text(f'["x",\n{long}, "y"]')
@@ -146,7 +146,7 @@ def test_a_line_is_too_long_from_one_byte_over_the_limit(read_bytes, end):
 
 
 @pytest.mark.parametrize("more", range(1, 12))
-def test_a_line_of_which_the_limit_keeps_a_record_and_half_a_line_end_is_too_long(read_bytes, monkeypatch, more):
+def test_a_line_cut_by_the_limit_inside_its_line_ending_is_too_long(read_bytes, monkeypatch, more):
     limit = len(line("abc"))
     monkeypatch.setattr("chatmill.records.units.BLOCK", limit + more)
     data = line("abc") + b"\r" + b" and more" * 9 + b"\n" + line("abc")
@@ -157,7 +157,7 @@ def test_a_line_of_which_the_limit_keeps_a_record_and_half_a_line_end_is_too_lon
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.txt.gz"])
 @pytest.mark.parametrize("shape", ["messages", None])
-def test_damaged_compression_is_one_fault_after_what_was_readable(read_bytes, name, shape):
+def test_damaged_compression_is_one_fault_after_the_readable_records(read_bytes, name, shape):
     lines = [line(f"{index * 7919 % 10007} {'é' * (index % 50)}") for index in range(20_000)]
     data = b"[" + b",\n".join(lines) + b"]" if "json." in name else b"\n".join(lines)
     whole = gzip.compress(data, 1, mtime=0)
@@ -180,7 +180,7 @@ def write(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(line(name))
 
 
-def test_files_come_in_the_order_given_and_sorted_within_a_glob(tmp_path, monkeypatch):
+def test_files_keep_the_given_order_and_are_sorted_within_a_glob(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "b.jsonl", "a.jsonl", "c10.jsonl", "c9.jsonl", "sub/d.jsonl", "sub/e.txt", "[x].jsonl")
     assert expand(["c*.jsonl", "b.jsonl"]) == [Path("c10.jsonl"), Path("c9.jsonl"), Path("b.jsonl")]
@@ -194,7 +194,7 @@ def test_files_come_in_the_order_given_and_sorted_within_a_glob(tmp_path, monkey
     ]
 
 
-def test_a_file_that_is_named_twice_is_read_once_in_its_first_place(tmp_path, monkeypatch):
+def test_a_file_that_is_given_twice_is_read_once_at_its_first_position(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a.jsonl", "b.jsonl")
     assert expand(["b.jsonl", "*.jsonl", "./a.jsonl", tmp_path / "b.jsonl"]) == [Path("b.jsonl"), Path("a.jsonl")]
@@ -217,7 +217,7 @@ def test_a_file_that_is_named_twice_is_read_once_in_its_first_place(tmp_path, mo
         ),
     ],
 )
-def test_names_that_stand_for_no_file_are_one_line_at_once(tmp_path, monkeypatch, name, what):
+def test_inputs_that_match_no_file_are_reported_immediately(tmp_path, monkeypatch, name, what):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a.csv", "sub/.a.jsonl")
     with pytest.raises(DataError) as caught:
@@ -225,7 +225,7 @@ def test_names_that_stand_for_no_file_are_one_line_at_once(tmp_path, monkeypatch
     assert str(caught.value) == what
 
 
-def test_a_file_that_cannot_be_opened_is_one_line(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_opened_is_reported_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a.jsonl")
     parts = plan(["a.jsonl"])
@@ -251,7 +251,7 @@ def test_the_source_is_the_stem_or_the_name_given(tmp_path, monkeypatch):
         ({"on_error": "skip"}, 'on_error "skip" requires on_reject, otherwise records would be lost silently'),
     ],
 )
-def test_options_that_mean_nothing_are_one_line_at_once(tmp_path, options, what):
+def test_invalid_options_are_reported_immediately(tmp_path, options, what):
     write(tmp_path, "a.jsonl")
     with pytest.raises(UsageError) as caught:
         read_records([tmp_path / "a.jsonl"], **options)
@@ -261,7 +261,7 @@ def test_options_that_mean_nothing_are_one_line_at_once(tmp_path, options, what)
 @pytest.mark.parametrize("size", [1, 50, 200, 10**6])
 @pytest.mark.parametrize("end", [b"", b"\n"])
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\n\n"])
-def test_parts_of_a_file_hold_what_the_file_holds(tmp_path, size, end, newline):
+def test_the_parts_of_a_file_have_the_records_of_the_file(tmp_path, size, end, newline):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + newline.join(line("x" * (index % 30)) for index in range(40)) + end)
     (whole,) = plan([path])
@@ -281,7 +281,7 @@ def _stop(fault: RecordError) -> None:
     raise fault
 
 
-def test_what_cannot_be_cut_stays_whole(tmp_path):
+def test_files_that_cannot_be_split_stay_whole(tmp_path):
     for name, shape in [("a.json", "messages"), ("a.jsonl.gz", "messages"), ("a.txt", "transcript-stream")]:
         part = FilePart(tmp_path / name, shape, "a")
         assert part.cut(1) == [part]
@@ -313,7 +313,7 @@ PIECES += [b"", b" ", b"\r", b"{}", b"}", b"{", b'"x"', b'{"messages": []}', lin
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=6), st.booleans())
-def test_lines_that_are_read_together_are_what_each_is_alone(tmp_path_factory, pieces, ended):
+def test_lines_read_together_give_the_same_records_as_lines_read_alone(tmp_path_factory, pieces, ended):
     path = tmp_path_factory.mktemp("block") / "a.jsonl"
     path.write_bytes(b"\n".join(pieces) + b"\n" * ended)
     found: list[Record | str] = []
@@ -370,7 +370,7 @@ def test_the_shape_of_a_file_is_detected_after_a_line_that_is_too_long_if_it_is_
     assert [fault.kind for fault in faults] == ["too_long"]
 
 
-def test_a_text_file_of_other_bytes_is_one_line(tmp_path):
+def test_a_text_file_that_is_not_utf8_is_reported_in_one_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xd3\n\x80\x81\n\xff")
     with pytest.raises(DataError, match=r"a\.txt: is not UTF-8 text; expected conversations as text$"):
         read_records([tmp_path / "a.txt"])

@@ -113,7 +113,7 @@ def test_keys_are_read_refused_or_reported(shape, data):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_reported_key_changes_nothing(shape):
+def test_a_reported_key_does_not_change_the_record(shape):
     record, turns, path = shaped(shape)
     plain = outcome(shape, record)
     assert isinstance(plain, Record)
@@ -135,7 +135,7 @@ def test_a_reported_key_changes_nothing(shape):
         *(("masked", True, 0.0), ("masked", False, 1.0), ("weight", None, None)),
     ],
 )
-def test_weights_of_messages_by_the_names_of_other_trainers(key, value, weight):
+def test_weights_of_messages_with_the_keys_of_other_trainers(key, value, weight):
     for shape in ("messages", "sharegpt", "tool"):
         record, turns, _ = shaped(shape)
         turns[-1][key] = value
@@ -154,7 +154,7 @@ def test_weights_of_records(shape):
         assert (read.weight, read.unread_keys) == (weight, ())
 
 
-def test_what_another_trainer_never_trains_is_refused_on_other_roles():
+def test_training_keys_of_other_trainers_are_refused_on_other_roles():
     for key, value in (("loss", True), ("loss_weight", 1.0), ("loss_scale", 1.0)):
         turns = [{"role": "user", "content": "q", key: value}, {"role": "assistant", "content": "a"}]
         refused = outcome("messages", {"messages": turns})
@@ -224,7 +224,7 @@ def test_chat_template_kwargs_are_read_sorted_and_without_nulls():
     ],
 )
 @pytest.mark.parametrize("many", [1, 300])
-def test_a_key_given_twice_is_an_error_wherever_it_is(tmp_path, data, many):
+def test_a_repeated_key_is_an_error_at_any_depth(tmp_path, data, many):
     path = tmp_path / "a.jsonl"
     good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
     path.write_text("\n".join([good] * (many - 1) + [data]))

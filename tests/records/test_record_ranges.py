@@ -70,7 +70,7 @@ def test_invalid_ranges_are_refused(given, fault):
 
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 @pytest.mark.parametrize("key", ["train_ranges", "train_detail", "training_detail"])
-def test_ranges_are_of_the_assistant_and_of_one_text(role, key):
+def test_ranges_are_only_for_assistant_messages_with_one_text(role, key):
     value = [[0, 3, 0]] if key == "train_ranges" else DETAIL
     with pytest.raises(RecordError, match=f"^message 0 has {key} on role {role}; expected them only on the assistant$"):
         read(key, value, role)
@@ -111,7 +111,7 @@ def test_invalid_axolotl_details_are_refused():
         read("train_detail", DETAIL, train_ranges=[[0, 3, 0]])
 
 
-def test_conversations_of_from_and_value_and_tool_turns_have_ranges_too():
+def test_sharegpt_and_tool_turns_can_have_ranges():
     turn = {"from": "gpt", "value": TEXT, "train_detail": DETAIL}
     assert sharegpt({"conversations": [turn]}).messages == [read("train_detail", DETAIL)]
     turn = {"role": "assistant", "content": TEXT, "train_ranges": [[0, 3, 0]]}
@@ -120,6 +120,6 @@ def test_conversations_of_from_and_value_and_tool_turns_have_ranges_too():
         tool({"messages": [{"role": "toolresult", "content": "x", "train_ranges": [[0, 1, 0]]}]})
 
 
-def test_conversations_with_other_ranges_are_not_duplicates():
+def test_conversations_with_different_ranges_are_not_duplicates():
     records = [Record([Message("assistant", TEXT, train_ranges=each)]) for each in ((), [[0, 3, 0]], [[0, 3, 1]])]
     assert len({record_key(record) for record in records}) == 3

@@ -37,7 +37,7 @@ def assistant(content: str) -> Message:
     return Message("assistant", content)
 
 
-def test_the_shapes_are_these():
+def test_the_list_of_shapes():
     assert (
         *("messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text", "tool", "primer", "oasst1"),
         *("transcript", "transcript-lines", "transcript-stream"),
@@ -56,7 +56,7 @@ def test_messages_with_plain_texts(one):
     ]
 
 
-def test_messages_with_all_that_a_message_can_carry(one):
+def test_messages_with_every_field(one):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "é\\u00e9"}'}}
     flat = {"name": "g", "arguments": {"z": [1.5, None], "a": {}}}
     turns = [
@@ -97,7 +97,7 @@ def test_numbers_in_arguments_keep_their_digits(one):
     assert found == record(Message("assistant", tool_calls=calls))
 
 
-def test_an_escaped_nul_is_legal_json(read_bytes):
+def test_an_escaped_nul_is_valid_json(read_bytes):
     data = b'{"messages": [{"role": "user", "content": "a\\u0000b"}]}'
     assert read_bytes(data, shape="messages") == ([record(user("a\0b"))], [])
 

@@ -25,12 +25,12 @@ def test_every_record_is_in_one_split_and_the_seed_alone_orders_them(count, val_
 
 
 @pytest.mark.parametrize(("count", "val_frac", "val"), [(100, 0.29, 28), (30, 0.1, 3), (9, 0.1, 0), (0, 0.5, 0)])
-def test_the_share_is_rounded_down_as_floating_point_has_it(count, val_frac, val):
+def test_the_size_of_the_validation_split_is_rounded_down(count, val_frac, val):
     assert len(shuffle_split(count, val_frac, seed=1).val) == val
 
 
 @pytest.mark.parametrize(("count", "val_frac", "seed"), [(5, 1, 0), (5, -0.1, 0), (5, float("nan"), 0), (5, 0.1, -1)])
-def test_what_cannot_be_split_is_an_error(count, val_frac, seed):
+def test_an_invalid_split_is_an_error(count, val_frac, seed):
     with pytest.raises(UsageError):
         shuffle_split(count, val_frac, seed=seed)
 
@@ -48,7 +48,7 @@ def test_the_smallest_share_by_hash_keeps_the_first_record_and_leaves_the_last(n
     assert share - min(places) <= 2.1 * digits or min(places) == 0
 
 
-def test_one_conversation_alone_has_no_share():
+def test_a_single_conversation_has_no_smallest_share():
     assert smallest_hash_share(0.25, 0.25) is None
     assert smallest_shuffle_share(np.array([False, True, False]), seed=1) is None
 

@@ -77,7 +77,7 @@ def test_bytes_are_never_read_as_text(table):
             list(read_records(["a.parquet"]))
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path):
+def test_two_columns_with_the_same_name_are_refused(tmp_path):
     column = pyarrow.array([[{"role": "user", "content": "a"}]])
     parquet.write_table(pyarrow.Table.from_arrays([column, column], ["messages", "messages"]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match='two columns "messages"; expected each name once'):
@@ -90,7 +90,7 @@ def test_messages_as_json_text_in_a_table(table):
     assert list(read_records(["a.parquet"])) == [found(Message("user", "q"), Message("assistant", "a"), id="1")]
 
 
-def test_many_rows_come_in_order(table):
+def test_many_rows_are_read_in_order(table):
     table([{"instruction": str(index), "output": "x"} for index in range(1000)])
     expected = [found(Message("user", str(index)), Message("assistant", "x"), line=index + 1) for index in range(1000)]
     assert list(read_records(["a.parquet"])) == expected
@@ -146,7 +146,7 @@ def test_a_damaged_table_is_one_fault(table, tmp_path, keep):
     assert faults == ["a.parquet:1: the Parquet file is corrupt; expected a whole file; copy it again"]
 
 
-def test_a_table_with_wrong_bytes_is_records_and_faults(table, tmp_path):
+def test_a_damaged_table_gives_only_records_and_faults(table, tmp_path):
     turns = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x"}]
     table([{"id": index, "messages": turns} for index in range(50)])
     whole = (tmp_path / "a.parquet").read_bytes()
@@ -163,7 +163,7 @@ def test_a_table_with_wrong_bytes_is_records_and_faults(table, tmp_path):
     assert "parquet" in seen
 
 
-def test_without_pyarrow_one_line_says_what_to_install(table, monkeypatch):
+def test_without_pyarrow_one_line_names_the_package_to_install(table, monkeypatch):
     table([{"instruction": "a", "output": "x"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError) as caught:
@@ -171,7 +171,7 @@ def test_without_pyarrow_one_line_says_what_to_install(table, monkeypatch):
     assert str(caught.value) == "a.parquet: Parquet needs pyarrow; pip install 'chatmill[parquet]'"
 
 
-def test_a_table_is_no_stream(table):
+def test_a_table_cannot_be_a_transcript_stream(table):
     table([{"text": "<|USER|>"}])
     with pytest.raises(UsageError) as caught:
         read_records(["a.parquet"], shape="transcript-stream")

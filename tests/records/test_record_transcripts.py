@@ -29,7 +29,7 @@ def found(*conversations: tuple[int, list[Message]], file: str = "a.txt") -> lis
     return [Record(turns, source="a", file=file, line=line) for line, turns in conversations]
 
 
-def test_a_record_a_line_in_three_spellings(read_bytes):
+def test_one_record_per_line_in_three_notations(read_bytes):
     data = LINE + b'\r\n\n"<|USER|>a\\nb<|END|>"\n{"text": "<|SYSTEM|>s<|END|><|EOS|><|USER|>q<|END|>"}\n' + LINE
     expected = found(
         (1, EXCHANGE),
@@ -41,13 +41,13 @@ def test_a_record_a_line_in_three_spellings(read_bytes):
     assert read_bytes(data, "a.txt") == (expected, [])
 
 
-def test_the_id_of_an_object_names_each_of_its_conversations(read_bytes):
+def test_all_conversations_of_an_object_have_its_id(read_bytes):
     data = b'{"text": "<|USER|>a<|END|><|EOS|><|USER|>b<|END|>", "id": 5}'
     records, _ = read_bytes(data)
     assert [record.id for record in records] == ["5", "5"]
 
 
-def test_a_stream_is_cut_at_eos_and_says_where_each_conversation_begins(read_bytes):
+def test_a_stream_is_split_at_eos_and_each_conversation_has_its_first_line(read_bytes):
     data = b"\n<|USER|> hi <|END|>\n<|ASSISTANT|> yo <|END|>\n<|EOS|>\n\n  <|USER|>\r\nx\n<|END|><|EOS|> <|EOS|>" + LINE
     expected = found((2, SPACED), (6, [Message("user", "\r\nx\n")]), (8, EXCHANGE))
     assert read_bytes(data, "a.txt") == (expected, [])
@@ -64,7 +64,7 @@ def test_a_span_without_its_end_is_kept_as_incomplete(read_bytes, shape):
 
 
 @pytest.mark.parametrize("form", ["line", "string", "object"])
-def test_text_outside_of_spans_is_kept_in_its_place(read_bytes, form):
+def test_text_outside_spans_is_kept_in_order(read_bytes, form):
     text = "junk <|USER|>u<|END|> \t<|ASSISTANT|>a<|END|><|END|> x <|END|><|USER|>v<|END|>y"
     data = {"line": text, "string": json.dumps(text), "object": json.dumps({"text": text})}[form].encode()
     turns = [
@@ -80,7 +80,7 @@ def test_text_outside_of_spans_is_kept_in_its_place(read_bytes, form):
     assert read_bytes(data, "a.txt", shape="transcript-lines") == (found((1, turns)), [])
 
 
-def test_a_record_without_markers_is_read_as_text_outside_of_spans(read_bytes):
+def test_a_record_without_markers_is_read_as_text_outside_spans(read_bytes):
     records = found((1, [outside("no markers")]), (2, [outside("nor here")]), (3, EXCHANGE))
     assert read_bytes(b'no markers\n{"text": "nor here"}\n' + LINE, "a.txt", shape="transcript") == (records, [])
 
@@ -99,7 +99,7 @@ def test_whitespace_around_a_conversation_is_layout_in_text_and_kept_in_json(rea
     assert read_bytes(data, "a.txt", shape="transcript-lines") == (found(*expected), [])
 
 
-def test_a_file_that_reads_the_same_both_ways_needs_no_decision(read_bytes):
+def test_a_file_that_reads_the_same_in_both_layouts_is_accepted(read_bytes):
     for data in (LINE + b"<|EOS|>\n" + LINE + b" <|EOS|>\n\n", LINE + b"\n<|EOS|>\n" + LINE, LINE + b"\n", b"", b"\n"):
         read = [read_bytes(data, "a.txt", shape=f"transcript{name}") for name in ("", "-lines", "-stream")]
         assert read[0] == read[1] == read[2]
@@ -119,7 +119,7 @@ def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes)
     )
 
 
-def test_a_stream_whose_first_line_looks_like_a_record_stays_one(read_bytes):
+def test_a_stream_whose_first_line_looks_like_a_record_is_read_as_a_stream(read_bytes):
     data = LINE + b"\n<|USER|>two\nlines<|END|><|ASSISTANT|>a<|END|>\n<|EOS|>" + LINE
     turns = [*EXCHANGE, outside("\n"), Message("user", "two\nlines"), Message("assistant", "a")]
     assert read_bytes(data, "a.txt") == (found((1, turns), (4, EXCHANGE)), [])
@@ -139,12 +139,12 @@ def test_a_file_with_one_span_per_line_is_a_stream(read_bytes):
         b'"<|USER|>a<|END|>"\n<|USER|>a\nb<|END|>',
     ],
 )
-def test_a_file_that_fits_both_readings_is_refused(read_bytes, data):
+def test_an_ambiguous_file_is_refused(read_bytes, data):
     with pytest.raises(DataError, match=r"pass --shape transcript-lines or transcript-stream$"):
         read_bytes(data, "a.txt")
 
 
-def test_text_without_markers_is_a_transcript_only_if_the_shape_is_named(read_bytes):
+def test_text_without_markers_is_a_transcript_only_if_the_shape_is_given(read_bytes):
     with pytest.raises(DataError, match=r"^a\.txt: no transcript markers found; set the shape with --shape: "):
         read_bytes(b"plain text\n", "a.txt")
     assert read_bytes(b"plain text\n", "a.txt", shape="transcript") == (found((1, [outside("plain text")])), [])
@@ -154,7 +154,7 @@ SOUP = ["<|SYSTEM|>", "<|USER|>", "<|ASSISTANT|>", "<|END|>", "<|END|>", "<|EOS|
 
 
 @given(st.lists(st.sampled_from(SOUP), max_size=24).map("".join))
-def test_a_file_is_refused_only_where_the_readings_differ(tmp_path_factory, text):
+def test_a_file_is_refused_only_if_its_layouts_give_different_records(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("soup") / "a.txt"
     path.write_text(text)
 
@@ -181,7 +181,7 @@ def test_the_layout_of_a_file_does_not_depend_on_how_it_is_read(data, size):
     assert transcript_layout(chunks) == transcript_layout([data])
 
 
-def test_a_fault_in_a_stream_costs_one_conversation(read_bytes):
+def test_only_the_conversation_with_the_fault_is_lost_from_a_stream(read_bytes):
     data = LINE + b"<|EOS|>\n" + LINE + b"\n<|EOS|>\xff<|EOS|><|USER|>\0<|EOS|>" + LINE
     assert read_bytes(data, "a.txt", shape="transcript-stream") == (
         found((1, EXCHANGE), (2, EXCHANGE), (3, EXCHANGE)),
@@ -198,7 +198,7 @@ def test_a_json_transcript_without_text_is_a_fault(read_bytes, data):
     assert read_bytes(data, shape="transcript") == ([], [line])
 
 
-def test_a_conversation_over_the_limit_is_one_fault_and_is_not_held(read_bytes):
+def test_a_conversation_over_the_limit_is_one_fault_and_is_not_kept_in_memory(read_bytes):
     data = LINE + b"<|EOS|>\n<|USER|>" + b"x\n" * 500_000 + b"<|END|><|EOS|>" + LINE
     records, faults = read_bytes(data, "a.txt", shape="transcript-stream", max_line_bytes=100)
     assert records == found((1, EXCHANGE), (500_002, EXCHANGE))
@@ -206,7 +206,7 @@ def test_a_conversation_over_the_limit_is_one_fault_and_is_not_held(read_bytes):
 
 
 @given(st.lists(st.sampled_from([b"<|EOS|>", b"<|", b"EOS", b"|>", b"\n", b" ", b"ab"]), max_size=12), st.data())
-def test_the_size_of_what_is_read_at_once_changes_nothing(tmp_path_factory, parts, data):
+def test_the_read_size_does_not_change_the_records(tmp_path_factory, parts, data):
     path = tmp_path_factory.mktemp("stream") / "a.txt"
     path.write_bytes(b"".join(parts))
     limit = data.draw(st.sampled_from([3, 1000]))
@@ -224,7 +224,7 @@ SPAN = st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXT, st.bool
 
 
 @given(st.lists(st.lists(SPAN, min_size=1, max_size=4), min_size=1, max_size=4))
-def test_any_text_comes_back_exactly_from_a_json_string(tmp_path_factory, conversations):
+def test_any_text_round_trips_through_a_json_string(tmp_path_factory, conversations):
     text = "<|EOS|>".join(
         "".join(f"<|{role.upper()}|>{said}" + ("<|END|>" if closed else "") for role, said, closed in turns)
         for turns in conversations

@@ -65,7 +65,7 @@ def flat(tree, id, parent=None):
         yield from flat(reply, id, tree["message_id"])
 
 
-def test_oasst1_takes_the_best_ranked_standing_reply_of_a_tree(read_bytes):
+def test_oasst1_chooses_the_best_ranked_reply_that_is_not_deleted(read_bytes):
     data = lines([{"message_tree_id": "t1", "tree_state": "ready", "prompt": TREE}])
     assert read_bytes(data, shape="oasst1") == (
         [record(*BEST, id="t1", unread_keys=("tree_state",))],
@@ -73,7 +73,7 @@ def test_oasst1_takes_the_best_ranked_standing_reply_of_a_tree(read_bytes):
     )
 
 
-def test_oasst1_reads_a_tree_that_is_its_prompt_alone(read_bytes):
+def test_oasst1_reads_a_tree_with_only_a_prompt(read_bytes):
     data = lines([{**TREE, "parent_id": None, "lang": "en"}])
     assert read_bytes(data) == ([record(*BEST, id=TREE["message_id"], unread_keys=("messages[].lang",))], [])
 
@@ -121,7 +121,7 @@ def reply(name, parent, **fields):
         ([reply("a", None), reply("b", 1)], "message 1 has a number as parent_id; expected a string"),
     ],
 )
-def test_flat_trees_that_are_wrong(read_bytes, messages, line):
+def test_errors_of_invalid_flat_trees(read_bytes, messages, line):
     assert read_bytes(b"\n\n" + lines(messages), shape="oasst1") == ([], [f"a.jsonl:3 (id=t): {line}"])
 
 
@@ -136,7 +136,7 @@ def test_flat_trees_that_are_wrong(read_bytes, messages, line):
         ),
     ],
 )
-def test_a_broken_line_inside_a_flat_tree_is_its_own_fault(read_bytes, broken, line):
+def test_an_invalid_line_in_a_flat_tree_is_a_separate_fault(read_bytes, broken, line):
     data = lines([reply("a", None)]) + b"\n" + broken + b"\n" + lines([reply("b", "a"), reply("c", "a")])
     assert read_bytes(data, shape="oasst1") == ([record(user("a"), user("b"), id="t")], [line])
 
