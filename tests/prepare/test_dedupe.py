@@ -225,7 +225,7 @@ def test_without_its_library_near_dedupe_names_the_package_to_install(tmp_path, 
         build(near_job(tmp_path / "a.jsonl"), tmp_path / "x")
 
 
-def test_the_hash_of_a_job_depends_on_the_minhash_version(monkeypatch):
+def test_the_dedupe_identity_depends_on_the_minhash_version(monkeypatch):
     job = near_job(Path("a.jsonl"))
     before = dedupe_identity(job)
     monkeypatch.setitem(sys.modules, "rensa", SimpleNamespace(RMinHash=SimpleNamespace(ALGORITHM_VERSION=-1)))

@@ -56,7 +56,7 @@ def test_without_rejects_the_file_is_empty(tmp_path):
     assert rejects.counts == {}
 
 
-def test_a_reject_without_a_rejects_file_is_not_lost_silently(tmp_path):
+def test_a_reject_outside_the_with_block_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="inside `with Rejects"):
         Rejects(tmp_path / "rejects.jsonl")(RecordError("a", "b", kind="json"))
 
@@ -106,7 +106,7 @@ def test_rejects_are_written_neither_into_the_output_nor_through_a_link(tmp_path
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_failed_command_and_a_concurrent_second_command_write_no_rejects(tmp_path):
+def test_rejects_of_an_interrupted_command_are_discarded_and_new_files_are_kept(tmp_path):
     path = tmp_path / "rejects.jsonl"
     stopped = Rejects(path).__enter__()
     stopped(RecordError("a", "b", kind="json"))

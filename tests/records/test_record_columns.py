@@ -317,7 +317,7 @@ def test_content_parts_of_all_types_are_read():
         ([{"type": "reasoning", "value": "r", "train": False}], 'part 0 has a "train"; expected none'),
     ],
 )
-def test_unknown_content_parts_are_refused(parts, fault):
+def test_unsupported_content_parts_are_refused(parts, fault):
     refused = read({"messages": [{"role": "assistant", "content": parts}]}, "messages")
     assert isinstance(refused, RecordError)
     assert fault in str(refused)
