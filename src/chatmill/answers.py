@@ -48,7 +48,7 @@ class TurnStates(NamedTuple):
     """The turn of each span of the rows."""
 
     def latest(self, which: Flags) -> Index:
-        """Return for each turn the last selected turn up to it in its conversation; -1 if there is none."""
+        """For each turn, return the last selected turn up to it in its conversation; -1 if there is none."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 
@@ -70,7 +70,7 @@ def turn_states(rows: Rows) -> TurnStates:
 
 
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
-    """Return for each turn the rule that excludes it as an answer of its row or block [start, stop), or ALLOWED.
+    """For each turn, return the rule that excludes it as an answer of its row or block [start, stop), or ALLOWED.
 
     Turns may come from whole conversations or from truncated rows; only tokens in the range count.
     """

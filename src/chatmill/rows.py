@@ -329,7 +329,7 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
 
 
 def _record_weights(spans: Table, first_span: Index, decided: NDArray[np.bool_]) -> NDArray[np.float32] | float:
-    """Return for each span the weight of its record: the weight of the spans of its segment that are trained by
+    """For each span, return the weight of its record: the weight of the spans of its segment that are trained by
     role.
     """
     weight = np.where(decided, spans["weight"], np.float32(0))
@@ -342,7 +342,7 @@ def _record_weights(spans: Table, first_span: Index, decided: NDArray[np.bool_])
 
 
 def _last_message(spans: Table, first_span: Index, chosen: NDArray[np.bool_]) -> Index:
-    """Return for each span the highest message number of the chosen spans of its segment; -1 if none is chosen."""
+    """For each span, return the highest message number of the chosen spans of its segment; -1 if none is chosen."""
     counts = np.diff(first_span)
     last = np.full(len(counts), -1, dtype=np.int64)
     if len(spans):

@@ -43,7 +43,7 @@ class TRLPeer:
         """`max_length`: as in SFTConfig; None is its default, 0 no limit."""
         folder = renderer.folder
         if folder.tokenizer_json is None:
-            name = f"{renderer.tokenizer.name} has no tokenizer.json, which transformers opens"
+            name = f"{renderer.tokenizer.name} has no tokenizer.json, which transformers needs"
             raise UsageError(f"{name}; give a Hugging Face folder or a tokenizer.json")
         self._renderer, self._kills = renderer, 0
         self._channel: Channel | None = None

@@ -132,7 +132,7 @@ class _Files:
 
 
 def _exact(files: _Files, skipped: Flags) -> Numbers:
-    """Return for each record the first record with the same key; -1 for the first itself and for skipped records.
+    """For each record, return the first record with the same key; -1 for the first itself and for skipped records.
 
     Keys are compared a sixteenth at a time, so memory use is little more than 16 bytes per key.
     """
@@ -155,7 +155,7 @@ def _exact(files: _Files, skipped: Flags) -> Numbers:
 
 
 def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
-    """Return for each record the first of its near-duplicate group; -1 for the first itself and for exact
+    """For each record, return the first of its near-duplicate group; -1 for the first itself and for exact
     duplicates.
     """
     # One-byte values of different records are sometimes equal by chance.

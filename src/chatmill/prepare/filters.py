@@ -287,7 +287,7 @@ def has_row_filters(filters: Sequence[Filters]) -> bool:
 def failed_row_filters(
     filters: Sequence[Filters], tokens: NDArray[Any], trained: NDArray[Any], record_of: Index
 ) -> NDArray[np.uint8]:
-    """Return for each row 0 if it is kept, or 1 + the index in `NAMES` of the first filter that removes it.
+    """For each row, return 0 if it is kept, or 1 + the index in `NAMES` of the first filter that removes it.
 
     A conversation is kept or removed with all its rows, which are consecutive and have the same number in `record_of`.
     Its tokens are those of its longest row; its trained share is that of all its rows.

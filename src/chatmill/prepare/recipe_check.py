@@ -168,7 +168,7 @@ class _EnoughError(Exception):
 
 
 def _trained_messages(record: Record, unit: Unit, job: Job, renderer: Renderer) -> tuple[bool, ...]:
-    """Return for each message of a record whether it has trained tokens; empty if the record cannot be rendered."""
+    """For each message of a record, return whether it has trained tokens; empty if the record cannot be rendered."""
     ledger, train_on = Ledger(), unit.train_on
     try:
         if job.unroll:

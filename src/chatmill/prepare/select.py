@@ -178,7 +178,7 @@ def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, floa
 
 
 def _shuffled(staged: Sequence[StagedFile], job: Job) -> Flags:
-    """Return for each record whether it is for validation, by the split of the primer cache.
+    """For each record, return whether it is for validation, by the split of the primer cache.
 
     All records are shuffled together, or per source if any source has its own fraction.
     """

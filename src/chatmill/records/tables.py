@@ -243,7 +243,7 @@ def _check_end(file: Any) -> None:
 
 
 def _is_present(column: Any, compute: Any, types: Any) -> list[bool]:
-    """Return for each row whether the column has a value; an empty list counts as none."""
+    """For each row, return whether the column has a value; an empty list counts as none."""
     if types.is_list(column.type) or types.is_large_list(column.type):
         return [bool(length) for length in compute.list_value_length(column).to_pylist()]
     present: list[bool] = column.is_valid().to_pylist()

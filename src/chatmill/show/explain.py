@@ -57,7 +57,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a token. `text` and `target_text` are escaped; file and source are as the dataset has them."""
+    """What is known about a token. `text` and `target_text` are escaped; file and source are as stored."""
 
     split: str
     episode: int

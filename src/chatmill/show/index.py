@@ -40,16 +40,16 @@ READ = 1 << 20
 
 @dataclass(frozen=True)
 class Filter:
-    """Which episodes to list. Bit sets name what must all occur; 0 and None do not filter."""
+    """Which episodes to list. An episode must contain everything in the bit sets; 0 and None mean no filter."""
 
     roles: int = 0
     rules: int = 0
     sources: int = 0
     least: int | None = None
-    """Tokens."""
+    """Minimum number of tokens."""
     most: int | None = None
     share_from: float | None = None
-    """Of the tokens, those that are trained."""
+    """Minimum fraction of trained tokens."""
     share_to: float | None = None
 
 

@@ -137,7 +137,7 @@ def _refusal(request: Request) -> Response | None:
         origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
     )
     if is_foreign and request.scope["path"].startswith("/api/"):
-        return _json({"error": "another page may not ask"}, 403)
+        return _json({"error": "requests from other pages are refused"}, 403)
     return None
 
 
@@ -146,7 +146,7 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
-    """Call a method with the parameters of the path and of the query; for these a default is given, or a type."""
+    """Call a method with the path and query parameters; `parameters` gives a default or a type for the latter."""
 
     # Not a coroutine: Starlette then runs it in a thread, so that a slow answer does not delay others.
     def endpoint(request: Request) -> Response:

@@ -192,7 +192,7 @@ class _Conversations:
         self._key[:, 0], self._key[:, 1] = self._ids, 0
 
     def shares(self) -> NDArray[np.uint8]:
-        """Return the sixteenth of the key space in which each conversation is compared, without padding."""
+        """For each conversation, return which sixteenth of the key space its key is in; `SHARES` for padding."""
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:

@@ -278,7 +278,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
 
 
 def unread_files(folder: OpenFolder) -> list[str]:
-    """Return files in shards that are not read, such as weights or segments of another program."""
+    """Return files in shards that chatmill does not read, such as another program's weights or segments."""
     known = {INDEX, TOKENS, MASK}
     return [
         str((place / name).relative_to(folder.path))

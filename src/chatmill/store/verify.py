@@ -52,7 +52,7 @@ class Verified:
     sha256: str | None
     """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
     unread: tuple[str, ...] = ()
-    """Files in the shards of another program that are not read."""
+    """Files in another program's shards that chatmill does not read."""
 
 
 def verify_dataset(path: str | Place, *, full: bool, token_dtype: str | None = None) -> Verified:

@@ -82,7 +82,7 @@ class DataCheck:
             self._thread.start()
 
     def check_at_end(self, folder: Path, step: int, world: World) -> None:
-        """Check all files before a run writes its last checkpoint; raise the `DataError` of `stop` if one changed."""
+        """Check all files before a run writes its last checkpoint; call `stop`, which raises, if one changed."""
         try:
             world.together(self.check)
         except ChatmillError:

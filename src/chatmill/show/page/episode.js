@@ -1,4 +1,4 @@
-// One episode: its turns with their tokens, and beside them what is known of a token, the record and the order.
+// One episode: its turns with their tokens, and beside them what is known about a token, the record and the order.
 
 import { address, ask, go, place } from "./api.js";
 import { byId, count, el, failure, plural, share, strip } from "./dom.js";
