@@ -36,7 +36,7 @@ from targets import missed
 HERE = Path(__file__).resolve().parent
 DOCS, RESULTS = HERE.parent / "docs" / "explanation", HERE / ".results"
 BUSY = 0.5
-"""Jobs that wait for a core in the minute before: more than this, and figures are noise."""
+"""Load average of the last minute above which timings are not reliable."""
 
 
 class Step(NamedTuple):
@@ -91,14 +91,19 @@ QUICK = ("--conversations", 2_000)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes; the page is not the one in docs/")
+    parser.add_argument("--quick", action="store_true", help="small sizes; does not write to docs/")
     parser.add_argument(
-        "--only", nargs="+", choices=[step.name for step in STEPS], help="leave the others as they were"
+        "--only",
+        nargs="+",
+        choices=[step.name for step in STEPS],
+        help="run only these; keep the earlier results of the others",
     )
-    parser.add_argument("--page", action="store_true", help="measure nothing: the page from what was measured before")
-    parser.add_argument("--gpu", nargs="*", type=Path, metavar="FILE", help="training, here or as measured elsewhere")
-    parser.add_argument("--input", type=Path, help="your own conversations: JSON lines with messages of plain text")
-    parser.add_argument("--tokenizer", type=Path, help="your own tokenizer.json with the tokens of ChatML")
+    parser.add_argument("--page", action="store_true", help="measure nothing; write the page from earlier results")
+    parser.add_argument(
+        "--gpu", nargs="*", type=Path, metavar="FILE", help="include training: measured here, or results from FILE"
+    )
+    parser.add_argument("--input", type=Path, help="your own conversations: JSON lines with plain text messages")
+    parser.add_argument("--tokenizer", type=Path, help="your own tokenizer.json, with the ChatML tokens")
     args = parser.parse_args()
     for name in ("input", "tokenizer"):
         if (file := getattr(args, name)) and not file.is_file():
@@ -114,7 +119,7 @@ def main() -> None:
     found = read(results)
     whole = not (absent := [step.name for step in STEPS if step.name not in found])
     if not whole and not args.quick:
-        print(f"the page is left as it is: it tells of {', '.join(absent)} too, never measured here", file=sys.stderr)
+        print(f"the page is not written: there are no results for {', '.join(absent)}", file=sys.stderr)
     for path in write(found, results if args.quick else DOCS, whole=whole or args.quick):
         print(f"written: {os.path.relpath(path)}", file=sys.stderr)
     for what in missed(found):
@@ -150,7 +155,7 @@ def run(script: str, words: list[object]) -> Any:
     try:
         return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
     except ValueError:
-        raise SystemExit(f"{' '.join(command)}: exit {done.returncode} and no figures; run it to see why") from None
+        raise SystemExit(f"{' '.join(command)}: exit {done.returncode} without results; run it to see why") from None
 
 
 @contextmanager

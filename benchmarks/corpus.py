@@ -134,9 +134,11 @@ class Data(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--conversations", type=int, default=50_000, help="how many to make, if no --input is given")
-    parser.add_argument("--input", type=Path, help="your own: JSON lines with messages of plain text")
-    parser.add_argument("--tokenizer", type=Path, help="your own: a tokenizer.json with the tokens of ChatML")
+    parser.add_argument(
+        "--conversations", type=int, default=50_000, help="number of conversations to generate, without --input"
+    )
+    parser.add_argument("--input", type=Path, help="your own conversations: JSON lines with plain text messages")
+    parser.add_argument("--tokenizer", type=Path, help="your own tokenizer.json, with the ChatML tokens")
 
 
 def chosen(args: argparse.Namespace) -> Data:
@@ -166,7 +168,7 @@ def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description="Make the data of the benchmarks.")
+    options = argparse.ArgumentParser(description="Generate the data of the benchmarks.")
     add_options(options)
     arguments = options.parse_args()
     found = chosen(arguments)

@@ -165,7 +165,7 @@ def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20)
                 x, y = batch.x[row].numpy()[here], batch.y[row].numpy()[here]
                 wanted = np.where(mask[-shape.block_size - 1 :], ids.astype(np.int64), -100)[1:]
                 if not np.array_equal(x, ids[: len(x)]) or not np.array_equal(y[: len(wanted)], wanted[: len(y)]):
-                    raise SystemExit(f"episode {number} is not what the dataset says")
+                    raise SystemExit(f"episode {number} differs from the dataset")
 
 
 def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tuple[int, int]:
@@ -257,7 +257,7 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
         ("  datasets and TRL's collator", f"{shown['peer']} per batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
         ("  the same with numpy rows, unlike TRL", f"{shown['numpy']} per batch, {speed['numpy'] / 1e6:.3f} Mtok/s"),
         (f"  speedup over the peer (target {shape.target})", f"{times:.1f}"),
-        (f"  share of a plain copy of its {size / 1e6:.2f} MB", f"{shown['copy']} per batch, {share:.2f}"),
+        (f"  speed relative to a plain copy of its {size / 1e6:.2f} MB", f"{shown['copy']} per batch, {share:.2f}"),
         ("  peak memory of chatmill, of the peer", " and ".join(f"{peak / 1e6:.0f} MB" for peak in memory.values())),
     ], {
         "name": shape.name,
@@ -317,8 +317,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--billion", action="store_true", help="order a billion episodes, too")
-    parser.add_argument("--side", choices=("chatmill", "peer"), help="only this side of a --shape, once")
+    parser.add_argument("--billion", action="store_true", help="also measure a loader over a billion episodes")
+    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only this side of a --shape, once")
     parser.add_argument("--shape", type=int, default=0)
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")

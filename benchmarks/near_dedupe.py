@@ -36,11 +36,14 @@ GROWTH = 1.2
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--records", type=int, default=1_000_000, help="of the smaller build; the larger one has four times as many"
+        "--records",
+        type=int,
+        default=1_000_000,
+        help="records of the smaller build; the larger one has four times as many",
     )
-    parser.add_argument("--peer-records", type=int, default=100_000, help="records that both sides are timed with")
-    parser.add_argument("--peer-python", default=sys.executable, help="a Python that has datatrove")
-    parser.add_argument("--side", type=Path, metavar="FOLDER", help="only datatrove, on the texts in this folder")
+    parser.add_argument("--peer-records", type=int, default=100_000, help="records for the comparison with datatrove")
+    parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter with datatrove installed")
+    parser.add_argument("--side", type=Path, metavar="FOLDER", help="run only datatrove, on the texts in this folder")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.side:

@@ -359,7 +359,7 @@ def train(folder: Path, out: Path, *, size: Size, fp8: bool, device: str) -> int
     for name, each in results["compared"].items():
         shown = ", ".join(f"{value:+.4f}" for value in each["differences"])
         print(f"{name:12} {each['mean']:+.4f} nats ({shown}){'  control' if name == CONTROL else ''}")
-    print(f"{results['seconds']:.0f} s; " + (f"further than {MOST}: {', '.join(far)}" if far else f"all within {MOST}"))
+    print(f"{results['seconds']:.0f} s; " + (f"more than {MOST}: {', '.join(far)}" if far else f"all within {MOST}"))
     if not results["pretraining"]["converged"]:
         print("pretraining did not converge; the comparison is not valid")
         return 1

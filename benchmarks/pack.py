@@ -63,8 +63,8 @@ class Comparison:
 def main() -> int:
     options = argparse.ArgumentParser(description="Packing, compared with TRL and torchtune.")
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    options.add_argument("--rows", type=int, default=1_000_000, help="how many lengths to plan for")
-    options.add_argument("--runs", type=int, default=7, help="runs of chatmill, of which the median counts")
+    options.add_argument("--rows", type=int, default=1_000_000, help="number of lengths to plan")
+    options.add_argument("--runs", type=int, default=7, help="number of runs of chatmill; the median counts")
     options.add_argument("--side", choices=tuple(SIDES), help="run only this side, once, and print nothing")
     chosen = options.parse_args()
     if chosen.side:
@@ -129,8 +129,8 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
     batch_seconds, batches = trl_pack(zeros)
     of_trl = [
         timing(f"{trl_name()}, whole plan, one-byte tokens", whole_seconds, len(whole)),
-        timing(f"{trl_name()}, whole plan, tokens of no bytes", bare_seconds, len(bare)),
-        timing(f"{trl_name()}, by 1000 rows, one-byte tokens", batch_seconds, len(batches)),
+        timing(f"{trl_name()}, whole plan, zero-byte tokens", bare_seconds, len(bare)),
+        timing(f"{trl_name()}, 1000 rows at a time, one-byte tokens", batch_seconds, len(batches)),
     ]
     theirs = sorted(sorted(row) for row in whole["seq_lengths"])
     ours = sorted(sorted(row.tolist()) for row in np.split(lengths[bins.order], bins.first[1:-1]))

@@ -29,7 +29,7 @@ class Part(NamedTuple):
     name: str
     title: str
     roots: tuple[str, ...]
-    """The function where the part begins in a stack: the first of these that is in it."""
+    """Functions that start the part; the first one found in a stack is used."""
 
 
 PARTS = [
@@ -42,7 +42,7 @@ PARTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--side", choices=("load",), help="the work of this part, on --dataset")
+    parser.add_argument("--side", choices=("load",), help="run only this part, on --dataset")
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -62,9 +62,9 @@ print(json.dumps({
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=400)
-    parser.add_argument("--link", type=float, default=LINK, help="MB/s that the proxy forwards")
+    parser.add_argument("--link", type=float, default=LINK, help="bandwidth of the proxy in MB/s")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where the data is for the time of the run")
+    parser.add_argument("--folder", type=Path, help="temporary folder for the data")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -73,7 +73,7 @@ def main() -> int:
         (f"{results['bytes'] / 1e6:,.0f} MB, no limit: download and first batch", f"{results['unlimited']:.0f} MB/s"),
         (f"cold, {args.link:g} MB/s: share of the link up to the first batch", share(results["cold_first"], COLD)),
         ("cold: share of the link over the whole epoch", share(results["cold_epoch"], COLD)),
-        ("warm: speed of the local loader", share(results["warm"], WARM)),
+        ("warm: speed relative to the local loader", share(results["warm"], WARM)),
         ("local epoch, warm epoch, cold epoch", ", ".join(f"{results[name]:.2f} s" for name in SECONDS)),
     ]
     where = {"cores": len(os.sched_getaffinity(0)), "processor": processor()}

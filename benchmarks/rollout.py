@@ -48,7 +48,7 @@ WORDS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Rollout targets per second, on one core.")
-    parser.add_argument("--runs", type=int, default=15, help="runs, of which the fastest counts")
+    parser.add_argument("--runs", type=int, default=15, help="number of runs; the fastest counts")
     parser.add_argument("--targets", type=int, default=100, help="targets a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()

@@ -22,7 +22,7 @@ SHAPE = {"layers": 28, "width": 1344}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Shares of a stage-2 step.")
+    parser = argparse.ArgumentParser(description="Measure where the time of a stage-2 step goes.")
     parser.add_argument("--first", type=int, default=400, help="steps of fine-tuning before stage 2")
     parser.add_argument("--steps", type=int, default=32, help="steps of rollout matching")
     parser.add_argument("--rows", type=int, default=64, help="rollouts per step")

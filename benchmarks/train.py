@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         line = waiting.popleft()
         worker, ready = ready, None
         if time.monotonic() + line.estimate > ends:
-            say(f"{line.name}: left out, it takes about {line.estimate:.0f} s")
+            say(f"{line.name}: skipped, because it takes about {line.estimate:.0f} s")
             if worker is not None:
                 worker.stop()
             continue
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         patience, left = PATIENCE * line.estimate + 120, ends - time.monotonic() + 20
         found = worker.result(min(patience, left))
         if left < patience and found.get("error", "").startswith(UNFINISHED):
-            say(f"{line.name}: ended with the budget, nothing is kept of it")
+            say(f"{line.name}: stopped at the end of the budget; its results are discarded")
             continue
         with args.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
@@ -191,7 +191,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             error = f"{UNFINISHED} {timeout:.0f} s"
         except ValueError:
-            error = f"exit {self._process.returncode}: {(self._said().splitlines() or ['nothing said'])[-1][:300]}"
+            error = f"exit {self._process.returncode}: {(self._said().splitlines() or ['no output'])[-1][:300]}"
         finally:
             self.said = self._said()
             self.stop()

@@ -53,8 +53,8 @@ def measured(one: Found) -> str:
     """Figures of a line in one sentence."""
     return (
         f"{one['tokens_per_s']:,.0f} tok/s, {one['gib']:.1f} GiB ({one['reserved_gib']:.1f} reserved), "
-        f"{one['step_ms']:.0f} ms a step, loss {one['first_loss']:.2f} to {one['last_loss']:.2f}, "
-        f"{one['total_s']:.0f} s in all, cache {one['cache']}"
+        f"{one['step_ms']:.0f} ms per step, loss {one['first_loss']:.2f} to {one['last_loss']:.2f}, "
+        f"{one['total_s']:.0f} s in total, cache {one['cache']}"
     )
 
 

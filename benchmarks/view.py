@@ -81,7 +81,7 @@ def main() -> int:
             for what, (seconds, hit) in hits.items()
         ),
         ("a filter by length, share and role", f"{filtered:.0f} ms"),
-        ("floor: as many requests for a small file", f"{floor_ms:.0f} ms"),
+        ("floor: the same number of requests for a small file", f"{floor_ms:.0f} ms"),
         ("all tokens searched for bytes, without an index", f"{scan_s:.2f} s"),
         ("memory of the viewer at the end", f"{memory / 1e6:.0f} MB"),
     ]

@@ -79,7 +79,7 @@ TEMPLATE = """\
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the model folder to make")
+    parser.add_argument("folder", type=Path, help="folder for the model")
     parser.add_argument(
         "--data",
         nargs="+",

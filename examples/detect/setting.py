@@ -259,11 +259,10 @@ def longest_answer(folder: Path, task: Task) -> int:
 
 
 def small_tokenizer(setting: Setting) -> bytes:
-    """A byte-level BPE for which a cell of a scene is one token, and an object about sixteen.
+    """A byte-level BPE in which a cell of a scene is one token, and an object is about sixteen.
 
-    Split, the end of an object is `}` and what follows it a token of its own: whether an answer goes on or ends is a
-    choice between two tokens after it. Fused, `"]}, "object_` and `"]}}` are single tokens, as in the tokenizers of
-    many models.
+    With `tokens="split"`, an object ends with the token `}`, and the next token decides whether the answer continues or
+    ends. With `tokens="fused"`, `"]}, "object_` and `"]}}` are single tokens, as in the tokenizers of many models.
     """
     pieces = [
         r'"object_',

@@ -376,7 +376,7 @@ def test_a_page_that_tells_of_more_than_was_measured_is_left_as_it_is(run, tmp_p
         "flame-prepare.svg",
         "flame-template.svg",
     ]
-    assert "the page is left as it is: it tells of data, render," in capsys.readouterr().err
+    assert "the page is not written: there are no results for data, render," in capsys.readouterr().err
 
 
 def test_every_step_runs_a_script_that_is_there():

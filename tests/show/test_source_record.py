@@ -41,7 +41,7 @@ def test_changed_and_missing_records_are_reported(tmp_path):
     with pytest.raises(DataError, match="has no line 2 any more"):
         record_of(shown, 1, tmp_path)
     (tmp_path / "chat.jsonl").unlink()
-    with pytest.raises(DataError, match=r"chat\.jsonl: is not here"):
+    with pytest.raises(DataError, match=r"chat\.jsonl: not found"):
         record_of(shown, 0, tmp_path)
 
 
@@ -66,7 +66,7 @@ def test_records_in_files_without_lines_are_also_found(tmp_path, name):
 
 def test_an_absolute_path_is_not_followed(tmp_path):
     (tmp_path / "secret.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match="is not looked for"):
+    with pytest.raises(DataError, match="is an absolute path"):
         source_record(str(tmp_path / "secret.jsonl"), 1, shape="messages", key=[0, 0], folders=[tmp_path])
 
 

@@ -103,7 +103,7 @@ def test_the_note_is_printed_first_and_logged_in_json_and_metrics(folders, tmp_p
 
     assert train("--model_name", "all") == (
         others,
-        f"trains {others:,} tokens of train that are not answers ({others / everything:.0%} of all): "
+        f"trains {others:,} tokens of the train split that are not answers ({others / everything:.0%} of all): "
         "use_loss_mask is false; add --use_loss_mask to train answers only",
     )
     first, second = read_metrics(Path("checkpoints/all"))

@@ -92,7 +92,7 @@ class Rejects:
                     raise _other_file(path)
 
     def __enter__(self) -> Self:
-        # The file has no name until it is complete, so a command that fails or is killed leaves nothing.
+        # The file has no name until it is complete, so a command that fails or is killed leaves nothing behind.
         if isinstance(self.path, Path) and not self._is_device:
             folder = next(folder for folder in self.path.absolute().parents if folder.is_dir())
             self._file = tempfile.TemporaryFile(dir=folder)

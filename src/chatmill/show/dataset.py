@@ -165,7 +165,7 @@ def open_view(
             if candidate.sha256 == built_with:
                 return DatasetView(dataset, TokenText(candidate), None)
     called = f"{one_line(name, 200)} ({built_with[:12]}…)" if name else f"{built_with[:12]}…"
-    return DatasetView(dataset, TokenText(None), f"its tokenizer {called} is not here; name it with --tokenizer")
+    return DatasetView(dataset, TokenText(None), f"its tokenizer {called} was not found; give it with --tokenizer")
 
 
 def dataset_text(dataset: Place) -> TokenText:

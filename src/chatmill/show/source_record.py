@@ -108,11 +108,11 @@ def _raw_record(
 
 def _file(name: str, folders: Sequence[Path]) -> Path:
     if Path(name).is_absolute():
-        raise DataError(f"{name}: is named by a place on one machine, and is not looked for")
+        raise DataError(f"{name}: is an absolute path, which is not read")
     for folder in folders:
         if (path := folder / name).is_file():
             return path
-    raise DataError(f"{name}: is not here; start chatmill where it lies, or name that folder")
+    raise DataError(f"{name}: not found; start chatmill in its folder, or give that folder with --records")
 
 
 def _parsed_line(part: FilePart, line: int, raw: bytes, start: int | None) -> list[Record]:

@@ -1,4 +1,4 @@
-"""Rows in the terminal: span by span, turn by turn, or token by token. Trained text has a colour, or brackets.
+"""Rows in the terminal: span by span, turn by turn, or token by token. Trained text is coloured, or in brackets.
 
 user 0
   <|im_start|>user

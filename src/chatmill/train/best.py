@@ -65,7 +65,7 @@ class BestEval:
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"
 
     def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
-        """The checkpoint with the lowest loss, if it exists or is being written now, at step `writing`."""
+        """Folder of the checkpoint with the lowest loss, if it exists or is being written (step `writing`)."""
         path = run / step_name(self.step)
         return path if self.loss is not None and (self.step == writing or path.is_dir()) else None
 

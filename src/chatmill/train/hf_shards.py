@@ -34,9 +34,9 @@ class TensorSource(NamedTuple):
     """The tensors of the files from which transformers computes one or several tensors of a model."""
 
     names: tuple[str, ...]
-    """In the files."""
+    """Tensor names in the files."""
     targets: tuple[str, ...]
-    """In the model."""
+    """Parameter names in the model."""
     convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]] | None = None
     """Computes tensors of the model, by their names; None if the only tensor is used unchanged."""
 

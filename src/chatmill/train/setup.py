@@ -117,7 +117,7 @@ class TrainState:
     non_answers: NonAnswers | None = None
     """Trained tokens outside of answers, if the data has a loss mask that is not used."""
     has_trained: bool = False
-    """Whether a step of this process is finished."""
+    """Whether this process has finished a step."""
     data_check: DataCheck | None = None
     """Checks the hashes of the data, if `verify` is set."""
 

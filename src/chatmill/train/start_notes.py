@@ -24,7 +24,7 @@ class NonAnswers(NamedTuple):
     def __str__(self) -> str:
         share = f"{self.non_answers / self.trained:.0%}"
         return (
-            f"trains {self.non_answers:,} tokens of train that are not answers ({share} of all): "
+            f"trains {self.non_answers:,} tokens of the train split that are not answers ({share} of all): "
             "use_loss_mask is false; add --use_loss_mask to train answers only"
         )
 

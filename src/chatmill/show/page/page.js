@@ -25,7 +25,7 @@ async function start() {
   const query = byId("query");
   if (about.without_text) {
     query.disabled = true;
-    query.placeholder = "No text to search: the tokenizer is not here";
+    query.placeholder = "No text to search: the tokenizer was not found";
     query.title = about.without_text;
   }
   byId("search").addEventListener("submit", (event) => {

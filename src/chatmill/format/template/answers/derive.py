@@ -147,7 +147,7 @@ def _enter_fields(
     """Move the start of an answer into its own text, as far as the prompt continues with the same text.
 
     A prompt may end with `<think>\\n`, and the content of the answer may start with it. The piece is split there. A
-    token of the prompt equals text of the answer only if it may come from text (`text_tokens`).
+    control token of the prompt can match text of the answer only if text may contain it (`text_tokens`).
     """
     pieces, entered = list(full.pieces), list(answers)
     for number, answer in enumerate(answers):
