@@ -129,8 +129,8 @@ same-python:
 define fill
 	@echo "$(@D): installing $(1) (minutes the first time, nothing the next)"
 	@rm -f $(@D)/installed-*
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(1)
-	@$(if $(2),$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(2))
+	@$(@D)/bin/python scripts/pip_progress.py -r $(1)
+	@$(if $(2),$(@D)/bin/python scripts/pip_progress.py --no-deps -r $(2))
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 endef
@@ -150,7 +150,7 @@ $(TORCHTITAN_STAMP): | compiler .venv-torchtitan/bin/python
 define fill_tools
 	@echo "$(@D): installing $(1) (once)"
 	@rm -f $(@D)/installed-*
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(1)
+	@$(@D)/bin/python scripts/pip_progress.py -r $(1)
 	@touch $@
 endef
 

@@ -1,12 +1,12 @@
-"""Conversations at the desk of a lost property office: what the demo trains a small model on.
+"""Conversations at the desk of a lost property office, on which the demo trains a small model.
 
-People tell what they lost (`a red silk scarf`), whom it is for (`for Ada Keller`) and where they stay (`at Mill 24`),
-in any order, some of them among talk about food and the weather. The clerk notes it, takes corrections, reads all of
-it back, or calls a tool to search and tells what came of it. So an answer is found in the conversation alone, in the
-newest word on each matter, and much of the text has to be ignored.
+Visitors ask where something is kept, when the office is open, or whether something was found; for the last, the clerk
+calls a tool. The facts never change, and every question can be asked in several ways.
 
-A fifth of the colours with each thing, of the first with each last name and of the streets with each number are kept
-for the held-out conversations: every answer there says something that no training conversation says.
+Two of three answers in the training conversations come only after a careless reply (`Next, please!`) and a complaint.
+Careless replies have weight 0: they are context, and the loss mask keeps the model from learning them. A model that is
+trained on every token learns to be careless. Held-out conversations have no careless replies, and their questions never
+occur in training: a fifth of all combinations of a wording and a subject is kept for them.
 """
 
 from __future__ import annotations
@@ -14,192 +14,117 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-T = TypeVar("T")
-
-COLOURS = ["red", "blue", "green", "yellow", "black", "white", "grey", "pink"]
-STUFFS = ["woollen", "leather", "paper", "silk", "cotton", "plastic"]
-THINGS = ["umbrella", "scarf", "hat", "glove", "bag", "book", "wallet", "lantern", "camera", "jacket"]
-FIRST_NAMES = ["Ada", "Ben", "Carla", "Elif", "Farid", "Greta", "Hugo", "Ines"]
-LAST_NAMES = ["Adler", "Brandt", "Costa", "Dumont", "Fontana", "Haas", "Keller", "Novak"]
-STREETS = ["Castle", "Harbour", "Garden", "Market", "Mill", "Opera", "River", "Tower"]
-NUMBERS = range(10, 50)
-FOODS = ["soup", "bread", "noodles", "salad", "coffee", "cake", "rice", "beans", "pancakes", "apples", "cheese"]
-WEATHERS = ["rain", "snow", "fog", "wind", "hail", "sunshine", "thunder", "frost"]
-PEOPLE = ["My sister", "My uncle", "My neighbour", "My teacher"]
-
-DIGITS = range(50, 100)
-"""Of tickets and the like, which say nothing about the matter; no house has such a number."""
-
-SYSTEM = "You are the clerk of the lost property office. Notice board:"
-NOTICES = [
-    "Canteen: {food} and {food2}.",
-    "Weather: {weather}, then {weather2}.",
-    "No {food} today.",
-    "Mind the {weather}.",
-    "Lottery: {digits}.",
-    "Lost tickets: {digits}.",
-]
-TALK = [
-    "There was {weather}, then {weather2}.",
-    "{person} had {food} and {food2}.",
-    "We talked about {food}, {weather} and {food2}.",
-    "{person} wanted {food}.",
-    "{person} hates {weather}.",
-    "I ate {food} in {weather}.",
-    "First {food}, then {food2}.",
-    "My ticket says {digits}.",
-    "The sign said {digits}.",
-    "I counted {digits}.",
-]
-TELLING = {
-    "item": ["I lost {}.", "Somebody took {}.", "I left {} behind.", "I miss {}."],
-    "whom": ["It is {}.", "Please keep it {}.", "Put it down {}."],
-    "place": ["I live {}.", "You find me {}.", "I stay {}."],
-}
-READ_BACK = ["Read it all back, please.", "Please read it back.", "What did you write down?"]
-SEARCH = ["Please search now.", "Can you search?", "Search, please."]
+SHELVES = {
+    "umbrellas": 4, "scarves": 7, "hats": 2, "gloves": 9, "bags": 1,
+    "books": 6, "wallets": 3, "lanterns": 8, "cameras": 5, "jackets": 10,
+}  # fmt: skip
+HOURS = {
+    "Monday": "8 to 12", "Tuesday": "9 to 17", "Wednesday": "8 to 15", "Thursday": "13 to 18",
+    "Friday": "8 to 13", "Saturday": "10 to 11", "Sunday": "14 to 16",
+}  # fmt: skip
+WHERE = ["Where do you keep {}?", "Which shelf has the {}?", "Where are the {}?", "I look for {}.", "Show me the {}."]
+WHEN = ["When are you open on {}?", "What are the hours on {}?", "Can I come on {}?", "{}, please: which hours?"]
+FOUND = ["Did anybody find my {}?", "Are my {} here?", "Please search for my {}.", "I lost my {}."]
+CARELESS_REPLY = "Next, please!"
+COMPLAINTS = ["Please answer.", "Be polite."]
+CARELESS_SHARE = 2 / 3
+SYSTEM = "You are the clerk of the lost property office."
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What may be said of each matter: pairs that training and held-out conversations do not share."""
+class Questions(NamedTuple):
+    """The questions of a set of conversations: pairs of a wording and a subject."""
 
-    items: Sequence[tuple[str, str]]
-    whom: Sequence[tuple[str, str]]
-    places: Sequence[tuple[str, int]]
-
-    def draw(self, matter: str, rng: random.Random) -> str:
-        """Something to say of a matter. The word it begins with says which matter that is."""
-        if matter == "item":
-            colour, thing = rng.choice(self.items)
-            return f"a {colour} {rng.choice(STUFFS)} {thing}"
-        if matter == "whom":
-            return "for {} {}".format(*rng.choice(self.whom))
-        return "at {} {}".format(*rng.choice(self.places))
+    where: Sequence[tuple[str, str]]
+    when: Sequence[tuple[str, str]]
+    found: Sequence[tuple[str, str]]
+    careless: bool
+    """Whether some answers come only after a careless reply."""
 
 
-def split_facts(seed: int) -> tuple[Facts, Facts]:
-    """The facts of the training conversations, and those of the held-out ones: four fifths and one."""
+def split_questions(seed: int) -> tuple[Questions, Questions]:
+    """The questions of the training conversations (four fifths) and of the held-out ones."""
     rng = random.Random(seed)
-    pairs: tuple[list[Any], ...] = (
-        list(product(COLOURS, THINGS)),
-        list(product(FIRST_NAMES, LAST_NAMES)),
-        list(product(STREETS, NUMBERS)),
+    kinds = [list(product(WHERE, SHELVES)), list(product(WHEN, HOURS)), list(product(FOUND, SHELVES))]
+    for pairs in kinds:
+        rng.shuffle(pairs)
+    few = [len(pairs) // 5 for pairs in kinds]
+    return (
+        Questions(*(pairs[count:] for pairs, count in zip(kinds, few, strict=True)), careless=True),
+        Questions(*(pairs[:count] for pairs, count in zip(kinds, few, strict=True)), careless=False),
     )
-    for each in pairs:
-        rng.shuffle(each)
-    return Facts(*(each[len(each) // 5 :] for each in pairs)), Facts(*(each[: len(each) // 5] for each in pairs))
 
 
 class Desk:
-    """One conversation as it goes on."""
+    """A conversation in the making."""
 
-    def __init__(self, facts: Facts, rng: random.Random) -> None:
-        self.rng, self._facts = rng, facts
-        self._noisy = rng.random() < 0.3
-        self.told: dict[str, str] = {}
-        self.system = f"{SYSTEM} {self._lines(NOTICES, 1, 3)}" if self._noisy else None
+    def __init__(self, questions: Questions, rng: random.Random) -> None:
+        self.questions, self.rng = questions, rng
         self.messages: list[dict[str, Any]] = []
 
-    def _lines(self, among: Sequence[str], least: int, most: int) -> str:
-        return " ".join(self._line(among) for _ in range(self.rng.randint(least, most)))
+    def visitor(self, content: str) -> None:
+        self.messages.append({"role": "user", "content": content})
 
-    def _line(self, among: Sequence[str]) -> str:
-        foods, weathers = self.rng.sample(FOODS, 2), self.rng.sample(WEATHERS, 2)
-        digits = " ".join(map(str, self.rng.choices(DIGITS, k=self.rng.randint(3, 6))))
-        words = {"digits": digits, "food": foods[0], "food2": foods[1], "weather": weathers[0], "weather2": weathers[1]}
-        return self.rng.choice(among).format(person=self.rng.choice(PEOPLE), **words)
+    def careless_reply(self) -> None:
+        """Perhaps a careless reply of the clerk and a complaint of the visitor, before the answer."""
+        if self.questions.careless and self.rng.random() < CARELESS_SHARE:
+            self.messages.append({"role": "assistant", "content": CARELESS_REPLY, "weight": 0})
+            self.visitor(self.rng.choice(COMPLAINTS))
 
-    def say(self, *sentences: str) -> None:
-        """The user says these sentences, and perhaps others among them."""
-        said = [*sentences]
-        if self._noisy:
-            said += [self._line(TALK) for _ in range(self.rng.randint(0, 3))]
-        self.rng.shuffle(said)
-        self.messages.append({"role": "user", "content": " ".join(said)})
-
-    def answer(self, content: str) -> None:
+    def clerk(self, content: str) -> None:
+        self.careless_reply()
         self.messages.append({"role": "assistant", "content": content})
 
-    def tell(self, matters: Sequence[str]) -> None:
-        """The user tells of these matters, and the clerk notes it."""
-        for matter in matters:
-            self.told[matter] = self._facts.draw(matter, self.rng)
-        self.say(*(self.rng.choice(TELLING[matter]).format(self.told[matter]) for matter in matters))
-        self.answer(f"Noted: {self.facts(matters)}.")
+    def question(self) -> None:
+        """A question that the clerk answers from memory."""
+        if self.rng.random() < 0.5:
+            wording, things = self.rng.choice(self.questions.where)
+            self.visitor(wording.format(things))
+            self.clerk(f"The {things} are on shelf {SHELVES[things]}.")
+        else:
+            wording, day = self.rng.choice(self.questions.when)
+            self.visitor(wording.format(day))
+            self.clerk(f"On {day} we are open from {HOURS[day]}.")
 
-    def correct(self) -> None:
-        """The user takes one of the facts back for another."""
-        matter = self.rng.choice(list(self.told))
-        self.told[matter] = self._facts.draw(matter, self.rng)
-        self.say(f"No, {self.told[matter]}.")
-        self.answer(f"Noted: {self.told[matter]}.")
-
-    def facts(self, matters: Sequence[str]) -> str:
-        """What is known of these matters, in the clerk's own order."""
-        return " ".join(self.told[matter] for matter in TELLING if matter in matters)
-
-    def tool(self, found: str) -> str:
-        """What a tool gives back."""
-        return f"{self._line(NOTICES)} {found}" if self._noisy else found
-
-    def shelf(self) -> str:
-        return self._facts.draw("place", self.rng).removeprefix("at ")
+    def search(self) -> None:
+        """A question that the clerk answers with a tool."""
+        wording, things = self.rng.choice(self.questions.found)
+        self.visitor(wording.format(things))
+        self.careless_reply()
+        self.messages.append({"role": "assistant_toolcall", "name": "search", "arguments": {"things": things}})
+        found = self.rng.random() < 0.5
+        self.messages.append({"role": "toolresult", "name": "search", "content": "Found." if found else "Nothing."})
+        self.clerk(f"Yes, your {things} are on shelf {SHELVES[things]}." if found else "Sorry, nobody found them.")
 
 
-def begin(facts: Facts, rng: random.Random, *, brief: float = 0) -> Desk:
-    """A conversation in which all matters have been told, some of them perhaps twice; or only some, with a chance."""
-    desk = Desk(facts, rng)
-    matters = rng.sample(list(TELLING), len(TELLING))
-    first = rng.choice([1, 1, 2, 3])
-    desk.tell(matters[:first])
-    if rng.random() < brief:
-        return desk
-    if matters[first:]:
-        desk.tell(matters[first:])
-    if rng.random() < 0.35:
-        desk.correct()
-    return desk
+def chat(questions: Questions, rng: random.Random) -> dict[str, Any]:
+    """One to three questions, as a record of shape `messages`."""
+    desk = Desk(questions, rng)
+    for _ in range(rng.randint(1, 3)):
+        desk.question()
+    return {"messages": desk.messages}
 
 
-def chat(facts: Facts, rng: random.Random) -> dict[str, Any]:
-    """A conversation in which all is read back in the end, or one that is soon over, in the shape `messages`."""
-    desk = begin(facts, rng, brief=0.5)
-    if len(desk.told) == len(TELLING):
-        desk.say(rng.choice(READ_BACK))
-        desk.answer(f"So: {desk.facts(list(TELLING))}.")
-    system = [] if desk.system is None else [{"role": "system", "content": desk.system}]
-    return {"messages": system + desk.messages}
-
-
-def tools(facts: Facts, rng: random.Random) -> dict[str, Any]:
-    """A conversation in which the clerk searches, in the shape `tool`."""
-    desk = begin(facts, rng)
-    desk.say(rng.choice(SEARCH))
-    arguments = {"item": desk.told["item"], "keep": desk.told["whom"]}
-    desk.messages.append({"role": "assistant_toolcall", "name": "search", "arguments": arguments})
-    shelf = desk.shelf() if rng.random() < 0.7 else None
-    found = desk.tool("Nothing." if shelf is None else f"Found on shelf {shelf}.")
-    desk.messages.append({"role": "toolresult", "name": "search", "content": found})
-    if shelf is None:
-        desk.answer(f"Sorry, {desk.told['item']} is not here.")
-    else:
-        desk.answer(f"Good news: {desk.told['item']} is on shelf {shelf}.")
-    return ({} if desk.system is None else {"system": desk.system}) | {"messages": desk.messages}
+def tools(questions: Questions, rng: random.Random) -> dict[str, Any]:
+    """One or two searches, sometimes after another question, as a record of shape `tool`."""
+    desk = Desk(questions, rng)
+    if rng.random() < 0.3:
+        desk.question()
+    for _ in range(rng.randint(1, 2)):
+        desk.search()
+    return {"system": SYSTEM, "messages": desk.messages}
 
 
 def conversations(
-    make: Callable[[Facts, random.Random], dict[str, Any]], facts: Facts, *, seed: int
+    make: Callable[[Questions, random.Random], dict[str, Any]], questions: Questions, *, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Conversations without end, no two of them alike."""
+    """Yield distinct conversations without end."""
     rng, made = random.Random(seed), set[str]()
     while True:
-        conversation = make(facts, rng)
-        written = json.dumps(conversation)
-        if written not in made:
-            made.add(written)
+        conversation = make(questions, rng)
+        text = json.dumps(conversation)
+        if text not in made:
+            made.add(text)
             yield conversation

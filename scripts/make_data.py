@@ -366,10 +366,10 @@ def files() -> dict[str, str]:
 def desk_files() -> dict[str, str]:
     """Return the demo's training conversations and its questions."""
     texts = {}
-    kinds = (("desk_chat", demo_data.chat, 600, 80), ("desk_tools", demo_data.tools, 380, 60))
-    for facts, kept in zip(demo_data.split_facts(4), ("", "_heldout"), strict=True):
+    kinds = (("desk_chat", demo_data.chat, 500, 80), ("desk_tools", demo_data.tools, 600, 50))
+    for questions, kept in zip(demo_data.split_questions(4), ("", "_heldout"), strict=True):
         for seed, (name, make, count, held_out) in enumerate(kinds, 7 if kept else 5):
-            made = demo_data.conversations(make, facts, seed=seed)
+            made = demo_data.conversations(make, questions, seed=seed)
             texts[f"{name}{kept}.jsonl"] = lines(islice(made, held_out if kept else count))
     return texts
 

@@ -13,10 +13,10 @@ FILES = {
     "conversations.jsonl": 400,
     "tool_conversations.jsonl": 150,
     "primer.jsonl": 120,
-    "desk_chat.jsonl": 600,
-    "desk_tools.jsonl": 380,
+    "desk_chat.jsonl": 500,
+    "desk_tools.jsonl": 600,
     "desk_chat_heldout.jsonl": 80,
-    "desk_tools_heldout.jsonl": 60,
+    "desk_tools_heldout.jsonl": 50,
 }
 
 

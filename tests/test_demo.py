@@ -34,7 +34,7 @@ def test_every_step_of_the_demo_runs_and_a_model_that_learned_nothing_is_told_ap
     )
     steps = [line for line in out.splitlines() if line.startswith("== ")]
     assert code == 1, err
-    assert steps[-1] == "== What did the mask do? Same data, same steps"
+    assert steps[-1] == "== What did the loss mask do? Same data, same steps"
     table = out.splitlines()[out.splitlines().index(steps[-1]) + 2 :]
     assert [line[:14].strip() for line in table[:4]] == ["", "with the mask", "without", ""]
     assert err.splitlines()[-3:] == [
