@@ -1,4 +1,4 @@
-"""The demo's conversations: held-out questions are new, their facts are taught, and careless replies are not trained."""
+"""The conversations of the demo: held-out questions are new, their facts are taught, careless replies are context."""
 
 from __future__ import annotations
 
