@@ -2,8 +2,8 @@
 
     python scripts/demo_table.py with_mask.json without_mask.json
 
-The files are the output of `chatmill eval --json`. Exits with 1 if the first model answers fewer than 70 percent exactly,
-ends fewer than 99 percent of its answers, or is less than 30 points better than the second.
+The files are the output of `chatmill eval --json`. Exits with 1 if the first model answers fewer than 70 percent
+exactly, ends fewer than 99 percent of its answers, or is less than 30 points better than the second.
 """
 
 from __future__ import annotations
