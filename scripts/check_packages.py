@@ -1,12 +1,12 @@
-"""Build the sdist and the wheel into dist/, and try them as users install them: `make packages`.
+"""Build the sdist and the wheel into dist/, and test them as users would install them: `make packages`.
 
     python scripts/check_packages.py
 
 - The wheel is tagged `cp311-abi3`, has the version of `chatmill.__version__`, and passes abi3audit.
-- Installed into empty environments of Python 3.11, 3.12 and 3.13 it runs (`scripts/try_installed.py`); so does the
-  sdist where no compiler works. All of them prepare the same dataset, byte for byte.
+- It runs in empty environments of Python 3.11, 3.12 and 3.13 (`scripts/try_installed.py`); so does the sdist, without a
+  working compiler. All of them prepare the same dataset, byte for byte.
 - `uvx --from WHEEL chatmill` runs.
-- cibuildwheel reads its settings and would build for the platforms that are named here.
+- cibuildwheel reads its settings and would build for the platforms in `PLATFORMS`.
 
 Needs the packages of requirements/packages.txt. Prints a line for each Python that is not installed, and skips it.
 """
@@ -65,14 +65,14 @@ def interpreter(python: str) -> Path | None:
     """Return a Python of this version, from PATH or pyenv; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python{python}"))):
-        # A name on the path may be pyenv's, which runs nothing where its version is not chosen.
+        # The command may be a shim of pyenv, which fails if that version is not selected.
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
             return Path(path)
     return None
 
 
 def try_package(package: Path, python: Path, *flags: str, **env: str) -> str:
-    """Install a package and what it needs into an empty environment, and use it; the hash of the dataset."""
+    """Install a package and its dependencies into an empty environment and use it; return the hash of the dataset."""
     with tempfile.TemporaryDirectory() as folder:
         installed = Path(folder, "bin", "python")
         run(BIN / "uv", "venv", "--quiet", "--python", python, folder)
@@ -102,7 +102,7 @@ def main() -> None:
     for python in PYTHONS:
         path = interpreter(python)
         if path is None:
-            print(f"{wheel.name}: Python {python} is not on this machine; not tried")
+            print(f"{wheel.name}: Python {python} is not installed; skipped")
         else:
             datasets.add(try_package(wheel, path, "--compiled"))
     # A compiler that always fails stands in for a missing one.

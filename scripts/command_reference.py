@@ -1,8 +1,8 @@
 """Write docs/reference/commands.md, the reference of every command, from the commands themselves.
 
 python scripts/command_reference.py            print the page
-python scripts/command_reference.py --write    put it into docs/reference/commands.md
-python scripts/command_reference.py --check    exit 1 if docs/reference/commands.md is another one
+python scripts/command_reference.py --write    write it to docs/reference/commands.md
+python scripts/command_reference.py --check    exit with 1 if docs/reference/commands.md is out of date
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def first_sentence(command: Any) -> str:
 
 
 def split_default(flag: str, help: str) -> tuple[str, str, str]:
-    """A flag, its help, and what stands in brackets at the end of that: the default and the limits."""
+    """Return a flag, its help, and the default and limits, which are in brackets at the end of the help."""
     match = re.fullmatch(r"(.*?)(?:\s*\[([^\[\]]*)\])?", help, re.DOTALL)
     text, brackets = (match[1], match[2] or "") if match else (help, "")
     return f"`{flag}`", text, brackets.removeprefix("default: ")

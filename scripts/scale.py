@@ -2,8 +2,9 @@
 
     python scripts/scale.py [--episodes 100000 1000000 10000000] [--folder DIR] [--json]
 
-Datasets of small made-up episodes (8 tokens on average) are written to a temporary folder, about 120 bytes an episode,
-and measured one after the other, each in processes of its own. The order is measured for a billion episodes besides.
+Datasets of small made-up episodes (8 tokens on average) are written to a temporary folder, with about 120 bytes per
+episode, and measured one after the other, each in separate processes. The order is also measured for a billion
+episodes.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def made(count: int) -> Rows:
 
 
 def first(dataset: Path, order: str, packing: str) -> tuple[float, float, float]:
-    """Milliseconds to open and to make the first batch, and megabytes, in a fresh process; medians of three."""
+    """Milliseconds to open and to create the first batch, and memory in MB, in a new process; medians of three runs."""
     runs = [
         [
             float(word)

@@ -116,7 +116,7 @@ def line(name: str, tokenizer: Path, peer: PreTrainedTokenizerFast) -> Line:
 
 
 def derived_probes(process: TemplateProcess, mask: Mask) -> dict[str | None, DerivedAnswers]:
-    """The answers of the probes that are not refused, by their names."""
+    """Return the derived answers of all probes that are not refused, by probe id."""
     template = process.templates[0]
     derived = {}
     for probe in BASIC:
@@ -136,7 +136,7 @@ def template_file(name: str) -> str:
 
 @cache
 def shared_tokenizer(folder: str) -> Tokenizer:
-    """One tokenizer for all templates: opening it checks it, which takes longer than most templates."""
+    """One tokenizer for all templates, because opening it includes a check that takes longer than most templates."""
     return open_tokenizer(folder)
 
 
@@ -197,7 +197,7 @@ def spans(answers: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]
 
 
 def differences(text: str, ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
-    """Stretches that only one of two masks trains, each with the reason."""
+    """Parts of the text that only one of the two masks trains, each with the reason."""
     mine = {at for start, stop in ours for at in range(start, stop)}
     tags = {at for start, stop in theirs for at in range(start, stop)}
     stretches = []

@@ -3,9 +3,9 @@
     python scripts/try_imports.py CHECKOUT... [--only TEXT] [--work FOLDER] [--markdown]
 
 CHECKOUT is a folder with a checkout of one of the repositories. Every config in it that is not refused is prepared and
-trained for 5 steps on the CPU, with samples made here in place of its data, in the shape that the recipe names, and a
-tiny model with random weights in place of its own. Rows have at most 256 tokens, steps 8 rows; a tenth of
-the samples is for validation, if any is.
+trained for 5 steps on the CPU. Generated samples in the shape of the recipe replace its data, and a tiny model with
+random weights replaces its model. Rows have at most 256 tokens, and steps have 8 rows; if the config has a validation
+split, it gets at least a tenth of the samples.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
     changes |= {"batch_size": ROWS, "gradient_accumulation_steps": steps, "block_size": TOKENS, "parallel": "ddp"}
     changes |= {"max_iters": STEPS, "epochs": None, "report_to": [], "eval_samples": 0, "fp8": False}
     if (lora := imported.train.get("lora")) and not TARGETS.intersection(lora["targets"]):
-        # Names of layers, or an expression for them, of an architecture that the tiny model does not have.
+        # The targets are layers of an architecture that differs from the tiny model.
         changes["lora"] = {**lora, "targets": "all-linear"}
     stage = "prepare"
     try:
@@ -146,7 +146,7 @@ def tiny_model(work: Path) -> Path:
 
 
 def replace_data(recipe: Path, folder: Path) -> None:
-    """Make samples for each source of a recipe, and read those instead."""
+    """Generate samples for each source of a recipe, and make the recipe read them instead."""
     import yaml
 
     values = yaml.safe_load(recipe.read_text())
@@ -158,7 +158,7 @@ def replace_data(recipe: Path, folder: Path) -> None:
         ]
         path.write_text("".join(json.dumps(each) + "\n" for each in records))
         source["inputs"] = [str(path)]
-    # Rows of no more tokens than the tiny model is given; the texts here are short.
+    # Limit rows to the block size of the tiny model; the sample texts are short.
     values["max_tokens"] = min(values.get("max_tokens", TOKENS), TOKENS)
     if values.get("val_split"):
         values["val_split"] = max(0.1, values["val_split"])

@@ -2,10 +2,10 @@
 
     python scripts/try_installed.py [--compiled | --not-compiled]
 
-Runs the commands that need no extra: a tokenizer is trained, a dataset prepared, verified, shown and reported. The last
-line is the version, the Python, which compiled parts there are, and the hash of the dataset, which is the same for
-every Python and processor. Exit code 1 and the output of the command where one fails, or where compiled parts are not
-as named.
+Runs the commands that need no extra: trains a tokenizer, and prepares, verifies, shows and reports a dataset. The last
+line has the versions of chatmill and Python, the compiled parts that are installed, and the hash of the dataset, which
+is the same for every Python version and processor. If a command fails, prints its output and exits with 1; also exits
+with 1 if the compiled parts do not match the flag.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One setting of the example: its data, its model, the fine-tuning before rollouts, and two ways to train on.
+"""One setting of the example: its data, its model, the fine-tuning before rollouts, and two ways to continue training.
 
-    further   the same fine-tuning for as many steps more: rows are true answers
+    further   the same fine-tuning for more steps: rows are true answers
     matching  rollout matching: a share of the rows are the model's own answers, completed
 
-Both go through `train_rollouts`, with the same steps, rows, loss and learning rate.
+Both use `train_rollouts`, with the same number of steps and rows, loss and learning rate.
 """
 
 from __future__ import annotations
@@ -95,21 +95,21 @@ class Setting:
 
 
 class Scores(NamedTuple):
-    """How a model answers unseen scenes."""
+    """Scores of a model on unseen scenes."""
 
     recall: float
     precision: float
     f1: float
     duplicates: float
-    """Objects that were named again, for each true object."""
+    """Duplicate objects per true object."""
     json: float
-    """Share of answers that are JSON and end."""
+    """Share of answers that are valid JSON and complete."""
     count_error: float
-    """Mean difference between the number of objects named and there."""
+    """Mean difference between the number of predicted and true objects."""
 
 
 def prepare(folder: Path, setting: Setting, seed: int, held_out: int = 300) -> Path:
-    """The data of a setting and the model of its first fine-tuning; what is there already is kept."""
+    """Write the data of a setting and train its stage 1 model, unless the folder is complete already."""
     if (folder / "ready").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def train_on(folder: Path, setting: Setting, seed: int, name: str) -> Path:
 
 
 def score(model_or_run: Path, folder: Path) -> Scores:
-    """How a model answers the held-out scenes, decoded greedily."""
+    """Score a model on the held-out scenes, with greedy decoding."""
     task = task_of(folder)
     model = open_model(model_folder(model_or_run)).to("cuda" if torch.cuda.is_available() else "cpu")
     truths = list(read_truth(folder / "held_out.jsonl"))

@@ -1,10 +1,10 @@
-"""When does rollout matching pay? One factor changed at a time, each setting beside equal further fine-tuning.
+"""When does rollout matching pay off? Each setting changes one factor; the control is more fine-tuning.
 
     python examples/detect/study.py run --out runs/study --seeds 0 1 2 --processes 14
     python examples/detect/study.py run --out runs/shown --seeds 3 4 5 6 7 --processes 14 --shown
     python examples/detect/study.py table runs/study/results.jsonl [--seeds 3 4 5 6 7]
 
-`run` can be started again: results that are there are kept. A setting and its control share data, stage 1 and seed, so
+`run` can be restarted: it keeps existing results. A setting and its control share data, stage 1 and seed, so
 that differences are paired by seed.
 """
 
