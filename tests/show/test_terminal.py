@@ -66,7 +66,7 @@ def test_exactly_the_trained_text_is_in_brackets(tmp_path, options):
 def test_a_weight_other_than_1_follows_its_bracket(tmp_path):
     weighed = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]}\n'
     assert plain(make(tmp_path, [weighed]), 0)[2:] == [
-        "assistant 1  weighed by the message itself",
+        "assistant 1  weight set by the message",
         "  <|asst|>[a<|eot|>]×0.5",
     ]
 

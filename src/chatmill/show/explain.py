@@ -135,7 +135,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
 def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
     """Why a span has its weight, as a clause."""
     if span.rule == Rule.FLAG:
-        return f"its message says so itself, with weight {span.weight:g}"
+        return f"its message has weight {span.weight:g}"
     if span.rule == Rule.RANGE:
         return f"the train_ranges of its message give these characters weight {span.weight:g}"
     if span.rule != Rule.ROLE:

@@ -16,7 +16,7 @@ from chatmill.rows import NO_FILE, NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule
 from chatmill.show.text import TokenText, visible
 
 NOTES = {
-    Rule.FLAG: "weighed by the message itself",
+    Rule.FLAG: "weight set by the message",
     Rule.UNFINISHED: "not trained: incomplete here, or after an unclosed answer",
     Rule.INCOMPLETE_USER: "not trained: no complete user turn before it",
     Rule.OUTSIDE: "not trained: outside turns",
