@@ -58,7 +58,7 @@ def split_questions(seed: int) -> tuple[Questions, Questions]:
 
 
 class Desk:
-    """A conversation in the making."""
+    """A conversation that is being built."""
 
     def __init__(self, questions: Questions, rng: random.Random) -> None:
         self.questions, self.rng = questions, rng
@@ -68,7 +68,7 @@ class Desk:
         self.messages.append({"role": "user", "content": content})
 
     def careless_reply(self) -> None:
-        """Perhaps a careless reply of the clerk and a complaint of the visitor, before the answer."""
+        """Sometimes add a careless reply of the clerk and a complaint of the visitor before the answer."""
         if self.questions.careless and self.rng.random() < CARELESS_SHARE:
             self.messages.append({"role": "assistant", "content": CARELESS_REPLY, "weight": 0})
             self.visitor(self.rng.choice(COMPLAINTS))

@@ -1,4 +1,4 @@
-"""Compare two models on held-out questions, and check what the demo promises.
+"""Compare two models on held-out questions, and check that the demo's targets are met.
 
     python scripts/demo_table.py with_mask.json without_mask.json
 
@@ -17,7 +17,7 @@ LEAST_QUESTIONS, LEAST_EXACT, LEAST_STOPPED, LEAST_DIFFERENCE = 200, 0.70, 0.99,
 
 
 def table(scores: dict[str, dict[str, Any]]) -> str:
-    """One row for each model."""
+    """Return a table with one row per model."""
     lines = [f"{'':<14}{'questions':>10}{'exact':>9}{'stopped':>9}{'loss of answers':>17}"]
     for name, score in scores.items():
         lines.append(
@@ -28,12 +28,12 @@ def table(scores: dict[str, dict[str, Any]]) -> str:
 
 
 def shortfalls(score: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return what the demo promises of a model and of its difference to the other, but does not hold."""
+    """Return the targets of the demo that the model, or its lead over the other model, misses."""
     least = {"questions": LEAST_QUESTIONS, "exact_rate": LEAST_EXACT, "stop_rate": LEAST_STOPPED}
     found = {name: score[name] for name in least} | {"difference": score["exact_rate"] - other["exact_rate"]}
     least["difference"] = LEAST_DIFFERENCE
     return [
-        f"{name} is {found[name]:.3g}; the demo promises {bound:g}"
+        f"{name} is {found[name]:.3g}; expected at least {bound:g}"
         for name, bound in least.items()
         if found[name] < bound
     ]

@@ -39,10 +39,10 @@ def test_every_step_of_the_demo_runs_and_a_model_that_learned_nothing_is_told_ap
     table = out.splitlines()[out.splitlines().index(steps[-1]) + 2 :]
     assert [line[:14].strip() for line in table[:4]] == ["", "with the mask", "without", ""]
     assert err.splitlines()[-4:] == [
-        "questions is 4; the demo promises 200",
-        "exact_rate is 0; the demo promises 0.7",
-        "stop_rate is 0; the demo promises 0.99",
-        "difference is 0; the demo promises 0.3",
+        "questions is 4; expected at least 200",
+        "exact_rate is 0; expected at least 0.7",
+        "stop_rate is 0; expected at least 0.99",
+        "difference is 0; expected at least 0.3",
     ]
     assert table[4] == "What to try next:"
     assert (tmp_path / "demo" / "report.html").read_text().startswith("<!doctype html>")
@@ -55,12 +55,12 @@ def test_every_step_of_the_demo_runs_and_a_model_that_learned_nothing_is_told_ap
         (
             POOR | {"exact_rate": 0.65},
             [
-                "exact_rate is 0.65; the demo promises 0.7",
-                "stop_rate is 0.985; the demo promises 0.99",
-                "difference is 0.25; the demo promises 0.3",
+                "exact_rate is 0.65; expected at least 0.7",
+                "stop_rate is 0.985; expected at least 0.99",
+                "difference is 0.25; expected at least 0.3",
             ],
         ),
-        (GOOD | {"questions": 199}, ["questions is 199; the demo promises 200"]),
+        (GOOD | {"questions": 199}, ["questions is 199; expected at least 200"]),
     ],
 )
 def test_promises_that_do_not_hold_are_reported(score, lines, tmp_path, capsys, monkeypatch):

@@ -78,8 +78,8 @@ def test_show_search_ignores_case(run):
 def test_explain_is_one_sentence(run):
     assert run("explain", "v1", "0:5") == (
         0,
-        'Token 5 of train episode 0, "y" (id 121), the text of assistant message 1, from chat.jsonl:1, is trained: the '
-        "assistant says it, and train_on assistant trains that (rule role).\n",
+        'Token 5 of train episode 0, "y" (id 121), the text of assistant message 1, from chat.jsonl:1, is trained: '
+        "train_on assistant trains assistant messages (rule role).\n",
         "",
     )
     said = json.loads(run("explain", "v1", "0:0", "--json")[1])
@@ -176,7 +176,7 @@ def test_another_tokenizer_than_the_datasets_is_refused(run):
     code, _, err = run("show", "v1", "--tokenizer", "tok.json")
     assert code == 1
     assert re.fullmatch(
-        r"chatmill: v1: built with tokenizer \w{12}…, tok.json is \w{12}…; name the one it was built with\n", err
+        r"chatmill: v1: built with tokenizer \w{12}…, tok.json is \w{12}…; give the one it was built with\n", err
     )
 
 

@@ -30,7 +30,7 @@ def test_the_sentence_names_token_position_message_weight_and_rule(chats):
     said = explain_token(chats, "train", 1, 9)
     assert said.sentence == (
         f'Token 9 of train episode 1, "t" (id 116), the text of assistant message 1, from {said.file}:2, is trained: '
-        "the assistant says it, and train_on assistant trains that (rule role)."
+        "train_on assistant trains assistant messages (rule role)."
     )
     assert (said.message, said.role, said.part, said.weight, said.rule, said.line) == (
         1,
@@ -43,9 +43,7 @@ def test_the_sentence_names_token_position_message_weight_and_rule(chats):
     said = explain_token(chats, "train", 1, 0)
     assert said.sentence.endswith("is context: the format never trains the opener of a turn (rule header).")
     said = explain_token(chats, "train", 1, 2)
-    assert said.sentence.endswith(
-        "is context: the user says it, and train_on assistant does not train that (rule role)."
-    )
+    assert said.sentence.endswith("is context: train_on assistant does not train user messages (rule role).")
 
 
 @pytest.mark.parametrize(
@@ -89,10 +87,10 @@ def test_after_reweighing_the_explanation_uses_the_new_train_on(chats, tmp_path)
     reweigh_dataset(chats.path, tmp_path / "last", train_on="last")
     shown = open_view(tmp_path / "last")
     assert (
-        "a later answer is the last, and train_on last trains that one alone"
+        "it is not in the last answer, and train_on last trains only that one"
         in explain_token(shown, "train", 1, 9).sentence
     )
-    assert "it is of the last answer, which train_on last trains" in explain_token(shown, "train", 1, 34).sentence
+    assert "it is in the last answer, which train_on last trains" in explain_token(shown, "train", 1, 34).sentence
     reweigh_dataset(chats.path, tmp_path / "exchange", train_on="last-exchange")
     shown = open_view(tmp_path / "exchange")
     assert (

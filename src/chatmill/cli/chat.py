@@ -55,7 +55,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0: from all.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0 for all.")] = 0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the most likely tokens up to this cumulative probability.")
     ] = 1.0,

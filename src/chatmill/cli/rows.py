@@ -79,5 +79,5 @@ def newest_run(folder: Path) -> Path:
 
     written = {path.parent.parent: path.stat().st_mtime_ns for path in folder.glob(f"*/{ROWS}/rank_00000.jsonl")}
     if not written:
-        raise UsageError(f"{folder}: no run with losses per conversation; name a run, or train with --log_rows")
+        raise UsageError(f"{folder}: no run with losses per conversation; give a run, or train with --log_rows")
     return max(written, key=lambda run: (written[run], str(run)))

@@ -37,7 +37,7 @@ Viewed = Annotated[
     GivenPlace,
     argument(
         "DATA",
-        "A dataset, a cache, a folder of them, or what is not prepared yet: a file or folder of records, or a recipe.",
+        "A dataset, a cache, a folder of them, or input to preview: a file or folder of records, or a recipe.",
         dataset_place,
     ),
 ]

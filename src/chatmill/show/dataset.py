@@ -154,11 +154,13 @@ def open_view(
         if built_with is not None and given.sha256 != built_with:
             raise DataError(
                 f"{folder}: built with tokenizer {built_with[:12]}…, {one_line(tokenizer, 300)} is "
-                f"{given.sha256[:12]}…; name the one it was built with"
+                f"{given.sha256[:12]}…; give the one it was built with"
             )
         return DatasetView(dataset, TokenText(given), None)
     if built_with is None:
-        return DatasetView(dataset, TokenText(None), "the dataset does not say its tokenizer; name it with --tokenizer")
+        return DatasetView(
+            dataset, TokenText(None), "the dataset does not record its tokenizer; give it with --tokenizer"
+        )
     for spec in _candidates(folder, name):
         with suppress(ChatmillError):
             candidate = opened(spec)

@@ -12,11 +12,11 @@ from chatmill.show.dataset import DatasetView
 from chatmill.show.row_view import SpanView, origin_of, part_name, span_views
 
 ROLES = {
-    Role.SYSTEM: "the system message",
-    Role.USER: "the user",
-    Role.ASSISTANT: "the assistant",
-    Role.TOOL: "a tool",
-    Role.NONE: "nobody",
+    Role.SYSTEM: "system messages",
+    Role.USER: "user messages",
+    Role.ASSISTANT: "assistant messages",
+    Role.TOOL: "tool messages",
+    Role.NONE: "text without a role",
 }
 PARTS = {
     Part.OPEN: "the opener",
@@ -40,15 +40,15 @@ REASONS = {
     Rule.UNFINISHED: "it is incomplete in its row, or comes after an unclosed answer",
     Rule.PAD: "padding is never trained",
     Rule.INCOMPLETE_USER: "no complete user turn comes before this answer in its row",
-    Rule.INJECTED: "it is a copy that begins a cut turn anew, and only the original is trained",
-    Rule.EARLIER_WINDOW: "the row before holds it too, and what it teaches is taught there",
+    Rule.INJECTED: "it is a copy that reopens a cut turn, and only the original is trained",
+    Rule.EARLIER_WINDOW: "the previous row also contains it, and trains it there",
     Rule.PROMPT: "it is the prompt that a rollout answers",
-    Rule.ROLLOUT: "what the model wrote itself is context, never a text to learn",
+    Rule.ROLLOUT: "what the model wrote itself is context, and is never trained",
     Rule.MATCHED: "it belongs to an object that was matched, and the true value is the target",
-    Rule.MISSED: "the rollout missed it, or should have ended so",
-    Rule.VALUES_OFF: "texts of appended entries were not to be trained",
+    Rule.MISSED: "the rollout missed it, or should have ended with it",
+    Rule.VALUES_OFF: "texts of appended entries are excluded from training",
     Rule.SURPLUS: "all true objects were found before it, and the target closes the answer here",
-    Rule.EARLIER_ROW: "the answer that it belongs to has a row of its own, and is trained there",
+    Rule.EARLIER_ROW: "the answer that it belongs to has its own row, and is trained there",
     Rule.OUTSIDE: "it is outside the turns of its transcript, and only answers are trained",
     Rule.WHITESPACE: "it is whitespace between turns of its transcript, and only answers are trained",
     Rule.NOT_ANSWER: "its message sets train or weight, but here only answers are trained",
@@ -110,7 +110,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
         if span.target is not None:
             trained += f' as "{view.text.token(span.target)}" (id {span.target})'
     # In a batch no loss crosses a border: the first token of a segment is never a target.
-    never = "; yet no batch predicts it, as the first token of its conversation"
+    never = "; but no batch predicts it, because it is the first token of its conversation"
     names = {name: value for name, value in span.to_json().items() if name not in ("start", "stop")}
     return Explanation(
         split=split,
@@ -140,13 +140,13 @@ def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
         return f"the train_ranges of its message give these characters weight {span.weight:g}"
     if span.rule != Rule.ROLE:
         return REASONS[span.rule].format(part=PARTS[span.part])
-    choice = "the dataset's choice of speakers" if train_on is None else f"train_on {train_on}"
+    choice = "the train_on setting of the dataset" if train_on is None else f"train_on {train_on}"
     if train_on == "last" and span.role == Role.ASSISTANT:
         if span.weight > 0:
-            return f"it is of the last answer, which {choice} trains"
-        return f"a later answer is the last, and {choice} trains that one alone"
+            return f"it is in the last answer, which {choice} trains"
+        return f"it is not in the last answer, and {choice} trains only that one"
     if train_on == "last-exchange" and span.role == Role.ASSISTANT:
         if span.weight > 0:
             return f"no user message follows it, and {choice} trains such answers"
         return f"a user message follows it, and {choice} trains only what the assistant says after the last one"
-    return f"{ROLES[span.role]} says it, and {choice} {'trains' if span.weight > 0 else 'does not train'} that"
+    return f"{choice} {'trains' if span.weight > 0 else 'does not train'} {ROLES[span.role]}"

@@ -116,7 +116,7 @@ class SplitIndex:
         column, descending = SORTS[sort]
         if column == "loss":
             if self.losses is None:
-                raise UsageError("no losses to sort by; name a run that was trained with --log_rows as --run")
+                raise UsageError("no losses to sort by; use --run with a run that was trained with --log_rows")
             values: NDArray[Any] = self.losses
         else:
             values = _share(self.columns) if column == "share" else self.columns["tokens"].astype(np.int64)

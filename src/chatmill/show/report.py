@@ -89,7 +89,7 @@ def _lengths(stats: SplitStats) -> Markup:
     names = [f"{at * width:,} to {(at + 1) * width - 1:,} tokens" for at in range(bars)]
     labels = {at: f"{at * width:,}" if at * width < 10**6 else compact(at * width) for at in range(0, bars, 8)}
     if longer := int(padded[bars * width :].sum()):
-        counts, names = [*counts, 0, 0, longer], [*names, "", "", f"{bars * width:,} tokens and more"]
+        counts, names = [*counts, 0, 0, longer], [*names, "", "", f"{bars * width:,} or more tokens"]
         labels[bars + 2] = "more"
     title = f"How long the rows of {stats.split} are"
     return histogram(counts, names, labels, title=title, x_label="tokens of a row", y_label="rows")

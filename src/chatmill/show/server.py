@@ -42,7 +42,7 @@ HEADERS = {
 }
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_QUERY = 1000
-"""Characters of a text in a query."""
+"""Maximum number of characters of a text in a query."""
 FILTERS = {"role": list, "rule": list, "source": "", "least": int, "most": int, "share_from": float, "share_to": float}
 """Parameters of a query that filter episodes: their types, or their defaults."""
 NUMBER = re.compile(r"[-+]?[0-9.]{1,18}(e[-+]?[0-9]{1,3})?", re.IGNORECASE)

@@ -82,7 +82,7 @@ class PieceTable:
 
     def __init__(self, text: TokenText) -> None:
         if text.tokenizer is None:
-            raise DataError("without its tokenizer a dataset has no text; name it with --tokenizer")
+            raise DataError("without its tokenizer, a dataset has no text; give it with --tokenizer")
         # After the vocabulary: an empty piece for every id beyond it, and the end of an episode.
         pieces = [text.piece(id).replace(END, b"?") for id in range(text.tokenizer.vocab_size)] + [b"", END]
         self._length = np.array([len(piece) for piece in pieces], dtype=np.int64)
