@@ -215,7 +215,9 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     with pytest.raises(DataError, match=r"is not a folder on this machine; restore it, change base_model_name_or_path"):
         open_ready("copy", "cpu")
     assert open_ready("copy", "cpu", base_model="moved").vocab_size == 300
-    with pytest.raises(UsageError, match="moved: is not an adapter folder, but --base-model is given; remove it"):
+    with pytest.raises(
+        UsageError, match="moved: is not an adapter folder, but --base-model is given; remove the option"
+    ):
         open_ready("moved", "cpu", base_model="moved")
     weights = bytearray((there / "moved" / "model.safetensors").read_bytes())
     weights[-1] ^= 1

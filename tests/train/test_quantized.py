@@ -226,7 +226,7 @@ def test_saved_adapters_load_the_base_they_were_trained_on(base, tmp_path):
     assert torch.equal(logits_of(open_model(folder)), wanted)
     original = open_ready(folder, "cpu", base="original")
     assert not quantized_linear(original.lm) and not torch.allclose(logits_of(original), wanted, atol=1e-3)
-    with pytest.raises(UsageError, match="is not an adapter folder, but --base is original; remove it"):
+    with pytest.raises(UsageError, match="is not an adapter folder, but --base is original; remove the option"):
         open_ready(base, "cpu", base="original")
     (folder / "base.json").write_text('{"weights": "int3"}')
     with pytest.raises(DataError, match='weights is "int3"; expected stored or nf4'):

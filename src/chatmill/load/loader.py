@@ -130,7 +130,7 @@ class EpisodeLoader(IterableDataset):
         # Raise errors in the settings here, not at the first batch.
         order = self._builder(self.plan(split)).plan.order
         if epochs is not None and order.length is None:
-            raise UsageError(f"epochs is {epochs}, but the order {order.name} has no epochs; remove it")
+            raise UsageError(f"epochs is {epochs}, but the order {order.name} has no epochs; remove epochs")
         if listener is not None:
             self.listen(listener)
 

@@ -124,7 +124,7 @@ def _object_state(url: Url) -> objects.ObjectInfo:
 
 
 def _may_change_unseen(state: _State | objects.ObjectInfo, began: float) -> bool:
-    """Whether a later change could leave the state unchanged."""
+    """Whether the file could change without a change of its recorded state (time stamp or version)."""
     if isinstance(state, _State):
         return state.changed / 1e9 > began - FRESH
     return not state.version

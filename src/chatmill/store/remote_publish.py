@@ -1,7 +1,7 @@
 """Publish a finished build to an object store, where objects cannot be renamed.
 
 Every file is uploaded under its hash. The metadata is uploaded last, on the condition that it is new, or that it
-replaces the metadata from before the build. Until then, nothing or the old dataset can be opened. No objects are
+replaces the metadata from before the build. Until then, readers find the old dataset, or none. No objects are
 removed, so that readers of an old dataset can continue; see `clean`.
 """
 

@@ -281,7 +281,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         if self.lora is not None and self.init_from_model is None:
             yield "lora is given and init_from_model is not; adapters require a Hugging Face model"
         if self.fp8 and self.lora is not None:
-            yield "fp8 is true and lora is given; float8 is for full fine-tuning only, set fp8 to false"
+            yield "fp8 is true and lora is given; float8 is for full fine-tuning only; set fp8 to false"
         if self.parallel == "fsdp" and self.optimizer in ("adafactor", "muon"):
             yield (
                 f"optimizer is {self.optimizer} and parallel is fsdp; {self.optimizer} requires unsharded matrices, "

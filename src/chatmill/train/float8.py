@@ -50,13 +50,13 @@ def use_float8(model: CausalModel, *, emulate: bool = False) -> None:
     if not getattr(model, "separates", True):
         raise UsageError(
             "fp8 is true, and this architecture cannot separate packed conversations, so their lengths vary; float8 "
-            "requires fixed lengths, set fp8 to false"
+            "requires fixed lengths; set fp8 to false"
         )
     for name, module in blocks[0].named_modules():
         if isinstance(module, nn.Linear) and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
             raise UsageError(
                 f"fp8 is true, and layer {name} is {module.in_features} × {module.out_features}; "
-                f"float8 requires multiples of {MULTIPLE}, set fp8 to false"
+                f"float8 requires multiples of {MULTIPLE}; set fp8 to false"
             )
     if emulate:
         config = float8.Float8LinearConfig(emulate=True)

@@ -52,7 +52,7 @@ def open_model(
     check_model(folder)
     check_folder(folder)
     if base_model is not None and not is_adapter(folder):
-        raise UsageError(f"{folder}: is not an adapter folder, but --base-model is given; remove it")
+        raise UsageError(f"{folder}: is not an adapter folder, but --base-model is given; remove the option")
     family = ADAPTERS if is_adapter(folder) else MODEL_FAMILIES.get(model_type(folder), HUGGING_FACE)
     if isinstance(family, str):
         module, _, name = family.partition(":")
@@ -71,7 +71,7 @@ def open_ready(
     """
     folder = model_folder(path)
     if base != "trained" and not is_adapter(folder):
-        raise UsageError(f"{folder}: is not an adapter folder, but --base is {base}; remove it")
+        raise UsageError(f"{folder}: is not an adapter folder, but --base is {base}; remove the option")
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     # For adapters, "float32" means the precision that the base model had in training.
     weights: WeightPrecision = "float32" if is_adapter(folder) and base == "trained" else "stored"
