@@ -149,7 +149,7 @@ def test_escape_sequences_in_texts_are_not_sent_to_a_terminal(run, command, tmp_
         (["show", "v1", "3"], 2, "no episode 3 in train; it has 0 to 2"),
         (["show", "v1", "0", "--search", "x"], 2, "cannot be used together"),
         (["show", "v1", "--decode"], 2, "--decode requires EPISODE"),
-        (["show", "v1", "--search", ""], 2, "nothing to search for"),
+        (["show", "v1", "--search", ""], 2, "the search text is empty"),
         (["show", "none"], 1, "no such folder"),
         (["show", "v1", "--split", "val"], 1, "has no split val"),
         (["show", "v1", "--tokenizer", "none.json"], 1, "none.json"),
@@ -160,7 +160,7 @@ def test_escape_sequences_in_texts_are_not_sent_to_a_terminal(run, command, tmp_
         (["report", "v1", "-o", "."], 1, ".: is a folder; expected the name of a file"),
         (["report", "v1", "-o", ".", "--overwrite"], 1, ".: is a folder; expected the name of a file"),
         (["report", "v1", "-o", "v1", "--overwrite"], 1, "v1: is a folder; expected the name of a file"),
-        (["view", "v1", "--audit", "none.log"], 2, "no audit log"),
+        (["view", "v1", "--audit", "none.log"], 2, "is not an audit log"),
         (["view", "v1", "--config", "none.json"], 2, "none.json"),
     ],
 )

@@ -94,7 +94,7 @@ def test_after_reweighing_the_explanation_uses_the_new_train_on(chats, tmp_path)
     reweigh_dataset(chats.path, tmp_path / "exchange", train_on="last-exchange")
     shown = open_view(tmp_path / "exchange")
     assert (
-        "a user message follows it, and train_on last-exchange trains only what the assistant says after the last one"
+        "a user message follows it, and train_on last-exchange trains only answers after the last user message"
         in explain_token(shown, "train", 1, 9).sentence
     )
     trained = "no user message follows it, and train_on last-exchange trains such answers"

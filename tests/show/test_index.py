@@ -153,7 +153,7 @@ def test_episodes_are_sorted_as_python_sorts_them(many, shared_index, sort):
 
 def test_sorting_by_loss_needs_the_losses_of_a_run(many, shared_index):
     shared_index.losses = None
-    with pytest.raises(UsageError, match="name a run that was trained with --log_rows as --run"):
+    with pytest.raises(UsageError, match="use --run with a run that was trained with --log_rows"):
         shared_index.order("highest_loss")
 
 
@@ -344,7 +344,7 @@ def test_a_match_is_located_by_tokens_even_if_case_folding_changes_lengths(chats
 
 
 def test_an_empty_query_is_refused():
-    with pytest.raises(UsageError, match="nothing to search for"):
+    with pytest.raises(UsageError, match="the search text is empty"):
         folded_query("")
 
 

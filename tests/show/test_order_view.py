@@ -138,5 +138,5 @@ def test_a_truncated_line_is_shown_as_truncated(logged, tmp_path):
 
 def test_a_file_that_is_not_a_log_is_a_usage_error(tmp_path):
     for place in (tmp_path, tmp_path / "none.log"):
-        with pytest.raises(UsageError, match="no audit log"):
+        with pytest.raises(UsageError, match="is not an audit log"):
             audit_logs([place])

@@ -122,7 +122,7 @@ def test_no_file_but_the_page_is_served(asked, path):
         ("/api/none/episodes", "has no split none"),
         ("/api/train/episodes?least=many", "least is not a number"),
         ("/api/train/episodes?share_from=nan", "not a number"),
-        ("/api/train/episodes?role=bot", "no such role"),
+        ("/api/train/episodes?role=bot", "unknown role"),
         ("/api/train/episode/0/token/999", "no token 999"),
         ("/api/train/episode/0/record/7", "no segment 7"),
         ("/api/audit/0", "no audit log 0"),

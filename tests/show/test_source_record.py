@@ -38,7 +38,7 @@ def test_changed_and_missing_records_are_reported(tmp_path):
     (tmp_path / "chat.jsonl").write_text(line("a", "B"))
     found = record_of(shown, 0, tmp_path)
     assert (found.same, '"B"' in found.text) == (False, True)
-    with pytest.raises(DataError, match="has no line 2 any more"):
+    with pytest.raises(DataError, match="no longer has a line 2"):
         record_of(shown, 1, tmp_path)
     (tmp_path / "chat.jsonl").unlink()
     with pytest.raises(DataError, match=r"chat\.jsonl: not found"):

@@ -95,8 +95,13 @@ def test_input_that_cannot_be_shown_is_one_error_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepared = make(tmp_path, LINES)
     for data, tokenizer, options, words in [
-        (prepared.path, None, PreviewOptions(first=3), "v0 is prepared already"),
-        (tmp_path / "recipe.toml", "bytes", PreviewOptions(), "--tokenizer or --format with a recipe; write it into"),
+        (prepared.path, None, PreviewOptions(first=3), "v0 is already prepared"),
+        (
+            tmp_path / "recipe.toml",
+            "bytes",
+            PreviewOptions(),
+            "--tokenizer and --format cannot be used with a recipe; set them in",
+        ),
         (tmp_path / "none.jsonl", None, PreviewOptions(), "none.jsonl"),
         (tmp_path / "none", None, PreviewOptions(), "none: no such folder; expected a dataset"),
     ]:

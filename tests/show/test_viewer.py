@@ -75,7 +75,7 @@ def test_an_index_that_cannot_be_built_and_unreadable_text_are_reported(shown, t
     viewer = Viewer(shown, cache=tmp_path / "file")
     viewer.builder.start()
     viewer.builder.wait()
-    with pytest.raises(DataError, match="the index could not be made"):
+    with pytest.raises(DataError, match="the index could not be built"):
         viewer.episodes("train", least=1)
     assert len(viewer.episodes("train")["episodes"]) == 30
     blind = Viewer(replace(shown, text=TokenText(None), without_text="not here"), cache=tmp_path / "index")
@@ -154,7 +154,7 @@ def test_a_sorted_list_waits_for_the_index_and_then_has_pages_in_that_order(show
             start = page["next"]
         assert numbers == right
     for wrong in ("random", "highest_loss"):
-        with pytest.raises(UsageError, match=f"no such order: {wrong}; expected longest, shortest"):
+        with pytest.raises(UsageError, match=f"unknown sort order {wrong}; expected longest, shortest"):
             viewer.episodes("train", sort=wrong)
 
 
@@ -165,7 +165,7 @@ def test_a_filter_with_unknown_names_is_a_usage_error(shown, tmp_path):
     assert viewer.episodes("train", role=["user", "user"], rule=["role"], source="chat")["matching"] == 30
     assert viewer.episodes("train", rule=["flag"])["matching"] == 0
     for wrong in ({"role": ["bot"]}, {"rule": ["luck"]}, {"source": "c"}):
-        with pytest.raises(UsageError, match="no such role, rule or source"):
+        with pytest.raises(UsageError, match="unknown role, rule or source"):
             viewer.episodes("train", **wrong)
 
 

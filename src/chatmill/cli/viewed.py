@@ -31,7 +31,7 @@ from chatmill.store.read import is_dataset
 from chatmill.tokenizer.factory import MissingTokensError
 
 FAULTS = 20
-"""Faulty records that are listed."""
+"""Maximum number of faulty records to list."""
 
 Viewed = Annotated[
     GivenPlace,
@@ -64,9 +64,9 @@ class PreviewOptions:
 class OpenData:
     view: DatasetView
     record_folders: tuple[Path, ...] = ()
-    """Where the files of a preview are."""
+    """Folders that contain the record files of a preview."""
     folder: Path | None = None
-    """A temporary folder, if there is one: for the index of a preview."""
+    """Temporary folder for the index of a preview; None for a dataset."""
 
 
 @contextmanager
@@ -78,16 +78,16 @@ def open_data(
     token_dtype: str | None = None,
     sources: list[str] | None = None,
 ) -> Iterator[OpenData]:
-    """Open a dataset, or render the first records of what is not prepared into a temporary folder, which is removed."""
+    """Open a dataset, or render the first records of an unprepared input into a temporary folder, removed on exit."""
     is_recipe = data.name.lower().endswith(RECIPE_SUFFIXES)
     if not is_recipe and not _holds_records(data):
         if preview != PreviewOptions():
-            raise UsageError(f"--format, --first and --allow-code are for records, and {data} is prepared already")
+            raise UsageError(f"--format, --first and --allow-code apply to records, but {data} is already prepared")
         yield OpenData(open_view(data, tokenizer, token_dtype=token_dtype, sources=sources))
         return
     if is_recipe:
         if tokenizer is not None or preview.format is not None:
-            raise UsageError(f"--tokenizer or --format with a recipe; write it into {data} instead")
+            raise UsageError(f"--tokenizer and --format cannot be used with a recipe; set them in {data}")
         job = load_recipe(str(data))
     else:
         job = Job((InputSource((str(data),)),), tokenizer=tokenizer or "bytes", format=preview.format)
@@ -104,7 +104,7 @@ def open_data(
         try:
             made = prepare(job, allow_code=preview.allow_code or ())
         except MissingTokensError:
-            # To look at records, the tokens of the default format may be added to any tokenizer.
+            # For a preview, add the tokens of the default format to the tokenizer.
             if is_recipe:
                 raise
             made = prepare(replace(job, add_tokens=True))
@@ -122,7 +122,7 @@ def open_data(
 
 
 def _holds_records(data: Place) -> bool:
-    """Whether this is a file of records, or a folder with such files that holds no dataset and no cache."""
+    """Return whether `data` is a file of records, or a folder of such files that is not a dataset or a cache."""
     if not isinstance(data, Path) or data.is_file():
         return data.name.lower().endswith(RECORD_SUFFIXES)
     if not data.is_dir() or is_cache(data) or is_dataset(data) or (data / METADATA).exists() or source_folders(data):
@@ -131,7 +131,7 @@ def _holds_records(data: Place) -> bool:
 
 
 def _record_folders(job: Job) -> tuple[Path, ...]:
-    """The folders that the file names of a preview start from: this one, and that of absolute paths."""
+    """Return the folders that record files are looked up in: the current one, and the parent of absolute paths."""
     files = local_files([name for source in job.sources for name in source.inputs])
     absolute = [path.parent for path in files if path.is_absolute()]
     return (Path(), Path(os.path.commonpath(absolute))) if absolute else (Path(),)

@@ -6,7 +6,7 @@ terminal                rows in the terminal: by span, by turn, by token
 stats, charts, report   statistics of a split, and an HTML page about a dataset
 index, index_build      the viewer's index for filters, sorting and search
 losses                  the losses that a run logged, by episode
-compare, compare_report chatmill's rows beside those of another library: which tokens each trains, and why
+compare, compare_report chatmill's rows next to those of another library: which tokens each trains, and why
 source_record           the record that a segment was rendered from
 order_view              when an episode is trained; the rows of a training step
 viewer, server, page/   the viewer's JSON API, its HTTP server, and the page

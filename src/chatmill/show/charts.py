@@ -1,4 +1,4 @@
-"""Charts as SVG. Colours come from the style of the page, so that they suit light and dark screens, and print."""
+"""Charts as SVG. Colors come from the style sheet of the page, which has light, dark and print variants."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FLOW_WIDTH, FLOW_HEIGHT = 920.0, 280.0
 NODE_WIDTH, GAP, GROUP_GAP = 13.0, 12.0, 24.0
 LABEL_LEFT, LABEL_RIGHT = NODE_WIDTH + 6, 8.0
 LINE_HEIGHT = 17.0
-"""Height of a line of a label in the flow chart, whose text is at most 12.5 px."""
+"""Line height of labels in the flow chart, in px; their font size is at most 12.5 px."""
 LABEL_LINES = 3
-"""Lines of a node's name; a longer name is cut, and its tooltip has all of it."""
+"""Maximum number of lines of a node's name; the tooltip of a truncated name shows all of it."""
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
-    """One element. Text and values are escaped; in the name of an attribute, `_` is `-`, and at the end nothing."""
+    """One element. Text and values are escaped. In attribute names, `_` becomes `-`, and a trailing `_` is removed."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-") if key != "viewBox" else key}="{escape(_short(value))}"'
         for key, value in attributes.items()
@@ -47,7 +47,7 @@ def compact(number: float) -> str:
 
 
 def nice(least: float) -> float:
-    """The smallest of 1, 2, 2.5, 5, 10, 20 … that is not below `least`."""
+    """Return the smallest of 1, 2, 2.5, 5, 10, 20 … that is at least `least`."""
     size = 10.0 ** (len(str(int(max(least, 1)))) - 1) if least >= 1 else 0.01
     while True:
         for step in (1, 2, 2.5, 5):
@@ -59,7 +59,7 @@ def nice(least: float) -> float:
 def histogram(
     counts: Sequence[int], names: Sequence[str], labels: Mapping[int, str], *, title: str, x_label: str, y_label: str
 ) -> Markup:
-    """Bars with names as tooltips; `labels` are written below the left edges of some bars, by number."""
+    """Bar chart with names as tooltips; `labels` maps bar numbers to the text below their left edges."""
     most = nice(max([*counts, 1]) / TICKS) * TICKS
     width = (WIDTH - LEFT - RIGHT) / max(1, len(counts))
     parts = _axes(most, x_label, y_label)
@@ -77,7 +77,7 @@ def histogram(
 def lines(
     series: Sequence[tuple[str, str, Sequence[float]]], labels: Sequence[str], *, title: str, x_label: str
 ) -> Markup:
-    """Line chart of shares from 0 to 1: (name, class, values) each."""
+    """Line chart of shares from 0 to 1; each line is (name, CSS class, values)."""
     parts = _axes(1.0, x_label, "", percent=True)
     step = (WIDTH - LEFT - RIGHT - 40) / max(1, len(labels) - 1)
     x = [LEFT + 20 + at * step for at in range(len(labels))]
@@ -99,7 +99,7 @@ def lines(
 
 
 def _value_places(points: Sequence[float]) -> list[float]:
-    """The y of the labels of points above one another: above the first point, below the others if there is room."""
+    """Return the y of each label at one x: above the first point, and below the others if there is room."""
     places, free = [0.0] * len(points), float("inf")
     for rank, at in reversed(list(enumerate(sorted(range(len(points)), key=lambda at: points[at])))):
         is_above = rank == 0 or points[at] + 17 > HEIGHT - BOTTOM - 4
@@ -122,7 +122,7 @@ def _axes(most: float, x_label: str, y_label: str, *, percent: bool = False) -> 
 
 
 class Node(NamedTuple):
-    """A node of a flow chart; `kind` is the class of its colour."""
+    """A node of a flow chart; `kind` is the CSS class that sets its color."""
 
     name: str
     amount: int
@@ -131,7 +131,7 @@ class Node(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A band from node `start` of a column to node `stop` of the next, where `arrives` is the amount in its unit."""
+    """A band from node `start` of a column to node `stop` of the next; `arrives` is in the unit of `stop`."""
 
     column: int
     start: int
@@ -141,8 +141,11 @@ class Link(NamedTuple):
 
 
 def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str) -> Markup:
-    """Nodes in columns, as high as their amounts, and bands between them; each unit has its own scale."""
-    # Every column is as wide as the last one, where only the labels are to the right of the nodes.
+    """Flow chart: columns of nodes with heights proportional to their amounts, and bands between them.
+
+    Each unit has its own scale.
+    """
+    # All columns have the width of the last one, which has only labels to the right of its nodes.
     step = FLOW_WIDTH / len(columns)
     labels = [[_label(node, step) for node in column] for column in columns]
     totals = [sum(node.amount for node in column) for column in columns]
@@ -182,12 +185,12 @@ def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str
 
 
 def _label(node: Node, step: float) -> list[str]:
-    """The lines of a node's name, none wider than its column in any common font."""
+    """Split the name of a node into lines that fit its column in any common font."""
     room = (step - LABEL_LEFT - LABEL_RIGHT) / 12.5
     lines, left = [""], node.name
     while left:
         word, space, _ = left.partition(" ")
-        # A word that does not fit into a line is cut wherever the line ends.
+        # Break a word that does not fit into one line at the end of the line.
         fits = 0
         while fits < len(word) and _ems(word[: fits + 1]) <= room:
             fits += 1
@@ -207,7 +210,7 @@ def _label(node: Node, step: float) -> list[str]:
 
 
 def _ems(text: str) -> float:
-    """An upper bound of the width of bold text in common fonts."""
+    """Return an upper bound on the width of bold text in common fonts."""
     return sum(1.5 if each > "\u2e7f" else 1.15 if each in "mwMW@%" or each > "\u024f" else 0.8 for each in text)
 
 

@@ -1,4 +1,4 @@
-"""Compares chatmill's rows with those of another library for the same records: which tokens each trains, and why.
+"""Compare chatmill's rows with those of another library for the same records: which tokens each trains, and why.
 
     chatmill   <|im_start|> assistant \\n [Hi <|im_end|>] \\n
     peer       <|im_start|> assistant \\n [Hi <|im_end|> \\n]        after the end of an answer
@@ -120,7 +120,7 @@ class RowComparison:
 
 @dataclass(frozen=True)
 class Clues:
-    """Information on a record besides its spans, used to find the reason for a difference."""
+    """Information about a record that its spans do not contain, used to find the reason for a difference."""
 
     record: Record
     text: TokenText
@@ -229,7 +229,7 @@ def _continues(ids: Ids, text: TokenText) -> bool:
 
 
 def _is_between(spans: Table, at: int) -> bool:
-    """Whether this span lies between two parts of the same answer."""
+    """Whether this span is between two parts of the same answer."""
     if not 0 < at < len(spans) - 1:
         return False
     sides = spans[[at - 1, at + 1]]

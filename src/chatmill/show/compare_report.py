@@ -1,4 +1,4 @@
-"""Summarizes the comparison of many records with another library: counts, and an example of each reason."""
+"""Summarize the comparison of many records with another library: counts, and an example of each reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TokenView:
 
 @dataclass(frozen=True)
 class Example:
-    """A difference in its context."""
+    """A difference and the tokens around it."""
 
     place: str
     chatmill: tuple[TokenView, ...]
@@ -69,7 +69,7 @@ class Comparison:
     text: TokenText
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    """Refused records by who refuses them: chatmill, TRL, both."""
+    """Number of refused records by library: chatmill, TRL or both."""
     refusals: dict[tuple[str, str], Refusals] = field(default_factory=dict)
     """Refusals by library and kind of reason."""
     counts: Counts = field(default_factory=Counts)
@@ -87,7 +87,7 @@ class Comparison:
         return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
 
     def refuse(self, place: str, *, chatmill: tuple[str, str] | None, peer: tuple[str, str] | None) -> None:
-        """Count a record that chatmill, TRL or both refuse; `chatmill` and `peer` are (kind of reason, reason)."""
+        """Add a record that one or both libraries refuse; a refusal is (kind of reason, reason)."""
         self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
         for name, refusal in (("chatmill", chatmill), ("TRL", peer)):
             if refusal is not None:
@@ -97,7 +97,7 @@ class Comparison:
                 self.refusals.setdefault((name, kind), Refusals(reason, place)).records += 1
 
     def add(self, row: Rows, peer: PeerRow, default: PeerRow | None, clues: Clues) -> None:
-        """Add a record that both accept."""
+        """Add a record that both libraries accept."""
         result = compare_row(row, peer, clues)
         self.outcomes[result.outcome] += 1
         self.counts += result.counts

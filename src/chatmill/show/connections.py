@@ -1,7 +1,7 @@
-"""Limits on the viewer's connections: how many there are, and how long each may wait for its client.
+"""Limits on the number of the viewer's connections, and on how long each may wait for its client.
 
-uvicorn closes a connection that is idle after an answer, but waits for ever for the rest of a request, and for a client
-that does not read its answer.
+uvicorn closes connections that are idle after a response, but it waits forever for the rest of a request, and for a
+client that does not read the response.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 128
-"""One more ends the connection that has waited longest for a request."""
+"""If there are more, the connection that has waited longest for a request is closed."""
 ACCEPTED_AT_ONCE = 32
-"""Connections accepted before those accepted earlier are read: few enough that none is ended before it is read."""
+"""Connections accepted before any of them is read: fewer than MAX_CONNECTIONS, so that none is closed unread."""
 QUEUED = 1024
-"""Connections that the system keeps until they are accepted."""
+"""Connections that the operating system queues until they are accepted."""
 THREADS = 8
-"""Answers that are computed at a time."""
+"""Responses that are computed at the same time."""
 CLIENT_SECONDS = 20.0
-"""How long a client may take to send a request, the next request, or to read enough of an answer."""
+"""Maximum time for a client to send a request, or to read enough of a response for writing to resume."""
 
 
 class LimitedServer(uvicorn.Server):
-    """A server that accepts a few connections at a time, and lets many more wait."""
+    """A server that accepts a few connections at a time and queues many more."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
@@ -35,7 +35,7 @@ class LimitedServer(uvicorn.Server):
                 app,
                 http=LimitedConnection,
                 backlog=ACCEPTED_AT_ONCE,
-                # Of requests: those whose client is gone count until they are answered.
+                # Counts requests, including those whose client has disconnected, until they are answered.
                 limit_concurrency=2 * MAX_CONNECTIONS,
                 log_level="error",
                 access_log=False,
@@ -54,7 +54,7 @@ class LimitedServer(uvicorn.Server):
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is ended when its client takes too long, or when there are too many."""
+    """A connection that is closed if its client is too slow or if there are too many connections."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -75,7 +75,7 @@ class LimitedConnection(H11Protocol):
         self._stop_waiting_if_answering()
 
     def on_response_complete(self) -> None:
-        # Parts of the next request do not extend the time for all of it.
+        # Start the timer once per request: receiving a part of a request does not restart it.
         self._wait_for_client()
         super().on_response_complete()
         self._stop_waiting_if_answering()
@@ -97,7 +97,7 @@ class LimitedConnection(H11Protocol):
         self._deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
 
     def _stop_waiting_if_answering(self) -> None:
-        """Computing an answer may take its time."""
+        """Stop the timer while a response is computed: only the client has a time limit."""
         if self.cycle is not None and not self.cycle.response_complete and not self.flow.write_paused:
             self._stop_waiting()
 

@@ -23,25 +23,25 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class RecordPreview:
-    """Records that were rendered to be looked at, without a dataset on disk."""
+    """Describes records that were rendered only to be viewed, not prepared."""
 
     path: Place
     """The file or folder of records, or the recipe."""
     note: str
-    """What was read, and how it was rendered."""
+    """One sentence: which records were read, and how they were rendered."""
     faults: tuple[str, ...]
-    """The first records that cannot be read, each with what is wrong."""
+    """Errors of the first records that cannot be read."""
 
 
 @dataclass(frozen=True)
 class DatasetView:
-    """An open dataset or cache and the text of its tokens; `without_text` says why that is missing, if it is."""
+    """An open dataset or cache and the text of its tokens; `without_text` explains why text is not available."""
 
     dataset: Dataset
     text: TokenText
     without_text: str | None
     preview: RecordPreview | None = None
-    """What was rendered to be looked at, if nothing was prepared."""
+    """Set if the input is records or a recipe instead of a dataset."""
 
     @property
     def path(self) -> Place:
@@ -49,7 +49,7 @@ class DatasetView:
 
     @property
     def title(self) -> Place:
-        """The path to display: of a preview, that of the records or of the recipe."""
+        """The path to display; for a preview, the path of the records or the recipe."""
         return self.path if self.preview is None else self.preview.path
 
     @property
@@ -68,7 +68,7 @@ class DatasetView:
 
     @property
     def format_name(self) -> str | None:
-        """The chat format that it is written in: a preset's name, or `template`; None if the dataset does not say."""
+        """The chat format of the dataset: a preset's name, or `template`; None if it is not recorded."""
         stored = self.dataset.meta.format if isinstance(self.dataset, PrimerCache) else None
         if stored is None and self.dataset.metadata is not None:
             stored = self.dataset.metadata.format.get("name")
@@ -76,12 +76,12 @@ class DatasetView:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The options that the dataset was built with, as far as its metadata has them."""
+        """The options that the dataset was built with, as recorded in its metadata."""
         return {} if self.dataset.metadata is None else self.dataset.metadata.config
 
     @property
     def unrolled(self) -> bool:
-        """Whether conversations have a row for each answer, so that file and line alone do not name a row."""
+        """Whether conversations have one row per answer, so that file and line do not identify a row."""
         return bool(self.config.get("unroll"))
 
     @property
@@ -106,7 +106,7 @@ class DatasetView:
         return None, ShapeOptions()
 
     def train_on(self, file: str | None) -> TrainOn | None:
-        """The `train_on` that the records of a file were prepared with, if the metadata has it."""
+        """The `train_on` that the records of a file were prepared with; None if it is not recorded."""
         value = self.config.get("train_on")
         if "reweighed_from" not in self.config:
             value = next((entry.get("train_on") for entry in self._sources(file)), value)
@@ -120,7 +120,7 @@ class DatasetView:
                 yield entry
 
     def split_named(self, split: str | None) -> tuple[str, Episodes]:
-        """The split of this name; of no name, the first that has an episode."""
+        """Return the split with this name; without a name, the first split that has an episode."""
         if split is None:
             split = next((name for name in self.dataset.splits if len(self.dataset[name])), "train")
         return split, self.dataset[split]
@@ -146,7 +146,7 @@ def open_view(
     built_with, control, besides, name = tokenizer_metadata(dataset)
 
     def opened(spec: str | Path) -> Tokenizer:
-        # Tokens that were added to the dataset's tokenizer are added; then the hash says whether it is the same one.
+        # Add the tokens that were added for the dataset, then compare hashes.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if tokenizer is not None:
@@ -178,7 +178,7 @@ def dataset_text(dataset: Place) -> TokenText:
 
 
 def _candidates(folder: Place, name: str | None) -> Iterator[str | Path]:
-    """Where a tokenizer of this name may be: in the dataset, beside it, or in the working directory."""
+    """Paths where a tokenizer of this name may be: in the dataset, next to it, or in the working directory."""
     if name is None or name == "bytes":
         yield "bytes"
     elif Path(name).name == name:

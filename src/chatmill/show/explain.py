@@ -57,7 +57,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known about a token. `text` and `target_text` are escaped; file and source are as stored."""
+    """Everything known about a token. `text` and `target_text` are escaped; `file` and `source` are not."""
 
     split: str
     episode: int
@@ -65,7 +65,7 @@ class Explanation:
     id: int
     text: str
     target: int | None
-    """The id that it is trained as, if that is not its own."""
+    """The target id, if it differs from `id`."""
     target_text: str | None
     file: str | None
     line: int | None
@@ -85,7 +85,7 @@ class Explanation:
 
 
 def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Explanation:
-    """What one token of an episode is, where it came from, and why it is trained or context."""
+    """Explain what one token of an episode is, where it came from, and why it is trained or context."""
     row = view.row(split, episode)
     if not 0 <= token < len(row.ids):
         right = f"it has 0 to {len(row.ids) - 1:,}" if len(row.ids) else "it has none"
@@ -133,7 +133,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
 
 
 def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
-    """Why a span has its weight, as a clause."""
+    """Return a clause that explains why a span has its weight."""
     if span.rule == Rule.FLAG:
         return f"its message has weight {span.weight:g}"
     if span.rule == Rule.RANGE:
@@ -148,5 +148,5 @@ def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
     if train_on == "last-exchange" and span.role == Role.ASSISTANT:
         if span.weight > 0:
             return f"no user message follows it, and {choice} trains such answers"
-        return f"a user message follows it, and {choice} trains only what the assistant says after the last one"
+        return f"a user message follows it, and {choice} trains only answers after the last user message"
     return f"{choice} {'trains' if span.weight > 0 else 'does not train'} {ROLES[span.role]}"

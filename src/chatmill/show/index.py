@@ -1,4 +1,4 @@
-"""The index of a split, for the filters and the search of the viewer: built once by `index_build`, and cached on disk.
+"""The index of a split, for filters and search in the viewer; `index_build` builds it once and caches it on disk.
 
     columns.npy  a record for each episode: tokens, trained tokens, and a bit set each of sources, rules and roles
     text.bin     the folded text of all episodes, each followed by END
@@ -6,11 +6,11 @@
     grams.bin    for each block of the text a bit for every hashed run of four bytes that begins in it: a search reads
                  only blocks that have all runs of the query
 
-It can be used while it is built, and then covers the first `filtered` and the first `searched` episodes.
+It can be used while it is being built. Filters then cover the first `filtered` episodes, search the first `searched`.
 
 Why not SQLite FTS5: a query of one character takes 20 times as long (100,000 episodes, 33 MB of text, 2 ARM cores: 9 ms
 here, 150 to 240 ms there; two characters: 95 and 140 to 305 ms), building takes 2.7 to 8 times as long, and the trigram
-tokenizer ignores text behind a NUL and is missing from SQLite before 3.34.
+tokenizer ignores text after a NUL and is missing from SQLite before 3.34.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from chatmill.store.episodes import Episodes
 
 COLUMNS = np.dtype([("tokens", "<u8"), ("trained", "<u8"), ("sources", "<u8"), ("rules", "<u4"), ("roles", "u1")])
 MAX_SOURCES = 64
-"""Sources that have a bit of their own; any further ones share the last."""
+"""Number of sources with their own bit; all others share the last bit."""
 BLOCK = 1 << 15
 GRAM = 4
 BITS = 1 << 15
 READ = 1 << 20
-"""Bytes of text that a search reads at a time."""
+"""Bytes of text that a search reads at once."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which episodes to list. An episode must contain everything in the bit sets; 0 and None mean no filter."""
+    """Which episodes to list. Each bit set lists values that must all occur; 0 and None do not filter."""
 
     roles: int = 0
     rules: int = 0
     sources: int = 0
     least: int | None = None
-    """Minimum number of tokens."""
+    """Bounds on the number of tokens."""
     most: int | None = None
     share_from: float | None = None
-    """Minimum fraction of trained tokens."""
+    """Bounds on the trained share of an episode's tokens."""
     share_to: float | None = None
 
 
@@ -66,7 +66,7 @@ SORTS = {
     "highest_loss": Sort("loss", True),
     "lowest_loss": Sort("loss", False),
 }
-"""The orders of a list besides that of the dataset. Episodes without a loss come last."""
+"""Sort orders of a list, in addition to the order of the dataset. Episodes without a loss come last."""
 
 
 class SearchHits(NamedTuple):
@@ -74,7 +74,7 @@ class SearchHits(NamedTuple):
     after: int
     """The episode to continue from."""
     ended: bool
-    """Everything indexed was searched."""
+    """Whether all indexed episodes were searched."""
 
 
 class SplitIndex:
@@ -83,11 +83,11 @@ class SplitIndex:
     def __init__(self, count: int) -> None:
         self.count = count
         self.filtered = 0
-        """Episodes whose columns are known."""
+        """Number of episodes whose columns are indexed."""
         self.searched = 0
-        """Episodes whose text is known."""
+        """Number of episodes whose text is indexed."""
         self.error: str | None = None
-        # The builder sets these, or extends what they hold, and then raises the counts.
+        # The builder sets or extends these arrays, and then raises the counts above.
         self.columns: NDArray[Any] = np.empty(0, dtype=COLUMNS)
         self.ends: Index = np.zeros(1, dtype=np.int64)
         self.text = -1
@@ -112,7 +112,7 @@ class SplitIndex:
         return kept
 
     def order(self, sort: str) -> NDArray[np.uint32]:
-        """All episodes in one of the orders of `SORTS`; needs the columns of all of them. Ties keep their order."""
+        """Return all episodes in one of the orders of `SORTS`; all columns must be indexed. Ties keep their order."""
         column, descending = SORTS[sort]
         if column == "loss":
             if self.losses is None:
@@ -132,7 +132,7 @@ class SplitIndex:
         kept: NDArray[np.bool_] | None = None,
         seconds: float = 0.3,
     ) -> SearchHits:
-        """Like `search`, but go through the episodes in this `order`, beginning at position `start` of it.
+        """Like `search`, but in this order of episodes; `start` is a position in the order.
 
         Needs the text of all episodes.
         """
@@ -159,7 +159,10 @@ class SplitIndex:
     def search(
         self, query: bytes, start: int, limit: int, *, kept: NDArray[np.bool_] | None = None, seconds: float = 0.3
     ) -> SearchHits:
-        """Up to `limit` episodes from `start` on that contain a folded query and are `kept`; takes about `seconds`."""
+        """Return up to `limit` of the `kept` episodes, starting at `start`, that contain a folded query.
+
+        Stops after about `seconds`; `SearchHits.next` is then where to continue.
+        """
         deadline, hits, begun = monotonic() + seconds, list[int](), start
         # Read once, because the builder may raise it in the meantime.
         searched = self.searched
@@ -167,7 +170,7 @@ class SplitIndex:
         if start >= searched:
             return SearchHits(hits, start, ended=True)
         for first, last in self._ranges(query, int(ends[start]), int(ends[searched])):
-            # The last hit may have led past the beginning of this range.
+            # The episode of the last hit may end after the start of this range.
             at = max(first, int(ends[start]))
             text = os.pread(self.text, last + len(query) - 1 - at, at) if at < last else b""
             place = text.find(query)
@@ -220,7 +223,7 @@ def source_bit(source: int) -> int:
 
 
 def sources_of(episodes: Episodes) -> list[str]:
-    """The names of the sources of a split, in order of first use."""
+    """The names of the sources of a split, in order of first appearance."""
     return list(dict.fromkeys(file.source for file in episodes.files))
 
 

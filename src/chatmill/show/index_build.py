@@ -25,11 +25,11 @@ from chatmill.store.episodes import Episodes
 
 VERSION = 2
 CHUNK = 1 << 20
-"""Tokens that building reads at a time: few, because requests are answered in between."""
+"""Tokens read at once while building: few, so that requests are not delayed."""
 
 
 class IndexBuilder:
-    """Builds the indexes of a dataset in a thread, or opens those built before."""
+    """Builds the indexes of a dataset in a thread, or opens cached ones."""
 
     def __init__(self, view: DatasetView, cache: Path) -> None:
         self._view, self._cache = view, cache
@@ -39,7 +39,7 @@ class IndexBuilder:
         self.indexes = {split: SplitIndex(len(view.dataset[split])) for split in view.dataset.splits}
 
     def start(self, *, delay: float = 0) -> None:
-        """Start the thread, which waits for `delay` seconds first."""
+        """Start the thread, which first waits for `delay` seconds."""
         self._delay = delay
         self._thread.start()
 
@@ -47,13 +47,13 @@ class IndexBuilder:
         self._thread.join()
 
     def close(self) -> None:
-        """Stop, and remove what is incomplete."""
+        """Stop the thread and remove incomplete indexes."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def folder(self, split: str) -> Path:
-        """Where the index of a split is cached, named by everything that determines it."""
+        """Return the path of the cached index of a split; its name contains everything that determines the index."""
         tokenizer = self._view.tokenizer
         key = [VERSION, DataSource("", self._view.dataset).sha256, split, tokenizer and tokenizer.sha256]
         return self._cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
@@ -73,7 +73,7 @@ class IndexBuilder:
     def _open_or_build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with folder.with_suffix(".lock").open("w") as lock:
-            # A second viewer of the same dataset waits, and then opens what the first one built.
+            # A second viewer of the same dataset waits, and then opens the index that the first one built.
             while True:
                 with suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,14 +88,14 @@ class IndexBuilder:
             building.mkdir()
             try:
                 if self._build(episodes, index, building):
-                    # Written last: an index that has it is complete.
+                    # Written last: if this file exists, the index is complete.
                     (building / "index.json").write_text(json.dumps({"version": VERSION, "episodes": index.count}))
                     building.rename(folder)
             finally:
                 shutil.rmtree(building, ignore_errors=True)
 
     def _build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> bool:
-        """The columns of all episodes first, because they are quick; then the text. False if stopped."""
+        """Index the columns of all episodes first, because that is fast, and then the text. Return False if stopped."""
         index.columns = np.lib.format.open_memmap(folder / "columns.npy", "w+", COLUMNS, (index.count,))
         numbers = {name: number for number, name in enumerate(sources_of(episodes))}
         source_bits = np.array([*(source_bit(numbers[file.source]) for file in episodes.files), 0], dtype=np.uint64)
@@ -122,7 +122,7 @@ class IndexBuilder:
                 text_file.flush()
                 stop = index.searched + 1 + len(rows)
                 index.ends[index.searched + 1 : stop] = index.ends[index.searched] + start[1:]
-                # Bits of the blocks that are complete, with the three bytes that their last runs end in.
+                # Set the bits of complete blocks; the last run of a block ends up to three bytes after it.
                 tail += text
                 blocks = max(0, (len(tail) - GRAM + 1) // BLOCK)
                 if blocks:
@@ -136,7 +136,7 @@ class IndexBuilder:
 
 
 def _open(index: SplitIndex, folder: Path, *, has_text: bool) -> None:
-    """Open an index that was built before."""
+    """Open a cached index."""
     index.columns = _array(folder / "columns.npy", COLUMNS, index.count)
     if has_text:
         index.ends = _array(folder / "ends.npy", np.dtype("<i8"), index.count + 1)
@@ -149,7 +149,7 @@ def _open(index: SplitIndex, folder: Path, *, has_text: bool) -> None:
 def _array(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     if array.dtype != dtype or array.shape != (count,):
-        raise DataError(f"{path}: is not what was written; remove {path.parent}, and it is made again")
+        raise DataError(f"{path}: is damaged; remove {path.parent} to rebuild it")
     return array
 
 
@@ -167,7 +167,7 @@ def _gram_bits(text: bytes, blocks: int) -> NDArray[np.uint8]:
 
 
 def columns_of(rows: Rows, source_bits: NDArray[np.uint64]) -> NDArray[Any]:
-    """The record of each row. `source_bits` has the bit of each file's source, and last what has no file."""
+    """Return the columns of each row. `source_bits` has the bit of each file's source; the last is for no file."""
     spans, first = rows.spans, rows.first_span[rows.first_segment]
     trained = offsets(np.where(spans["weight"] > 0, spans["length"], 0).astype(np.int64))
     file = np.where(rows.origins["file"] == NO_FILE, len(source_bits) - 1, rows.origins["file"])

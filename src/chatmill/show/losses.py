@@ -23,14 +23,14 @@ EXPECTED = "the losses of a step, as training with --log_rows writes them"
 
 
 def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
-    """The loss of each training episode when the run last trained on it; NaN if the run did not.
+    """The loss of each training episode when the run last trained on it; NaN if it was never trained.
 
-    The loss of a packed episode is the mean over its conversations, weighted by their trained tokens. Steps of the run
-    that were trained on other data are left out.
+    The loss of a packed episode is the mean over its conversations, weighted by their trained tokens. Steps that
+    were trained on other data are ignored.
     """
     paths = sorted((folder / "rows").glob("rank_*.jsonl"))
     if not paths:
-        raise DataError(f"{folder}: has no losses of conversations; train with --log_rows")
+        raise DataError(f"{folder}: has no losses per conversation; train with --log_rows")
     count = len(view.dataset["train"]) if "train" in view.dataset else 0
     last_step = np.full(count, -1, dtype=np.int64)
     total, weight = np.zeros((2, count))
@@ -51,13 +51,13 @@ def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
             np.add.at(total, numbers[current], (losses * weights)[current])
             np.add.at(weight, numbers[current], weights[current])
     if all(each is None for each in sources.values()):
-        raise DataError(f"{folder}: was trained on other data than {view.path}; view the dataset of that run")
+        raise DataError(f"{folder}: was not trained on {view.path}; view the dataset of that run")
     with np.errstate(invalid="ignore"):
         return np.where(weight > 0, total / weight, np.nan).astype(np.float32)
 
 
 def _sources(view: DatasetView, data: dict[str, Any]) -> tuple[DataSource, ...] | None:
-    """The sources that a run was trained on, if they are those of this dataset."""
+    """Return the sources that a run was trained on, if they belong to this dataset."""
     mix = data.get("mix_sft")
     config = LoadConfig(pad_token_id=0, mix_sft=mix, use_loss_mask=False, token_dtype=view.dataset.token_dtype)
     try:
@@ -69,7 +69,7 @@ def _sources(view: DatasetView, data: dict[str, Any]) -> tuple[DataSource, ...] 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any], tuple[NDArray[Any], ...]]]:
-    """The step, the data and the columns of each complete line."""
+    """Yield the step, the data and the columns of each complete line."""
     try:
         with open_plain(path) as file:
             for number, raw in enumerate(file, 1):

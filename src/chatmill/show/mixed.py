@@ -1,4 +1,4 @@
-"""A folder of datasets and caches, shown as one dataset: what training mixes, before it is trained on."""
+"""A folder of datasets and caches, shown as one dataset, as training mixes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MixedEpisodes(Episodes):
         self._parts = [source.dataset[split] for source in sources if split in source]
         names = [source.name for source in sources if split in source]
         files = [[File(name, file.path) for file in part.files] for name, part in zip(names, self._parts, strict=True)]
-        # Caches do not record where rows came from; a file without a path names at least the source.
+        # Caches do not record where rows came from; use a file without a path, which names at least the source.
         files = [own or [File(name, "")] for name, own in zip(names, files, strict=True)]
         shards = [shard for part in self._parts for shard in part.shards]
         super().__init__(self._parts[0].stored, shards, tuple(dict.fromkeys(file for own in files for file in own)))
@@ -57,7 +57,7 @@ class MixedEpisodes(Episodes):
         rows, known = self._parts[part].rows(numbers - self._part_start[part]), self._file_numbers[part]
         origins = rows.origins.copy()
         has_file = origins["file"] != NO_FILE
-        # Padding has no file either; a source with files of its own keeps it so.
+        # Padding has no file either; leave it that way if the source records its files.
         only = known[0] if not self._parts[part].files else NO_FILE
         origins["file"] = np.where(has_file, known[np.where(has_file, origins["file"], 0)], only)
         return replace(rows, origins=origins, files=self.files)
@@ -80,7 +80,7 @@ class MixedDataset(Dataset):
 
     @property
     def ledger(self) -> Ledger | None:
-        """The sum of the ledgers of all sources; None if one of them has none."""
+        """The sum of the ledgers of all sources; None if one of them does not have a ledger."""
         total = Ledger()
         for source in self.mixed:
             metadata = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
@@ -113,10 +113,10 @@ def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype:
     )
     first = sources[0]
     for other in sources[1:]:
-        # Control tokens that were added to the same tokenizer may have other ids.
+        # Control tokens that were added to the same tokenizer may have different ids.
         if tokenizer_metadata(other.dataset)[:3] != tokenizer_metadata(first.dataset)[:3]:
             raise DataError(
-                f"{folder}: {one_line(other.name)} was built with other tokens than {one_line(first.name)}; "
+                f"{folder}: {one_line(other.name)} and {one_line(first.name)} have different tokens; "
                 "view one of them at a time"
             )
     splits = dict.fromkeys(split for source in sources for split in source.dataset.splits if split in source)
@@ -125,7 +125,7 @@ def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype:
 
 
 def tokenizer_metadata(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
-    """What a dataset records of its tokenizer: hash, control tokens by key, further added tokens, name."""
+    """What a dataset records about its tokenizer: hash, control tokens by key, further added tokens, name."""
     if isinstance(dataset, MixedDataset):
         return tokenizer_metadata(dataset.mixed[0].dataset)
     if isinstance(dataset, PrimerCache):

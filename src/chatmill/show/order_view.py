@@ -34,9 +34,9 @@ class OrderView:
     """The order of a dataset under a load config, for any seed and epoch."""
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
-        """`sources` are those of a folder of datasets: mixed as the config says, or all with the same weight."""
-        # Without what the order does not depend on, so that datasets that lack it have an order too. The last rows of
-        # an epoch are kept, because the row of an episode does not depend on whether the loader drops it.
+        """`sources` are the datasets of a folder: mixed according to the config, or all with the same weight."""
+        # The order does not depend on padding and loss mask, which some datasets lack. Keep the last rows of an epoch:
+        # which row an episode is in does not depend on whether the loader drops that row.
         self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
         if sources is None:
             self.config = replace(self.config, mix_sft=None, mix_epochs=None)
@@ -100,13 +100,13 @@ def audit_logs(places: Sequence[Path]) -> list[Path]:
     for place in places:
         here = sorted(place.glob("*.log")) if local_path(place).is_dir() else [place]
         if not here or not all(log.is_file() for log in here):
-            raise UsageError(f"{place}: is no audit log, and no folder that holds one")
+            raise UsageError(f"{place}: is not an audit log, nor a folder with audit logs")
         logs += here
     return logs
 
 
 def timeline(log: Path) -> list[dict[str, Any]]:
-    """All lines of a log in order; `abandoned` are those that a resumed run does not build on."""
+    """All lines of a log in order; `abandoned` marks lines after the step that a run was resumed from."""
     lines: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for number, line in enumerate(read_log(log), 1):
@@ -127,13 +127,13 @@ def timeline(log: Path) -> list[dict[str, Any]]:
 def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None = None) -> dict[str, Any]:
     """The episodes of each row of a step, read from the dataset; `line` of the log has their digest.
 
-    Episodes have their numbers in the dataset, also where the run mixed its sources. `sources` are those of a folder of
-    datasets, over which its episodes are numbered.
+    Episodes have their numbers in the dataset, even if the run mixed several sources. `sources` are the
+    datasets of a folder, whose episodes are numbered consecutively.
     """
     replayed = replay_step(log, step, dataset)
     mixed = tuple(source.name for source in replayed.plan.sources)
     if sources is not None and mixed != tuple(sources):
-        raise DataError(f"{log}: the run mixed {', '.join(map(one_line, mixed))}; view these with --config")
+        raise DataError(f"{log}: the run mixed {', '.join(map(one_line, mixed))}; view that folder with --config")
     episodes = in_whole(replayed.plan.sources, replayed.plan.split, replayed.step.episodes)
     rows = [episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
     epoch, split = replayed.step.at.epoch, replayed.plan.split
@@ -141,7 +141,7 @@ def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None 
 
 
 def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Index:
-    """The numbers in their dataset of episodes that are numbered over some sources of it.
+    """Convert episode numbers that count over some sources of a dataset to numbers in the dataset.
 
     If the sources are whole datasets, the numbers are returned as they are.
     """
@@ -157,7 +157,7 @@ def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Inde
 
 
 def _starts(shards: Sequence[Shard]) -> Index:
-    """The first episode of each shard, and the number of all."""
+    """The first episode of each shard, followed by the total number of episodes."""
     return offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
 
 
@@ -165,7 +165,7 @@ def _starts(shards: Sequence[Shard]) -> Index:
 
 
 class ReplayedRow(NamedTuple):
-    """A row without its padding; `mask` says which of its tokens are predicted."""
+    """A row without its padding; `mask` marks the tokens that are predicted."""
 
     episodes: list[int]
     origins: list[str]
@@ -184,7 +184,7 @@ def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterat
         real = batch.segments[number] < len(episodes)
         ids, segments = batch.x[number][real].tolist(), batch.segments[number][real].tolist()
         mask = [0, *batch.loss_mask[number][real].astype(int).tolist()]
-        # A row that is full has one token more than x, which is known if it is predicted.
+        # A full row has one token more than x; its id is known only if it is predicted.
         if real.all() and mask[-1]:
             ids.append(int(batch.y[number][-1]))
             segments.append(segments[-1])
@@ -202,11 +202,11 @@ def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
 
 
 def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
-    """The tokenizer that the rows were made with: the one that is named, or `bytes`; None if it is not known."""
+    """The tokenizer that the rows were made with: the given one, or `bytes`; None if it is not known."""
     source = plan.sources[0]
     built_with, control, besides, name = tokenizer_metadata(source.dataset)
     if built_with is None:
-        # Another program wrote the dataset, so that no tokenizer can be checked.
+        # Another program wrote the dataset, so the tokenizer cannot be checked.
         return None if spec is None else open_tokenizer(spec)
     if spec is None and name not in (None, "bytes"):
         return None
@@ -214,7 +214,9 @@ def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
     if opened.sha256 == built_with:
         return opened
     if spec is not None:
-        raise UsageError(f"{source.path}: was made with another tokenizer than {one_line(spec)}; name that one")
+        raise UsageError(
+            f"{source.path}: was not made with the tokenizer {one_line(spec)}; pass the one that it was made with"
+        )
     return None
 
 
@@ -228,12 +230,12 @@ def step_previews(
 ) -> list[tuple[str | None, str]]:
     """Where conversations of a step came from (file:line, None if it is not known), and how they begin.
 
-    `places` has of each the episode, by its number in the run, and the segment, counted from the end of the episode.
+    For each conversation, `places` has the number of its episode in the run, and its segment, counted from the end.
     """
     sources, _ = open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix_sft, token_dtype=token_dtype))
     if (own := datasets_hash(sources)) != sha256:
         raise DataError(
-            f"{dataset}: is {own[:12]}…, the step was trained on {sha256[:12]}…; name that data with --dataset"
+            f"{dataset}: is {own[:12]}…, the step was trained on {sha256[:12]}…; pass that dataset with --dataset"
         )
     texts = {source.path: dataset_text(source.path) for source in sources}
     previews = []

@@ -24,16 +24,16 @@ from chatmill.show.text import visible
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 SAMPLES = 20
 SAMPLE_TOKENS = 400
-"""Tokens of a sample that are displayed."""
+"""Maximum number of tokens displayed for a sample."""
 BARS = 40
 MAX_NODES = 8
-"""Reasons in one column of the flow chart; those with the smallest amounts are summed up as one node."""
+"""Maximum number of reasons in one column of the flow chart; the smallest ones are combined into one node."""
 OUTSIDE = "outside messages"
-"""Tokens of no message: tool definitions and other text of a chat template, text outside turns, padding."""
+"""Tokens that belong to no message: tool definitions and other text of a chat template, text outside turns, padding."""
 
 
 def dataset_page(path: Place, *, version: str) -> str:
-    """The page about the dataset at a path, as HTML."""
+    """Return the report on the dataset at a path, as HTML."""
     view = open_view(path)
     names = [name for name in view.dataset.splits if len(view.dataset[name])]
     splits = [split_stats(view.dataset[name], name, block_sizes=BLOCK_SIZES) for name in names]
@@ -41,18 +41,18 @@ def dataset_page(path: Place, *, version: str) -> str:
 
 
 def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str) -> str:
-    """The page about a dataset, as HTML; `version` is chatmill's."""
+    """Return the report on a dataset, as HTML; `version` is the version of chatmill."""
     page, style = ((resources.files("chatmill.show") / f"report.{name}").read_text("utf-8") for name in ("html", "css"))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
-    # Most samples are of the first split; each further one has a few.
+    # Most samples are from the first split; the others contribute a few each.
     few = 4
     samples = [SAMPLES - few * (len(splits) - 1), *[few] * (len(splits) - 1)]
     return environment.from_string(page).render(
         style=Markup(style),
         outside=OUTSIDE,
-        # Nothing is loaded and nothing runs; the only style that applies is this one.
+        # The policy forbids scripts and loading, and allows only this style sheet.
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         version=version,
         view=view,
@@ -79,7 +79,7 @@ def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str
 
 
 def _lengths(stats: SplitStats) -> Markup:
-    """Rows by length: bars of equal width for 99.5% of the rows, and one bar for longer ones."""
+    """Histogram of row lengths: bars of equal width for 99.5% of the rows, and one bar for longer rows."""
     width = max(1, int(nice(stats.quantile(0.995) / BARS)))
     bars = stats.quantile(1.0) // width + 1
     bars = bars if bars <= BARS + 5 else BARS
@@ -107,7 +107,7 @@ def _fills(stats: SplitStats) -> Markup:
     return lines(
         [
             ("packed", "packed", [fill.packed for fill in stats.fills]),
-            ("one episode a row", "alone", [fill.alone for fill in stats.fills]),
+            ("one episode per row", "alone", [fill.alone for fill in stats.fills]),
         ],
         [f"{fill.block_size:,}" for fill in stats.fills],
         title=f"How full rows of {stats.split} are at each block size",
@@ -116,7 +116,7 @@ def _fills(stats: SplitStats) -> Markup:
 
 
 def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
-    """From records to trained tokens; without a ledger, from stored tokens on."""
+    """Flow chart from records to trained tokens; without a ledger, it starts at stored tokens."""
     roles: dict[str, int] = {}
     for stats in splits:
         for name, count in stats.roles.items():
@@ -148,7 +148,7 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
 
 
 def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, kind: str = "lost") -> list[Node]:
-    """A node for each reason of these buckets, of which the largest MAX_NODES are named."""
+    """Return a node for each of the MAX_NODES largest reasons, and one for all others."""
     nodes = [
         Node(f"{bucket}: {one_line(reason.replace('_', ' '), 80)}" if reason else bucket, amount, unit, kind)
         for bucket, reason, entry in ledger
@@ -163,7 +163,7 @@ def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, ki
 
 
 def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link]:
-    """Links from top to top: a ledger has only the sum of what each node of a column loses."""
+    """Connect nodes in order from the top: the ledger records only total losses, not which node lost what."""
     links, left, right = [], [node.amount for node in one], [node.amount for node in other]
     start = stop = 0
     while start < len(left) and stop < len(right):
@@ -183,12 +183,12 @@ def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link
 
 
 def _spread(rows: int, count: int) -> list[int]:
-    """The numbers of `count` rows, evenly spread from the first to the last."""
+    """Return `count` row numbers, evenly spaced from the first to the last."""
     return sorted({int(at) for at in np.linspace(0, rows - 1, min(count, rows))}) if rows else []
 
 
 def _sample(view: DatasetView, split: str, number: int) -> dict[str, Any]:
-    """An episode with its turns, and the spans of each with their tokens, as far as they are displayed."""
+    """Return an episode with its turns, their spans and tokens, cut to the number of tokens displayed."""
     row = view.row(split, number)
     parts: list[dict[str, Any]] = []
     left = SAMPLE_TOKENS

@@ -1,4 +1,4 @@
-"""What the spans of one row say: its turns and segments, where they came from, and what is trained."""
+"""The turns and segments of one row, where they came from, and what is trained, read from its spans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTES = {
     Rule.EARLIER_ROW: "trained in an earlier row",
     Rule.RANGE: "partly weighted by train_ranges",
 }
-"""Rules that a reader of a turn should know about."""
+"""Rules to point out next to a turn."""
 
 TOOL_DEFINITION = re.compile(
     r'"(?:parameters|input_schema)"\s*:|"type"\s*:\s*"function"|namespace functions\b|\bdeclaration:\w|<parameters>'
@@ -37,7 +37,7 @@ TOOL_DEFINITION = re.compile(
 """Occurs in the tool definitions of published chat templates: JSON Schema, TypeScript, Gemma's notation, XML."""
 
 ROLES, PARTS, RULES = ({each.value: each.name.lower() for each in kind} for kind in (Role, Part, Rule))
-"""The names of the codes of spans, as JSON has them."""
+"""The names of span codes, as written to JSON."""
 
 
 def trained_tokens(row: Rows) -> int:
@@ -48,7 +48,7 @@ def trained_tokens(row: Rows) -> int:
 
 
 class Origin(NamedTuple):
-    """Where a segment came from; None where that is not known."""
+    """Where a segment came from; unknown fields are None."""
 
     file: str | None
     line: int | None
@@ -71,7 +71,7 @@ def segment_json(row: Rows, segment: int) -> dict[str, Any]:
 
 
 def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False, limit: int = 200) -> str:
-    """file:line of a segment, and the message it ends with if `unrolled`; of several segments, how many there are."""
+    """Return file:line of a segment, with its last message if `unrolled`; for several segments, their number."""
     if segment is None and len(row.origins) != 1:
         return f"{len(row.origins)} segments"
     file, line, _ = origin_of(row, segment or 0)
@@ -81,7 +81,7 @@ def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False,
 
 
 def last_message(row: Rows, segment: int = 0) -> int | None:
-    """The number of the last message of a segment: in an unrolled row, of the answer that it trains."""
+    """Return the number of the last message of a segment; in an unrolled row, it is the answer that is trained."""
     message = row.spans["message"][row.first_span[segment] : row.first_span[segment + 1]]
     message = message[message != NO_MESSAGE]
     return int(message.max()) if len(message) else None
@@ -104,7 +104,7 @@ def is_padding(row: Rows, segment: int) -> bool:
 
 @dataclass(frozen=True)
 class SpanView:
-    """One span: tokens [start, stop) of the row. `target` is the id they are trained as, None for their own."""
+    """One span: tokens [start, stop) of the row. `target` is their target id, or None if it is their own id."""
 
     start: int
     stop: int
@@ -152,7 +152,7 @@ def row_json(row: Rows) -> dict[str, Any]:
 
 
 def _spans_json(row: Rows) -> Iterator[dict[str, Any]]:
-    """The spans of a row as `span_views` gives them, from whole columns: rows are written by the thousands."""
+    """Return the spans of a row as `span_views` does, but from whole columns, which is faster for many rows."""
     names = ("role", "part", "rule", "message", "weight", "target")
     columns = [row.spans[name].tolist() for name in names]
     starts = row.span_start.tolist()
@@ -186,7 +186,7 @@ class MessageTurn:
     trained: int
     notes: tuple[str, ...]
     missing: tuple[int, int] | None
-    """The first and last message before this one that are not in the row, because it was cut."""
+    """The first and last of the messages before this one that are missing because the row was cut."""
 
 
 def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
@@ -217,7 +217,7 @@ def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
 
 
 def turn_name(row: Rows, turn: MessageTurn, text: TokenText) -> str:
-    """The role and number of a message, or what the tokens of a turn are if no message wrote them."""
+    """Return the role and number of a message; for tokens that belong to no message, what they are."""
     role, number = turn.role.name.lower(), "" if turn.message is None else f" {turn.message}"
     if turn.role != Role.NONE and turn.message is not None:
         return role + number
@@ -232,7 +232,7 @@ def turn_name(row: Rows, turn: MessageTurn, text: TokenText) -> str:
 
 
 def part_name(row: Rows, span: SpanView, text: TokenText) -> str:
-    """The part of a message that a span is, in words; tool definitions are recognized by their text."""
+    """Return the name of the part that a span belongs to; tool definitions are recognized by their text."""
     if not _defines_tools(row, span, text):
         return PARTS[span.part].replace("_", " ")
     return "tool definitions" if span.message is None or span.part != Part.CONTENT else "content and tool definitions"
@@ -247,7 +247,7 @@ def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
 
 
 def preview(row: Rows, text: TokenText, limit: int = 80) -> str:
-    """One line that says what a row is about: the beginning of the first user message, else of any text."""
+    """Return a one-line preview: the beginning of the first user message, or of any text if there is none."""
     spans = row.spans
     is_text = np.isin(spans["part"], (Part.CONTENT, Part.PREFIX, Part.VALUE))
     for chosen in (is_text & (spans["role"] == Role.USER), is_text, np.ones(len(spans), dtype=np.bool_)):

@@ -1,4 +1,4 @@
-"""The viewer's HTTP server. It listens on this machine only and changes nothing. Needs the extra `view`."""
+"""The viewer's HTTP server. It listens only on this machine and is read-only. Needs the extra `view`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 INDEX_DELAY = 0.5
 """Seconds before the index is built, so that the first page loads undisturbed."""
 HOST_NAMES = {"127.0.0.1", "localhost", "[::1]"}
-"""Host names of requests that are answered, on any port, as a tunnel may use another. A request for any other name
+"""Accepted host names, on any port because a tunnel may use another port. A request for any other name
 comes from a page of another site whose name was made to resolve to this machine (DNS rebinding)."""
 HEADERS = {
     # Nothing is loaded from elsewhere, there are no inline scripts, and no other page may embed this one.
@@ -44,14 +44,14 @@ MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript
 MAX_QUERY = 1000
 """Maximum number of characters of a text in a query."""
 FILTERS = {"role": list, "rule": list, "source": "", "least": int, "most": int, "share_from": float, "share_to": float}
-"""Parameters of a query that filter episodes: their types, or their defaults."""
+"""Query parameters that filter episodes, with their types or defaults."""
 NUMBER = re.compile(r"[-+]?[0-9.]{1,18}(e[-+]?[0-9]{1,3})?", re.IGNORECASE)
-"""Numbers of a query: not all that Python reads as one, such as 5,000 digits, `1_0` or digits of other scripts."""
+"""Numbers in a query: stricter than Python, which also accepts 5,000 digits, `1_0` or digits of other scripts."""
 Endpoint = Callable[[Request], Response]
 
 
 class Index(IntegerConvertor):
-    """A number in a path; one with more digits is no address at all."""
+    """A number in a path; a path with a longer number does not match."""
 
     regex = "[0-9]{1,18}"
 
@@ -60,18 +60,18 @@ register_url_convertor("index", Index())
 
 
 def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until interrupted; `ready` is called with the address as soon as it can be opened."""
+    """Serve until interrupted; call `ready` with the URL as soon as it accepts connections."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((HOST, port))
         except OSError as error:
             raise UsageError(
-                f"port {port} cannot be used ({error.strerror}); leave --port out, and one is found"
+                f"port {port} cannot be used ({error.strerror}); omit --port to use any free port"
             ) from None
         server = LimitedServer(application(viewer))
         listening.listen(QUEUED)
-        # Connections from now on wait until the server accepts them.
+        # From here on, connections are queued until the server accepts them.
         ready(f"http://{HOST}:{listening.getsockname()[1]}/")
         viewer.builder.start(delay=INDEX_DELAY)
         try:
@@ -111,7 +111,7 @@ def application(viewer: Viewer) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp) -> ASGIApp:
-    """Refuse what the page never requests, and forbid the browser everything that the page does not need."""
+    """Refuse requests that the page never sends, and set headers that forbid everything it does not need."""
     headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,15 +129,15 @@ def _refusal(request: Request) -> Response | None:
     host = request.headers.get("host", "")
     name, _, port = host.rpartition(":")
     if (name if port.isdigit() else host).lower() not in HOST_NAMES:
-        return _json({"error": "this viewer answers to 127.0.0.1 and localhost alone"}, 421)
+        return _json({"error": "wrong host name; expected 127.0.0.1 or localhost"}, 421)
     if request.method not in ("GET", "HEAD"):
-        return _json({"error": "nothing can be changed here"}, 405)
+        return _json({"error": "the viewer is read-only; use GET or HEAD"}, 405)
     origin = request.headers.get("origin")
     is_foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") or (
         origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
     )
     if is_foreign and request.scope["path"].startswith("/api/"):
-        return _json({"error": "requests from other pages are refused"}, 403)
+        return _json({"error": "requests from pages of other sites are refused"}, 403)
     return None
 
 
@@ -146,9 +146,12 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
-    """Call a method with the path and query parameters; `parameters` gives a default or a type for the latter."""
+    """Return an endpoint that calls a method with path and query parameters.
 
-    # Not a coroutine: Starlette then runs it in a thread, so that a slow answer does not delay others.
+    `parameters` gives the default or the type of each query parameter.
+    """
+
+    # Not a coroutine: Starlette then runs it in a thread, so that a slow response does not delay others.
     def endpoint(request: Request) -> Response:
         try:
             query = {name: _parameter(request, name, default) for name, default in parameters.items()}
@@ -156,7 +159,7 @@ def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
         except ChatmillError as error:
             return _json({"error": str(error)}, 400)
         except OSError as error:
-            # The dataset, or what it was made from, was removed or replaced.
+            # The dataset or a record file was removed or replaced.
             return _json({"error": system_fault(error)}, 500)
 
     return endpoint

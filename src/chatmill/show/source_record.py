@@ -21,9 +21,9 @@ from chatmill.records.units import is_array
 from chatmill.show.text import visible
 
 MAX_CHARACTERS = 200_000
-"""Characters of a record that are displayed."""
+"""Maximum number of characters displayed of a record."""
 STEP = 1024
-"""Lines between two whose offsets are remembered."""
+"""The offset of every STEP-th line is cached."""
 CHUNK = 1 << 22
 LINE_SUFFIXES = (".jsonl", ".txt")
 MULTILINE_SHAPES = ("oasst1", "transcript-stream")
@@ -36,9 +36,9 @@ class SourceRecord:
 
     text: str
     as_read: bool
-    """The text is the parsed record, because the file does not have one line for each record."""
+    """Whether the text is the parsed record, because the file does not have one line per record."""
     same: bool | None
-    """Whether it still has the hash that the dataset recorded; None if that is unknown."""
+    """Whether its hash is still the one in the dataset; None if that is unknown."""
     cut: bool
 
 
@@ -51,7 +51,7 @@ def source_record(
     key: Sequence[int],
     folders: Sequence[Path],
 ) -> SourceRecord:
-    """The record at a line of a file, which is looked for in these folders; `DataError` if it cannot be read."""
+    """Return the record at a line of a file in one of these folders; raise `DataError` if it cannot be read."""
     raw, records, has_lines = _raw_record(name, line, shape, options, folders)
     wanted = np.array(key, dtype="<u8").tobytes()
     same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
@@ -72,11 +72,11 @@ def source_line(
     key: Sequence[int],
     folders: Sequence[Path],
 ) -> str:
-    """The same record as one line of JSON, complete and not escaped; `DataError` if it has changed since."""
+    """Return the record as one line of JSON, complete and not escaped; raise `DataError` if it has changed."""
     raw, records, _ = _raw_record(name, line, shape, options, folders)
     wanted = np.array(key, dtype="<u8").tobytes()
     if any(wanted) and records and wanted not in map(record_key, records):
-        raise DataError(f"{name}:{line}: has changed since the dataset was made; prepare it again")
+        raise DataError(f"{name}:{line}: has changed since the dataset was prepared; prepare it again")
     try:
         return raw.rstrip(b"\r\n").decode()
     except UnicodeDecodeError:
@@ -86,7 +86,7 @@ def source_line(
 def _raw_record(
     name: str, line: int, shape: str | None, options: ShapeOptions | None, folders: Sequence[Path]
 ) -> tuple[bytes, list[Record], bool]:
-    """The bytes of a record, what they parse to, and whether they are a line of the file."""
+    """Return the bytes of a record, the parsed record, and whether the bytes are one line of the file."""
     path, options = _file(name, folders), options or ShapeOptions()
     has_lines = kind(path) in LINE_SUFFIXES and shape not in MULTILINE_SHAPES
     try:
@@ -100,7 +100,7 @@ def _raw_record(
             records = [_parsed(part, line)]
             raw = msgspec.json.encode(records[0])
     except RecordError as fault:
-        raise DataError(f"{name}:{line}: cannot be read any more ({fault.what})") from None
+        raise DataError(f"{name}:{line}: can no longer be read ({fault.what})") from None
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from None
     return raw, records, has_lines
@@ -116,7 +116,7 @@ def _file(name: str, folders: Sequence[Path]) -> Path:
 
 
 def _parsed_line(part: FilePart, line: int, raw: bytes, start: int | None) -> list[Record]:
-    """The records of a line of a file; none if it does not parse."""
+    """Return the records at a line of a file; raise `DataError` if there are none."""
     with suppress(ChatmillError):
         if start is None:
             return [_parsed(part, line)]
@@ -128,11 +128,11 @@ def _parsed(part: FilePart, line: int) -> Record:
     for record in read_part(part, on_fault=lambda fault: None):
         if record.line == line:
             return record
-    raise DataError(f"{part.path}:{line}: holds no record any more")
+    raise DataError(f"{part.path}:{line}: no longer contains a record")
 
 
 def _line(path: Path, line: int) -> tuple[bytes, int | None]:
-    """One line of a file with its line end, and its offset; no offset in a compressed file."""
+    """Return one line of a file with its line end, and its offset (None in a compressed file)."""
     if line < 1:
         raise DataError(f"{path}: has no line {line}")
     if compression(path):
@@ -151,12 +151,12 @@ def _line(path: Path, line: int) -> tuple[bytes, int | None]:
                 start = file.tell()
                 if raw := file.readline():
                     return raw, start
-    raise DataError(f"{path}: has no line {line} any more")
+    raise DataError(f"{path}: no longer has a line {line}")
 
 
 @lru_cache(maxsize=16)
 def _line_offsets(path: Path, size: int, changed: int) -> NDArray[np.int64]:
-    """The offset of every STEPth line of a file; computed once for each state of the file."""
+    """Return the offset of every STEP-th line of a file; cached until the file changes."""
     offsets, lines, before = [np.zeros(1, dtype=np.int64)], 0, 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

@@ -17,11 +17,11 @@ from chatmill.store.episodes import Episodes
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 SHARES = 20
-"""Bins of the histogram of trained shares."""
+"""Number of bins in the histogram of trained shares."""
 LONGEST = 10
 BLOCK_SIZES = (512, 1024, 2048, 4096, 8192)
 UNKNOWN = "(unknown)"
-"""The source of segments without a file."""
+"""Source name for segments without a file."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class TokenCount:
     tokens: int = 0
     trained: int = 0
     segments: int = 0
-    """Segments that hold them; counted for sources only."""
+    """Segments with these tokens; counted only for sources."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class LongRow:
 
 @dataclass(frozen=True)
 class RowFill:
-    """The share of rows of a block size that is not padding: one episode a row, and packed as the loader packs."""
+    """The share of tokens that are not padding, for a block size: one episode per row, and packed by the loader."""
 
     block_size: int
     alone: float
     packed: float
     rows: int
-    """Rows after packing."""
+    """Number of rows after packing."""
     cut: int
-    """Episodes that are longer than a row, and lose their beginning."""
+    """Number of episodes that are longer than a row, and lose their beginning."""
 
 
 @dataclass
@@ -59,11 +59,11 @@ class SplitStats:
     split: str
     rows: int = 0
     segments: int = 0
-    """Segments other than padding."""
+    """Number of segments other than padding."""
     tokens: int = 0
     trained: int = 0
     untrained_rows: int = 0
-    """Rows without a trained token."""
+    """Number of rows without trained tokens."""
     roles: dict[str, TokenCount] = field(default_factory=dict)
     parts: dict[str, TokenCount] = field(default_factory=dict)
     rules: dict[str, TokenCount] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class SplitStats:
         return self.trained / self.tokens if self.tokens else 0.0
 
     def quantile(self, share: float) -> int:
-        """The exact length that this share of all rows does not exceed."""
+        """Return the exact length that this share of the rows does not exceed."""
         if not self.rows:
             return 0
         rows_up_to = np.cumsum(self.length_counts)
@@ -135,13 +135,13 @@ def _add(stats: SplitStats, rows: Rows) -> None:
     length_counts = np.bincount(row_length, minlength=len(stats.length_counts))
     length_counts[: len(stats.length_counts)] += stats.length_counts
     stats.length_counts = length_counts
-    # A row that is trained as a whole belongs to the last bin.
+    # A fully trained row belongs to the last bin.
     share = np.minimum(row_trained * SHARES // np.maximum(row_length, 1), SHARES - 1)
     stats.share_counts = stats.share_counts + np.bincount(share, minlength=SHARES)
 
 
 def _add_sources(stats: SplitStats, rows: Rows, trained: Index) -> None:
-    """Count segments by source; padding and empty segments have none."""
+    """Count segments by source; padding and empty segments do not count."""
     first, has_spans = rows.first_span[:-1], np.diff(rows.first_span) > 0
     counted = np.zeros(len(rows.origins), dtype=np.bool_)
     counted[has_spans] = rows.spans["part"][first[has_spans]] != Part.PAD
@@ -161,7 +161,7 @@ def _count(
     *,
     segments: bool = False,
 ) -> None:
-    """Add tokens and trained tokens to the entry that the name of each code has in a table."""
+    """Add tokens and trained tokens to the table entry of each code, by name."""
     occurrences = np.bincount(codes)
     token_sums, trained_sums = (np.bincount(codes, weights=values) for values in (tokens, trained))
     for code in np.flatnonzero(occurrences).tolist():

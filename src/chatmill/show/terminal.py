@@ -1,4 +1,4 @@
-"""Rows in the terminal: span by span, turn by turn, or token by token. Trained text is coloured, or in brackets.
+"""Rows in the terminal: span by span, turn by turn, or token by token. Trained text is colored or in brackets.
 
 user 0
   <|im_start|>user
@@ -31,7 +31,7 @@ from chatmill.tokenizer import Tokenizer
 
 COLOURS = {Role.SYSTEM: "magenta", Role.USER: "cyan", Role.ASSISTANT: "green", Role.TOOL: "yellow"}
 PART_COLOURS = {Part.PREFIX: "blue", Part.SLOT: "yellow", Part.VALUE: "bright_green", Part.COORD: "magenta"}
-"""Parts of a rollout target: what the model wrote, the coordinates that are corrected, and what it missed."""
+"""Parts of a rollout target: text that the model generated, coordinates that are corrected, and appended entries."""
 INDENT = "  "
 
 
@@ -69,7 +69,7 @@ def _names(span: SpanView, width: int) -> str:
 
 
 def conversation_title(row: Rows, split: str, episode: int, *, unrolled: bool = False) -> Text:
-    """Which episode this is, where it came from, its length and how much of it is trained."""
+    """Return the title line of an episode: its number, origin, length and trained share."""
     trained = trained_tokens(row)
     share = f" ({trained / len(row.ids):.0%})" if len(row.ids) else ""
     place = place_name(row, unrolled=unrolled)
@@ -77,7 +77,7 @@ def conversation_title(row: Rows, split: str, episode: int, *, unrolled: bool = 
 
 
 def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: bool = False) -> Iterator[Text]:
-    """Every segment and turn of an episode. `plain` puts trained text in brackets and escapes those of the text."""
+    """Yield the lines of an episode. `plain` puts trained text in brackets, and escapes brackets in the text."""
     count = len(row.origins)
     for segment in range(count):
         tokens = int(row.segment_start[segment + 1] - row.segment_start[segment])
@@ -94,7 +94,7 @@ def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: boo
                 yield Text(f"… {messages} not in this row", style="dim italic")
             yield _heading(turn, turn_name(row, turn, text))
             body = _body(row, turn, text, plain=plain)
-            # Without the line end that closes a turn in many formats, which would display an empty line.
+            # Strip the newline that ends a turn in many formats; it would display as an empty line.
             body.rstrip()
             for line in body.split("\n", allow_blank=True):
                 yield Text(INDENT).append_text(line)
@@ -108,7 +108,7 @@ def _heading(turn: MessageTurn, name: str) -> Text:
 
 
 def _body(row: Rows, turn: MessageTurn, text: TokenText, *, plain: bool) -> Text:
-    """The text of a turn. Adjacent spans of one weight share a bracket; a weight other than 1 follows it."""
+    """The text of a turn. Adjacent spans with the same weight share brackets; a weight other than 1 follows them."""
     body, weight = Text(), 0.0
 
     def close_bracket() -> None:

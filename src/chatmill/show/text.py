@@ -24,12 +24,12 @@ CONTEXT = 40
 
 
 def visible(text: str, *, keep: str = "", limit: int | None = None) -> str:
-    """`one_line` for the text of conversations, of which joiners are a part."""
+    """`one_line` for conversation text, which may contain zero-width joiners."""
     return one_line(text, limit, keep=keep + JOINERS)
 
 
 class TokenText:
-    """The text of token ids. Without a tokenizer, or for an id outside its vocabulary, the id itself: ⟨812⟩."""
+    """The text of token ids. Without a tokenizer, or for an id outside its vocabulary, the text is the id: ⟨812⟩."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -45,7 +45,7 @@ class TokenText:
         return self._pieces[id]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each token by itself. Tokens that hold part of a character show its bytes: \\xe2."""
+        """The text of each token, decoded separately. Tokens with part of a character show its bytes: \\xe2."""
         return [self.token(id) for id in ids]
 
     def token(self, id: int) -> str:
@@ -53,7 +53,7 @@ class TokenText:
         return "".join(SPACE[each] for each in text) if text and set(text) <= SPACE.keys() else visible(text)
 
     def text(self, ids: Sequence[int], *, keep: str = "", limit: int | None = None) -> str:
-        """Tokens decoded together."""
+        """The text of all tokens, decoded together."""
         # A character takes at most four tokens, so this many hold `limit` characters (empty tokens are rare).
         ids = ids if limit is None else ids[: 4 * limit + 4]
         return visible(b"".join(map(self.piece, ids)).decode("utf-8", "backslashreplace"), keep=keep, limit=limit)
@@ -70,15 +70,15 @@ def fold(text: bytes) -> bytes:
 
 
 def folded_query(query: str) -> bytes:
-    """The bytes to look for in folded text."""
+    """Return the bytes to search for in folded text."""
     folded = query.casefold().encode("utf-8", "replace")
     if not folded:
-        raise UsageError("there is nothing to search for; give a text")
+        raise UsageError("the search text is empty; enter at least one character")
     return folded
 
 
 class PieceTable:
-    """The bytes of every id of a vocabulary in one array, so that many tokens become text in one copy."""
+    """The bytes of all ids of a vocabulary in one array, so that many tokens are decoded in one copy."""
 
     def __init__(self, text: TokenText) -> None:
         if text.tokenizer is None:
@@ -90,7 +90,7 @@ class PieceTable:
         self._bytes = np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.uint32)
 
     def folded(self, rows: Rows) -> tuple[bytes, Index]:
-        """The folded text of some rows, each followed by END, and the offset of each row, with that of the end."""
+        """Return the folded text of some rows, each followed by END, and the offset of each row and of the end."""
         end = len(self._length) - 1
         ids = np.insert(np.minimum(rows.ids, end - 1).astype(np.int64), rows.row_start[1:], end)
         text = fold(copy_tokens(self._bytes, self._start[ids], self._length[ids]).astype(np.uint8).tobytes())
@@ -100,7 +100,7 @@ class PieceTable:
 def find(
     episodes: Episodes, text: TokenText, query: str, *, progress: Callable[[int], None] = lambda count: None
 ) -> Iterator[int]:
-    """The numbers of the episodes that contain a text, ignoring case, in order. Reads the whole split in chunks."""
+    """Yield the numbers of the episodes that contain a text, ignoring case. Reads the whole split in chunks."""
     wanted, table, first = folded_query(query), PieceTable(text), 0
     for rows in episodes.sweep(tokens=1 << 20):
         folded, start = table.folded(rows)
@@ -124,14 +124,14 @@ class TextMatch(NamedTuple):
 
 
 def locate(ids: list[int], text: TokenText, query: str) -> TextMatch | None:
-    """The first match of a text in these tokens, ignoring case."""
+    """Return the first match of a text in these tokens, ignoring case."""
     pieces = [text.piece(id) for id in ids]
     whole = b"".join(pieces).decode("utf-8", "surrogateescape")
     folded = [character.casefold() for character in whole]
     at = "".join(folded).find(query.casefold())
     if at < 0:
         return None
-    # Folding can change the number of characters: back to characters of the text, then to bytes, then to tokens.
+    # Case folding can change the number of characters, so map the match back to characters, then bytes, then tokens.
     folded_start = offsets(np.fromiter(map(len, folded), dtype=np.int64, count=len(folded)))
     first = int(np.searchsorted(folded_start, at, side="right")) - 1
     last = int(np.searchsorted(folded_start, at + len(query.casefold()), side="left"))

@@ -1,6 +1,6 @@
-"""The answers of the viewer's JSON API: a page of episodes at a time, never all of them.
+"""The viewer's JSON API. Long lists are sent one page at a time.
 
-Every text in an answer is escaped here, so that the page can display it as it is.
+All text is escaped here, so that the page can display it without changes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from chatmill.show.source_record import source_line, source_record
 from chatmill.show.text import folded_query, locate
 
 PAGE = 50
-"""Episodes of a page of the list, by default."""
+"""Default number of episodes per page of the list."""
 MAX_PAGE = 200
-"""Episodes, rows or lines of a page at most."""
+"""Maximum number of episodes, rows or lines per page."""
 TOKENS = 2000
-"""Tokens of an episode that are sent at a time."""
+"""Maximum number of tokens of an episode per response."""
 STRIP = 96
-"""Pieces of the strip that pictures an episode."""
+"""Number of pieces of the strip that shows the roles and trained parts of an episode."""
 
 
 class Viewer:
@@ -61,7 +61,7 @@ class Viewer:
         record_folders: Sequence[Path] = (),
         losses: NDArray[np.float32] | None = None,
     ) -> None:
-        """`losses` are those of the training episodes in a run: see `run_losses`."""
+        """`losses` are the losses of training episodes in a run; see `run_losses`."""
         self._view = view
         self._order = OrderView(
             view.path, replace(config or LoadConfig(), token_dtype=view.dataset.token_dtype), view.sources
@@ -75,7 +75,7 @@ class Viewer:
         self._mask = lru_cache(maxsize=8)(lambda index, wanted, filtered: index.mask(wanted))
 
     def about(self) -> dict[str, Any]:
-        """The dataset, its splits, and the values that filters can have."""
+        """Return the dataset, its splits, and the values that filters accept."""
         view, dataset, config = self._view, self._view.dataset, self._order.config
         splits = {
             name: {
@@ -102,7 +102,7 @@ class Viewer:
         }
 
     def sources(self, split: str) -> list[str]:
-        """The names of the sources that a filter can choose."""
+        """Return the names of the sources to filter by."""
         names = [one_line(source, 80) for source in sources_of(self._view.dataset[split])]
         return names if len(names) <= MAX_SOURCES else [*names[: MAX_SOURCES - 1], "(any other)"]
 
@@ -111,7 +111,7 @@ class Viewer:
         return [name for name, sort in SORTS.items() if has_losses or sort.column != "loss"]
 
     def progress(self) -> dict[str, Any]:
-        """How much of each split is indexed."""
+        """Return how much of each split is indexed."""
         return {
             split: {
                 "episodes": index.count,
@@ -139,10 +139,10 @@ class Viewer:
         limit: int = PAGE,
         **bounds: Any,
     ) -> dict[str, Any]:
-        """Some episodes from `start` on that contain the text `q` and pass the filter; `bounds` are those of `Filter`.
+        """List the episodes that contain the text `q` and pass the filter; `bounds` are fields of `Filter`.
 
-        They are in the order of the dataset, or in one of `SORTS`, and `start` is a position in it. `next` is where to
-        continue, None at the end; `waiting` means that more has to be indexed first.
+        The list is in dataset order or sorted by one of `SORTS`; it starts at position `start` of that order. `next` is
+        the position to continue from, None at the end; `waiting` means that indexing is not far enough yet.
         """
         count, index = len(self._view.dataset[split]), self.builder.indexes[split]
         try:
@@ -153,9 +153,9 @@ class Viewer:
                 **bounds,
             )
         except (KeyError, ValueError) as error:
-            raise UsageError(f"no such role, rule or source: {one_line(str(error), 80)}") from None
+            raise UsageError(f"unknown role, rule or source: {one_line(str(error), 80)}") from None
         if sort and sort not in self._sorts(split):
-            raise UsageError(f"no such order: {one_line(sort, 80)}; expected {', '.join(self._sorts(split))}")
+            raise UsageError(f"unknown sort order {one_line(sort, 80)}; expected {', '.join(self._sorts(split))}")
         start, limit = min(max(0, start), count), min(max(1, limit), MAX_PAGE)
         hits, known, matching = self._matching(index, wanted, q, sort, start, limit)
         more = not hits.ended or known < count
@@ -171,19 +171,19 @@ class Viewer:
     def _matching(
         self, index: SplitIndex, wanted: Filter, q: str, sort: str, start: int, limit: int
     ) -> tuple[SearchHits, int, int | None]:
-        """The hits, how many episodes are indexed, and how many match, if that is known."""
+        """Return the hits, the number of indexed episodes, and the number of matches if it is known."""
         count, is_open = index.count, wanted == Filter()
         if not q and not sort and is_open:
             stop = min(count, start + limit)
             return SearchHits(list(range(start, stop)), stop, ended=stop == count), count, count
         if index.error is not None:
-            raise DataError(f"the index could not be made: {index.error}")
+            raise DataError(f"the index could not be built: {index.error}")
         if q and self._view.without_text is not None:
             raise DataError(f"no text to search: {self._view.without_text}")
         # The number of episodes is part of the key of the cache, because the mask grows with it.
         kept = None if is_open else self._mask(index, wanted, index.filtered)
         if sort:
-            # An order needs all episodes, so nothing is listed until they are indexed.
+            # Sorting needs all episodes, so nothing is listed until all are indexed.
             known = index.searched if q else index.filtered
             if known < count:
                 return SearchHits([], start, ended=True), known, None
@@ -196,7 +196,7 @@ class Viewer:
             page = order[positions[first : first + limit]].tolist()
             return SearchHits(page, after, ended=after == count), known, len(positions)
         if q:
-            # Read before searching: what is indexed during the search may not have been searched.
+            # Read before searching: episodes indexed during the search may not have been searched.
             known = index.searched
             return index.search(folded_query(q), start, limit, kept=kept), known, None
         assert kept is not None
@@ -206,7 +206,7 @@ class Viewer:
         return SearchHits(numbers[:limit].tolist(), after, ended=len(numbers) <= limit), len(kept), total
 
     def _summary(self, split: str, number: int, q: str = "") -> dict[str, Any]:
-        """An episode of a list, with the match of a search or a preview."""
+        """Return the list entry of an episode, with the search match or a preview."""
         row = self._view.row(split, number)
         file, line, _ = origin_of(row, 0) if len(row.origins) else (None, None, None)
         text = {"words": preview(row, self._view.text, 120)}
@@ -224,14 +224,14 @@ class Viewer:
         }
 
     def _loss(self, split: str, number: int) -> float | None:
-        """The loss of an episode in the run that was named, if it has one."""
+        """Return the loss of an episode in the run passed as `--run`, or None."""
         losses = self.builder.indexes[split].losses
         return None if losses is None or not np.isfinite(losses[number]) else float(losses[number])
 
     # One episode.
 
     def episode(self, split: str, number: int, start: int, q: str) -> dict[str, Any]:
-        """An episode: its segments and turns, and up to TOKENS of its tokens from `start` on."""
+        """Return the segments and turns of an episode, and up to TOKENS of its tokens, starting at `start`."""
         row, text = self._view.row(split, number), self._view.text
         start = min(max(0, start), len(row.ids))
         stop = min(len(row.ids), start + TOKENS)
@@ -280,7 +280,7 @@ class Viewer:
         return _escaped(asdict(explain_token(self._view, split, number, token)), file=300, source=300)
 
     def record(self, split: str, number: int, segment: int) -> dict[str, Any]:
-        """The record that a segment was rendered from, as its file has it now."""
+        """Return the record that a segment was rendered from, as it is in the file now."""
         row = self._view.row(split, number)
         if not 0 <= segment < len(row.origins):
             raise UsageError(f"episode {number} has no segment {segment}; it has {len(row.origins)}")
@@ -289,13 +289,13 @@ class Viewer:
         return {"place": f"{one_line(str(file), 300)}:{line}", **asdict(record)}
 
     def lines(self, split: str, number: int) -> dict[str, Any]:
-        """The records of an episode as JSON lines, to be saved: unlike all other texts, they are not escaped."""
+        """Return the records of an episode as JSON lines for export; unlike all other text, they are not escaped."""
         row = self._view.row(split, number)
         segments = [segment for segment in range(len(row.origins)) if not is_padding(row, segment)]
         return {"lines": [source_line(**self._place(row, segment)) for segment in segments]}
 
     def _place(self, row: Rows, segment: int) -> dict[str, Any]:
-        """The arguments of `source_record` for a segment."""
+        """Return the arguments of `source_record` for a segment."""
         file, line, _ = origin_of(row, segment)
         if file is None or line is None:
             raise UsageError("the dataset does not record where this conversation came from")
@@ -306,31 +306,31 @@ class Viewer:
     # Order and audit logs.
 
     def order(self, split: str, seed: int, epoch: int, start: int) -> dict[str, Any]:
-        """Some positions of an epoch, each with its episode."""
+        """Return a page of positions of an epoch, each with its episode."""
         page = self._order.page(split, seed=seed, epoch=epoch, start=start, limit=PAGE)
         return {**page, "episodes": [self._summary(split, number) for number in page["episodes"]]}
 
     def whereabouts(self, split: str, number: int, seed: int, epoch: int) -> dict[str, Any]:
-        """The position of an episode in an epoch, and its neighbours."""
+        """Return the position of an episode in an epoch, and its neighbors."""
         self._view.row(split, number)
         return self._order.find(split, number, seed=seed, epoch=epoch)
 
     def audit(self, log: int, start: int) -> dict[str, Any]:
-        """Some lines of an audit log."""
+        """Return a page of lines of an audit log."""
         lines = timeline(self._log(log))
         steps = [int(stop) for line in lines if (stop := line["fields"].get("stop_step", "")).isdigit()]
         page = lines[max(0, start) :][:MAX_PAGE]
         return {"lines": page, "of": len(lines), "steps": max(steps, default=0)}
 
     def step(self, log: int, step: int) -> dict[str, Any]:
-        """The rows that a run loaded at a step."""
+        """Return the rows that a run loaded at a step."""
         logged = rows_at(self._log(log), step, self._view.path, self._view.sources)
         rows = [[self._summary(logged["split"], number) for number in row] for row in logged["rows"][:MAX_PAGE]]
         return {**logged, "rows": rows, "of": len(logged["rows"])}
 
     def _log(self, number: int) -> Path:
         if not 0 <= number < len(self._logs):
-            raise UsageError(f"there is no audit log {number}; {len(self._logs)} were named")
+            raise UsageError(f"there is no audit log {number}; {len(self._logs)} were passed with --audit")
         return self._logs[number]
 
 
@@ -345,13 +345,13 @@ def _preview(preview: RecordPreview) -> dict[str, Any]:
 
 
 def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:
-    """With these fields escaped, and cut to a number of characters."""
+    """Escape these fields, and truncate them to a number of characters."""
     escaped = {name: one_line(fields[name], limit) for name, limit in limits.items() if fields[name] is not None}
     return {**fields, **escaped}
 
 
 def _names(index: SplitIndex, column: str, codes: type[Role] | type[Rule]) -> list[str] | None:
-    """The roles or rules that occur in a split; None until all of it is indexed."""
+    """The roles or rules that occur in a split; None until the whole split is indexed."""
     if index.filtered < index.count:
         return None
     bits = int(np.bitwise_or.reduce(index.columns[column])) if index.count else 0

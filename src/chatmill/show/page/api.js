@@ -1,4 +1,4 @@
-// Questions to the server, and where the page stands, which is all in the address after #.
+// Requests to the server, and the state of the page, which is stored in the URL after #.
 
 export async function ask(path, params = {}) {
   const query = new URLSearchParams();
@@ -12,9 +12,9 @@ export async function ask(path, params = {}) {
   try {
     response = await fetch(`/api/${path}${words ? `?${words}` : ""}`);
   } catch {
-    throw new Error("The viewer does not answer any more; start chatmill view again.");
+    throw new Error("The viewer does not respond; start chatmill view again.");
   }
-  const answer = await response.json().catch(() => ({ error: "The viewer failed; its terminal says why." }));
+  const answer = await response.json().catch(() => ({ error: "The viewer failed; see the error in its terminal." }));
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }
@@ -41,7 +41,7 @@ export function place() {
   };
 }
 
-// The address of a place; what is not named is as it is now.
+// The URL of a state; parameters that are not given keep their current values.
 export function address(changes, from = place()) {
   const to = { ...from, ...changes, filters: { ...from.filters, ...changes.filters } };
   const params = new URLSearchParams();

@@ -1,4 +1,4 @@
-// Audit logs: what a run wrote down, and which rows it was handed out at a step.
+// Audit logs: the lines that a run wrote, and the rows that it loaded at a step.
 
 import { address, ask, go } from "./api.js";
 import { count, el, failure, plural } from "./dom.js";
@@ -22,7 +22,7 @@ export async function showAudit(content, at, about) {
       el(
         "div",
         { class: "page" },
-        el("header", { class: "page-head" }, el("h1", {}, "Audit"), el("p", {}, "No audit log was named.")),
+        el("header", { class: "page-head" }, el("h1", {}, "Audit"), el("p", {}, "No audit log is open.")),
         el("p", { class: "quiet" }, "Start the viewer with ", el("code", {}, "--audit LOG"), ", a log or a folder of logs."),
       ),
     );
@@ -96,7 +96,7 @@ function lineOf(line, at) {
       "div",
       { class: "line" },
       el("b", {}, steps ?? WORDS[line.action] ?? line.action),
-      line.abandoned ? el("span", { class: "note" }, "left behind by a resumed run") : null,
+      line.abandoned ? el("span", { class: "note" }, "abandoned by a resumed run") : null,
       el("time", {}, line.time.replace("T", " ").replace("Z", "")),
     ),
     el("details", {}, el("summary", {}, summary(line)), el("dl", { class: "facts" }, facts)),
@@ -131,7 +131,7 @@ function pager(at, answer) {
 }
 
 async function showStep(box, log, at) {
-  box.replaceChildren(el("p", { class: "quiet" }, "Reading the rows again …"));
+  box.replaceChildren(el("p", { class: "quiet" }, "Reading the rows …"));
   try {
     const found = await ask(`audit/${log}/step/${Number(at.step)}`);
     const from = { ...at, split: found.split };

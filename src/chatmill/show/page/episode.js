@@ -1,4 +1,4 @@
-// One episode: its turns with their tokens, and beside them what is known about a token, the record and the order.
+// One episode: its turns and tokens, and next to them the selected token, the record and the order.
 
 import { address, ask, go, place } from "./api.js";
 import { byId, count, el, failure, plural, share, strip } from "./dom.js";
@@ -79,7 +79,7 @@ function draw(reader, side, answer, at, about) {
   sayMore(more);
   listen(body, at);
   const parts = [
-    panel("token", "Token", el("p", { class: "quiet" }, "Choose a token to see why it is trained, or is not.")),
+    panel("token", "Token", el("p", { class: "quiet" }, "Choose a token to see why it is trained or not.")),
     answer.segments.length > 1 ? segments(answer, body) : null,
     el("div", { class: "record-box" }),
     el("div", { class: "order-box" }),
@@ -252,7 +252,7 @@ function focus(body, node) {
   node.focus();
 }
 
-// Beside the tokens.
+// Panels next to the tokens.
 
 async function choose(reader, side, at) {
   const body = reader.querySelector(".turns");
@@ -306,9 +306,9 @@ async function record(box, at, segment) {
   try {
     const said = await ask(`${at.split}/episode/${at.episode}/record/${segment}`);
     const notes = {
-      true: ["good", "Unchanged since the dataset was made."],
-      false: ["bad", "Has changed since the dataset was made."],
-      null: ["quiet", "It is not known whether it has changed."],
+      true: ["good", "Unchanged since the dataset was prepared."],
+      false: ["bad", "Has changed since the dataset was prepared."],
+      null: ["quiet", "The dataset has no hash to compare it with."],
     };
     const [tone, words] = notes[String(said.same)];
     box.replaceChildren(

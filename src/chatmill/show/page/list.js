@@ -1,4 +1,4 @@
-// The list of episodes: a page of it at a time, by filters and search.
+// The list of episodes, one page at a time, with filters and search.
 
 import { address, ask, go, place } from "./api.js";
 import { count, el, failure, plural, share, strip } from "./dom.js";
@@ -39,7 +39,7 @@ export async function showEpisodes(content, at, about, fresh) {
   mark(at);
 }
 
-// Draw the filters again once the index knows which values occur.
+// Draw the filters again once the values that occur are indexed.
 export function refreshFilters(at, about) {
   const old = document.querySelector(".filter-box");
   if (!old) return;
@@ -62,7 +62,7 @@ function welcome(at, about) {
     "div",
     { class: "welcome" },
     el("h1", {}, "Choose an episode"),
-    el("p", {}, `${at.split} holds ${plural(split.episodes, "episode")} with ${plural(split.tokens, "token")}.`),
+    el("p", {}, `${at.split} has ${plural(split.episodes, "episode")} with ${plural(split.tokens, "token")}.`),
     about.preview ? preview(about.preview) : null,
     about.without_text ? el("p", { class: "note" }, `Tokens are shown as ids: ${about.without_text}.`) : null,
     el("dl", { class: "keys" }, keys.map(([name, does]) => [el("dt", {}, el("kbd", {}, name)), el("dd", {}, does)])),
@@ -186,7 +186,7 @@ function filters(at, about) {
   return el("details", { class: "filter-box", open: chosen > 0 }, el("summary", {}, "Filters"), form);
 }
 
-// What occurs, once the index knows it; until then all there is. What is chosen stays.
+// The values that occur, once they are indexed; until then all values. Selected values stay.
 function known(about, at, name) {
   const chosen = at.filters[name.slice(0, -1)];
   const present = about.index[at.split][name];
@@ -254,13 +254,13 @@ async function list(box, at, key) {
 
 function status(answer, at, ended = false) {
   const found = shown.numbers.length;
-  if (!ended) return `Looking: ${share(answer.looked, answer.of)} of ${plural(answer.of, "episode")}`;
+  if (!ended) return `Searching: ${share(answer.looked, answer.of)} of ${plural(answer.of, "episode")}`;
   if (!found && at.start === 0) return `None of ${plural(answer.of, "episode")}`;
   if (answer.matching !== null && answer.matching !== answer.of) {
     return `${count(answer.matching)} of ${plural(answer.of, "episode")}`;
   }
   if (!at.q) return plural(answer.of, "episode");
-  if (answer.next !== null) return `${count(found)} found so far, ${share(answer.looked, answer.of)} looked through`;
+  if (answer.next !== null) return `${count(found)} found so far, ${share(answer.looked, answer.of)} searched`;
   return at.start > 0 ? `The last ${count(found)}` : `${count(found)} of ${plural(answer.of, "episode")}`;
 }
 

@@ -1,4 +1,4 @@
-// The order of an epoch: which episode stands at which position.
+// The order of an epoch: which episode is at which position.
 
 import { ask, go } from "./api.js";
 import { count, el, failure, plural } from "./dom.js";
@@ -33,7 +33,7 @@ export async function showOrder(content, at, about) {
     content.replaceChildren(el("div", { class: "page" }, head(""), failure(error)));
     return;
   }
-  const length = found.length === null ? "without end" : plural(found.length, "position");
+  const length = found.length === null ? "endless" : plural(found.length, "position");
   const rows = found.episodes.map((each, number) =>
     el("div", { class: "position" }, el("span", { class: "number" }, count(found.start + number)), el("ol", { class: "items" }, item(each, at))),
   );
@@ -44,7 +44,7 @@ export async function showOrder(content, at, about) {
     el(
       "div",
       { class: "page" },
-      head(`${found.order}, ${length}. Anyone with the dataset and the seed gets the same.`),
+      head(`${found.order}, ${length}. The same dataset and seed always give this order.`),
       el("div", { class: "positions" }, rows),
       el(
         "nav",

@@ -1,4 +1,4 @@
-// The page: its head, its four views, and the keys that work everywhere.
+// The page: its header, its four views, and global keyboard shortcuts.
 
 import { address, ask, go, place } from "./api.js";
 import { showAudit } from "./audit.js";
@@ -83,7 +83,7 @@ function drawHead(at) {
   byId("splits").replaceChildren(...splits);
 }
 
-// While the index is made, say how far it is.
+// Show the progress while the index is built.
 async function watchIndex() {
   let progress = about.index;
   for (;;) {
@@ -95,8 +95,8 @@ async function watchIndex() {
     byId("indexing").hidden = !broken && done >= whole;
     byId("indexing-bar").style.width = `${(100 * done) / (whole || 1)}%`;
     byId("indexing-words").textContent = broken
-      ? `The index could not be made: ${broken.error}`
-      : `Making the index for filters and search: ${Math.floor((100 * done) / (whole || 1))}%`;
+      ? `The index could not be built: ${broken.error}`
+      : `Building the index for filters and search: ${Math.floor((100 * done) / (whole || 1))}%`;
     if (broken || done >= whole) {
       about.index = progress;
       refreshFilters(place(), about);
