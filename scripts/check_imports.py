@@ -46,11 +46,12 @@ MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
 # `chatmill` imports its exports lazily, when a name is used.
 MAY_IMPORT["__init__"] |= MAY_IMPORT.keys() - {"__init__", "__main__", "cli"}
 MAY_IMPORT_BESIDES: dict[str, set[str]] = {
+    "show/near.py": {"prepare"},
     "train/chat_model.py": {"records", "tokenizer", "format"},
     "train/run_dir.py": {"__init__"},
 }
-"""What single files may import beyond their part: chatting renders text, which the rest of train/ does not;
-trackers get the version."""
+"""What single files may import beyond their part: the viewer compares episodes with the signatures of
+prepare/; chatting renders text, which the rest of train/ does not; trackers get the version."""
 
 HEAVY = {"torch", "transformers", "peft", "triton", "trl", "accelerate", "lightning", "torchdata", "torchtitan"}
 HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout", "integrations"}

@@ -90,6 +90,9 @@ def open_view(page, url: str, view: str) -> None:
     page.goto(f"{url}{VIEWS[view]}")
     page.wait_for_selector(READY[view])
     page.wait_for_selector("#indexing", state="hidden")
+    if view == "episode":
+        page.click(".panel-near button")
+        page.wait_for_selector(".panel-near [role=status] p:last-child")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

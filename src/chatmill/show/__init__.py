@@ -8,6 +8,7 @@ index, index_build      the viewer's index for filters, sorting and search
 losses                  the losses that a run logged, by episode
 compare, compare_report chatmill's rows next to those of another library: which tokens each trains, and why
 source_record           the record that a segment was rendered from
+near                    near-duplicates of an episode
 order_view              when an episode is trained; the rows of a training step
 viewer, server, page/   the viewer's JSON API, its HTTP server, and the page
 

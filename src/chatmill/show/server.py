@@ -99,6 +99,7 @@ def application(viewer: Viewer) -> ASGIApp:
         "/api/{split}/episode/{number:index}/token/{token:index}": _call(viewer.explain),
         "/api/{split}/episode/{number:index}/record/{segment:index}": _call(viewer.record),
         "/api/{split}/episode/{number:index}/lines": _call(viewer.lines),
+        "/api/{split}/episode/{number:index}/near": _call(viewer.near),
         "/api/{split}/episode/{number:index}/order": _call(viewer.whereabouts, seed=1337, epoch=0),
         "/api/{split}/order": _call(viewer.order, seed=1337, epoch=0, start=0),
         "/api/audit/{log:index}": _call(viewer.audit, start=0),

@@ -23,6 +23,7 @@ from chatmill.show.dataset import DatasetView, RecordPreview
 from chatmill.show.explain import explain_token
 from chatmill.show.index import MAX_SOURCES, SORTS, Filter, SearchHits, SplitIndex, source_bit, sources_of
 from chatmill.show.index_build import IndexBuilder
+from chatmill.show.near import MIN_SIMILARITY, NearDuplicateFinder
 from chatmill.show.order_view import OrderView, rows_at, timeline
 from chatmill.show.row_view import (
     is_padding,
@@ -69,6 +70,7 @@ class Viewer:
         self._logs = list(logs)
         self._folders = list(record_folders)
         self.builder = IndexBuilder(view, cache)
+        self._near = NearDuplicateFinder(view)
         if losses is not None:
             self.builder.indexes["train"].losses = losses
         self._sorted = lru_cache(maxsize=2)(SplitIndex.order)
@@ -302,6 +304,13 @@ class Viewer:
         shape, options = self._view.shape_of(file)
         key = row.origins[segment]["key"].tolist()
         return {"name": file, "line": line, "shape": shape, "options": options, "key": key, "folders": self._folders}
+
+    def near(self, split: str, number: int) -> dict[str, Any]:
+        """Return the near-duplicates of an episode among the first `compared` episodes of its split."""
+        result = self._near.find(split, number)
+        episodes = [{**self._summary(split, number), "similarity": value} for number, value in result.episodes]
+        count = len(self._view.dataset[split])
+        return {"compared": result.compared, "of": count, "least": MIN_SIMILARITY, "episodes": episodes}
 
     # Order and audit logs.
 

@@ -83,6 +83,7 @@ function draw(reader, side, answer, at, about) {
     answer.segments.length > 1 ? segments(answer, body) : null,
     el("div", { class: "record-box" }),
     el("div", { class: "order-box" }),
+    nearDuplicates(at),
   ];
   side.replaceChildren(...parts.filter(Boolean));
   record(side.querySelector(".record-box"), at, 0);
@@ -357,4 +358,34 @@ async function whereabouts(box, at, about) {
   const fields = el("p", { class: "fields" }, el("label", {}, "epoch ", epoch), el("label", {}, "seed ", seed));
   box.replaceChildren(panel("order", "In the epoch", fields, said));
   await look();
+}
+
+// Near-duplicates, on request: the first request reads many episodes.
+function nearDuplicates(at) {
+  const result = el("div", { role: "status" });
+  let comparing = false;
+  const compare = async () => {
+    if (comparing) return;
+    comparing = true;
+    result.replaceChildren(el("p", { class: "quiet" }, "Comparing …"));
+    try {
+      const answer = await ask(`${at.split}/episode/${at.episode}/near`);
+      const lines = answer.episodes.map((each) => {
+        const href = address({ view: "episodes", episode: each.episode, token: null }, at);
+        const link = el("a", { href }, `#${count(each.episode)} ${each.words}`);
+        return el("li", {}, el("div", {}, link, el("span", { class: "small" }, share(each.similarity, 1))));
+      });
+      const all = plural(answer.of, "episode");
+      const others = answer.compared < answer.of ? `the first ${count(answer.compared)} of ${all}` : `all ${all}`;
+      result.replaceChildren(
+        lines.length ? el("ul", { class: "lines" }, lines) : el("p", {}, "No near-duplicates found."),
+        el("p", { class: "quiet" }, `Compared with ${others}. Lists episodes that share at least ${share(answer.least, 1)} of their 5-token sequences (estimated).`),
+      );
+    } catch (error) {
+      result.replaceChildren(failure(error));
+    }
+    comparing = false;
+  };
+  const button = el("button", { type: "button", on: { click: compare } }, "Find near-duplicates");
+  return panel("near", "Near-duplicates", el("div", {}, button), result);
 }
