@@ -1,4 +1,4 @@
-"""Training on the model's own answers: correct objects are kept, and missed ones are appended.
+"""Train on the model's own answers: keep correct objects and append missed ones.
 
     build_target, Target, PartWeights             one row: the kept prefix, missed objects, the end, and their weights
     build_answer                                  the true answer as one row

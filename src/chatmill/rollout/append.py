@@ -1,10 +1,10 @@
-"""Append to a kept prefix: an entry for each missed object and the closing brace, as text and tokens.
+"""Complete a kept prefix: append an entry for each missed object and the closing brace, as text and tokens.
 
     , "object_3": {"desc": "bird", "bbox_2d": [" | <|coord_1|> | ", " | … | "]}}
     a run of text                                coordinate      a run
 
-Text between two coordinates is a run, and is encoded as a unit. A stretch is a run and the coordinates that follow it,
-up to the next object. Stretches are cached without their coordinates, because answers are repetitive.
+A run is the text between two coordinates; it is encoded as a unit. A stretch is a run and the coordinates that follow
+it. Stretches are cached without the values of their coordinates, because answers are repetitive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Run = tuple[TextPart, ...]
 
 
 class Stretch(NamedTuple):
-    """A run, the number of coordinates that follow it, and the separators between them, used cyclically."""
+    """A run, the number of coordinates that follow it, and the separators to cycle through between them."""
 
     run: Run
     separators: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
 
 
 class EncodedStretch(NamedTuple):
-    """An encoded stretch: the texts around its coordinates, and all tokens, with 0 in place of each coordinate."""
+    """An encoded stretch: the text before each coordinate, and its tokens, in which each coordinate has id 0."""
 
     texts: tuple[str, ...]
     ids: bytes
@@ -51,7 +51,7 @@ class EncodedStretch(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """Text, its tokens, and the part of each token, one byte each."""
+    """Text, its token ids, and the `Part` of each token as one byte."""
 
     text: str
     ids: Ids
@@ -61,7 +61,7 @@ class Appended(NamedTuple):
 def serialize_append(
     objects: Sequence[Mapping[str, Any]], start_index: int, prefix_text: str, *, schema: Schema = DETECTION
 ) -> str:
-    """Return the text that appends these objects to a prefix and closes the answer; `DataError` if it is impossible.
+    """Return the text that appends these objects to a prefix and closes the answer; raise `DataError` if impossible.
 
     {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
     After a comma at least one object is required, or the answer would not be valid JSON.
@@ -80,9 +80,9 @@ def encode_append(
     *,
     before: str = "",
 ) -> Appended:
-    """Like `serialize_append`, with tokens, for objects that the schema has checked.
+    """Like `serialize_append`, but also return tokens; the schema must have checked the objects.
 
-    `before` is the end of the prefix that is encoded together with the appended text; the returned text excludes it.
+    `before` is the end of the prefix, if it is encoded together with the appended text; the returned text excludes it.
     """
     stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:
@@ -93,7 +93,7 @@ def encode_append(
 
 
 def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabulary) -> Appended:
-    """Encode a whole answer with these objects, starting with its opening brace."""
+    """Encode a complete answer with these objects, starting with its opening brace."""
     (first, *others), coordinates = _stretches(objects, 1, OPENING.text, schema)
     return _encode([first._replace(run=(OPENING, *first.run)), *others], coordinates, vocabulary)
 
@@ -101,7 +101,7 @@ def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabul
 def _stretches(
     objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema
 ) -> tuple[list[Stretch], list[int]]:
-    """Return everything that is appended, and its coordinates; the last stretch has none."""
+    """Return the stretches to append and all their coordinates; the last stretch has no coordinates."""
     last = prefix_text.rstrip(SPACE)[-1:]
     if last not in ("{", ",", "}"):
         shown = f'"{one_line(prefix_text[-20:])}"'
@@ -129,7 +129,7 @@ def _key(before: str, number: int) -> TextPart:
 
 
 def _texts(stretch: Stretch) -> list[str]:
-    """Return the text before each coordinate of a stretch; only its run if it has none."""
+    """Return the text before each coordinate of a stretch; for a stretch without coordinates, only its run."""
     run, separators, count = stretch
     return [_text(run), *(separators[at % len(separators)] for at in range(count - 1))]
 
@@ -180,7 +180,7 @@ def _text(run: Run) -> str:
 
 
 def _parts(run: Run, ids: Sequence[int], vocabulary: Vocabulary) -> bytes:
-    """Return the part of each token of a run; a token with any byte of a value counts as that value."""
+    """Return the `Part` of each token in a run; a token that contains any byte of a value counts as that value."""
     if not ids:
         return b""
     ranks = np.repeat(RANK[[piece.part for piece in run]], [len(piece.text.encode()) for piece in run])

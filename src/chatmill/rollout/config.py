@@ -24,7 +24,7 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig(Config):
-    """Keys of the task: its ground truth, and how entries are matched and trained."""
+    """Config keys for the task: its ground truth, and how entries are matched and trained."""
 
     truth: str | None = key(None, ".jsonl file of ground-truth records: id, messages, objects")
     tokenizer: str = key("bytes", "tokenizer that the model was trained with")
@@ -47,7 +47,7 @@ class TaskConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(Config):
-    """Keys of the rollouts: how often, by what and how answers are generated."""
+    """Config keys for rollouts: how and how often answers are generated."""
 
     rollout_share: float = key(1.0, "share of rows that are rollouts; the others are true answers", SHARE)
     rollout_every: int = key(1, "training steps per round of generation", integer(1))
@@ -69,7 +69,7 @@ class GenerationConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLossConfig(Config):
-    """Keys of the loss: the weights of its terms."""
+    """Config keys for the loss: the weights of its terms."""
 
     text_weight: float = key(1.0, "weight of the cross-entropy loss on text", number(0))
     soft_weight: float = key(1.0, "weight of the cross-entropy loss to the Gaussian target, on coordinates", number(0))
@@ -101,7 +101,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
 
     @property
     def generation_size(self) -> int:
-        """Prompts per call of the generator: whole generation batches."""
+        """Number of prompts per call to the generator, which fill whole generation batches."""
         groups = max(1, self.generate_batch_size // self.beams)
         return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
 
@@ -118,7 +118,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
         if self.gate == 0:
             yield "gate is 0; expected a number above 0, up to 1"
         if self.save_interval % self.rollout_every:
-            # The model and its optimizer are the complete state of a run only between rounds.
+            # Between rounds, the model and optimizer are the complete state of a run; within a round they are not.
             yield f"save_interval {self.save_interval} is not a multiple of rollout_every {self.rollout_every}"
         if self.server is not None and self.server_model is None:
             yield "server is set, but server_model is not"

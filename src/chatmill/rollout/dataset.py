@@ -1,4 +1,4 @@
-"""Build datasets of rollout targets and of true answers, from files of rollouts and of records."""
+"""Build datasets of rollout targets or true answers from rollout files and ground-truth records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_target_dataset(
     overwrite: bool = False,
     progress: Progress = lambda count: None,
 ) -> tuple[Metadata, Health]:
-    """Build a dataset of the targets of stored rollouts; also return the health counts of the rollouts.
+    """Build a dataset of targets from stored rollouts; also return the health counts of the rollouts.
 
     `config` contains shard_tokens, train_values, train_cut and border, and is stored in the dataset.
     """
@@ -115,7 +115,7 @@ def _write(
     reads: Sequence[Path],
     overwrite: bool,
 ) -> Metadata:
-    """Write all rows as the split `train` of a dataset, and publish it."""
+    """Write all rows as the `train` split of a dataset, and publish the dataset."""
     tokenizer, special = task.tokenizer, task.tokenizer.special_token_ids()
     with building(output, "rollout", overwrite=overwrite, reads=reads) as staging:
         shard_tokens = config["shard_tokens"]

@@ -1,9 +1,9 @@
-"""Files of rollouts and of ground truth, and the log from which a run can be replayed.
+"""Read rollout and ground-truth files, and the log from which a run can be replayed.
 
     truth     {"id": "7", "messages": [{"role": "user", "content": "…"}], "objects": [{"desc": …, "bbox_2d": …}]}
     rollouts  {"id": "7", "response_token_ids": [123, 34, …], "prompt_token_ids": [256, …], "step": 0, "row": 3}
 
-A rollout refers to its record by id; prompt, step and row are optional.
+A rollout refers to its record by id; its prompt, step and row are optional.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 def read_truth(path: str | Path) -> Iterator[GroundTruth]:
-    """Yield the records of a .jsonl file, each with a unique id; raise `RecordError` with the line of a fault."""
+    """Yield the records of a .jsonl file; raise `RecordError` if a record is invalid or repeats an id."""
     seen: dict[str, int] = {}
     file = _one(path)
     name, source = _name(file), source_name(file)
@@ -94,7 +94,7 @@ _ROLLOUT = msgspec.json.Decoder(Rollout)
 
 
 def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
-    """Yield the rollouts of a .jsonl file with their line numbers."""
+    """Yield the rollouts in a .jsonl file with their line numbers."""
     file = _one(path)
     for line, data in lines(file, limit=MAX_LINE_BYTES):
         try:
@@ -105,7 +105,7 @@ def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
 
 
 def log_rollouts(file: BinaryIO, rollouts: Iterable[Rollout]) -> None:
-    """Append rollouts to the log of a run, one per line."""
+    """Append rollouts to a run's log, one per line."""
     file.writelines(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts)
     file.flush()
 

@@ -1,7 +1,7 @@
 """Generators answer the prompts of a rollout run: the model itself, a server, or the log of an earlier run.
 
-A generator maps token ids to token ids; one that uses a chat server sends the messages of the records instead. Sampling
-depends only on the seed, the step and the row, so a step can be generated again separately.
+A generator maps token ids to token ids; with a chat server, it sends the messages of the records instead. Sampling
+depends only on the seed, the step and the row, so any single step can be generated again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class CompletionServer(Server):
-    """A server that completes token ids and returns token ids: OpenAI's `completions` with `return_token_ids`.
+    """A server that accepts and returns token ids: the OpenAI `completions` API with `return_token_ids`.
 
     vLLM supports this. Up to `concurrency` requests are sent concurrently; temporary failures are retried.
     """
@@ -69,11 +69,11 @@ class CompletionServer(Server):
 
 @dataclass(frozen=True, kw_only=True)
 class TextServer(Server):
-    """Any OpenAI-compatible server: its answers are texts, which the tokenizer of the task encodes.
+    """Any OpenAI-compatible server; it returns text, which the task's tokenizer encodes.
 
-    `api` is "completions", which sends the prompt as text, or "chat", which sends the messages of the record and lets
-    the server render them. The number of prompt tokens that the server reports must match that of training. A complete
-    answer ends with the task's end-of-turn token. The tokens may differ from those that the model generated.
+    `api` is "completions", which sends the prompt as text, or "chat", which sends the record's messages for the server
+    to render. The number of prompt tokens that the server reports must match the prompt in training. A complete answer
+    ends with the task's end-of-turn token. The tokens may differ from those that the model generated.
     """
 
     task: Task
@@ -120,7 +120,7 @@ class TextServer(Server):
             raise self.fault(f"an answer cannot be encoded ({error})", right) from None
         ids = [of_text + [self.task.eos_id] * stop for of_text, stop in zip(encoded, ended, strict=True)]
         for answer, mine in zip(answers, ids, strict=True):
-            # Not all servers count the end-of-turn token.
+            # Some servers do not count the end-of-turn token.
             counted = {len(mine), len(mine) - (answer.finish_reason == "stop"), None}
             self.counts["retokenized"] += answer.completion_tokens not in counted
         self.counts["as_text"] += len(ids)
@@ -176,14 +176,14 @@ def chat_request(record: Record) -> dict[str, Any]:
 
 
 def encode_answers(texts: Sequence[str], task: Task) -> list[list[int]]:
-    """Encode each text. Coordinates become their own tokens; any other control token in a text is encoded as text."""
+    """Encode each text. Coordinates become single tokens; any other control token is encoded as ordinary text."""
     vocabulary = vocabulary_of(task.tokenizer)
     coordinates: Mapping[str, int] = {}
     split = [[text] for text in texts]
     if task.schema.uses_coordinates:
         coordinates = dict(zip(COORDINATES, vocabulary.coordinate_ids, strict=True))
         split = [COORDINATE_TEXT.split(text) for text in texts]
-    # Every second piece is a coordinate.
+    # `split` returns text and coordinates alternately.
     encoded = iter(vocabulary.encode([piece for pieces in split for piece in pieces[::2]]))
     return [
         [id for at, piece in enumerate(pieces) for id in ([coordinates[piece]] if at % 2 else next(encoded))]
@@ -225,7 +225,7 @@ def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Gener
 
 
 def _bearer(variable: str) -> str:
-    """Return the header value with the API key in an environment variable; the key is never shown or stored."""
+    """Return the value of the authorization header; the API key in `variable` is never shown or stored."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         state = "is empty" if variable in os.environ else "is not set"
@@ -236,7 +236,7 @@ def _bearer(variable: str) -> str:
 
 
 def text_counts(generator: Generator) -> list[int]:
-    """Return the number of answers that came as text since the last call, and of those tokenized differently."""
+    """Return how many answers arrived as text since the last call, and how many of them were tokenized differently."""
     if not isinstance(generator, TextServer):
         return [0, 0]
     counts = [generator.counts["as_text"], generator.counts["retokenized"]]

@@ -1,4 +1,4 @@
-"""The rollout training loop: the model generates answers, which become targets, and is trained on them.
+"""The rollout training loop: the model generates answers and is trained on targets built from them.
 
     every K steps    prompts ── generate ──▶ rollouts ── match, append ──▶ K batches
     every step       batch ──▶ one forward pass, one loss, one backward pass
@@ -97,7 +97,7 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
-        # A round is logged under its first step, and a checkpoint is written after the last step of a round.
+        # Rollouts of a round are logged with its first step; checkpoints are written only after its last step.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
             folder,
@@ -137,7 +137,7 @@ class _RolloutRun:
         self.loss: float | None = None
 
     def _open(self, model: CausalModel | None) -> None:
-        """Open the task, the truth and the model."""
+        """Open the task, the ground truth and the model."""
         config = self.config
         fields = None if config.fields is None else tuple(config.fields)
         self.task = open_task(
@@ -179,7 +179,7 @@ class _RolloutRun:
         self.step, self.saved = checkpoint.step, checkpoint.path
 
     def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> RolloutResult:
-        """Take all remaining steps; after a signal, only those of the current round, so that the run can be resumed."""
+        """Take all remaining steps; after a signal, only finish the current round, so that the run can be resumed."""
         config = self.config
         rows: list[Rows] = []
         with stop_on_signal() as request:
@@ -205,10 +205,10 @@ class _RolloutRun:
         steps = min(config.rollout_every, config.max_iters - self.step)
         numbers = self._record_numbers(self.step, self.step + steps)
         all_prompts = prompt_lists(task_prompts([self.truths[number] for number in numbers], self.task))
-        # Skip a prompt that leaves no position for an answer, like a target that is too long.
+        # Skip a prompt that leaves no room for an answer, as is done with targets that are too long.
         places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
         first_row, share = self.step * config.batch_size, Fraction(str(config.rollout_share))
-        # Spread evenly: of the first n rows of a run, floor(n · share) are rollouts.
+        # Spread rollouts evenly: floor(n · share) of the first n rows in a run are rollouts.
         own = [place for place in places if (first_row + place + 1) * share // 1 > (first_row + place) * share // 1]
         truths, prompts = [self.truths[numbers[place]] for place in own], [all_prompts[place] for place in own]
         answers = self._answers(generator, prompts, [truth.record for truth in truths])
@@ -268,14 +268,14 @@ class _RolloutRun:
         ]
 
     def _record_numbers(self, first: int, last: int) -> list[int]:
-        """Return the records of a range of steps: epoch after epoch, each in its own order."""
+        """Return the records for a range of steps; each epoch has its own order."""
         places = np.arange(first * self.config.batch_size, last * self.config.batch_size)
         epochs, inside = np.divmod(places, len(self.truths))
         numbers = [self.order.at(epoch, inside[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
         return [int(number) for number in np.concatenate(numbers)]
 
     def _train_step(self, rows: Rows, run_dir: RunDir) -> None:
-        """Take one optimizer step on the rows of one batch."""
+        """Take one optimizer step on the rows of a batch."""
         config, began = self.config, time.perf_counter()
         parts = self.world.alone(lambda: self._micro_batches(self._own_rows(rows)))
         weight, trained = self.world.sums(
@@ -299,7 +299,7 @@ class _RolloutRun:
         run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
 
     def _own_rows(self, rows: Rows) -> Rows:
-        """Return this rank's rows of a batch; an untrained row if there are fewer rows than ranks."""
+        """Return this rank's rows of a batch, or one untrained row if there are fewer rows than ranks."""
         rank, size = self.world.rank, self.world.size
         own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
         if len(own) or not len(rows):
@@ -353,9 +353,9 @@ class _RolloutRun:
 
 
 def _padded_length(rows: Rows, device: torch.device) -> int | None:
-    """Return the length to pad a batch to; None for that of its longest row.
+    """Return the length to pad a batch to; None means the length of its longest row.
 
-    On a GPU it is a power of two: FlexAttention is compiled for each length, up to eight times.
+    On a GPU, this is a power of two, because FlexAttention is compiled for each length, at most eight times.
     """
     if device.type != "cuda":
         return None

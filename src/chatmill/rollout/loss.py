@@ -1,4 +1,4 @@
-"""The loss of rollout targets, from the logits of the trained positions of text and coordinates.
+"""The loss of rollout targets, computed from the logits at trained text and coordinate positions.
 
 Text is trained with cross entropy. A coordinate is a position on an axis of 1000, where a near miss costs little:
 
@@ -24,7 +24,7 @@ from chatmill.train.loss import LMHead, Losses, TrainedPositions, trained_states
 
 @dataclass(frozen=True)
 class TermWeights:
-    """The weight of each term, and the standard deviation of the Gaussian in axis positions."""
+    """The weight of each term, and the Gaussian's standard deviation in axis positions."""
 
     text: float = 1.0
     soft: float = 1.0
@@ -55,14 +55,14 @@ TERMS = ("text", "soft", "wasserstein", "outside")
 
 
 class Axis(NamedTuple):
-    """The coordinates of a vocabulary: their ids in order, and the position of every id on the axis (-1 for text)."""
+    """The coordinate tokens in order, and the axis position of every token id (-1 for text)."""
 
     ids: Tensor
     places: Tensor
 
     @classmethod
     def of(cls, coordinate_ids: list[int], vocab_size: int, device: torch.device | str = "cpu") -> Axis:
-        """`vocab_size` is that of the model, which may have more ids than the tokenizer."""
+        """`vocab_size` is the model's vocabulary size, which may exceed the tokenizer's."""
         ids = torch.tensor(coordinate_ids, dtype=torch.long)
         places = torch.full((vocab_size,), -1, dtype=torch.long)
         places[ids] = torch.arange(len(ids))
@@ -74,7 +74,7 @@ def rollout_loss(
 ) -> TermLosses:
     """Return the loss of logits (positions, vocabulary) for the target ids.
 
-    A position whose target is a coordinate of the axis uses the coordinate terms; without an axis, all are text.
+    Positions whose target is a coordinate on the axis use the coordinate terms; without an axis, all targets are text.
     """
     logits = logits.float()
     log_total = torch.logsumexp(logits, dim=1)
@@ -87,7 +87,8 @@ def rollout_loss(
         log_inside = torch.logsumexp(axis_logits, dim=1)
         logprobs = axis_logits - log_inside[:, None]
         wanted = gaussian(places[chosen], len(axis.ids), term_weights.sigma)
-        # In one dimension the distance is the integral of the difference of the cumulative distributions.
+        # In one dimension, the distance is the integral of the absolute difference between the cumulative
+        # distributions.
         distance = (logprobs.exp() - wanted).cumsum(1)[:, :-1].abs().sum(1) / (len(axis.ids) - 1)
         each[1:, chosen] = torch.stack([-(wanted * logprobs).sum(1), distance, log_total[chosen] - log_inside])
     tokens = torch.tensor([getattr(term_weights, name) for name in TERMS], device=logits.device) @ each
@@ -108,7 +109,7 @@ class RolloutLoss:
         return Losses(losses.total, losses.tokens)
 
     def take_terms(self) -> dict[str, float]:
-        """Return Σ weight · each term since the last call."""
+        """Return the weighted sum of each term since the last call."""
         sums, self._sums = self._sums, None
         return dict(zip(TERMS, [0.0] * len(TERMS) if sums is None else sums.tolist(), strict=True))
 

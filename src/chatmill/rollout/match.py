@@ -1,7 +1,7 @@
 """Match predicted objects to true ones.
 
-Pairs with an overlap below the gate are excluded. The result is the assignment with the largest sum of overlaps; of
-equal sums, the one that assigns the first predicted object to the first true one, and so on.
+Pairs with an overlap below the gate are excluded. The result is the assignment with the largest sum of overlaps. Ties
+go to the assignment that matches the earliest predicted objects to the earliest true ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Matching:
-    """Numbers of predicted and true objects: each is in a pair, a false positive, or missed."""
+    """Indices of predicted and true objects: each is part of a pair, a false positive, or missed."""
 
     pairs: tuple[tuple[int, int], ...]
     """(predicted, true), in the order of the predicted objects."""
@@ -86,7 +86,7 @@ def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
 def _near_overlaps(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]
 ) -> tuple[Index, Index, Floats]:
-    """Return pairs whose bounding boxes intersect, in the order of the predicted objects, and their overlaps."""
+    """Return the pairs whose bounding boxes intersect, in the order of the predicted objects, and their overlaps."""
     (boxes, drawn), (true_boxes, true_drawn) = _bounds(predicted), _bounds(truth)
     mine, true, overlap = _box_overlaps(boxes, true_boxes)
     if drawn or true_drawn:
@@ -99,7 +99,7 @@ def _near_overlaps(
 
 
 def _bounds(things: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
-    """Return the bounding box of each object, and the numbers of those that are polygons."""
+    """Return the bounding box of each object, and the indices of polygons."""
     boxes: list[Any] = [thing.get("bbox_2d") for thing in things]
     polygons = [number for number, box in enumerate(boxes) if box is None] if None in boxes else []
     for number in polygons:
@@ -164,7 +164,7 @@ def _polygon_overlaps(
 
 
 def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-    """Return x1, y1, x2, y2 … of the corners, and whether the shape cannot intersect itself (a box or a triangle)."""
+    """Return the corners as x1, y1, x2, y2 …, and whether the shape cannot intersect itself (a box or a triangle)."""
     if "poly" in thing:
         points: Sequence[int] = thing["poly"]
         return points, len(points) == 6
@@ -179,7 +179,7 @@ def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, ga
 
 
 def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
-    """Return the best of these pairs, ordered by predicted object; independent groups are solved separately."""
+    """Return the pairs of the best assignment, ordered by predicted object; solve independent groups separately."""
     alone = (np.bincount(mine)[mine] == 1) & (np.bincount(true)[true] == 1)
     pairs = list(zip(mine[alone].tolist(), true[alone].tolist(), strict=True))
     if alone.all():
@@ -194,7 +194,7 @@ def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
 
 
 def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split the feasible pairs into groups that share objects."""
+    """Split the feasible pairs into groups that have no objects in common."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     of_column: dict[int, list[tuple[int, int]]] = {}
     for row, column in pairs:
@@ -209,7 +209,7 @@ def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
-    """Return the pairs with the largest sum; of equal sums, the first possible column for each row in order."""
+    """Return the pairs with the largest sum; break ties by giving each row, in order, the first possible column."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     for (row, column), worth in steps.items():
         of_row.setdefault(row, []).append((column, worth))
@@ -226,7 +226,7 @@ def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]
 def _first_of_all(
     of_row: Sequence[tuple[int, Sequence[tuple[int, int]]]], at: int, taken: frozenset[int]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the best sum of the rows starting at `at`, and its pairs, by brute force."""
+    """Find the best sum over the rows starting at `at`, and its pairs, by brute force."""
     if at == len(of_row):
         return 0, []
     row, options = of_row[at]
@@ -241,7 +241,7 @@ def _first_of_all(
 
 
 def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
-    """Like `_first_of_all`, for a matrix in which -1 is an infeasible pair, by fixing one row after the other."""
+    """Like `_first_of_all`, for a matrix in which -1 marks infeasible pairs; assigns one row at a time."""
     allowed = steps >= 0
     best, chosen = _largest_sum(steps, allowed)
     pairs = []
@@ -258,13 +258,13 @@ def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
             allowed = tried
             pairs.append((row, column))
             break
-        # A row for which no column keeps the sum stays unassigned.
+        # A row stays unassigned if every column would reduce the sum.
         allowed[row] = False
     return pairs
 
 
 def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[int, int]]:
-    """Return the largest sum of any assignment, and the column of each row in one such assignment."""
+    """Return the largest sum of any assignment, and the column of each row in an assignment with that sum."""
     if not allowed.any():
         return 0, {}
     try:
@@ -278,17 +278,17 @@ def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[in
 
 
 def _identity(thing: Any) -> Any:
-    """Return a hashable value that is equal for equal JSON: true is not 1, and the order of fields does not matter."""
+    """Return a hashable value that is equal for equal JSON values: true differs from 1, and field order is ignored."""
     if isinstance(thing, Mapping):
         return frozenset((key, _identity(value)) for key, value in thing.items())
     return (type(thing).__name__, thing)
 
 
-# Recall and precision of answers, with a stricter rule than in training.
+# Recall and precision of answers; matching is stricter than in training.
 
 
 class DetectionScore(NamedTuple):
-    """Counts over any number of answers."""
+    """Object counts, summed over any number of answers."""
 
     correct: int = 0
     """Predicted objects with the description of a true one and enough overlap."""
@@ -314,7 +314,7 @@ class DetectionScore(NamedTuple):
 def score_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
 ) -> DetectionScore:
-    """Score one answer: objects are matched within each description, by overlap."""
+    """Score one answer; objects are matched by overlap, and only with objects of the same description."""
     correct = 0
     for desc in {thing["desc"] for thing in truth}:
         mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))

@@ -3,9 +3,9 @@
     {"object_1": {"desc": "cat", …}, "note": 3, "object_2": {"desc": "do
      entry 0, complete               entry 1    entry 2, incomplete
 
-Each token is decoded to bytes separately, so a character may be split over tokens. The root object itself is parsed
-strictly: the scan ends where it is no longer valid JSON. Inside the body of an entry only strings and braces matter,
-so any other fault there, such as an unclosed bracket, affects only that entry.
+Each token is decoded to bytes separately, so a character may span several tokens. The root object is parsed strictly:
+the scan ends where the text stops being valid JSON. Inside the body of an entry only strings and braces matter, so any
+other error there, such as an unclosed bracket, affects only that entry.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ except ImportError:  # pragma: no cover
 
 STOP_TEXTS = ("<|im_end|>",)
 
-# A string with its closing quote if any, and the colon that makes it a key; or a bracket of either kind.
+# A string with its closing quote, if present, and the colon that makes it a key; or a brace or bracket.
 _LEXEME = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+\\?)("?)([ \t\n\r]*+:)?|[{}\[\]]', re.DOTALL)
-# Everything up to the next brace outside of strings.
+# Everything up to the next brace that is not inside a string.
 _TO_BRACE = re.compile(rb'[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+', re.DOTALL)
 _SCALAR = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _WORD = re.compile(rb"[-+.0-9A-Za-z]*+")
 _SPACE = re.compile(rb"[ \t\n\r]*+")
-# Python refuses to convert numbers with many more digits; such a key has no number.
+# Python refuses to convert much longer digit strings, so longer keys do not count as numbered.
 _NUMBERED = re.compile(r"object_([0-9]{1,4000})", re.ASCII)
 _COORDINATE = {token.encode(): k for token, k in COORDINATE.items()}
-# An entry exactly as boxes are written, in printable ASCII: its number, description and four coordinates.
+# A box entry in printable ASCII, formatted exactly as chatmill writes it: number, description and four coordinates.
 _BOX = re.compile(
     rb'"(object_([0-9]{1,9}))": \{"desc": "([ !#-\[\]-~]+)", "bbox_2d": \['
     + b", ".join([rb'"<\|coord_(0|[1-9][0-9]{0,2})\|>"'] * 4)
@@ -52,7 +52,7 @@ Ended = Literal["closed", "open", "fault", "no_root"]
 
 
 class ParsedEntry(NamedTuple):
-    """One `key: value` of the root object; start, value_start and stop are byte offsets in the rollout."""
+    """One `key: value` pair of the root object; start, value_start and stop are byte offsets in the rollout."""
 
     key: str
     number: int | None
@@ -84,7 +84,7 @@ class Scan:
     """How the scan ended: the root was closed, was still open at the end, was not JSON, or is missing."""
 
     def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
-        """Return the k of every coordinate in an array of the entry, and its byte offset."""
+        """Return the value and the byte offset of every coordinate in the arrays of an entry."""
         if entry.box is not None:
             return entry.box[1:]
         starts: list[int] = []
@@ -105,7 +105,7 @@ class Scan:
         return first, max(first, int(np.searchsorted(self.token_start, stop, side="left")))
 
     def characters(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of characters for a range of bytes; invalid UTF-8 counts as its replacement."""
+        """Return the range of characters for a range of bytes; invalid UTF-8 counts as replacement characters."""
         first = len(self.data[:start].decode("utf-8", "replace"))
         return first, first + len(self.data[start:stop].decode("utf-8", "replace"))
 
@@ -119,7 +119,7 @@ def scan_rollout(
 ) -> Scan:
     """Scan the entries of the JSON object at the start of a rollout, after whitespace.
 
-    The rollout ends at a stop token, at a stop text (even inside a string), or at an id outside of the vocabulary.
+    The rollout ends at a stop token, at a stop text (even inside a string), or at an id outside the vocabulary.
     """
     before_stop = id_array(ids)
     for id in stop_ids:
@@ -138,7 +138,7 @@ def scan_rollout(
 
 
 def number_of(key: str) -> int | None:
-    """Return n of a key object_{n}; None for any other key."""
+    """Return n for a key object_{n}; None for any other key."""
     match = _NUMBERED.fullmatch(key)
     return None if match is None else int(match[1])
 
@@ -165,7 +165,7 @@ def _space(data: bytes, at: int) -> int:
 
 
 class _EndError(Exception):
-    """The scan stops, because the tokens end or the text is not JSON."""
+    """Raised to stop the scan, because the tokens end or the text is not JSON."""
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
@@ -195,7 +195,7 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
 
 
 def _boxes(data: bytes, at: int) -> list[Box]:
-    """Return the entries from this offset that are written exactly as boxes are, separated by a comma and a space."""
+    """Return consecutive box entries starting at this offset, if they are formatted exactly as chatmill writes them."""
     if _rollout is not None:
         return _rollout.boxes(data, at)
     boxes: list[Box] = []
@@ -232,7 +232,7 @@ def _at_end(data: bytes, at: int) -> Ended:
 
 
 def _key(data: bytes, at: int) -> tuple[str, int]:
-    """Return the key that starts here, and where its value starts."""
+    """Return the key at this offset, and the offset of its value."""
     match = _LEXEME.match(data, at)
     if match is None or match[1] is None:
         raise _EndError(_at_end(data, at))
@@ -246,7 +246,7 @@ def _key(data: bytes, at: int) -> tuple[str, int]:
 
 
 def _value(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Return the end of the value that starts here, whether it is an object, and the largest n of keys object_{n}."""
+    """Return the end of the value at this offset, whether it is an object, and the largest n of any key object_{n}."""
     first = data[at : at + 1]
     if first == b"{":
         return _body(data, at)
@@ -267,7 +267,7 @@ def _value(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _body(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Parse an object up to where its braces balance, whatever is between them."""
+    """Parse an object up to the brace that closes it; its content need not be valid JSON."""
     depth, stop = 0, at
     while True:
         match = _TO_BRACE.match(data, stop)
@@ -280,18 +280,18 @@ def _body(data: bytes, at: int) -> tuple[int, bool, int]:
             if not depth:
                 return stop, True, _largest(data, at, stop)
         else:
-            # The end, or an unclosed quote.
+            # The data ends, or a quote is not closed.
             raise _EndError("open")
 
 
 def _array(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Parse an array, which must be valid JSON, so that the root stays parseable."""
+    """Parse an array, which must be valid JSON, so that the root object remains parseable."""
     stack: list[int] = []
     for match in _LEXEME.finditer(data, at):
         if match[1] is None:
             what = data[match.start()]
             if what in b"{[":
-                stack.append(what + 2)  # the code of the closing bracket
+                stack.append(what + 2)  # character code of the closing bracket
             elif stack.pop() != what:
                 raise _EndError("fault")
             if not stack:
@@ -306,7 +306,7 @@ def _array(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _largest(data: bytes, start: int, stop: int) -> int:
-    """Return the largest n of all keys object_{n} in a value; -1 if there are none."""
+    """Return the largest n of all keys object_{n} in a value; -1 if it has no such key."""
     # Fast path: most values do not contain such a key.
     if data.find(b"object_", start, stop) < 0 and data.find(b"\\", start, stop) < 0:
         return -1

@@ -1,4 +1,4 @@
-"""Schemas: the form of an entry in an answer, and how it is parsed, written, and matched to the ground truth.
+"""Schemas define the entries of an answer: how they are parsed, written, and matched to the ground truth.
 
     "object_3": {"desc": "black cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}
 
@@ -27,7 +27,7 @@ PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}
 
 
 class TextPart(NamedTuple):
-    """A piece of text and its part."""
+    """A piece of text and its `Part`."""
 
     text: str
     part: int
@@ -38,7 +38,7 @@ NO_TEXT = TextPart("", STRUCTURE)
 
 
 class EntryText(NamedTuple):
-    """The body of an entry: text, then coordinates (one token each) with separators between them, then more text."""
+    """The body of an entry: text, coordinates (one token each) with separators between them, and more text."""
 
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()
@@ -48,7 +48,7 @@ class EntryText(NamedTuple):
 
 
 class UnfitError(Exception):
-    """An entry does not fit the schema; `reason` is the name it is counted under."""
+    """An entry does not fit the schema; `reason` is the name under which it is counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -56,7 +56,7 @@ class UnfitError(Exception):
 
 
 class Schema(Protocol):
-    """The form of entries: how they are parsed, checked, written and matched."""
+    """How the entries of an answer are parsed, checked, written and matched."""
 
     @property
     def uses_coordinates(self) -> bool: ...
@@ -65,7 +65,8 @@ class Schema(Protocol):
         """Return the object of an entry; raise `UnfitError` if it is not valid."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Return a true object in the form in which it is written; raise `DataError` if it does not fit the schema."""
+        """Return a true object in the form in which answers contain it; raise `DataError` if it does not fit the
+        schema."""
 
     def write(self, thing: Object) -> EntryText:
         """Return the body of an entry."""
@@ -111,7 +112,7 @@ class Detection:
         return self._read(body, COORDINATE)
 
     def read_box(self, desc: str, box: list[int]) -> Object:
-        """Like `read`, for an entry that is written exactly as boxes are."""
+        """Like `read`, for a box entry whose description and coordinates have already been parsed."""
         if not desc.strip():
             raise UnfitError("desc")
         if box[0] > box[2] or box[1] > box[3]:
@@ -186,7 +187,7 @@ def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """Return the k of each coordinate in a list."""
+    """Return the value of each coordinate in a list."""
     if not isinstance(items, list | tuple):
         raise UnfitError("coordinate")
     numbers = [places.get(item, -1) if type(item) in (str, int) else -1 for item in items]
@@ -197,7 +198,7 @@ def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Fields:
-    """Entries with fixed fields, each a string, a number, true, false or null; matched if all are equal."""
+    """Entries with fixed fields: strings, numbers, booleans or null. Two entries match if all fields are equal."""
 
     names: tuple[str, ...]
     uses_coordinates = False

@@ -1,4 +1,4 @@
-"""Requests to OpenAI-compatible servers: send a JSON body, receive one answer as JSON or as an event stream."""
+"""Requests to OpenAI-compatible servers: send a JSON body, and receive one answer as JSON or as an event stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READ_BYTES = 1 << 16
 
 @dataclass
 class ServerAnswer:
-    """The first choice of a reply, and the token counts of the server."""
+    """The first choice in a reply, and the token counts that the server reports."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -43,7 +43,7 @@ class ServerAnswer:
 
 @dataclass(frozen=True)
 class Server:
-    """Sends requests for one model to a server, several concurrently, and retries temporary failures."""
+    """Sends concurrent requests for one model to a server, and retries temporary failures."""
 
     url: str
     """The base URL including the version, such as http://localhost:8000/v1."""
@@ -88,7 +88,7 @@ class Server:
                 raise
 
     def fault(self, what: str, right: str) -> DataError:
-        """Return the error of a server: one line, without the values of headers."""
+        """Describe a server error in one line, without header values."""
         message = f"{self.url}: {what}; {right}"
         for value in self.headers.values():
             for secret in (value, value.removeprefix("Bearer ")):
@@ -138,7 +138,7 @@ class Server:
 
 
 def check_server_url(url: str) -> None:
-    """Raise `UsageError` if this is not the base URL of a server, or contains a password, which would be stored."""
+    """Raise `UsageError` if this is not a server's base URL, or if it contains a password, which would be stored."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -161,7 +161,7 @@ def _start_of(error: urllib.error.HTTPError) -> str:
 
 
 class _ReplyError(Exception):
-    """A reply is not a completion."""
+    """A server's reply is not a completion."""
 
 
 class _CutError(Exception):
@@ -179,14 +179,14 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def read_answer(data: bytes) -> ServerAnswer:
-    """Parse the answer in a reply, which is one JSON object, or a stream of objects with one part each.
+    """Parse the answer in a reply: a single JSON object, or a stream of objects that each contain a part of the answer.
 
-    Chat completions have their text in `message` or `delta`, others in the choice itself.
+    Chat completions have their text in `message` or `delta`; other completions have it in the choice itself.
     """
     start = data.lstrip()
     streamed = start.startswith((b"data:", b"event:", b":"))
     parts = [_object(part) for part in (_events(start) if streamed else [start])]
-    # A stream may end without a part that has text; a single reply has text, which may be empty.
+    # A stream may end without any text; a single reply must have text, which may be empty.
     answer, has_choice = ServerAnswer(has_text=streamed), False
     for part in parts:
         if part.get("error") is not None:

@@ -1,4 +1,4 @@
-"""Targets: one answer to train on, from what the model generated and what it missed.
+"""Targets: answers to train on, built from the model's own answer and the objects that it missed.
 
     rollout  {"object_1": {…cat…}, "object_2": {…dog…}, "object_3": {"desc": "b
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
@@ -70,7 +70,7 @@ class Target:
 
     @property
     def false_positives(self) -> tuple[int, ...]:
-        """Indices of the valid objects that do not match a true one."""
+        """Indices of valid objects that match no true object."""
         matched = {number for number, _ in self.matched}
         return tuple(number for number in range(len(self.valid_objects)) if number not in matched)
 
@@ -89,13 +89,13 @@ def build_target(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Target:
-    """Build the target of one rollout from the true objects that it should contain.
+    """Build the target for one rollout, given the true objects that it should contain.
 
     `eos_id` defaults to the end-of-turn token of the format that the tokenizer was opened for, and `stop_ids` to that
-    token. Without `train_values`, the texts of appended entries are context. With `train_cut`, tokens at the end of the
-    prefix that replace a token that was cut, or the whole prefix, are trained as structure. `border` sets how tokens
-    are chosen at the start of the appended text, and `weights` the loss weight of each kind of token. No rollout raises
-    an error; a true object that does not fit the schema raises `DataError`.
+    token. Without `train_values`, the texts of appended entries are not trained. With `train_cut`, tokens that replace
+    a split token, or the whole prefix, are trained as structure. `border` sets how tokens are chosen at the start of
+    the appended text, and `weights` the loss weight of each kind of token. Any rollout is accepted; a true object that
+    does not fit the schema raises `DataError`.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -143,7 +143,7 @@ def build_target(
         missed=matching.missed,
         truncated=scan.ended == "open",
         fallback=cut.fallback,
-        # Valid objects are JSON.
+        # Valid objects have already been parsed as JSON.
         target_is_json=len(valid) == len(cut.entries) or _is_json(cut.text + appended.text.encode()),
         kept=kept,
         slots=len(slots[0]),
@@ -160,7 +160,7 @@ def build_answer(
     eos_id: int | None = None,
     train_values: bool = True,
 ) -> Rows:
-    """Build the whole answer with these objects, trained from its first brace: the SFT target before rollouts."""
+    """Build a complete answer with these objects, all of it trained: the target for SFT before rollouts."""
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     answer = encode_answer(truth, schema, vocabulary)
@@ -171,14 +171,14 @@ def build_answer(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
-    """Return the id that ends an answer: the control token `eot` of the format that the tokenizer was opened for."""
+    """Return the id that ends an answer: the `eot` control token of the format that the tokenizer was opened for."""
     ids = tokenizer.special_token_ids()
     if "eot" not in ids:
         raise UsageError(f"{tokenizer.name}: was opened without an end-of-turn token (eot); pass eos_id")
     return int(ids["eot"])
 
 
-# The cut of the rollout, and the objects in it.
+# Cutting the rollout, and parsing its objects.
 
 Border = Literal["shorter", "canonical", "joined", "masked"]
 """How the tokens around the cut are chosen, because tokenizers may merge the end of the prefix with what follows.
@@ -203,7 +203,7 @@ class _KeptPrefix(NamedTuple):
 
 
 def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
-    """Return the prefix up to the last complete object, or to the opening brace; `{` alone if nothing can be kept."""
+    """Return the prefix up to the last complete object, or up to the opening brace; only `{` if nothing can be kept."""
     if scan.root < 0:
         return _nothing_kept(vocabulary, _why_no_root(scan.data))
     count = next((number for number in range(len(scan.entries), 0, -1) if _is_object(scan.entries[number - 1])), 0)
@@ -211,7 +211,7 @@ def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
     stop = int(np.searchsorted(scan.token_start, end, side="left"))
     prefix = ids[:stop]
     if scan.token_start[stop] > end:
-        # The cut splits a token, which is the only one that is replaced.
+        # The cut splits a token; only this token is replaced.
         stop -= 1
         shorter = vocabulary.cut(scan.data[scan.token_start[stop] : end])
         if shorter is None:
@@ -269,7 +269,7 @@ def _why_no_root(data: bytes) -> str:
 
 
 def _read(scan: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntry], list[Object], dict[str, int]]:
-    """Return the entries that are valid objects, those objects, and the number of other entries by reason."""
+    """Return the valid entries, their objects, and the number of invalid entries by reason."""
     entries: list[ParsedEntry] = []
     valid: list[Object] = []
     dropped: Counter[str] = Counter()
@@ -307,7 +307,7 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-# Coordinates of the rollout that have a true value.
+# Rollout coordinates for which the true value is known.
 
 
 def _slots(
@@ -322,7 +322,7 @@ def _slots(
 ) -> tuple[Index, Index]:
     """Return the positions of slots among the kept tokens, and the target id of each.
 
-    A slot is a single token, the coordinate itself, in an object whose geometry has as many points of the same kind as
+    A slot is a coordinate that is a single token, in an object whose geometry has the same type and number of points as
     the true one.
     """
     starts: list[int] = []
@@ -348,7 +348,7 @@ def _slots(
 def _aligned(thing: Object, true: Object) -> list[int] | None:
     """Return the true coordinates in the order of the predicted ones; None if they do not correspond.
 
-    The corners of a polygon may start anywhere and go in either direction: the nearest order is used.
+    A polygon may start at any corner and go in either direction: the order that is nearest to the prediction is used.
     """
     if "bbox_2d" in thing and "bbox_2d" in true:
         box: list[int] = true["bbox_2d"]
@@ -366,9 +366,11 @@ def _aligned(thing: Object, true: Object) -> list[int] | None:
 def _closing(
     scan: Scan, cut: _KeptPrefix, matching: Matching, entries: Sequence[ParsedEntry], vocabulary: Vocabulary
 ) -> tuple[int, int] | None:
-    """Return the token with which the rollout continues after all true objects, and the id that closes the answer.
+    """Return the index of the token that continues the rollout after the last matched object, and the id that would
+    close it.
 
-    None if an object was missed, if nothing follows the last matched one, or if no single token closes the answer.
+    Return None if an object was missed, if nothing follows the last matched one, or if no single token closes the
+    answer.
     """
     if cut.fallback is not None or matching.missed:
         return None

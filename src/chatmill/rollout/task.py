@@ -1,4 +1,4 @@
-"""Tasks: conversations that ask for objects, and rows of prompts, targets and true answers."""
+"""Tasks: conversations whose answers list objects, and their prompts, targets and true answers as rows."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def open_task(
     gate: float = GATE,
     add_tokens: bool = False,
 ) -> Task:
-    """Open a task whose entries have these fields or, by default, a description and a box or polygon.
+    """Open a task whose entries have these fields; by default, a description and a box or polygon.
 
-    The default format is the chat template in the tokenizer's folder if it has one, else chatml. A folder whose
-    tokenizer lacks the coordinate tokens, which boxes and polygons require, is refused, because its model has none.
+    The default format is the chat template in the tokenizer's folder if it has one, else chatml. Boxes and polygons
+    require coordinate tokens: a folder whose tokenizer lacks them is refused, because its model does too.
     """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     if (name := resolve_format(format, tokenizer)) == TEMPLATE:
@@ -81,13 +81,13 @@ def prompt_lists(prompts: Rows) -> list[list[int]]:
     return [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
 
 
-# Prompts as rows, with the same ids in generation and training.
+# Rows of prompts, with the same ids in generation and training.
 
 
 def prompt_rows(records: Sequence[Record], renderer: TurnRenderer | TemplateRenderer) -> Rows:
-    """Return one row per record: its messages and the generation prompt, all of it context.
+    """Return one untrained row per record: its messages and the generation prompt.
 
-    The ids of a row equal `Renderer.prompt_ids` of its record.
+    The ids of a row equal `Renderer.prompt_ids` for its record.
     """
     if isinstance(renderer, TurnRenderer):
         rows = _turn_prompts(records, renderer)
@@ -112,7 +112,7 @@ def _turn_prompts(records: Sequence[Record], renderer: TurnRenderer) -> Rows:
 
 
 def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
-    """Plan rows of two pieces, (rows, 2), each with the origin of the row with the same number."""
+    """Plan rows that each consist of two pieces (rows, 2), and take the origin of the row with the same index."""
     numbers = np.arange(len(start) + 1, dtype=np.int64)
     return GatherPlan(
         start=start.ravel(), stop=stop.ravel(), first_piece=2 * numbers, origin=numbers[:-1], first_segment=numbers
@@ -120,14 +120,14 @@ def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
-    """Concatenate each prompt and its answer to one conversation with the origin of the prompt."""
+    """Concatenate each prompt and its answer into one conversation with the prompt's origin."""
     if len(prompts) != len(answers):
         raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer per prompt")
     source = concat([prompts, *answers])
     count = len(prompts)
     both = np.stack([np.arange(count), np.arange(count) + count], axis=1)
     rows = gather(source, _two_pieces_a_row(source.row_start[:-1][both], source.row_start[1:][both]))
-    # The answer is the message whose header ends the prompt.
+    # The answer belongs to the message whose header ends the prompt.
     opened = prompts.spans["message"][prompts.first_span[1:] - 1]
     of_answer = rows.spans["rule"] != Rule.PROMPT
     rows.spans["message"] = np.where(of_answer, np.repeat(opened, np.diff(rows.first_span)), rows.spans["message"])
@@ -137,7 +137,7 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
 def check_prompts(
     rows: Rows, prompts: Sequence[Sequence[int]], where: Callable[[int], str] = lambda row: f"row {row}"
 ) -> None:
-    """Raise `DataError` unless every row starts with the prompt it was generated from, without training any of it."""
+    """Raise `DataError` unless every row starts with the prompt it was generated from, and the prompt is untrained."""
     mask = rows.mask()
     for row, (start, prompt) in enumerate(zip(rows.row_start[:-1].tolist(), prompts, strict=True)):
         stop = start + len(prompt)
@@ -153,7 +153,7 @@ def check_prompts(
 
 @dataclass
 class Health:
-    """Sums over targets."""
+    """Counts summed over targets."""
 
     rollouts: int = 0
     valid: int = 0
@@ -215,7 +215,7 @@ class Health:
         }
 
 
-# Rows of many records.
+# Rows for many records.
 
 
 def target_rows(
@@ -228,7 +228,7 @@ def target_rows(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Rows:
-    """Return prompts with their targets as rows; count every rollout in `health`."""
+    """Return rows of prompts with their targets; count every rollout in `health`."""
     prompts = task_prompts([truth for truth, _ in pairs], task)
     made = []
     for truth, rollout in pairs:
@@ -254,7 +254,7 @@ def target_rows(
 
 
 def answer_rows(truths: Sequence[GroundTruth], task: Task, *, train_values: bool = True) -> Rows:
-    """Return prompts with the true answers as rows."""
+    """Return rows of prompts with their true answers."""
     options: dict[str, Any] = {"tokenizer": task.tokenizer, "schema": task.schema, "eos_id": task.eos_id}
     made = []
     for truth in truths:

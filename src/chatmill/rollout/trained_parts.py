@@ -1,4 +1,4 @@
-"""The row of a target: which tokens are trained, toward which ids, and with which weight."""
+"""The row of a target: which tokens are trained, their target ids, and their weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def target_row(
     train_values: bool,
     weights: PartWeights,
 ) -> Rows:
-    """Return the row of a target; `slots` and `closing` are trained toward ids other than their own."""
+    """Return the row of a target; tokens in `slots` and `closing` have target ids that differ from their own ids."""
     part = np.frombuffer(bytearray(parts), dtype=np.uint8)
     part[slots[0]] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The bytes of each token of a tokenizer, and exact encoding of texts."""
+"""The bytes of a tokenizer's tokens, and exact encoding of texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
 class _TokenBytes(dict[int, bytes | None]):
-    """The bytes of each id, computed on first access; None for an id that the tokenizer does not have."""
+    """The bytes of each token id, computed on first access; None for unknown ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _TokenBytes(dict[int, bytes | None]):
         try:
             self[id] = self._tokenizer.piece(id) if 0 <= id < self._tokenizer.vocab_size else None
         except DataError:
-            # An unused id of the vocabulary.
+            # The vocabulary does not use this id.
             self[id] = None
         return self[id]
 
@@ -45,7 +45,7 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._pieces = _TokenBytes(tokenizer)
         # The bytes of all ids seen so far, concatenated, and the offset of each id. One extra id at each end represents
-        # ids outside of the vocabulary.
+        # ids outside the vocabulary.
         self._bytes = np.empty(0, dtype=np.uint8)
         self._start = np.zeros(2, dtype=np.int64)
         self._size = np.full(2, MISSING, dtype=np.int64)
@@ -54,11 +54,11 @@ class Vocabulary:
         """Cache of appended stretches with their tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
-        """Return the bytes of each id; None for an id that the tokenizer does not have."""
+        """Return the bytes of each id; None for unknown ids."""
         return list(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Index) -> tuple[bytes, Index]:
-        """Return the bytes of ids up to the first unknown id, and the byte offsets of each token and of the end."""
+        """Return the bytes of the ids before the first unknown id, and the byte offset of each token and of the end."""
         places = ids + 1
         size = self._size.take(places, mode="clip")
         if size.min(initial=0) < 0:
@@ -91,13 +91,14 @@ class Vocabulary:
         return piece is not None and self._tokenizer.token_id(piece.decode("utf-8", "replace")) == id
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of ids that the tokenizer has."""
+        """Return the bytes of ids, all of which must be known."""
         return b"".join([piece or b"" for piece in self.pieces(ids)])
 
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
         """Return ids for each text that decode to exactly its bytes, regardless of the tokenizer's normalization.
 
-        Raises `DataError` if the vocabulary cannot represent a text. Results are cached, as answers are repetitive.
+        Raises `DataError` if the vocabulary cannot represent a text. Results are cached, because answers are
+        repetitive.
         """
         if new := [text for text in dict.fromkeys(texts) if text not in self._exact]:
             if len(self._exact) > CACHED:
@@ -111,18 +112,18 @@ class Vocabulary:
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]
-        # Check all texts together first, which is faster: nearly always all of them are exact.
+        # Check all texts together first, which is faster, because nearly always all of them are exact.
         raw = [text.encode() for text in texts]
         if self.text(ids) == b"".join(raw) and np.array_equal(self.starts(ids)[first], sizes_to_starts(raw)):
             return encoded
         return [self._made_exact(of_text, text) for of_text, text in zip(encoded, texts, strict=True)]
 
     def starts(self, ids: Sequence[int]) -> Index:
-        """Return the byte offset of each token, followed by that of the end."""
+        """Return the byte offset of each token, followed by the offset of the end."""
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Return ids for the first bytes of a token; None if there are none."""
+        """Return ids that encode the first bytes of a token; None if there are none."""
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):
@@ -158,7 +159,7 @@ class Vocabulary:
         raise DataError(f'{self._tokenizer.name}: cannot encode "{one_line(text)}" exactly; use a lossless tokenizer')
 
     def _segment(self, wanted: bytes) -> list[int] | None:
-        """Return the fewest ids that spell these bytes, preferring longer tokens first; None if impossible."""
+        """Return the fewest ids that decode to these bytes, preferring longer tokens first; None if impossible."""
         ids, longest = self._by_bytes
         best: list[tuple[int, int] | None] = [None] * len(wanted) + [(0, 0)]
         for start in range(len(wanted) - 1, -1, -1):
@@ -179,7 +180,8 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> tuple[dict[bytes, int], int]:
-        """Return the first id for the bytes of every token, without control tokens, and the length of the longest."""
+        """Map the bytes of each token to its first id, without control tokens; also return the longest token's
+        length."""
         ids: dict[bytes, int] = {}
         for id, piece in enumerate(self.pieces(range(self._tokenizer.vocab_size))):
             if piece and self._tokenizer.token_id(piece.decode("utf-8", "replace")) != id:
@@ -198,11 +200,11 @@ def id_array(ids: Sequence[int] | Index) -> Index:
 
 
 def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
-    """Return the offset of each piece in their concatenation, followed by that of the end."""
+    """Return the offset of each piece in the concatenation of all pieces, followed by the offset of the end."""
     return offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
 
 @lru_cache(maxsize=8)
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """Return the vocabulary of a tokenizer, created once, because its caches are worth keeping."""
+    """Return the vocabulary of a tokenizer; it is created once, to keep its caches."""
     return Vocabulary(tokenizer)
