@@ -23,7 +23,7 @@ _IMPORT = re.compile(r"^    from ([\w.]+) import \(?\s*(\w+) as (\w+)", re.MULTI
 
 
 def lazy_exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` of a package, from the imports under its `if _TYPE_CHECKING:`."""
+    """Return a package's `__all__`, `__getattr__` and `__dir__`, from the imports under its `if _TYPE_CHECKING:`."""
     spec = sys.modules[package].__spec__
     source = getattr(spec.loader, "get_source", lambda name: "")(package) if spec else ""
     _, _, exports = (source or "").partition("\nif _TYPE_CHECKING:\n")

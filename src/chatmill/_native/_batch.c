@@ -19,10 +19,11 @@ enum { FITS = -1, OUTSIDE = -2 };
 static const int64_t IGNORED = -100;
 static const uint32_t ONE = 0x3F800000; /* the bits of 1.0 */
 
-/* The bytes of a row that are hashed, as docs/reference/files.md defines them: numbers, a bit for each label, ids. The
-   numbers are written when the row is complete; until then `weights` collects position and value of unusual weights. */
+/* The bytes that are hashed for a row, as defined in docs/reference/files.md: numbers, one bit per label, ids. The
+   numbers are written when the row is complete; until then `weights` collects the positions and values of unusual
+   weights. */
 typedef struct {
-    uint8_t *weights, *bits, *ids; /* NULL: the row is not hashed */
+    uint8_t *weights, *bits, *ids; /* NULL if the row is not hashed */
     int64_t num_weights;
 } Message;
 
@@ -32,8 +33,8 @@ typedef struct {
     uint8_t *mask;
     float *weights;
     int32_t *positions, *segments;
-    int64_t size;     /* of x and y: one less than the number of tokens in a row */
-    int64_t run;      /* the first token of the current run of equal weight, and its weight as bits */
+    int64_t size;     /* length of x and y: one less than the number of tokens in a row */
+    int64_t run;      /* the first token of the current run of equal weights, and the bits of that weight */
     uint32_t weight;
     int64_t segment;  /* the first token of the current segment */
     int64_t *counts;
@@ -62,7 +63,7 @@ static inline uint32_t number_at(const uint8_t *from) {
 }
 
 static inline void widen(int64_t *restrict to, const uint8_t *from, int64_t at, int64_t count, int width) {
-    /* Tokens of a cache may be unaligned. */
+    /* Tokens in a cache may be unaligned. */
     if (width == 2)
         for (int64_t n = 0; n < count; n++) {
             uint16_t id;
@@ -101,7 +102,7 @@ static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weig
         }
 }
 
-/* Complete the message of a complete row. Return its start, and set `blocks` to its number of blocks. */
+/* Complete the message to hash for a complete row. Return its start, and set `blocks` to its number of blocks. */
 static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t *blocks) {
     const Message *message = &row->message;
     int64_t last = row->size - 1, labels = row->y[last] != IGNORED ? 2 : 0, episodes = 0, at = 6;
@@ -112,13 +113,13 @@ static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t
     memcpy(begin, counts, sizeof counts);
     for (int64_t n = 0; n < row->counts[SEGMENTS]; n++)
         if (row->episodes[n] >= 0) put_number(begin, at++, row->episodes[n]);
-    /* Only the label of the last position is not the next token of x. */
+    /* Every label except the last one equals the next token of x. */
     if (labels) put_number(begin, at++, last), put_number(begin, at++, row->y[last]);
     *blocks = sha256_padded(begin, message->ids + 4 * row->size - begin);
     return begin;
 }
 
-/* End the run of equal weight before token `stop`; token n of the row is from[at + n]. */
+/* End the run of equal weights before token `stop`; token n of the row is from[at + n]. */
 static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int width) {
     int64_t begin = row->run ? row->run - 1 : 0, count = stop - 1 - begin;
     float weight = as_float(row->weight);
@@ -136,7 +137,7 @@ static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int
     row->run = stop;
 }
 
-/* Write the positions of the segment that ends before token `stop`; x lacks the last token of a row. */
+/* Write the positions of the segment that ends before token `stop`; x does not contain the last token of a row. */
 static void end_segment(Row *row, int64_t stop, int32_t number) {
     int64_t begin = row->segment, count = (stop < row->size ? stop : row->size) - begin;
     if (count > 0) {
@@ -169,7 +170,7 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
             continue;
         }
         if (at == filled && episode[CUT]) {
-            /* The first kept span: an answer is cut if it has tokens on both sides. */
+            /* If this first kept span is an answer with tokens on both sides of the cut, the answer is truncated. */
             row->counts[ANSWER_CUT] += is_trained && (cut || (was_trained && !at_border));
             length -= cut, cut = 0, begins = 1;
         }
@@ -179,7 +180,7 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
             if (row->counts[SEGMENTS] >= source->most_segments) return 0;
             if (at) end_segment(row, at, (int32_t)row->counts[SEGMENTS] - 1);
             row->episodes[row->counts[SEGMENTS]++] = episode[NUMBER];
-            /* Nothing predicts the first token of a segment. */
+            /* No token predicts the first token of a segment. */
             if (row->weight) end_run(row, at, tokens, from, source->width), row->weight = 0;
         }
         if (weight != row->weight) {
@@ -207,7 +208,7 @@ static void end_row(Row *row, int64_t filled, int64_t pad) {
     row->counts[ROWS] = filled > 0, row->counts[FILLED] = filled;
 }
 
-/* Check that the entry of an episode is within its arrays. */
+/* Check that the ranges of an episode are within the bounds of its arrays. */
 static int is_inside(const int64_t *episode, const Source *source) {
     if (episode[TOKENS] < 0 || episode[TOKENS] >= source->num_tokens) return 0;
     if (episode[SPANS] < 0 || episode[SPANS] >= source->num_spans) return 0;
@@ -219,7 +220,7 @@ static int is_inside(const int64_t *episode, const Source *source) {
            episode[LAST_BORDER] <= source->num_borders;
 }
 
-/* Return the buffers of a list; NULL with an exception if an item does not support buffers. */
+/* Return the buffers of a list; NULL with an exception set if an item does not support buffers. */
 static Py_buffer *all_buffers(PyObject *list, Py_ssize_t *count) {
     Py_ssize_t size = PyList_Size(list);
     Py_buffer *buffers = PyMem_Calloc(size ? size : 1, sizeof(Py_buffer));

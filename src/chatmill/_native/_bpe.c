@@ -1,9 +1,9 @@
 /* Byte-level BPE for many texts in one call.
 
-   A text is cut into words like the pattern of its tokenizer would cut it, and each word is looked up in a table of
-   words that have been merged before; nearly all have. A text is left to the caller if it has a word longer than
-   LONGEST, a character of unknown class or one that must be normalized, or an added token. Such a text gets no ids, and
-   its index is returned in a list. */
+   A text is split into words as the tokenizer's pattern would split it, and each word is looked up in a table of words
+   that have been merged before. Nearly all words are in this table. The encoder skips a text if it contains a word
+   longer than LONGEST, a character of unknown class, a character that must be normalized, or an added token. A skipped
+   text gets no ids, and its index is returned in a list, so that the caller can encode it. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -19,7 +19,7 @@ typedef struct {
     Cutter cutter;
     Table table;
     Heap classes, text, out, offsets;
-    Heap added; /* tokens that are searched before words: for each a byte with its size, then its bytes */
+    Heap added; /* tokens to search for before splitting: for each, one byte with its length, then its bytes */
     int ready;
 } Encoder;
 
@@ -53,7 +53,7 @@ static int has_added(const Encoder *self, const uint8_t *text, size_t size) {
     return 0;
 }
 
-/* Append the ids of `self->text`, or set `odd` if it has to be left to the caller. Return 0 if out of memory. */
+/* Append the ids of `self->text`, or set `odd` if the caller must encode it. Return 0 if out of memory. */
 static int encode_text(Encoder *self, size_t size) {
     size_t room = self->out.size + (size + FEW) * sizeof(uint32_t);
     if (!reserve(&self->out, room)) return 0;
@@ -185,7 +185,7 @@ done:
     return found;
 }
 
-/* Check that the places are within the vocabulary and in ascending order. */
+/* Check that the offsets are within the vocabulary and in ascending order. */
 static int are_in_order(const Py_buffer *places, size_t words, int64_t size) {
     if (number_at(places, 0) < 0 || number_at(places, words) != size) return 0;
     for (size_t n = 0; n < words; n++)
@@ -193,7 +193,7 @@ static int are_in_order(const Py_buffer *places, size_t words, int64_t size) {
     return 1;
 }
 
-/* Check that all values are character classes, and that those of ASCII characters are the expected ones. */
+/* Check that all values are character classes and that ASCII characters have the expected classes. */
 static int are_classes(const Py_buffer *classes, int pattern) {
     const uint8_t *class = classes->buf;
     if (classes->len < 128) return 0;
@@ -202,7 +202,7 @@ static int are_classes(const Py_buffer *classes, int pattern) {
     return 1;
 }
 
-/* Check that each token follows its size and none is empty. */
+/* Check that each token is preceded by its length and that no token is empty. */
 static int are_tokens(const Py_buffer *added) {
     const uint8_t *token = added->buf, *end = token + added->len;
     while (token < end && *token && end - token > *token) token += 1 + *token;

@@ -1,8 +1,8 @@
-/* Parse lines of conversations in the common form into columns, without an object for each message.
+/* Parse lines of conversations in the common form into columns, without creating an object for each message.
 
    A line has the common form if it is {"messages": [{"role": …, "content": …}, …]}, with or without an id, and every
-   other accepted key is null. Reading ends before the first line in another form, which Python has to parse. Parsed
-   lines are written as MessagePack, which contains their texts unchanged and from which record keys are computed. */
+   other accepted key is null. Parsing stops before the first line in another form, which Python must parse. Parsed
+   lines are written as MessagePack, which contains their texts unchanged; record keys are computed from these bytes. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -27,10 +27,10 @@ typedef struct {
 } Column;
 
 typedef struct {
-    const uint8_t *at, *end; /* the rest of the input; the byte at the end is 0 */
-    uint8_t *base, *out;     /* the start of the output, and the place of the next byte */
-    Column messages, stop;   /* by record: its number of messages, and where it ends */
-    Column role, from, to;   /* by message: its role, and the range of its text */
+    const uint8_t *at, *end; /* the remaining input; the byte at the end is 0 */
+    uint8_t *base, *out;     /* the start of the output, and the position of the next byte */
+    Column messages, stop;   /* for each record: its number of messages, and its end */
+    Column role, from, to;   /* for each message: its role, and the range of its text */
     int no_memory;
 } Reader;
 
@@ -207,7 +207,7 @@ static int take_message(Reader *self) {
             if (role >= 0 || (role = take_role(self)) < 0) return 0;
         } else if (key == CONTENT) {
             if (content) return 0;
-            /* Its usual final place: after the role and a header of three bytes. */
+            /* Write the text where it usually belongs: after the role and a three-byte header. */
             self->out += 1 + 5 + 1 + (role < 0 ? NAME_SIZE : strlen(ROLES[role])) + 8 + HEADER;
             content = self->out;
             if (!take_string(self)) return 0;
@@ -261,7 +261,7 @@ static int take_messages(Reader *self) {
     return add_number(self, &self->messages, count);
 }
 
-/* Read a string or an integer, and drop it: the id is not part of a record's key. */
+/* Read and discard a string or an integer: the id is not part of a record's key. */
 static int take_id(Reader *self) {
     uint8_t *out = self->out;
     if (take(self, 'n')) return take_word(self, "ull");
@@ -293,7 +293,7 @@ static int take_record(Reader *self) {
     return 1;
 }
 
-/* Read one line with its end; return 0 and restore the state if it does not have the common form. */
+/* Read one line, including its line end; return 0 and restore the state if it does not have the common form. */
 static int take_line(Reader *self) {
     Reader before = *self;
     if (*self->at == '{' && take_record(self)) {
@@ -344,7 +344,7 @@ static PyObject *columns(PyObject *module, PyObject *args) {
 /* Duplicate keys. */
 
 #define MAX_DEPTH 64
-#define MAX_KEYS 64 /* per object: keys are compared pairwise */
+#define MAX_KEYS 64 /* maximum per object, because keys are compared pairwise */
 
 typedef struct {
     const uint8_t *name;
@@ -362,9 +362,9 @@ static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *es
 }
 
 /* Whether an object in JSON text may have the same key twice. Also return 1 for objects with many keys or keys with
-   escapes, for deep nesting and for invalid JSON: then Python has to check. */
+   escapes, for deep nesting and for invalid JSON; Python must then check the text. */
 static int may_repeat_key(const uint8_t *at, const uint8_t *end) {
-    Key keys[MAX_DEPTH * 8]; /* of all open objects, innermost last */
+    Key keys[MAX_DEPTH * 8]; /* the keys of all open objects, innermost last */
     size_t first[MAX_DEPTH], count = 0, depth = 0;
     uint64_t is_object = 0; /* one bit per level */
     int expects_key = 0;

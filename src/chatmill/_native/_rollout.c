@@ -1,4 +1,4 @@
-/* Targets of rollouts: parse entries of an answer that have exactly the form of a box; compute overlaps of boxes. */
+/* For rollout targets: parse the entries of an answer that have exactly the form of a box; find overlapping boxes. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* With smaller coordinates, sums of box areas are integers that a double represents exactly. */
+/* If coordinates are below this limit, sums of box areas are integers that a double represents exactly. */
 #define MOST (1 << 24)
 
 typedef struct {
@@ -40,7 +40,7 @@ static int coordinate(Reader *reader, long *k) {
 /* Printable ASCII except the quote and the backslash. */
 static int is_plain(uint8_t byte) { return byte >= ' ' && byte <= '~' && byte != '"' && byte != '\\'; }
 
-/* Read the next entry as a tuple; return NULL if it has another form, or with an exception set. */
+/* Read the next entry as a tuple; return NULL if it has another form; NULL with an exception set on errors. */
 static PyObject *box(Reader *reader, const uint8_t *data) {
     Reader next = *reader;
     long number, k[4];
@@ -96,7 +96,7 @@ static PyObject *boxes(PyObject *module, PyObject *args) {
     return entries;
 }
 
-/* Return four coordinates per box; NULL if a box is not a list of four small integers, or with an exception set. */
+/* Return four coordinates per box; NULL if a box is not a list of four small integers; NULL with an exception set on errors. */
 static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     double *all = PyMem_Malloc((count ? count : 1) * 4 * sizeof(double));
     if (!all) PyErr_NoMemory();

@@ -1,13 +1,13 @@
-/* Find where words start in the next 64 bytes of a text, as bits: the same result as `word_at`, one word at a time.
+/* Find the word starts in the next 64 bytes of a text, as bits. Must match `word_at`, which finds one word at a time.
 
-   A set of characters shifted left by one is the set of the characters after them; shifted right, of those before. */
+   Shifting a set of characters left by one gives the characters after them; shifting it right those before. */
 
 #include "_vector.h"
 #include "_words.h"
 
 #ifdef HAS_VECTORS
 
-#define ALWAYS_INLINE inline __attribute__((always_inline)) /* so that the pattern is a constant */
+#define ALWAYS_INLINE inline __attribute__((always_inline)) /* makes the pattern a constant */
 
 static const uint64_t ONE = 1;
 
@@ -46,7 +46,7 @@ static ALWAYS_INLINE Window window_at(const uint8_t *at, size_t left, int patter
     return window;
 }
 
-/* Extend the marked characters by adjacent characters of `through`: after them (up) or before them (down). */
+/* Extend the marked characters by adjacent characters in `through`, after them (up) or before them (down). */
 static inline uint64_t fill_up(uint64_t marked, uint64_t through) {
     for (int step = 1; step < 64; through &= through << step, step *= 2) marked |= through & marked << step;
     return marked;
@@ -58,7 +58,8 @@ static inline uint64_t fill_down(uint64_t marked, uint64_t through) {
 }
 
 /* Return the starts that do not depend on text after the window: a contraction needs three characters, the last word
-   two, and a run of spaces its whole length. Includes the end of the text, but not the first byte, a known start. */
+   two, and a run of spaces its whole length. The result includes the end of the text, but not the first byte, which is
+   known to be a start. */
 static inline uint64_t certain(const Window *window, uint64_t starts, size_t left) {
     if (window->ends) return ((starts & window->inside) | ONE << left) & ~ONE;
     int known = window->known;
@@ -89,7 +90,7 @@ static inline uint64_t starts_of_numbers(uint64_t number, int digits) {
     return starts;
 }
 
-/* All patterns except GPT-2: they differ in what they add to runs of letters, others and spaces. */
+/* All patterns except that of GPT-2; they differ in what they add to runs of letters, spaces and other characters. */
 static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int pattern) {
     Window w = window_at(at, left, pattern);
     uint64_t tabs = w.space & ~w.line; /* spaces that are not line ends */
@@ -129,7 +130,7 @@ static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int patt
     return certain(&w, starts, left);
 }
 
-/* Return where words start after the one that starts here; 0 if `word_at` has to find out. */
+/* Return the starts of the words after the one that starts here; 0 if `word_at` must find them. */
 static inline uint64_t starts_after(const Cutter *self, const uint8_t *at, size_t left) {
     if (*at >= 0x80) return 0;
     switch (self->pattern) {

@@ -15,16 +15,17 @@
 #define SHORT 15
 #define FEW 3
 #define MOST (1u << 16)       /* maximum number of words in addition to the initial ones */
-#define MOST_BYTES (1u << 25) /* maximum number of additional bytes of words that are ELSEWHERE */
+#define MOST_BYTES (1u << 25) /* maximum number of additional bytes for words stored ELSEWHERE */
 #define ELSEWHERE (1u << 31)
 
+/* Key of a short word: its bytes, with the length in the top byte; of a long word: a hash, and the length below 0xFF. */
 typedef struct {
-    uint64_t low, high; /* a short word: bytes, length on top; a long one: a hash, and the length below 0xFF */
+    uint64_t low, high;
 } Key;
 
 typedef struct {
     Key key;
-    uint32_t ids[FEW]; /* or, if ELSEWHERE, the offsets of the bytes and the ids */
+    uint32_t ids[FEW]; /* or, if stored ELSEWHERE, the offsets of its bytes and ids */
     uint32_t count;
 } Word;
 
@@ -43,13 +44,13 @@ typedef struct {
     Merge *merges;
     int merge_bits;
     Heap vocabulary, places, numbers; /* the initial words and their ids */
-    int whole;                        /* whether an initial word is its own token without being merged */
+    int whole;                        /* whether initial words are tokens that need no merging */
     Word *words;
     uint32_t num_words, most_words;
     size_t most_bytes;
     int word_bits;
     pid_t process;
-    Heap bytes, ids; /* of words that are ELSEWHERE */
+    Heap bytes, ids; /* of words stored ELSEWHERE */
 } Table;
 
 static int reserve(Heap *heap, size_t room) {
@@ -69,8 +70,8 @@ static int append(Heap *heap, const void *data, size_t size) {
     return 1;
 }
 
-/* Allocate zeroed memory for random access, in huge pages if the system supports them. Not from the heap, whose pages
-   are already in use and stay small. */
+/* Allocate zeroed memory for random access, in huge pages if the system supports them. Do not allocate from the heap:
+   its pages are already in use and stay small. */
 #define LARGE_PAGE ((size_t)1 << 21)
 
 static size_t in_pages(size_t size) { return (size + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE; }
@@ -106,7 +107,8 @@ static inline Merge *merge_of(const Table *self, uint32_t left, uint32_t right) 
     }
 }
 
-/* Return the merge priority, lowest first: the rank of a pair in the high bits, the position of its first half below. */
+/* Return the merge priority, lowest first: the rank of a pair in the high bits, the position of its first half in the
+   low bits. */
 static inline uint32_t pair_at(const Table *self, const uint32_t *ids, uint32_t at, uint32_t next, uint32_t *into) {
     const Merge *merge = merge_of(self, ids[at], ids[next]);
     *into = merge->id;
@@ -201,7 +203,7 @@ static int keep(Table *self, Word *word, const uint8_t *bytes, size_t size, cons
     return 1;
 }
 
-/* Reset the table to the words of the vocabulary, or to none; common words are soon added again. */
+/* Reset the table to the words of the vocabulary, or empty it; common words are soon added again. */
 static int begin(Table *self, int with_vocabulary) {
     memset(self->words, 0, sizeof(Word) << self->word_bits);
     self->num_words = 0;
@@ -223,13 +225,13 @@ static int begin(Table *self, int with_vocabulary) {
 
 static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
     uint32_t ids[LONGEST];
-    /* If the table is full, reset it, so that memory stays flat. Words that are not merged must be restored. */
+    /* If the table is full, reset it, to bound the memory it uses. Words that need no merging must be restored. */
     int full = self->num_words >= self->most_words || self->bytes.size + self->ids.size >= self->most_bytes;
     if (full && !begin(self, self->whole)) return 0;
     return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
 }
 
-/* Write the ids of a word; return the place for the next ids, or NULL if out of memory. */
+/* Write the ids of a word; return where to write the next ids, or NULL if out of memory. */
 static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint64_t hash, const uint8_t *bytes,
                                                      size_t size, uint32_t *out) {
     Word fresh = {{0, 0}, {0}, 0};
@@ -255,8 +257,9 @@ static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint6
     return out + count;
 }
 
-/* The same for the words that start at `at` and at the bits of `starts`; the last bit is the end of the last word. All
-   table entries are prefetched first, because memory latency dominates; nearly all words are short and in place. */
+/* Write the ids of the words that start at `at` and at the bits of `starts`; the last bit is the end of the last word.
+   All table entries are prefetched first, because memory latency dominates; nearly all words are short and stored in
+   the table itself. */
 static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t starts, uint32_t *out) {
     struct Asked {
         Key key;
@@ -286,7 +289,7 @@ static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t sta
     return out;
 }
 
-/* After a fork, copy the words: writing to shared ones would split their huge pages. */
+/* After a fork, copy the words: writing to shared memory would split its huge pages. */
 static int own_words(Table *self) {
     if (self->process == getpid()) return 1;
     size_t size = sizeof *self->words << self->word_bits;

@@ -1,24 +1,25 @@
-/* Cut a text into words like the pattern of its tokenizer, one word at a time, for all characters.
+/* Split a text into words as the tokenizer's pattern does, one word at a time, for all characters.
    `_starts.h` does the same 64 bytes at a time and must give the same result. */
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* Character classes, which must match split_pattern.py, with DOUBT added if normalization may change a text; WIDE and
-   END are classes of bytes. A pattern that does not distinguish two classes uses only the first. */
+/* Character classes; must match split_pattern.py. DOUBT is added to the class of a character that normalization may
+   change. WIDE and END are classes of bytes. If a pattern does not distinguish some classes, it uses only the first of
+   them. */
 enum { LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN, WIDE, END, DOUBT = 16 };
 enum { GPT2, CL100K, QWEN2, O200K, TEKKEN, DEEPSEEK, PATTERNS };
 
-#define STOP 0xFF          /* the byte after a text; never part of UTF-8 */
-#define BEYOND 80          /* bytes after a text that may be read */
+#define STOP 0xFF          /* the byte after a text; never occurs in UTF-8 */
+#define BEYOND 80          /* number of readable bytes after a text */
 
 typedef struct {
     int pattern;
-    uint8_t lead[256]; /* by byte: the class of an ASCII character, WIDE or END */
+    uint8_t lead[256]; /* for each byte: the class of an ASCII character, WIDE or END */
     const uint8_t *classes;
     size_t known; /* number of characters with a class */
     int normal;   /* whether texts are known to be normalized */
-    int odd;      /* set for a text that must be left to the caller */
+    int odd;      /* set for a text that the caller must encode */
 } Cutter;
 
 /* The required class of an ASCII character. */
@@ -31,7 +32,7 @@ static inline uint8_t ascii_class(int pattern, int c) {
     return pattern == DEEPSEEK && (c < ' ' || c == 0x7F) ? CONTROL : OTHER;
 }
 
-/* Invalid UTF-8 ends the words: bytes after it are not examined, so nothing is read past the text. */
+/* Splitting stops at invalid UTF-8: bytes after it are not examined, so nothing is read past the text. */
 static inline uint8_t wide(Cutter *self, const uint8_t *at, int *size) {
     uint32_t c = *at;
     int more = c < 0xE0 ? 1 : c < 0xF0 ? 2 : 3;
@@ -85,7 +86,7 @@ static inline const uint8_t *spaces(const uint8_t *from, const uint8_t *to) {
     return last > from ? last : to;
 }
 
-/* The same for patterns in which a run ends after its last line end. */
+/* Like `spaces`, for patterns in which a run ends after its last line end. */
 static inline const uint8_t *lines(const uint8_t *from, const uint8_t *to, int before_word) {
     for (const uint8_t *last = to; last > from; last--)
         if (is_line_end(last[-1])) return last;
@@ -130,7 +131,7 @@ static inline const uint8_t *word_gpt2(Cutter *self, const uint8_t *at) {
     return spaces(at, run_of(self, at, SET(SPACE)));
 }
 
-/* Skip line ends that belong to the preceding word; in some patterns slashes too. */
+/* Skip line ends that belong to the preceding word; in some patterns, also skip slashes. */
 static inline const uint8_t *line_ends(const uint8_t *at, int slashes) {
     while (is_line_end(*at) || (slashes && *at == '/')) at++;
     return at;
@@ -151,7 +152,7 @@ static inline const uint8_t *word_cl100k(Cutter *self, const uint8_t *at) {
 }
 
 /* [upper or caseless]* [lower or caseless]+, or [upper or caseless]+: upper case letters after the last caseless
-   character are left to the next word, unless lower case follows them. */
+   character start the next word, unless lower case follows them. */
 static inline const uint8_t *cased_letters(Cutter *self, const uint8_t *at) {
     const uint8_t *caseless = NULL;
     for (int size;; at += size) {
