@@ -5,7 +5,8 @@
     U u E A a   U v E A b E      none: the first does not close, so the turns after it are uncertain
 
 `TurnRenderer` applies these rules to rows of a format with `requires_user`, `prepare` and `render` apply them again to
-truncated rows, and `cut_blocks` applies them to each block. Only EOS, at the end of a conversation, resets them.
+truncated rows, and `cut_blocks` applies them to each block. Only the EOS token at the end of a conversation resets the
+state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from chatmill.rows import Index, Part, Role, Rows, Rule, Table, joined
 
 Flags = NDArray[np.bool_]
 ALLOWED = 255
-"""For a turn that keeps its weights and rules."""
+"""The value for a turn that keeps its weights and rules."""
 NOTED = {
     Rule.UNFINISHED: "answer_unfinished",
     Rule.INCOMPLETE_USER: "answer_incomplete_user",
@@ -48,7 +49,7 @@ class TurnStates(NamedTuple):
     """The turn of each span of the rows."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn, return the last selected turn up to it in its conversation; -1 if there is none."""
+        """Return the last selected turn of the conversation up to and including each turn; -1 if there is none."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 
@@ -70,9 +71,9 @@ def turn_states(rows: Rows) -> TurnStates:
 
 
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
-    """For each turn, return the rule that excludes it as an answer of its row or block [start, stop), or ALLOWED.
+    """Return the rule that excludes each turn as an answer in its row or block [start, stop), or ALLOWED.
 
-    Turns may come from whole conversations or from truncated rows; only tokens in the range count.
+    Turns may come from whole conversations or from truncated rows; only tokens in this range count.
     """
     answer = turns.role == Role.ASSISTANT
     user, left_open = turns.latest(turns.role == Role.USER), turns.latest(answer & ~turns.closed)
@@ -95,9 +96,9 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 
 
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
-    """Return the spans of the rows, with weight 0 for excluded answers and for other turns with `train` or `weight`.
+    """Return the spans, with weight 0 for excluded answers and for other turns that set `train` or `weight`.
 
-    Turns selected by `train_on` all keep their weights: the metadata of the dataset records that choice.
+    All turns selected by `train_on` keep their weights; the dataset's metadata records that choice.
     """
     spans = joined([rows.spans])
     of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT
@@ -129,7 +130,7 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count the tokens of untrained answers and of text outside turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Most rows have none of these rules, so check once first.
+    # Most rows contain none of these rules, so count all rules once first.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """The values that a key accepts: a phrase for error messages and a predicate."""
+    """The values that a key accepts, as a predicate and a phrase for error messages."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -91,7 +91,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_of(hint: Any) -> ValueCheck:
-    """Return the check implied by a type hint: a basic type, a Literal, a list of strings, or one of these or None."""
+    """Return the check implied by a type hint: a basic type, a Literal, a list of strings, or an optional of these."""
     if get_origin(hint) in (Union, types.UnionType):
         [present] = [option for option in get_args(hint) if option is not type(None)]
         return optional(_check_of(present))
@@ -201,7 +201,7 @@ class Config:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
-        """Build a config from these values and defaults for all others; all problems are reported in one error."""
+        """Build a config from these values, with defaults for all other keys; one error reports all problems."""
         keys = keys_of(cls)
         unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in keys]
         hint = f" (known: {', '.join(sorted(keys))})" if unknown else ""
@@ -219,7 +219,7 @@ class Config:
 
     @classmethod
     def of_run(cls, path: str | Path, **changes: Any) -> Self:
-        """Like `from_file`, for the file of a run, whose other keys are ignored."""
+        """Like `from_file`, but for the config file of a run; keys that this config does not declare are ignored."""
         values = {name: value for name, value in read_values(Path(path)).items() if name in keys_of(cls)}
         return cls.from_mapping({**values, **changes}, place=str(path))
 
@@ -253,7 +253,7 @@ def from_environment(config: type[Config], environment: Mapping[str, str]) -> di
 
 
 def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]:
-    """Parse flags given as text: as JSON if the key accepts the value, else as plain text."""
+    """Parse the values of flags as JSON if the key accepts the result, else as plain text."""
     keys = keys_of(config)
     values = {name: _flag_value(text, keys[name].check) for name, text in flags.items()}
     if faults := misfits(keys, values):
@@ -278,11 +278,11 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read the table of a TOML file; errors name the file `name` and add `what`, the expected file."""
+    """Read a TOML file; errors call the file `name` and end with `what`, which describes the expected file."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
-        # Also raises for numbers and nesting that Python cannot print in an error.
+        # Raises for numbers and nesting that Python could not print in a later error.
         repr(table)
         return table
     except OSError as reason:
@@ -309,7 +309,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(local_path(path).read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
-        # Not a usage error: a system resource is missing.
+        # If the system lacks a resource, it is not a usage error.
         kind = DataError if error.errno in SYSTEM_FAILURES else UsageError
         raise kind(f"{path}: cannot be read ({error.strerror}); expected a JSON file of settings") from None
     except (ValueError, RecursionError) as error:

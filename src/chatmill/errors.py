@@ -38,7 +38,7 @@ class UsageError(ChatmillError):
 
 
 class DataError(ChatmillError, ValueError):
-    """Invalid data. Also a `ValueError`, as the documented functions promise."""
+    """Invalid data. Also a `ValueError`, because the documented functions promise to raise one."""
 
 
 class RecordError(DataError):
@@ -102,8 +102,8 @@ def _escaped(run: str, keep: str) -> str:
 def name_file(error: OSError) -> OSError:
     """Add the file name to an `OSError` that has none.
 
-    Python omits the name when an open file is read, mapped or closed; the innermost path in the local variables of the
-    traceback is that of the file.
+    Python omits the name when an open file is read, mapped or closed; the name is then taken from the innermost path
+    among the local variables of the traceback.
     """
     if error.filename is None and error.errno is not None:
         frames = [frame.f_locals.values() for frame, _ in walk_tb(error.__traceback__)]

@@ -91,7 +91,7 @@ class Ledger:
         return total
 
     def __iter__(self) -> Iterator[tuple[Bucket, str, LedgerEntry]]:
-        """Yield entries in the order of `BUCKETS`, then by reason, so that equal ledgers print the same."""
+        """Yield entries in the order of `BUCKETS`, then by reason, so that equal ledgers print identically."""
         for bucket, reason in sorted(self.entries, key=lambda key: (BUCKETS.index(key[0]), key[1])):
             yield bucket, reason, self.entries[bucket, reason]
 

@@ -135,7 +135,7 @@ ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8"), ("key", "<u8", (2,))])
 
 
 class File(NamedTuple):
-    """A file of conversations: the source it is mixed as, and its path as given."""
+    """A file of conversations: the name of its source in a mixture, and its path as given."""
 
     source: str
     path: str
@@ -314,7 +314,8 @@ def as_bytes(table: Table) -> Table:
 def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
     """Set the weight of every span with the rule ROLE. Tool results are never trained.
 
-    `last` trains the last assistant message of each conversation, `last-exchange` all after its last user message.
+    `last` trains the last assistant message of each conversation, `last-exchange` all that follow its last user
+    message.
     """
     role, decided = spans["role"], spans["rule"] == Rule.ROLE
     trained = (role != Role.TOOL) & (role != Role.NONE) if train_on == "all" else role == Role.ASSISTANT
@@ -362,7 +363,7 @@ def offsets(lengths: NDArray[Any]) -> Index:
 
 
 def run_positions(lengths: NDArray[Any], *, width: int = 0, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """Return 0, 1, 2 … within each run; with `width`, for runs that fill rows of that many columns.
+    """Return 0, 1, 2 … within each run; with `width`, the runs fill rows of that many columns.
 
     lengths [2 3]  ->  [0 1 0 1 2]
     """
@@ -423,7 +424,7 @@ def ragged_index(start: Index, length: NDArray[Any]) -> Index:
 
 
 def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | None = None) -> Ids:
-    """Concatenate token ranges, each of `ids`, or of `literals` if it starts at len(ids) or later."""
+    """Concatenate token ranges; a range selects from `ids`, or from `literals` if it starts at len(ids) or later."""
     if literals is None:
         literals = np.empty(0, dtype=np.uint32)
     end, total = len(ids), int(length.sum())

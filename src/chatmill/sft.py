@@ -66,7 +66,7 @@ class ChatExample(TypedDict):
 def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, default_system_text: str) -> list[int]:
     """Encode a whole chat as token ids, starting with its system turn or, without one, the default system text.
 
-    A tokenizer of `tokenizers` or transformers needs the control tokens of the format `ngpt`, or else of `primer`.
+    A `tokenizers` or transformers tokenizer needs the control tokens of the `ngpt` format, or else of `primer`.
 
     >>> tokenizer = open_tokenizer("bytes", control=load_format("ngpt").tokens)
     >>> chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -97,7 +97,7 @@ def pack_sft_ids_and_mask(
 ) -> tuple[list[int], list[bool]]:
     """Fit ids and mask to exactly S tokens: drop the oldest exchanges, then tokens from the left, or add padding.
 
-    The mask is cut as given and never recomputed, so a truncated answer stays trained up to its end.
+    The mask is truncated as given and never recomputed, so a truncated answer stays trained up to its end.
 
     >>> ids, mask = [257, 113, 259, 258, 97, 259], [False, False, False, False, True, True]
     >>> special = {"sys_id": 256, "usr_id": 257, "asst_id": 258, "eot_id": 259}
@@ -146,7 +146,7 @@ def render_chat_sft(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids and labels of a chat in its message order; labels are -100 outside assistant turns.
 
-    A tokenizer of `tokenizers` or transformers needs the control tokens of the format `primer`, or else of `ngpt`.
+    A `tokenizers` or transformers tokenizer needs the control tokens of the `primer` format, or else of `ngpt`.
 
     >>> tokenizer = open_tokenizer("bytes", control=load_format("primer").tokens)
     >>> render_chat_sft(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
@@ -163,7 +163,7 @@ def render_chat_sft(
 
 
 def _messages(messages: object) -> list[Message]:
-    """Validate messages, which have exactly a role and content, and convert them."""
+    """Validate messages, which must have exactly a role and content, and convert them."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError('"messages" must be a list of at least one {"role": …, "content": …}')
     out = []
@@ -187,7 +187,7 @@ def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokeni
 
 
 class _TextTokenizerAdapter:
-    """Adapts a tokenizer that has only `encode` and `special_token_ids` to rendering."""
+    """Adapts a tokenizer that has only `encode` and `special_token_ids` for rendering."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer

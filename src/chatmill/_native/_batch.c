@@ -279,7 +279,8 @@ static PyObject *rows(PyObject *module, PyObject *args) {
     const uint8_t *begins[2];
     int64_t blocks[2];
     if (fits && rows_a_step) {
-        /* Space for two messages, each with the maximum number of numbers, bits and ids of a row, and 72 bytes of padding. */
+        /* Space for two messages, each with the maximum size of a row's numbers, bits and ids, and 72 bytes of padding.
+           */
         bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8;
         messages[0] = PyMem_Malloc(2 * (ids_at + 4 * size + 72));
         if (messages[0] == NULL)

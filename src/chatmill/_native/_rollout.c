@@ -40,7 +40,7 @@ static int coordinate(Reader *reader, long *k) {
 /* Printable ASCII except the quote and the backslash. */
 static int is_plain(uint8_t byte) { return byte >= ' ' && byte <= '~' && byte != '"' && byte != '\\'; }
 
-/* Read the next entry as a tuple; return NULL if it has another form; NULL with an exception set on errors. */
+/* Read the next entry as a tuple; return NULL if it has another form, or with an exception set if an error occurs. */
 static PyObject *box(Reader *reader, const uint8_t *data) {
     Reader next = *reader;
     long number, k[4];
@@ -96,7 +96,7 @@ static PyObject *boxes(PyObject *module, PyObject *args) {
     return entries;
 }
 
-/* Return four coordinates per box; NULL if a box is not a list of four small integers; NULL with an exception set on errors. */
+/* Return four coordinates per box; NULL if a box is not a list of four small integers, or an error occurs. */
 static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     double *all = PyMem_Malloc((count ? count : 1) * 4 * sizeof(double));
     if (!all) PyErr_NoMemory();

@@ -1,6 +1,6 @@
 """Chat formats: the tokens around each turn, and which parts of an assistant turn are trained.
 
-A format is a small TOML file. The same code reads the presets in `presets/` and the files of users.
+A format is a small TOML file. The same code reads the presets in `presets/` and user-defined formats.
 `CompiledFormat` is a format compiled to token ids for one tokenizer.
 """
 
@@ -102,7 +102,7 @@ class ChatFormat:
         """Everything that determines the rendered text, as JSON for the metadata of a dataset."""
         stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         if not self.requires_user:
-            # Omitted if false: the metadata of existing datasets must not change.
+            # Omitted if false, so that the metadata of existing datasets does not change.
             stored.pop("requires_user", None)
         return stored
 

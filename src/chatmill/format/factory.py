@@ -77,9 +77,9 @@ def open_renderer(
 ) -> TurnRenderer | TemplateRenderer:
     """Open a renderer for a preset, a .toml file, or "template" (the chat template in the tokenizer folder).
 
-    If `name` is None, use the folder's chat template if it has one, else "chatml"; see `resolve_format`.
-    `tokenizer` is a Hugging Face folder, a tokenizer file, or "bytes". It must have the control tokens of the format;
-    `add_tokens` assigns new ids after the end of the vocabulary to missing ones.
+    If `name` is None, use the folder's chat template if it has one, else "chatml"; see `resolve_format`. `tokenizer` is
+    a Hugging Face folder, a tokenizer file, or "bytes". Its vocabulary must contain the control tokens of the format;
+    with `add_tokens`, missing ones get new ids after the end of the vocabulary.
 
     >>> from chatmill import Message, Record, open_renderer
     >>> renderer = open_renderer("primer", "bytes")

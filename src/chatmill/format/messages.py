@@ -1,4 +1,4 @@
-"""Messages of records as bodies and texts to encode, in columns for a chunk of records.
+"""Convert the messages of a chunk of records to columns: bodies, and the texts to encode.
 
 The body of a message with reasoning or tool calls has several pieces. The text between two control tokens is
 encoded as a whole, and its parts are separated after encoding by byte offsets.
@@ -25,7 +25,7 @@ from chatmill.tokenizer.tokenizer import token_positions
 
 
 class BodyPiece(NamedTuple):
-    """A control token inside a body, or a stretch of text with a single part."""
+    """A control token inside a body, or a stretch of text that belongs to a single part."""
 
     part: Part
     token: str | None
@@ -118,10 +118,11 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
 def split_bodies(
     bodies: Sequence[Body], flat: Ids, text_start: Index, tokenizer: Tokenizer, control_start: Mapping[str, int]
 ) -> tuple[Index, Index, NDArray[np.uint8]]:
-    """Return start, length and part of every piece of these bodies, whose runs are the last of the encoded texts.
+    """Return the start, length and part of each piece of these bodies, whose runs come last in the encoded texts.
 
-    Control tokens start at `control_start` after the encoded ids. If the tokenizer normalizes the text of a run, its
-    pieces have no exact boundaries: the whole run becomes one piece of content, and its other pieces are empty.
+    Control tokens are stored after the encoded ids, at offset `control_start`. If the tokenizer normalizes the text of
+    a run, its pieces have no exact boundaries: the whole run becomes one piece of content, and its other pieces are
+    empty.
     """
     pieces = [piece for body in bodies for piece in body]
     parts = np.array([piece.part for piece in pieces], dtype=np.uint8)
@@ -226,7 +227,7 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
             messages_by_record[at] = messages_of(record, format)
             added[at] = len(messages_by_record[at]) - counts[at]
     messages = list(chain.from_iterable(messages_by_record))
-    # The only pass over all messages: their role, and whether they are extended.
+    # The only loop over all messages; it collects their roles and whether they are extended.
     listed = [
         ROLE_CODES[message.role]
         if message.weight is None

@@ -56,16 +56,17 @@ class Renderer(Protocol):
     ) -> Iterator[Record]:
         """Yield the records that can be rendered. Pass errors to `on_reject`, or raise them if it is None.
 
-        `last_only`: only the last assistant message is trained, so the others need no exact answer.
+        With `last_only`, only the last assistant message is trained, so the exact answers of earlier ones are not
+        needed.
         """
 
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
-        """Return the columns unchanged if `render` accepts them, else a list with one `Record` each."""
+        """Return the columns unchanged if `render` accepts them, else convert them to a list of `Record`s."""
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
     ) -> Rows:
-        """Render each record to one row. All must be renderable; anomalies are noted in the ledger."""
+        """Render each record to one row. All records must be renderable; anomalies are noted in the ledger."""
 
     def render_chunks(
         self,
@@ -81,7 +82,7 @@ class Renderer(Protocol):
             yield self.render(batch, train_on=train_on, ledger=ledger)
 
     def prompt_ids(self, record: Record) -> list[int]:
-        """Token ids before the next answer; the same in training and inference."""
+        """Return the token ids before the next answer, which are the same in training and inference."""
 
 
 def apply_record_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:

@@ -5,7 +5,7 @@
 The text is surrounded by the tokens that the tokenizer itself adds, and by the EOS token of its folder.
 
 A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. Some
-tokenizers add a space before every text, and would add one before the completion too. With these tokenizers both are
+tokenizers add a space before every text, and would also add one before the completion. With these tokenizers both are
 encoded as one text, and a token that spans the boundary is not trained.
 """
 
@@ -75,7 +75,7 @@ def adds_space(tokenizer: Tokenizer) -> bool:
 
 
 def joined(record: Record, train_on: TrainOn) -> Record:
-    """Join a prompt and its completion to one text, with train ranges for the trained part."""
+    """Join a prompt and its completion into one text, with train ranges for the trained part."""
     if len(record.messages) == 1:
         return record
     prompt, completion = record.messages

@@ -79,7 +79,7 @@ def char_weights(message: Message) -> CharWeights:
 
 
 def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
-    """Return the weights of the tokens at these places of a text; a token without characters gets none."""
+    """Return the weights of the tokens at these positions in a text; a token without characters gets none."""
     begin, end = (np.clip(each, 0, len(weights)) for each in places)
     by_range = ~np.isnan(weights)
     bounds = np.stack([begin, end], axis=1).ravel()

@@ -1,4 +1,4 @@
-"""Accept tokenizer objects of `tokenizers` and `transformers` in the documented functions.
+"""Adapt `tokenizers` and `transformers` tokenizers, so that the documented functions accept them.
 
 Text never becomes a control token, and no token is added to it. The vocabulary of a fast tokenizer is opened like a
 file; for a slow tokenizer, which is Python code, the returned ids are checked.
@@ -27,7 +27,7 @@ _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()
 def text_tokenizer(tokenizer: Any, *families: Mapping[str, str]) -> TextTokenizer:
     """Wrap a tokenizer of any library as an object with `encode` and `special_token_ids`.
 
-    `families` are sets of control tokens by key; the first set that the tokenizer has completely is used.
+    `families` are sets of control tokens by key; the first set that is completely in the vocabulary is used.
     """
     if _has(tokenizer, "encode", "special_token_ids"):
         of_chatmill: TextTokenizer = tokenizer
@@ -77,7 +77,7 @@ def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer
 
 
 class _SlowTokenizer:
-    """A slow (pure Python) tokenizer of transformers."""
+    """A slow (pure Python) transformers tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any, control: Mapping[str, str]) -> None:
         self._name, self._tokenizer = name, tokenizer

@@ -1,7 +1,7 @@
 """The `Backend` protocol: the interface of each kind of tokenizer file.
 
 A backend only encodes text. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
-is enforced in one place for all backends. The built-in backend `bytes` is defined here too.
+is enforced in one place for all backends. This module also defines the built-in backend `bytes`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Backend(Protocol):
 
     @property
     def engine(self) -> str:
-        """The library that encodes."""
+        """Name of the library that encodes text."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -122,7 +122,7 @@ def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
 
 @contextmanager
 def faults_of(place: str, what: str, right: str) -> Iterator[None]:
-    """Turn any exception of a library into a `DataError` of one line: `place: what (its message); right`."""
+    """Turn any exception from a library into a one-line `DataError`: `place: what (its message); right`."""
     try:
         yield
     except (ChatmillError, MemoryError):
@@ -137,7 +137,7 @@ def faults_of(place: str, what: str, right: str) -> Iterator[None]:
 
 _NGPT = "84a5023f67d74cf29cc4001becde983c"
 
-# The order fixes the ids: new tokens go to the end.
+# Ids depend on the order, so add new tokens at the end.
 CONTROL_TOKENS = (
     *(f"<|ngpt_{role}_{_NGPT}|>" for role in ("sys", "usr", "asst", "eot")),
     *("<|sys|>", "<|usr|>", "<|asst|>", "<|eot|>"),
@@ -182,7 +182,7 @@ _CATEGORIES = (
 
 
 def _contractions(letter: str) -> str:
-    """Return a letter in and around all contractions of patterns, after letters, digits, spaces and newlines."""
+    """Return text with a letter in and around all contractions, after letters, digits, spaces and newlines."""
     words = [f"'{word}" for word in ("s", "t", "re", "ve", "m", "ll", "d")]
     words += [word.upper() for word in words] + ["'Re", "'vE", "'lL"]
     replaced = {word[:n] + letter + word[n + 1 :] for word in words for n in range(1, len(word))}
@@ -191,7 +191,7 @@ def _contractions(letter: str) -> str:
 
 
 def _between(letter: str) -> str:
-    """Return a character between characters of every class that patterns distinguish."""
+    """Return text with a character between characters of every class that patterns distinguish."""
     others = ("a", "A", "1", " ", "\n", ".", letter)
     return "".join(before + letter + after for before in others for after in others)
 

@@ -1,17 +1,17 @@
 """Cache of compiled tokenizers: the input of the C engine for a tokenizer.json and its control tokens.
 
-It also stores whether two ways to encode agree on the probe, which takes as long to find out.
+It also stores whether two ways of encoding agree on the probe, because that takes as long to compute.
 
     <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
 
     sha256 of all that follows | size of the header | header, as JSON | the buffers, one after the other
 
 The key is a hash of everything that determines the content: the tokenizer.json, the control tokens, the code that
-compiles it, and the libraries whose ids and character classes it relies on. The header contains the key too, so that
-one file is never mistaken for another. A file is never used, but created again, if it is damaged, belongs to another
-user, or is writable by others.
+compiles it, and the libraries whose ids and character classes it relies on. The header also contains the key, so that
+one file is never mistaken for another. A file that is damaged, belongs to another user, or is writable by others is
+never used; it is created again.
 
-Without the cache everything works the same, only slower, so system errors are ignored.
+Without the cache everything works the same, but more slowly, so system errors are ignored.
 $CHATMILL_TOKENIZER_CACHE=0 turns it off.
 """
 

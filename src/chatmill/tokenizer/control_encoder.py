@@ -2,9 +2,10 @@
 
 Text tokens are control tokens that may also come from text: added tokens that are not special, such as `<think>`.
 
-By sections: the fast engine encodes the text between two control tokens separately. As a whole: `tokenizers` encodes
-everything at once, with aliases for the control tokens that no text can contain. Sections are used if they give the
-same ids on a probe. Encoding as a whole is always exact and also gives the offset of each token, but it is slower.
+There are two ways to encode. By sections, the fast engine encodes the text between two control tokens separately. As a
+whole, `tokenizers` encodes everything at once, with control tokens replaced by aliases that no text can contain.
+Sections are used if they give the same ids on a probe. Encoding as a whole is always exact and also gives the offset of
+each token, but it is slower.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def unmarked_tokens(raw: bytes) -> frozenset[str]:
 def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
     """Whether a token can overlap another one, or one of `others`, in a text.
 
-    They overlap if one is part of the other, or if one starts as the other ends. Which of them matches then depends on
-    the text before and after, so a text cannot be split at the token alone.
+    Two tokens overlap if one is part of the other, or if one starts with the end of the other. Which of them matches
+    then depends on the surrounding text, so a text cannot be split at the token alone.
     """
     tokens = frozenset(tokens)
     every = tokens.union(others)
@@ -141,7 +142,7 @@ class ControlEncoder:
         return list(self._reference.encode(text, add_special_tokens=False).ids) if self.can_encode_whole else None
 
     def strip(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
-        """Remove the whitespace that the tokens around a text strip; also return how many leading characters."""
+        """Remove the whitespace that the tokens around a text strip; also return how much was removed at the start."""
         removed = 0
         if before in self.rstrip:
             removed = len(text) - len(text.lstrip(SPACE))

@@ -36,7 +36,7 @@ def open_tokenizer(
     """Open a tokenizer file, a Hugging Face folder, or the built-in tokenizer `bytes`.
 
     `control` are the control tokens of a format, by key; `besides` are tokens that the format does not use, such as
-    coordinates. Tokens missing in the vocabulary are an error; with `add_tokens`, they get new ids after its end.
+    coordinates. Tokens missing from the vocabulary are an error; with `add_tokens`, they get new ids after its end.
 
     >>> from chatmill import load_format, open_tokenizer
     >>> tokenizer = open_tokenizer("bytes", control=load_format("chatml").tokens)

@@ -38,13 +38,13 @@ def vocabulary(content: Json) -> dict[str, int]:
 def isolate_control(
     place: str, content: Json, control: Collection[str], *, text_tokens: Collection[str] = ()
 ) -> tuple[Json, dict[str, int]]:
-    """Return the tokenizer without its control tokens, and the ids of these.
+    """Return the tokenizer without its control tokens, and the ids of those tokens.
 
         added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
 
-    `text_tokens` stay, although they look like markup. The id of an added token depends on its position, so a token
-    before one that stays is only renamed. Everything that would add, cut or randomize tokens (post-processor,
-    truncation, padding, dropout) is removed too.
+    `text_tokens` are kept, although they look like markup. The id of an added token depends on its position, so a token
+    before one that is kept is only renamed. Everything that would add, cut or randomize tokens (post-processor,
+    truncation, padding, dropout) is also removed.
     """
     model = dict(content["model"])
     vocab = vocabulary(content)
@@ -111,7 +111,7 @@ def _check_merges(place: str, model: Json) -> None:
 
 
 def pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
-    """Return the merges as pairs; files have them as pairs or as lines of text."""
+    """Return the merges as pairs; files store them as pairs or as lines of text."""
     return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
 
 

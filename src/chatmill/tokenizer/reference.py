@@ -1,4 +1,4 @@
-"""The engine of Hugging Face `tokenizers`. It reads every tokenizer.json, and all other engines must match its ids."""
+"""The Hugging Face `tokenizers` engine. It reads every tokenizer.json, and all other engines must match its ids."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Reference:
 
 
 def without_control(place: str, content: Json, control: Collection[str]) -> tuple[Json, dict[str, int]]:
-    """Return the content of a tokenizer.json without its control tokens, and the ids of these."""
+    """Return the content of a tokenizer.json without its control tokens, and the ids of those tokens."""
     right = "expected a tokenizer.json of Hugging Face tokenizers"
     with faults_of(place, "cannot load the tokenizer.json", right):
         return isolate_control(place, content, control)

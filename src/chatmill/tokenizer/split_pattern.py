@@ -29,7 +29,7 @@ class Pattern(IntEnum):
 
 
 class Class(IntEnum):
-    """Character classes; must match `_words.h`. A pattern that does not distinguish some uses the first of them."""
+    """Character classes; must match `_words.h`. A pattern that does not distinguish some of them uses the first."""
 
     LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN = range(11)
 
@@ -147,6 +147,6 @@ def _in_doubt(text: str) -> set[str]:
     joined = {part for whole in parts for part in whole[1:]}
     jamo = map(chr, [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)])
     changed = {one for one in text if unicodedata.combining(one) or not unicodedata.is_normalized("NFC", one)}
-    # Characters that are too new for this Python may belong to any of these.
+    # Characters that are too new for this version of Python may be of either kind.
     unknown = {one for one in text if unicodedata.category(one) == "Cn"}
     return (joined | changed | unknown | {*jamo}) & {*text}

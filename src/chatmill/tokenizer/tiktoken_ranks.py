@@ -59,7 +59,7 @@ class Tiktoken:
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
     """Load a rank file. Published ones are recognized by their hash; others use the pattern of cl100k, with a warning.
 
-    `special` are the control tokens that the folder of the file declares.
+    `special` are the control tokens that the file's folder declares.
     """
     right = "expected a token in base64, a space and a number"
     ranks = {}
@@ -115,7 +115,7 @@ def _check(place: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -
 
 
 def _published(place: str, sha256: str) -> dict[str, Any] | None:
-    """Return the definition of the published encoding whose rank file has this hash; None if there is none."""
+    """Return the definition of the published encoding whose rank file has this hash; None if none matches."""
     for name in _PUBLISHED:
         expected, definition = _definition(place, name)
         if expected == sha256:

@@ -1,4 +1,4 @@
-"""`Tokenizer`: a text backend with the control tokens of a format. `token_positions`: find byte offsets in tokens."""
+"""`Tokenizer` adds the control tokens of a format to a text backend; `token_positions` maps byte offsets to tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatmill.rows import offsets
 from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
 
 NEAR = 16
-"""Most borders are within this many tokens from the start of a text."""
+"""Most boundaries are within this many tokens of the start of a text."""
 
 
 class Tokenizer:
@@ -195,9 +195,9 @@ def token_positions(
         tokens   Hel lo wor ld    position 2
         tokens   Hel low or ld    position 2, inside a token
 
-    The rule: a token belongs to the side of the border on which it starts. Offsets are counted from the end of the
-    text, because some tokenizers add a space before its first token. If a tokenizer normalizes a text, its length in
-    bytes changes and borders are not exact. `byte_lengths` are the lengths of all tokens that the ranges refer to.
+    A token belongs to the side of the boundary on which it starts. Offsets are counted from the end of the text,
+    because some tokenizers add a space before its first token. If a tokenizer normalizes a text, its length in bytes
+    changes and boundaries are not exact. `byte_lengths` are the lengths of all tokens that the ranges refer to.
     """
     total = _range_sums(byte_lengths, start, stop)
     added = total - size
@@ -205,7 +205,7 @@ def token_positions(
     position, begin = start.copy(), np.zeros(len(start), dtype=np.int64)
     ahead = np.flatnonzero((begin < target) & (position < stop))
     for _ in range(NEAR):
-        # Nearly all borders are a few tokens after the start of their text.
+        # Nearly all boundaries are a few tokens after the start of their text.
         if not len(ahead):
             break
         begin[ahead] += byte_lengths[position[ahead]]
@@ -222,6 +222,6 @@ def token_positions(
 def _range_sums(values: NDArray[Any], start: Offsets, stop: Offsets) -> Offsets:
     """Return the sum of each range of values."""
     edges = np.stack([start, stop], axis=1).ravel()
-    # One more value, because a range may start at the end; `reduceat` is wrong for empty ranges.
+    # Append one value, because a range may start at the end; `reduceat` is wrong for empty ranges.
     sums = np.add.reduceat(np.append(values, values.dtype.type(0)), edges, dtype=np.int64)[::2]
     return np.where(start < stop, sums, 0)

@@ -152,7 +152,8 @@ class TokenizerJson:
         import fastokens
 
         normalizer = stripped.get("normalizer") or {}
-        # fastokens lacks these. Without added tokens, a text is normalized as a whole, so it can be done beforehand.
+        # fastokens does not support these. Without added tokens, a text is normalized as a whole, so normalize it
+        # beforehand.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
         content = self._reference.content
         engine = fastokens.Tokenizer.from_json_str(

@@ -1,4 +1,4 @@
-"""The invariant of every trained answer, checked on the derived answers. `row_check` checks finished rows.
+"""Check the invariant of trained answers on the derived answers. `row_check` checks finished rows.
 
 Each answer
 (a) starts where its prompt ends (both are compared starting at the assistant header),

@@ -69,7 +69,7 @@ def encode_rows(
     check: RowCheck | None,
     ledger: Ledger,
 ) -> Rows:
-    """Encode each record to one row. `tags`: a token that spans the boundary of an answer belongs to the answer."""
+    """Encode each record to one row. With `tags`, a token that spans an answer's boundary belongs to the answer."""
     if not len(records):
         return EMPTY
     rows_encoder = _RowEncoder(
@@ -175,7 +175,7 @@ class _RowEncoder:
     def _encoded(
         self, laid_out: Sequence[LaidOut], table: LayoutTable, numbers: Index, num_sections: Index
     ) -> _Sections:
-        """Encode the sections of all rows; `numbers` index the table, `num_sections` counts those of each row."""
+        """Encode the sections of all rows; `numbers` are their table indices, `num_sections` their number per row."""
         in_columns = np.array([one.slots is None for one in laid_out], dtype=bool)
         of_columns = np.repeat(in_columns, num_sections)
         ids, literal_bytes = EMPTY.ids, table.literal_bytes[numbers]
@@ -210,8 +210,8 @@ class _RowEncoder:
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
         """Give rows whose texts contain text tokens their own layouts.
 
-        Also return which rows must be encoded as a whole: those where such a token spans a boundary, or whose text is
-        normalized before tokens are searched in it. Texts in columns contain no text tokens.
+        Also return which rows must be encoded as a whole, because a text token spans a boundary or the text is
+        normalized before it is searched for tokens. Texts in columns contain no text tokens.
         """
         whole = np.zeros(len(laid_out), dtype=bool)
         filled = [at for at, one in enumerate(laid_out) if one.slots is not None] if self.text_tokens.ids else []
@@ -243,7 +243,7 @@ class _RowEncoder:
         borders: Index,
         section: Index,
     ) -> tuple[Index, NDArray[np.bool_]]:
-        """Return the token position of each border and whether it is exact; `section` is the section of each border.
+        """Return the token position of each boundary and whether it is exact; `section` is the boundary's section.
 
         A token that spans the end of the prompt is context. With generation tags it belongs to the answer, as in
         transformers.

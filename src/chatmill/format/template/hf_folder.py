@@ -41,7 +41,7 @@ class HFFolder:
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
-    """Read everything except the vocabulary; `chat_template` is a file to use instead of the folder's template."""
+    """Read the folder except its vocabulary; `chat_template` is a file to use instead of the folder's template."""
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     is_folder = tokenizer != "bytes" and path.is_dir()
     files = [_json(path / name) for name in ("special_tokens_map.json", "tokenizer_config.json")] if is_folder else []

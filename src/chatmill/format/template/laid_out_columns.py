@@ -1,4 +1,4 @@
-"""Conversations in columns with their layouts. Those of one shape share a layout; most never become `Record`s."""
+"""Conversations in columns with their layouts, which are shared by shape; most never become `Record`s."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def lay_out_columns(
     confirm: Callable[[CachedTrace, Sequence[str], Callable[[], Record]], None],
     lay_out: Callable[[ShapeKey, list[str], Callable[[], Record]], LaidOut],
 ) -> ChatColumns | list[Record]:
-    """Lay out the conversations, as columns; if one is rejected, return a list that is laid out up to that record.
+    """Lay out the conversations as columns; if one is rejected, return a list that is laid out up to that record.
 
     `holding` are the rows with control tokens in their texts. `plain` returns the trace that all other rows of a shape
     follow, `confirm` compares a trace with the template, `lay_out` lays out a conversation without a plain trace.

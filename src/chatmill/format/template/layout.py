@@ -1,4 +1,4 @@
-"""Token layouts: how to divide a rendering for encoding, for one conversation or for all that follow a trace.
+"""Token layouts: how to divide a rendering for encoding, for one conversation or for all conversations of a trace.
 
 A layout is a sequence of cells. A cell is one control token, or a stretch of text of one kind: the header of a turn,
 content, or reasoning. The text between two control tokens is a section, which is encoded as a whole.
@@ -137,8 +137,8 @@ def token_layout(
 ) -> TokenLayout:
     """Return the layout of a record with derived answers; `text_tokens` are the `tokens` that may come from text.
 
-    Without `encoder` the layout is for this conversation only, with its slots filled. With it, the slots stay open, and
-    sections without slots are encoded here, once.
+    Without `encoder` the layout is for this conversation only, with its slots filled. With `encoder`, the slots stay
+    open, and sections without slots are encoded here, once.
     """
     cells: list[_Cell] = []
     for cell in _CellSplitter(record, derived, tokens, text_tokens, filled=encoder is None).cells():
@@ -153,9 +153,9 @@ def token_layout(
 def split_text_tokens(
     layout: TokenLayout, slots: list[str], sections: Sequence[int], tokens: ControlTokens, encoder: ControlEncoder
 ) -> tuple[TokenLayout, list[str]] | None:
-    """Return a layout in which the text tokens of these sections are cells, and its slots; None if one spans a border.
+    """Return a layout in which the text tokens of these sections are cells, and its slots.
 
-    The whitespace that lstrip/rstrip removes counts as part of a token.
+    Return None if a text token spans a boundary. The whitespace that lstrip/rstrip removes counts as part of a token.
     """
     pieces: list[tuple[int, str | None]] = []
     texts: list[str] = []
@@ -330,7 +330,7 @@ class _CellSplitter:
             yield _Cell(kind, [text[begin - place : end - place]], token, begin in self.edges)
 
     def _kind(self, number: int, place: int, token_stop: int | None) -> SpanKind:
-        """Return the kind of the characters of a piece at a place; `token_stop` is the end of a control token there."""
+        """Return the kind of a piece's characters at a position; `token_stop` is the end of a control token there."""
         source, owner = self.pieces[number].source, self.pieces[number].owner
         at = bisect_right(self.starts, place) - 1
         if at >= 0 and place < self.answers[at].stop:
@@ -351,12 +351,12 @@ class _CellSplitter:
         # An answer may be empty.
         is_after = message in self.written or (at >= 0 and self.answers[at].message == message)
         part = Part.CLOSE if is_after else Part.OPEN
-        # The end of an answer that is context is context too.
+        # If an answer is context, its end is also context.
         context = self.roles[message] == Role.ASSISTANT and message not in self.answered and part == Part.CLOSE
         return SpanKind(self.roles[message], part, Rule.EARLIER_ROW if context else Rule.HEADER, message)
 
     def _part(self, number: int, answer: AnswerSpan) -> int:
-        """Return the part of a piece of an answer; literals belong to the next field, else to the previous one."""
+        """Return the part of an answer's piece; a literal has the part of the next field, else of the previous one."""
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):
             source = self.pieces[at].source

@@ -59,7 +59,7 @@ def _literals(text: Sequence[TextItem]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayoutTable:
-    """Several layouts in columns; `first_…` are the offsets of each layout's cells, sections, borders and spans."""
+    """Several layouts in columns; `first_…` are the offsets of each layout's cells, sections, boundaries and spans."""
 
     first_cell: Index
     section: Index
@@ -78,7 +78,7 @@ class LayoutTable:
     first_border: Index
     border_section: Index
     border_bytes: Index
-    """Bytes of literals before each border; -1 if its section is not simple and it follows a slot."""
+    """Bytes of literals before each boundary; -1 if its section is not simple and it follows a slot."""
     after_text: NDArray[np.bool_]
     border_of_answer: NDArray[np.bool_]
     first_span: Index
@@ -102,7 +102,7 @@ class LayoutTables:
         return RowCells(table, np.array([numbers[key][0] for key in map(id, layouts)], dtype=np.int64))
 
     def _with(self, by_id: dict[int, TokenLayout]) -> tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]:
-        """Return the kept table extended by new layouts, or a table of only the new ones if it would grow too large."""
+        """Return the kept table with new layouts added, or a table of only the new ones if it would grow too large."""
         every = {key: layout for key, (_, layout) in self._kept[1].items()} | by_id if self._kept else by_id
         if sum(len(layout.tokens) for layout in every.values()) > MAX_KEPT:
             every = by_id

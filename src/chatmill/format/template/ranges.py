@@ -27,7 +27,7 @@ LEAVE_OUT = "remove train_ranges, or use a template that writes the content unch
 
 
 def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | None:
-    """Return the weights by character of the rendering; None if no answer has ranges.
+    """Return the weight of each character of the rendering; None if no answer has ranges.
 
     Raise `RecordError` if the template changes a character in a range. Whitespace that it trims from the ends of the
     content has no tokens.

@@ -65,9 +65,9 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens`: added tokens that may come from text; None: as in transformers, learned from the template.
+        """`text_tokens` are the added tokens that may come from text; None learns them, to match transformers.
 
-        `kwargs`: the `chat_template_kwargs` of the records to render, which are also in `arguments`.
+        `kwargs` are the `chat_template_kwargs` of the records to render, which `arguments` also contains.
         """
         self.folder, self.mask, self.now = folder, mask, now
         self.allow_no_end, self.strip_prompt_space = allow_no_end, strip_prompt_space

@@ -35,7 +35,7 @@ NEARBY = 64
 class ExpectedAnswers:
     """What must precede the answers of a row.
 
-    Text at the end of a header may be tokenized differently in a row, because an answer follows. So the size of that
+    Text at the end of a header may be tokenized differently in a row, because an answer follows, so the size of that
     text is compared instead of its ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
@@ -53,8 +53,8 @@ class ExpectedAnswers:
 def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
     """Return what must precede answers with these contexts.
 
-    `rewrites`: the tokenizer normalizes text, so that the bytes of its tokens differ from the text.
-    `strips`: some control tokens remove the whitespace before them (lstrip).
+    `rewrites` means that the tokenizer normalizes text, so that the bytes of its tokens differ from the text.
+    `strips` means that some control tokens remove the whitespace before them (lstrip).
     """
     headers, tails = [], []
     for context in contexts:

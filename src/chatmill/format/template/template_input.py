@@ -68,7 +68,7 @@ def plain_input(record: Record, style: Style) -> TemplateInput:
 def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
     """Return the part that all records of a shape share, and the texts in which they differ.
 
-    If a shape has only roles, it is their codes; one with other fields or with tools starts with byte 255.
+    A shape with only roles consists of their codes; a shape with other fields or with tools starts with byte 255.
     """
     codes = [
         255

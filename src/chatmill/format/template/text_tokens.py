@@ -52,7 +52,7 @@ _CALLS = probe_record(
 
 
 def learn_text_tokens(render: Render, tokens: ControlTokens, unmarked: Collection[str]) -> frozenset[str]:
-    """Return the unmarked tokens that the template does not use in headers or as turn ends."""
+    """Return the tokens in `unmarked` that the template does not use in headers or as turn ends."""
     unmarked = tokens.ids.keys() & unmarked
     return frozenset(unmarked - tokens_of_turns(render, tokens, tokens.ids.keys() - unmarked) if unmarked else ())
 
@@ -91,7 +91,7 @@ class _Turns:
         ends = {*self._ends(closing), *self._ends(final)}
         reasoning = self._reasoning_tags() - ends
         tags = reasoning | (self._call_tags() - ends)
-        # Where the last answer ends differently from earlier ones, their end is counted with the header.
+        # If the last answer ends differently from earlier ones, the end of the earlier ones is counted with the header.
         size = len(user_header) - bool(final and not closing and len(user_header) > 1)
         turns = ends | {*user_header} | self._before_answers(size, tags)
         return frozenset(turns | (self._tool_turns(tags) - reasoning) | (self._system_turn() - tags))
@@ -127,12 +127,12 @@ class _Turns:
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
 
     def _word_before(self, text: str, number: int) -> bool:
-        """Whether there are words between a token of a text and the one before it."""
+        """Whether there are words between a token of a text and the previous token."""
         matches = self.tokens.find(text)
         return bool(text[matches[number - 1].end() if number else 0 : matches[number].start()].strip())
 
     def _in_all_openings(self) -> set[str]:
-        """Return the tokens that occur between user text and plain answer in every row and every prompt."""
+        """Return the tokens that occur between the user text and a plain answer in every row and every prompt."""
         openings = []
         for record, answers in ((_DIALOG, (1, 3)), (_SYSTEM, (2,))):
             row = self.render(record, len(record.messages), False)

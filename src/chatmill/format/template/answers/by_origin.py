@@ -1,8 +1,8 @@
 """Derive answers by origin: the source of each character shows where an answer starts and ends.
 
-Between the last field of the previous messages and the first field of the answer, a rendering has only literals of the
-template. The same holds for the prompt that a server would send after those messages. Their common prefix is given to
-the model; the answer starts where the rendering diverges from it.
+Between the last field of the previous messages and the first field of the answer, a rendering contains only literals of
+the template. The same holds for the prompt that a server would send after those messages. The common prefix of both
+stretches of literals is part of the prompt; the answer starts where they diverge.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
     rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
@@ -68,7 +68,7 @@ def answers_by_origin(
 ) -> list[AnswerSpan]:
     """Return the answer of each message in `assistants`; `ends` are the tokens at which a server stops, if known.
 
-    `prompts` are the message counts whose prompts may show the usual header.
+    `prompts` lists the numbers of messages after which a prompt may show the usual header.
 
     With `prompt_ends`, a prompt is not traced if its end and the start of its answer equal earlier ones.
     """
@@ -77,7 +77,7 @@ def answers_by_origin(
 
 
 class _OriginSearch:
-    """Searches the answers of one conversation."""
+    """Finds the answers of one conversation."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class _OriginSearch:
         self.known_starts: dict[str, tuple[str, int]] = {}
         """Maps the literals before an answer to those at the end of its prompt, and their common prefix length."""
         self.known_closings: dict[str, int] = {}
-        """Maps the literals after an answer, from the first control token on, to how many characters close it."""
+        """Maps the literals from the first control token after an answer to the number of characters that close it."""
 
     def answer(self, message: int) -> AnswerSpan:
         start = self._start(message)
@@ -154,7 +154,7 @@ class _OriginSearch:
         header = self._usual_header() if common < len(literals) and not self._header(message) else ""
         header_at = self._header_place(literals[common:], header, header) if header else None
         if header_at is not None:
-            # A header is context, even if this prompt lacks the one that others have.
+            # A header is context, even if this prompt lacks the header that other prompts have.
             return begin + common + header_at + self._common(literals[common + header_at :], header)
         self.known_starts.setdefault(literals, (prompt_end, common))
         return begin + common
@@ -165,7 +165,7 @@ class _OriginSearch:
         return next((header for header in headers if header), "").lstrip()
 
     def _start_without_prompt(self, message: int, own: int, error: RecordError) -> int:
-        """Find the start after the usual header, if the template rejects the prompt, for example of a first message."""
+        """Find the start after the usual header if the template rejects the prompt, for example for a first message."""
         before = max((at for at in self.fields if at < own), default=-1)
         literals = self._between(before, own)
         header = self._usual_header()
@@ -179,10 +179,11 @@ class _OriginSearch:
         return self.places[before + 1] + place + common
 
     def _visible_header(self, message: int, prompt_end: str) -> str:
-        """Return the header at the end of a prompt; the last control token if the generation prompt adds nothing."""
+        """Return the header at the end of a prompt, or the last control token if the generation prompt adds nothing."""
         if header := (self._header(message) or "").lstrip():
             return header
-        # The template may ignore add_generation_prompt and always output the header; then the row ends with it too.
+        # The template may ignore add_generation_prompt and always output the header; then the row also ends with the
+        # header.
         last = _tail(self.full)[1]
         always = next((at for at in range(len(prompt_end)) if last.endswith(prompt_end[at:])), len(prompt_end))
         matches = [match.start() for match in self.tokens.find(prompt_end)]
@@ -233,7 +234,7 @@ class _OriginSearch:
         matches = self.tokens.find(closing) or self.tokens.find(own or "")
         is_tag = bool(matches) and matches[-1][0].startswith("</") and matches[-1][0] not in (*self.ends, self.eos)
         if own is not None and (is_tag if matches else not own.strip()):
-            # Text after the loop, or of the next message, may close the answer. A tag does not.
+            # Text after the loop, or of the next message, may close the answer. A closing tag does not.
             further = self.tokens.find(self._closing(message, start, literals))[len(matches) :]
             if further and not literals[len(own) : further[0].start()].strip():
                 matches = further[:1]
@@ -278,7 +279,7 @@ class _OriginSearch:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """Return the literals after `begin` that belong to this message; None if no message loop shows which."""
+        """Return the literals after `begin` that belong to this message; None if no message loop identifies them."""
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""
@@ -302,7 +303,7 @@ class _OriginSearch:
         return own[: max(0, first + known[own[first:]])]
 
     def _closing(self, message: int, start: int, literals: str) -> str:
-        """Return those literals outside loop iterations that close this message independently of what follows."""
+        """Return the literals outside loop iterations that close this message regardless of what follows."""
         alone = self._alone(message)
         source, tail = _tail(alone, of=message)
         if source is None:

@@ -2,7 +2,7 @@
 
 This derivation does not use the origin of characters. If the prompt for an answer is a prefix of the rendering, the
 answer starts at its end. If the conversation up to and including the answer, alone or with the next prompt, is a prefix
-of the rendering, the answer ends with the control tokens there.
+of the rendering, the answer ends with the control tokens at the end of that prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RenderText = Callable[[int, bool], str]
 
 
 class PrefixAnswer(NamedTuple):
-    """Start and stop of one answer by prefix; None if no prefix matches."""
+    """Start and stop of one answer, found by prefix; None if no prefix matches."""
 
     message: int
     start: int | None
@@ -36,7 +36,7 @@ def answers_by_prefix(
 ) -> list[PrefixAnswer]:
     """Return the answer of each message in `assistants`, if prefixes match; a server stops at the tokens `ends`.
 
-    `prompts` are the message counts whose prompts may show the usual header.
+    `prompts` lists the numbers of messages after which a prompt may show the usual header.
     """
     token = token_pattern(tokens)
 

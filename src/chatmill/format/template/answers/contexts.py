@@ -115,7 +115,7 @@ class ContextFinder:
         return context, tuple(notes)
 
     def repeated_header(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Return start and stop of the next assistant header inside an answer; None if it contains none."""
+        """Return start and stop of the next assistant header inside an answer; None if there is none."""
         header = self.headers.assistant
         core = header[: self._core(header)]
         at = self.literals.find(core, start, stop) if core else -1
@@ -159,7 +159,7 @@ class ContextFinder:
         """Whether `size` characters of a header identify an assistant turn, and row and prompt diverge after them."""
         common = common_prefix(self.text[start - size :][: len(header) + 1], header, self.token)
         if self.literals[start : start + 1] == FIELD:
-            # Message text equals a token of the prompt only if that token may come from text.
+            # Message text can equal a token of the prompt only if that token may come from text.
             tokens = (match for match in self.token.finditer(header, size) if match[0] not in self.text_tokens)
             common = min(common, next((match.start() for match in tokens), common))
         return size > 0 and size >= self._core(header) and size == common
@@ -184,9 +184,10 @@ class ContextFinder:
         return len(header)
 
     def _without_header(self, message: int, start: int, prompt: str, added: str) -> tuple[Context, tuple[str, ...]]:
-        """Return the context if a prompt adds no header: the text after the previous message, from its last token.
+        """Return the context if a prompt adds no header: the text after the last field, starting at its last token.
 
-        `added` is the text that the prompt adds instead. Only literals of the row are compared: message text differs.
+        `added` is the text that the prompt adds instead. Only literals of the row are compared, because message text
+        differs.
         """
         before = self.text[:start]
         tail = before[self.literals.rfind(FIELD, 0, start) + 1 :]

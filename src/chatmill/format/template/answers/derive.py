@@ -58,9 +58,9 @@ def derive(
     """Derive the answers of a conversation; raise a `RecordError` if they cannot be determined.
 
     `ends` are the tokens at which a server stops, `text_tokens` those that may come from message text, `eos` is the
-    end-of-sequence token.
-    `cacheable`: record guards for everything observed, so that other conversations can reuse the trace.
-    `last_only`: only the last assistant message is an answer, earlier ones are context; ignored with generation tags.
+    end-of-sequence token. With `cacheable`, guards for everything observed are recorded, so that other conversations
+    can reuse the trace. With `last_only`, only the last assistant message is an answer and earlier ones are context;
+    generation tags override this.
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
@@ -156,7 +156,7 @@ def _enter_fields(
             (match.start() for match in token.finditer(prompt_only) if match[0] not in text_tokens), len(prompt_only)
         )
         common = _common_with_text(trace, pieces, answer, prompt_only[:written])
-        # A token in which they diverge is not common.
+        # A token in which they diverge is not part of the common prefix.
         common = next(
             (match.start() for match in token.finditer(prompt_only) if match.start() < common < match.end()), common
         )
@@ -177,7 +177,7 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """Return how much of `prompt_only` the answer starts with, if it starts with its own text; adds guards."""
+    """Return how many characters of `prompt_only` the answer's own text starts with, and add guards for it."""
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)
@@ -288,7 +288,7 @@ def _check_complete(record: Record) -> None:
 
 
 def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> None:
-    """Raise unless both derivations agree on one answer."""
+    """Raise unless both derivations agree on an answer."""
     for name, one, other in (("begins", answer.start, prefix.start), ("ends", answer.stop, prefix.stop)):
         if other is not None and one != other:
             low, high = sorted((one, other))
@@ -314,7 +314,7 @@ def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
                 outside[piece.source] = piece.text
         place += len(piece.text)
     for source, text in outside.items():
-        # A field may be repeated outside, like the name of a tool before its result.
+        # A field may be repeated outside the answer, like the name of a tool before its result.
         if source not in inside and source.path[0] in ("content", "reasoning", "tool_calls"):
             what = f"{source.path[0]} of message {source.message} is rendered outside its turn: {shown(text)}"
             raise disputed(what)

@@ -41,7 +41,7 @@ class DerivedAnswers:
     prefixes: tuple[PrefixAnswer, ...]
     """The answers by prefix; empty with generation tags."""
     contexts: tuple[Context, ...]
-    """The text that must precede each answer, from the assistant header on; empty with generation tags."""
+    """The text that must precede each answer, starting at the assistant header; empty with generation tags."""
     steps: tuple[TraceStep, ...] | None
     """The steps and guards of the trace; None if other conversations cannot reuse it."""
     notes: tuple[Note, ...]

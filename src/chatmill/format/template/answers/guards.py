@@ -43,7 +43,7 @@ def guard_prefixes(
         if prompt is not None and before is not None:
             (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
             if head != head_before:
-                # The header depends on texts of the conversation, so it may differ in others.
+                # The header depends on texts of the conversation, so it may differ in other conversations.
                 trace.cacheable = False
                 return
             usual = header_of(end, end_before, token)

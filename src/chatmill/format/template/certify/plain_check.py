@@ -1,7 +1,7 @@
 """Compare finished rows with the prompts of the template, as plain text: the independent check of a certificate.
 
 It uses the ids of a row, which of them are trained, and the text that the template renders. It does not use the
-derivation of answers, so it can find errors of the derivation.
+derivation of answers, so it can find errors in the derivation.
 
     prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
     row       … Hi <|im_end|>\\n<|im_start|>assistant\\n | Well … <|im_end|> | \\n
@@ -206,11 +206,11 @@ class PlainCheck:
     def _relation(
         self, record: Record, message: int, before: str, after: str, token: str, text_of: TextOf, exact: bool
     ) -> tuple[Relation, bool]:
-        """Compare the row before an answer with its prompt; also return whether its last token spans the start."""
+        """Compare the row before an answer with its prompt; also return whether a token spans the answer's start."""
         try:
             prompt = text_of(message, True)
         except RecordError:
-            # The template rejects this prompt; the answer must start like others.
+            # The template rejects this prompt; the answer must start like the others.
             own = self._mark(self.header)
             known = own.strip() and self._relate(before, after, own, own) != "differs"
             return "header_not_in_prompt" if known else "differs", False
@@ -314,7 +314,7 @@ class PlainCheck:
             yield f"continues after {shown(self._tokenizer.decode([inner]))}, which ends a turn"
 
     def _lost(self, message: Message, trained: str) -> Iterator[str]:
-        """Yield a fault for each word that is not trained: the last word of the content, and words of tool calls."""
+        """Yield a fault if the last word of the content or a word of a tool call is not trained."""
         last_words = [] if "<think" in message.content else _WORD.findall(message.content)[-1:]
         for word in (*last_words, *(word for call in message.tool_calls for word in _WORD.findall(call.arguments))):
             if word.casefold() not in trained.casefold():

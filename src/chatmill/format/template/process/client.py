@@ -1,8 +1,8 @@
 """The renderer's side of a template process: it starts one, sends requests, and kills it at a limit.
 
-The limits of a request are enforced here, independently of the process: CPU time, size of the response, and memory, for
-which a process is started with a limit that fits the conversation. A process that reaches a limit is killed and
-replaced. After a few kills no more requests are sent for the template.
+The limits of a request are enforced here, independently of the process: CPU time, response size, and memory. A process
+is started with a memory limit that fits the conversation. A process that reaches a limit is killed and replaced. After
+a few kills no more requests are sent for the template.
 """
 
 from __future__ import annotations

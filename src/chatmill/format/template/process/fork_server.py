@@ -1,9 +1,9 @@
 """A fork server: a fresh interpreter that forks locked-down processes on request.
 
 It has imported everything that its processes need, and has read no untrusted data. Its standard input is a socket: each
-byte on it comes with two sockets, for which the server forks a process. The first is the channel of that process. The
-second is its leash, which the server keeps: when the other end is closed, however the renderer ends, the server kills
-the process. The exit code of the process is written to the leash.
+byte on it carries two sockets, and the server forks a process for them. The first is the channel of that process. The
+second is its leash, which the server keeps: when the other end is closed, no matter how the renderer exits, the server
+kills the process. The exit code of the process is written to the leash.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
 
 
 def lock_down(memory: int, parent: int) -> list[str]:
-    """Drop everything that running a template does not need; `memory`: additional bytes that may be used.
+    """Drop everything that running a template does not need; the process may use `memory` additional bytes.
 
     `parent` is the process that this one must not outlive.
     """
@@ -174,7 +174,7 @@ def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     names = sorted(allowed, key=lambda name: allowed[name])
     executable = [allowed[name] for name in ("mmap", "mprotect")]
     others = [allowed[name] for name in names if allowed[name] not in executable]
-    # After the comparisons: check protection; fail; allow.
+    # The comparisons are followed by the check of the memory protection and by the results.
     checks = len(others) + len(executable)
     instructions = [
         (LOAD, 0, 0, ARCHITECTURE),
@@ -186,7 +186,7 @@ def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     ]
     for at, number in enumerate([*others, *executable]):
         left = checks - at - 1
-        # Skip the `left` remaining comparisons and one failure, to the check of protection; or 2 more, to allow.
+        # Jump past the remaining comparisons and the failure to the protection check, or 2 further to ALLOW.
         instructions.append((JUMP_IF_EQUAL, left + (3 if number in others else 1), 0, number))
     instructions += [
         (RETURN, 0, 0, FAIL | errno.EPERM),

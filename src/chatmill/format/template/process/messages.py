@@ -35,7 +35,7 @@ class Setup(msgspec.Struct, frozen=True):
     """The first message to a new process."""
 
     memory: int
-    """Bytes of memory that it may use in addition to the current."""
+    """Bytes of memory that the process may use in addition to its current memory."""
     arguments: tuple[str, ...] = ()
     """Arguments of its start function; must not contain untrusted data."""
 
@@ -185,8 +185,8 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     """Whether replaying the steps takes memory proportional to the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
-    # For each slot, how often it may contain each text of the conversation, and (under -1) characters of the template;
-    # once without and once with the growth of the functions.
+    # For each slot, how many times it may contain each text of the conversation and, under the key -1, how many
+    # characters of the template. `grown` also counts the growth of the functions.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 

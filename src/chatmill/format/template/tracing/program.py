@@ -183,7 +183,7 @@ class TracedSandbox(Sandbox):
                 args = untraced(args)
             out = filter(*args, **kwargs)
             if isinstance(out, str) and name not in OF_TRACED_METHODS and all(out is not text for text in given):
-                # It may have joined traced texts with untraced ones that only look like literals.
+                # The filter may have joined traced texts with untraced ones that only look like literals.
                 return opaque(str.__str__(out), given) if given else out
             if given and not any(True for _ in texts_in(out)):
                 if isinstance(out, str):
@@ -238,7 +238,7 @@ class TracedSandbox(Sandbox):
     def tojson(
         self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> TracedStr:
-        """Encode as JSON whose strings keep their origin: encode placeholders, then put in the traced texts."""
+        """Encode as JSON whose strings keep their origin: encode placeholders, then insert the traced texts."""
         mark, texts = os.urandom(8).hex(), list[TracedStr]()
 
         def with_placeholders(value: Any) -> Any:
@@ -300,7 +300,7 @@ def indented(s: TracedStr, width: int | str = 4, first: bool = False, blank: boo
 
 
 class _TracedRewriter(Rewriter):
-    """Makes literals come from the sandbox, and loops report their current message."""
+    """Rewrites a syntax tree so that literals come from the sandbox and loops report their current message."""
 
     def __init__(self, sandbox: TracedSandbox) -> None:
         super().__init__()

@@ -187,7 +187,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def attribute(self, obj: Any, name: str) -> Any:
         """Return an attribute, never an item; undefined if it does not exist, an error if templates may not use it."""
         if isinstance(obj, Undefined):
-            # Its own error names what is undefined.
+            # This error names the undefined variable.
             obj._fail_with_undefined_error()
         # Traced and safe texts are treated as plain texts.
         type_ = str if isinstance(obj, str) else type(obj)
@@ -200,7 +200,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if not hasattr(type_ if type_ is str else obj, name):
             return self.undefined(obj=obj, name=name)
         if not super().is_safe_attribute(obj, name, None):
-            # In transformers, too, it is undefined until it is used.
+            # As in transformers, the attribute is undefined, and using it is an error.
             return self.unsafe_undefined(obj, name)
         raise SecurityError(f"{name!r} of a {type_.__name__} is not available to templates")
 

@@ -60,9 +60,9 @@ def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tup
 
 
 def cut_pattern(*args: Any) -> tuple[Any, ...]:
-    """Cut a text of several pieces with a method: return ((index, literal or None) …) per result, and the None texts.
+    """Cut a text of several pieces with a method. Return ((index, literal or None) …) per result, and the other texts.
 
-    `count` is the expected number of results; if it differs, nothing is cut.
+    `count` is the expected number of results; if the actual number differs, nothing is cut.
     """
     *values, name, method_args, pattern, count = args
     given = iter(values)
@@ -79,7 +79,7 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 
 
 def begins_with(*args: Any) -> bool:
-    """Whether the text of one pattern begins with that of another; the values before them fill their Nones, in order.
+    """Whether the text of one pattern begins with that of another; the preceding arguments fill their Nones, in order.
 
     It builds only as much of the first text as it compares, because it runs at every replay.
     """
@@ -157,7 +157,7 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
     "at": StepFunction(operator.getitem, gives=Kind.TEXT),
     "escape_json": StepFunction(escape_json, gives=Kind.TEXT, growth=12),
     "escape_html": StepFunction(escape_html, gives=Kind.TEXT, growth=5),
-    # Several texts from one, and selecting one of them.
+    # Functions that split a text into several, and the selection of one of these.
     **{name: StepFunction(getattr(str, name), gives=Kind.PARTS) for name in SPLIT},
     "part": StepFunction(operator.getitem, Kind.PARTS, Kind.TEXT),
     "cut_pattern": StepFunction(cut_pattern, gives=Kind.CUTS),
@@ -190,7 +190,7 @@ def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: 
 
 
 def _consecutive(text: str, parts: Sequence[str], gap: int | None) -> list[Range]:
-    """Locate consecutive parts, `gap` characters apart; None: at the next occurrence of each."""
+    """Locate consecutive parts, `gap` characters apart, or each at its next occurrence if `gap` is None."""
     ranges, at = [], 0
     for part in parts:
         start = text.index(part, at) if gap is None else at

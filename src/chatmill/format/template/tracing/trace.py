@@ -98,7 +98,7 @@ def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
 
 
 def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
-    """Return all slots for other texts (extends the list), or None if their conversation does not follow the trace.
+    """Extend `texts` to all slots and return it; None if the conversation of these texts does not follow the trace.
 
     A conversation does not follow a trace if a guard fails, or if a function raises, like `index` without a match.
     """
