@@ -1,4 +1,4 @@
-"""Check that imports in src/chatmill run one way, and that torch stays where tensors are made.
+"""Check that imports in src/chatmill go in one direction, and that only parts that make tensors import torch.
 
     python scripts/check_imports.py [PACKAGE_FOLDER]
 
@@ -50,8 +50,8 @@ MAY_IMPORT_BESIDES: dict[str, set[str]] = {
     "train/chat_model.py": {"records", "tokenizer", "format"},
     "train/run_dir.py": {"__init__"},
 }
-"""What single files may import beyond their part: the viewer compares episodes with the signatures of
-prepare/; chatting renders text, which the rest of train/ does not; trackers get the version."""
+"""Additional parts that single files may import: the viewer compares episodes with the signatures of prepare/,
+chat_model.py renders text, unlike other files in train/, and run_dir.py records the version."""
 
 HEAVY = {"torch", "transformers", "peft", "triton", "trl", "accelerate", "lightning", "torchdata", "torchtitan"}
 HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout", "integrations"}
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def violations(path: Path, package: Path) -> Iterator[str]:
-    """Yield the faults of one file, each as `file:line: what; what would be right`."""
+    """Yield the faults of one file, each as `file:line: the fault; how to fix it`."""
     part = path.relative_to(package).parts[0].removesuffix(".py")
     place = path.relative_to(package.parent.parent).as_posix()
     if part not in MAY_IMPORT:

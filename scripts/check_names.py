@@ -68,7 +68,7 @@ def bound_name(node: ast.AST) -> str | None:
 
 
 def deep_imports(root: Path) -> Iterator[str]:
-    """Yield imports in the docs of modules inside a package."""
+    """Yield imports in the docs that name a module inside a package."""
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
     for page in pages:
         if not page.is_file():

@@ -8,7 +8,7 @@
 - `uvx --from WHEEL chatmill` runs.
 - cibuildwheel reads its settings and would build for the platforms in `PLATFORMS`.
 
-Needs the packages of requirements/packages.txt. Prints a line for each Python that is not installed, and skips it.
+Needs the packages of requirements/packages.txt. Skips each Python that is not installed, and prints a line about it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
             print(f"{wheel.name}: Python {python} is not installed; skipped")
         else:
             datasets.add(try_package(wheel, path, "--compiled"))
-    # A compiler that always fails stands in for a missing one.
+    # Simulate a missing compiler with one that always fails.
     datasets.add(try_package(sdist, Path(sys.executable), "--not-compiled", CC="false"))
     if len(datasets) != 1:
         sys.exit(f"the datasets differ: {' '.join(sorted(datasets))}")

@@ -1,4 +1,4 @@
-"""Write docs/reference/commands.md, the reference of every command, from the commands themselves.
+"""Write docs/reference/commands.md, the command reference, from the commands themselves.
 
 python scripts/command_reference.py            print the page
 python scripts/command_reference.py --write    write it to docs/reference/commands.md
@@ -41,7 +41,7 @@ KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rol
 
 
 def page() -> str:
-    """The whole page: commands in the order of `chatmill --help`, those of a group one after the other."""
+    """Return the whole page: commands in the order of `chatmill --help`, and the commands of a group together."""
     listed = list(commands(typer.main.get_command(app_of()), (NAME,)))
     lines = ["| command | what it does |", "|---|---|"]
     for path, command in listed:

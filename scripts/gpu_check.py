@@ -2,7 +2,7 @@
 
 Each variant trains, stops halfway, and resumes from its checkpoint; its losses must be close to those of float32 on the
 CPU, and no step may make the host wait for the GPU. Needs numpy, torch and safetensors, one GPU and half a minute.
-If transformers and peft are installed, Hugging Face models and LoRA are checked too, with bitsandbytes QLoRA as well.
+If transformers and peft are installed, Hugging Face models and LoRA are also checked; with bitsandbytes, so is QLoRA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from chatmill.train.run_dir import read_metrics
 
 STEPS = 12
 CLOSE = 0.02
-"""How far bfloat16 may be from float32."""
+"""Maximum difference between bfloat16 and float32 losses."""
 WAYS: dict[str, dict[str, Any]] = {
     "float32 on the CPU": {"device": "cpu"},
     "float32": {"dtype": "float32", "compile": False},
@@ -169,7 +169,7 @@ def waits(optimizer: str) -> int:
 
 
 def compare(data: Path, folder: Path, ways: dict[str, dict[str, Any]]) -> int:
-    """Train each variant; returns how many failed or have losses far from those of the first."""
+    """Train each variant; return how many failed or have losses far from those of the first."""
     faults = 0
     right: list[float] = []
     for name, changes in ways.items():
@@ -197,7 +197,7 @@ def main() -> int:
         ways = dict(WAYS)
         if find_spec("torchao") is not None and torch.cuda.get_device_capability() >= (8, 9):
             ways["fp8"] = {"fp8": True}
-        # A model of several files.
+        # A model saved in several files.
         sharded_save.SHARD_BYTES = 1 << 18
         faults = compare(data, Path(folder), ways)
         if all(find_spec(name) for name in ("transformers", "peft")):

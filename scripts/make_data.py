@@ -1,17 +1,17 @@
 """Write the small conversations in data/ that the README, the demo and the tests use.
 
     python scripts/make_data.py            write the files
-    python scripts/make_data.py --check    exit 1 if a file is not what this script writes
+    python scripts/make_data.py --check    exit with 1 if a file differs from what this script writes
 
 conversations.jsonl      `messages` shape: questions with one right answer, small talk, some with several turns
 tool_conversations.jsonl `tool` shape: the assistant calls small tools and reads their results
 primer.jsonl             `primer` shape: role and content only
 desk_chat.jsonl, desk_tools.jsonl
-                         what the demo trains on: the desk of a lost property office (scripts/demo_data.py)
+                         training data of the demo: the desk of a lost property office (scripts/demo_data.py)
 desk_chat_heldout.jsonl, desk_tools_heldout.jsonl
-                         what it is asked then: facts that no training conversation holds
+                         held-out questions of the demo, which do not occur in its training data
 
-Each file is a pure function of its seed, so the bytes are the same everywhere.
+Each file depends only on its seed, so the bytes are the same on every machine.
 """
 
 from __future__ import annotations

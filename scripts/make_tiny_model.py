@@ -12,8 +12,8 @@ The folder has the files of a downloaded model, and transformers, PEFT, TRL and 
     tokenizer_config.json              its special tokens
     chat_template.jinja                ChatML with tools, tool calls and reasoning
 
-The same arguments and library versions give the same bytes. The weights are random, so the answers are too: use the
-model to try out commands. A folder that exists and is not empty is left as it is.
+The same arguments and library versions give the same bytes. The weights are random, so the answers are random too: use
+the model only to try out commands. A folder that exists and is not empty is left as it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the memory tables of docs/explanation/models.md: estimates beside measurements, and which model fits where.
+"""Write the memory tables of docs/explanation/models.md: estimates next to measurements, and estimates by model.
 
 python scripts/memory_table.py            print the tables
 python scripts/memory_table.py --write    write them into docs/explanation/models.md
@@ -50,7 +50,7 @@ ROWS = {"1": 1, "8": 8}
 
 
 def qwen3_folder(shape: dict[str, Any], dtype: torch.dtype, folder: Path) -> Path:
-    """A folder of a Qwen3 model of this shape: its config, and a safetensors header without weights."""
+    """Write the folder of a Qwen3 model with this shape: its config, and a safetensors header without weights."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
@@ -106,13 +106,13 @@ def line_config(line: TrainLine, folder: Path) -> TrainConfig:
 
 
 def compared(folder: Path) -> Iterator[tuple[str, str, float, float]]:
-    """Name, title, estimate and measurement in GiB of each measured run of chatmill."""
+    """Yield the name, title, estimate and measurement in GiB of each measured chatmill run."""
     measured = json.loads(MEASURED.read_text("utf-8"))
     for name, line in TRAIN_LINES.items():
-        # Results without precisions are from a version whose compiled layers kept more.
+        # Skip results without a precision: they are from a version whose compiled layers used more memory.
         if line.side == "chatmill" and "precision" in measured.get(name, {}):
             estimate = Estimator(on_gpu=True)(line_config(line, folder))
-            # torch measures only tensors.
+            # Compare only tensors, because torch measures nothing else.
             yield name, line.what.removeprefix("chatmill, "), estimate.tensors / GIB, measured[name]["gib"]
 
 
@@ -127,7 +127,7 @@ def comparison_table(folder: Path) -> Iterator[str]:
 def fitting_table(
     folder: Path, models: Sequence[str] = tuple(SHAPES), ways: Sequence[str] = tuple(WAYS)
 ) -> Iterator[str]:
-    """GiB on one GPU for 1 and 8 rows of 4,096 tokens, with activation checkpointing."""
+    """Yield a table of the GiB on one GPU for 1 and 8 rows of 4,096 tokens, with activation checkpointing."""
     yield f"| | {' | '.join(models)} |"
     yield f"|---|{'---|' * len(models)}"
     cells: dict[str, list[str]] = {way: [] for way in ways}
@@ -146,7 +146,7 @@ def fitting_table(
 
 
 def page() -> str:
-    """docs/explanation/models.md with these tables."""
+    """Return docs/explanation/models.md with these tables."""
     text = PAGE.read_text("utf-8")
     with tempfile.TemporaryDirectory() as folder:
         for name, table in (("comparison", comparison_table), ("fitting", fitting_table)):

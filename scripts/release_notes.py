@@ -2,8 +2,8 @@
 
     python scripts/release_notes.py v0.1.0 [--root FOLDER]
 
-Exit code 1 if the tag is not `v` and `chatmill.__version__`, or the changelog has no section `## [0.1.0] - YYYY-MM-DD`
-with text.
+Exits with 1 if the tag is not `v` followed by `chatmill.__version__`, or if the changelog has no section `## [0.1.0] -
+YYYY-MM-DD` with text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def version_of(root: Path) -> str:
-    """`chatmill.__version__`, read without importing chatmill."""
+    """Return `chatmill.__version__` without importing chatmill."""
     text = (root / "src" / "chatmill" / "__init__.py").read_text("utf-8")
     return re.findall(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)[0]
 

@@ -1,4 +1,4 @@
-"""Run the notebooks in docs/tutorials and compare what they print with the outputs stored in them.
+"""Run the notebooks in docs/tutorials and compare their output with the output stored in them.
 
     python scripts/run_notebooks.py                       run all of them; exit 1 at the first difference
     python scripts/run_notebooks.py mask.ipynb --write    run one and store its outputs
@@ -21,7 +21,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 CELL_TIMEOUT = 600
-"""Seconds. A cell takes less than a minute on two slow cores; this ends one that hangs."""
+"""Seconds. A cell takes less than a minute on two slow cores; this stops a cell that hangs."""
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ def differences(stored: Any, executed: Any) -> list[str]:
 
 
 def printed(cell: Any) -> str:
-    """Standard output of a code cell."""
+    """Return the standard output of a code cell."""
     return "".join(output.text for output in cell.outputs)
 
 

@@ -3,9 +3,9 @@
     python3 scripts/sanitize.py [--rounds N] [--seed N]
 
 Copies src/ and tests/ to build/sanitize, compiles the C there with gcc or clang, and runs `tests/fuzz_compiled.py`,
-which needs nothing but Python, and tests of the compiled parts, which need what `make install` installs. An invalid
-access or undefined behavior ends the run with a stack trace. If the compiler has no sanitizers, the script says so and
-exits with 0.
+which needs only Python, and the tests of the compiled parts, which need the packages that `make install` installs. An
+invalid access or undefined behavior ends the run with a stack trace. If the compiler has no sanitizers, the script
+prints a message and exits with 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TESTS = {
     "records/test_columns.py": ["numpy", "msgspec"],
     "tokenizer/test_byte_bpe.py": ["numpy", "msgspec", "tokenizers"],
 }
-"""Tests of the compiled parts, and what they import beside PYTEST; without it they are left out."""
+"""Tests of the compiled parts, and the modules that they import in addition to PYTEST; skipped if these are missing."""
 LEFT_OUT = [
     "megabytes",
     "every_character",
@@ -44,7 +44,7 @@ LEFT_OUT = [
     "probe",
     "real_files",
 ]
-"""Tests that take minutes here, or try other engines."""
+"""Tests that are skipped because they take minutes here, or because they test other engines."""
 PYTEST = ["pytest", "hypothesis", "xdist", "pytest_timeout"]
 PROBE = "int main(void) { return 0; }"
 
@@ -105,7 +105,7 @@ def main() -> int:
     environment = {
         **os.environ,
         "LD_PRELOAD": ":".join(runtime(compiler)),
-        # Python does not free everything at exit. Its own allocator would hide reads beyond the end of an object.
+        # Python does not free everything at exit. Python's own allocator would hide reads beyond the end of an object.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",

@@ -115,7 +115,7 @@ def check(dataset: Path, *, full: bool) -> None:
 
 
 def write(folder: Path, count: int, *, shard_tokens: int = 1 << 24) -> None:
-    """A dataset of `count` episodes of one conversation and two spans each, half of it trained."""
+    """Write a dataset of `count` episodes, each with one conversation and two spans, of which one is trained."""
     rows = made(min(count, CHUNK))
     ledger = Ledger()
     with SplitWriter(folder / "train", vocab_size=50_000, shard_tokens=shard_tokens) as writer:
@@ -155,7 +155,7 @@ def made(count: int) -> Rows:
 
 
 def first(dataset: Path, order: str, packing: str) -> tuple[float, float, float]:
-    """Milliseconds to open and to create the first batch, and memory in MB, in a new process; medians of three runs."""
+    """Return the milliseconds to open and to build the first batch, and MB of memory, as medians of three processes."""
     runs = [
         [
             float(word)

@@ -73,7 +73,7 @@ def sentences(root: Path, paths: list[str]) -> Iterator[Sentence]:
 
 
 def passages(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield line, kind and text of every passage of prose in a file."""
+    """Yield the line, kind and text of every passage of prose in a file."""
     if path.suffix == ".md":
         yield from ((line, "docs", text) for line, text in markdown_passages(path.read_text("utf-8")))
     elif path.suffix == ".py":
@@ -90,7 +90,7 @@ def passages(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def markdown_passages(text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs, list items, headings and table cells outside of code blocks."""
+    """Yield the paragraphs, list items, headings and table cells outside of code blocks."""
     start, lines, fenced = 0, [], False
     for number, line in enumerate([*text.splitlines(), ""], 1):
         fence = line.lstrip().startswith("```")
@@ -135,12 +135,12 @@ def python_passages(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def template_part(part: ast.expr) -> str:
-    """A part of an f-string as a reader of the source sees it."""
+    """Return a part of an f-string as it appears in the source."""
     return str(part.value) if isinstance(part, ast.Constant) else "{" + ast.unparse(part.value) + "}"  # type: ignore[attr-defined]
 
 
 def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
-    """Comments of Python source; those on adjacent lines are one."""
+    """Yield the comments of Python source; comments on adjacent lines are joined."""
     start, last, lines = 0, -1, []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or re.match(r"# (type|noqa|ruff|mypy|pragma)\b", token.string):
@@ -163,7 +163,7 @@ def split_sentences(passage: str) -> Iterator[str]:
 
 
 def phrases_to_avoid(root: Path, paths: list[str], listing: str) -> Iterator[str]:
-    """Yield a line for each sentence that contains a phrase of `listing`, with lines `pattern -> what to write`."""
+    """Yield a line for each sentence with a phrase from `listing`, whose lines are `pattern -> what to write`."""
     rules = []
     for line in listing.splitlines():
         if line.strip() and not line.startswith("#"):

@@ -1,4 +1,4 @@
-"""Certify every chat template that TRL ships, and compare the derived mask with its tagged version: a Markdown table.
+"""Certify every chat template that TRL ships, and print a table that compares derived masks with the tagged versions.
 
     python scripts/template_table.py            print the table
     python scripts/template_table.py --write    put it into docs/explanation/templates.md
@@ -63,7 +63,7 @@ class Line(NamedTuple):
     origin: int
     starts: int
     stops: int
-    """Answers by origin; beginnings and ends that prefixes tell as well."""
+    """Answers by origin, and the starts and ends that were also found with prefixes."""
     tagged: str
     """How the tagged version differs."""
 
@@ -136,7 +136,7 @@ def template_file(name: str) -> str:
 
 @cache
 def shared_tokenizer(folder: str) -> Tokenizer:
-    """One tokenizer for all templates, because opening it includes a check that takes longer than most templates."""
+    """Make one tokenizer for all templates, because opening it includes a check that is slower than most templates."""
     return open_tokenizer(folder)
 
 
@@ -168,7 +168,7 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """How the mask of the tagged version differs, over the probes that both render to the same text."""
+    """Describe how the mask of the tagged version differs, over the probes that both render to the same text."""
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"
     if not (FOLDER / f"{edition}.jinja").is_file():
@@ -177,7 +177,7 @@ def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, D
     reasons: dict[str, set[str]] = {}
     folder = read_folder(str(tokenizer), template_file(edition))
     tokens = list(original.control_tokens.ids)
-    # Only its template is run: a renderer would check the tokenizer again.
+    # Run only the template, because a renderer would check the tokenizer again.
     process = TemplateProcess([folder.template], variables=folder.special, now=datetime.now(), tokens=tokens, ends=[])
     for id, two in derived_probes(process, "tags").items():
         one = derived.get(id)
@@ -197,7 +197,7 @@ def spans(answers: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]
 
 
 def differences(text: str, ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
-    """Parts of the text that only one of the two masks trains, each with the reason."""
+    """Return the parts of the text that only one of the two masks trains, each with the reason."""
     mine = {at for start, stop in ours for at in range(start, stop)}
     tags = {at for start, stop in theirs for at in range(start, stop)}
     stretches = []

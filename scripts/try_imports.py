@@ -38,7 +38,7 @@ KINDS = (
     ("examples/cli_configs/*.yaml", "trl", import_trl),
     ("recipes/**/*.yaml", "src/alignment", import_trl),
 )
-"""Where each repository has its configs, a folder that tells it, and what reads them."""
+"""Where each repository has its configs, a folder that identifies the repository, and the importer for its configs."""
 
 
 def main() -> int:
@@ -100,7 +100,7 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
     changes |= {"batch_size": ROWS, "gradient_accumulation_steps": steps, "block_size": TOKENS, "parallel": "ddp"}
     changes |= {"max_iters": STEPS, "epochs": None, "report_to": [], "eval_samples": 0, "fp8": False}
     if (lora := imported.train.get("lora")) and not TARGETS.intersection(lora["targets"]):
-        # The targets are layers of an architecture that differs from the tiny model.
+        # The LoRA targets are layers of an architecture that differs from that of the tiny model.
         changes["lora"] = {**lora, "targets": "all-linear"}
     stage = "prepare"
     try:

@@ -2,10 +2,10 @@
 
     python scripts/try_installed.py [--compiled | --not-compiled]
 
-Runs the commands that need no extra: trains a tokenizer, and prepares, verifies, shows and reports a dataset. The last
-line has the versions of chatmill and Python, the compiled parts that are installed, and the hash of the dataset, which
-is the same for every Python version and processor. If a command fails, prints its output and exits with 1; also exits
-with 1 if the compiled parts do not match the flag.
+Runs the commands that need no optional dependencies: trains a tokenizer, and prepares, verifies, shows and reports a
+dataset. The last line has the versions of chatmill and Python, the compiled parts that are installed, and the hash of
+the dataset, which is the same for every Python version and processor. If a command fails, prints its output and exits
+with 1; also exits with 1 if the compiled parts do not match the flag.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python scripts/try_templates.py FOLDER --table FILE    exit 1 if what is not exact differs from what FILE lists
     python scripts/try_templates.py FOLDER --write FILE    write that list
 
-Tokens are those of --tokens or of FOLDER/tokens.json (bos, eos, control, soft, stops and ends of each template), or are
+Tokens are read from --tokens or FOLDER/tokens.json (bos, eos, control, soft, stops and ends of each template), or are
 guessed from the templates. The exit code is 1 if anything is trained wrongly.
 """
 
@@ -41,9 +41,9 @@ ENDS = re.split(
     <|call|> <|assistant_end|> [e~[ <|im_kimia_text_eos|> <|im_msg_end|> <|message_sep|> <|EOT|> </assistant>
     <|observation|>""",
 )
-"""Tokens that end an answer in templates that have been read."""
+"""Known tokens that end an answer."""
 NOT_STOPS = ("<|end|>", "<|eom|>")
-"""Beside <|return|> or <|message|>, the model goes on behind these."""
+"""In templates with <|return|> or <|message|>, the model continues after these tokens."""
 
 
 def guess_tokens(source: str) -> dict[str, Any]:

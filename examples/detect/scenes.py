@@ -1,4 +1,4 @@
-"""Scenes: a grid of cells with filled rectangles, written as text, and the boxes that are in it.
+"""Generate scenes: a grid of cells with filled rectangles, written as text, and the boxes of the rectangles.
 
     0 . a a .       {"desc": "a", "bbox_2d": [250, 0, 749, 500]}
     1 . a a .       {"desc": "c", "bbox_2d": [0, 500, 250, 999]}
@@ -17,9 +17,9 @@ from typing import Any, Literal
 LETTERS = "abcdef"
 EMPTY = "."
 LONGEST_SIDE = 2
-"""Cells of the longest side of a rectangle."""
+"""Maximum side length of a rectangle, in cells."""
 CELLS = 5
-"""Cells of the grid for each object that it may hold."""
+"""Number of grid cells per object, at the maximum number of objects."""
 
 Order = Literal["reading", "random"]
 Grid = list[list[str]]
@@ -33,7 +33,7 @@ def grid_size(most: int) -> int:
 def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str, list[dict[str, Any]]]:
     """Return the text of a scene and its objects, between half of `most` and `most`.
 
-    Their order is that of reading (by the upper left corner), or a random one.
+    Objects are in reading order (by the upper left corner) or in random order.
     """
     size = grid_size(most)
     grid: Grid = [[EMPTY] * size for _ in range(size)]

@@ -44,7 +44,7 @@ from chatmill.train import TrainConfig, generate, model_folder, open_model, trai
 
 FORMAT = "primer"
 SIGMA = 0.3
-"""Coordinates take few of the 1000 places: the next one is as wrong as any, and no scene has taught what follows."""
+"""Standard deviation of the Gaussian target; small, because scenes use only a few of the 1000 coordinates."""
 BORDERS = ("shorter", "masked", "joined", "canonical")
 SHARED: dict[str, Any] = {"batch_size": 16, "weight_decay": 0.01, "min_lr_ratio": 0.1, "device": "auto"}
 
@@ -54,22 +54,22 @@ class Setting:
     """The parameters of a run; the defaults are the base setting."""
 
     objects: int = 12
-    """The most objects of a scene."""
+    """Maximum number of objects in a scene."""
     order_1: Order = "reading"
     order: Order = "random"
-    """In which order the true answers of the two stages name them."""
+    """The order of the objects in the true answers of both stages."""
     tokens: Literal["split", "fused"] = "split"
-    """Whether the tokenizer fuses braces, brackets and commas with what stands beside them."""
+    """Whether the tokenizer merges braces, brackets and commas with adjacent characters."""
     scenes: int = 12_000
-    """Scenes of each stage."""
+    """Number of scenes in each stage."""
     stage_1: float = 0.5
-    """The share of the first fine-tuning that is done before the two ways part."""
+    """The fraction of the first fine-tuning that is done before the two ways diverge."""
     first: int = 2000
-    """Steps of the whole first fine-tuning."""
+    """Number of steps of the whole first fine-tuning."""
     saves: int = 4
-    """Checkpoints of the first fine-tuning."""
+    """Number of checkpoints of the first fine-tuning."""
     then: int = 300
-    """Steps after the first fine-tuning."""
+    """Number of steps after the first fine-tuning."""
     width: int = 128
     layers: int = 4
     rate: float = 2e-3
@@ -78,7 +78,7 @@ class Setting:
     share: float = 1.0
     """Fraction of the rows of a step that are rollouts."""
     rows: int = 16
-    """Rows of a step."""
+    """Rows per step."""
     temperature: float = 0.0
     every: int = 10
     """Steps between two rounds of rollouts."""

@@ -51,7 +51,7 @@ SETTINGS = {
     "40 objects": replace(BASE, objects=40),
     "60 objects": replace(BASE, objects=60),
 }
-"""One factor changed at a time; the setting to show is chosen from these, on seeds 0 to 2."""
+"""Each setting changes one factor; the setting to show was chosen from these, on seeds 0 to 2."""
 FEW = SETTINGS["5 objects"]
 FEW_FUSED = replace(FEW, tokens="fused")
 SHOWN = {
@@ -69,7 +69,7 @@ SHOWN = {
     "5 objects, order reading": replace(FEW, order="reading"),
     "5 objects, stage 1 at 100 %": replace(FEW, stage_1=1.0),
 }
-"""The chosen setting, with each part left out in turn: on seeds that had no part in choosing it."""
+"""The chosen setting, and the same with one part left out at a time, on seeds that were not used to choose it."""
 ALL = SETTINGS | SHOWN
 PARTS_OF_STAGE_1 = ("objects", "order_1", "order", "tokens", "scenes", "first", "width", "layers", "rate")
 PARTS_OF_CONTROL = (*PARTS_OF_STAGE_1, "stage_1", "then", "rate_then", "every")
@@ -202,10 +202,10 @@ COLUMNS = {
 
 
 def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None) -> Iterable[str]:
-    """Return a table of settings: means, and the paired difference to further fine-tuning with its 95 % interval.
+    """Return a table of settings: means, and paired differences from further fine-tuning with 95 % intervals.
 
-    `tokens`: trained tokens, relative to those of further fine-tuning. `before` and `further` are F1, or whatever is
-    compared, of stage 1 and of further fine-tuning.
+    `tokens`: trained tokens, relative to those of further fine-tuning. `before` and `further` are the F1, or the other
+    compared metric, of stage 1 and of further fine-tuning.
     """
     chosen = [line for line in results if seeds is None or line["seed"] in seeds]
     controls = {(line["kind"], line["seed"]): line for line in chosen if line["name"] == "control"}

@@ -1,4 +1,4 @@
-"""The audit log: which batches a run trained on, and how to verify it.
+"""Record the batches that a run trains on in an audit log, and verify the log.
 
 Audit                      loader listener that writes the log
 verify_log, AuditResult    recompute every line from the dataset and compare

@@ -1,4 +1,4 @@
-"""Read and write audit log files: each line ends with the hash of the line before it.
+"""Read and write audit log files, in which each line ends with the hash of the previous line.
 
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
@@ -37,7 +37,7 @@ Clock = Callable[[], datetime]
 
 
 class AuditError(ChatmillError):
-    """The audit log cannot be written or continued; the run stops."""
+    """Raised if the audit log cannot be written or continued; this stops the run."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ def read_log(path: Path) -> list[LogLine | TornLine]:
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """Return the fields that record torn lines in the line after them."""
+    """Return the fields with which the next valid line records torn lines."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 
 
 class AuditLog:
-    """A log that is open for appending, locked by this process. A write error stops the run."""
+    """An audit log that is open for appending and locked by this process. A write error stops the run."""
 
     def __init__(self, path: Path, fd: int, *, head: str, clock: Clock) -> None:
         try:
@@ -182,7 +182,7 @@ class AuditLog:
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
         """Open a log to continue from the line with the hash `head`; also return the fields for the `resume` line.
 
-        Later lines stay in the file and count as abandoned. Torn lines stay too.
+        Later lines and torn lines stay in the file; later lines count as abandoned.
         """
         place = Path(path)
         try:
@@ -201,7 +201,7 @@ class AuditLog:
         return log, fields
 
     def _continue(self) -> dict[str, Any]:
-        """Find the line of `head`. Bytes after the last line are torn, unless only its line break is missing."""
+        """Find the line with hash `head`. Bytes after the last line are torn, unless only its line break is missing."""
         everything = read_log(self.path)
         lines = [line for line in everything if isinstance(line, LogLine)]
         torn: list[TornLine] = []
@@ -252,7 +252,7 @@ class AuditLog:
 
 
 def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
-    """Parse bytes as the line after `last`; None if they are not that line."""
+    """Parse the line that follows `last`; return None if the bytes are not a valid next line."""
     try:
         line = parse_line(raw)
     except DataError:

@@ -79,7 +79,7 @@ class Audit:
 
     @property
     def path(self) -> Path | None:
-        """The log file; None on ranks other than 0, and before it is passed to a loader."""
+        """The log file; None on ranks other than 0, and until the loader opens the log."""
         return None if self._log is None else self._log.path
 
     # Called by the loader.
@@ -155,7 +155,7 @@ class Audit:
             self._log.close()
 
     def discard(self) -> None:
-        """Remove the log of a run that trained on nothing; if the log was continued, only close it."""
+        """Remove the log of a run that did not train on any batch; a continued log is only closed."""
         if self._log is not None:
             if self._state is None:
                 self._log.remove()
@@ -220,11 +220,11 @@ def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> Non
 
 
 def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
-    """Return the dataset, the config, and everything that determines the order."""
+    """Return the fields that identify the dataset, the config and the order of episodes."""
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     for name in ("token_dtype", "mix_epochs"):
         if config[name] is None:
-            # Omitted if null, so that such logs are identical to those of earlier versions.
+            # Omit null values, so that logs without these keys are identical to logs of earlier versions.
             del config[name]
 
     def count(split: str) -> int:
@@ -258,7 +258,7 @@ def start_fields(plan: LoadPlan, epoch: int) -> dict[str, Any]:
 def steps_fields(
     plan: LoadPlan, steps: Sequence[PlannedStep], digest: NDArray[np.uint64], source_counts: Numbers | None
 ) -> dict[str, Any]:
-    """Return the range of steps, the first cursor, the digest of the rows, and what each source contributed."""
+    """Return the range of steps, the first cursor, the digest of the rows, and the counts per source."""
     first, stop = steps[0].at, steps[-1].after.step
     position = {name: value for name, value in first._asdict().items() if name != "step"}
     fields = {"first_step": first.step, "stop_step": stop, **position, "digest": digest.astype("<u8").tobytes().hex()}
@@ -291,7 +291,7 @@ def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
 
 
 def sum_batches(batches: Sequence[BatchSum]) -> tuple[NDArray[np.uint64], Numbers | None]:
-    """Sum the digests of batches modulo 2^64, and sum what each source contributed to them."""
+    """Sum the digests of batches modulo 2^64, and sum their counts per source."""
     digest = np.array([digest for digest, _ in batches], dtype=np.uint64).sum(axis=0)
     counts = [counts for _, counts in batches if counts is not None]
     return digest, np.sum(counts, axis=0) if counts else None

@@ -74,7 +74,7 @@ class LoggedCheckpoint(NamedTuple):
     loaded: Mapping[str, str]
     """Fields of the dataset_load line before it: dataset and config."""
     given: Mapping[str, int]
-    """What each source contributed so far; empty if sources are not mixed."""
+    """Counts per source so far; empty if sources are not mixed."""
 
 
 def logged_checkpoints(lines: Sequence[LogLine | TornLine]) -> dict[str, LoggedCheckpoint]:
@@ -137,7 +137,7 @@ def _differences(state: SavedState, logged: LoggedCheckpoint) -> Iterator[str]:
 
 
 def _run_differences(run: Mapping[str, Any], logged: LoggedCheckpoint) -> Iterator[str]:
-    """Yield differences in what `chatmill train` saves in addition to the loader and audit states."""
+    """Yield differences in the values that `chatmill train` saves in addition to the loader and audit states."""
     stage = run["stage"]
     if not isinstance(stage, dict) or type(start := stage.get("start")) is not int:
         yield "stage is not a stage of a run"

@@ -32,7 +32,7 @@ DIGITS = 12
 
 
 class MismatchError(DataError):
-    """A line differs from the one recomputed from the dataset."""
+    """Raised for a line that differs from the one recomputed from the dataset."""
 
 
 @dataclass
@@ -59,11 +59,11 @@ def verify_log(
     states: Mapping[str, SavedState] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AuditResult:
-    """Recompute every line of a log from a dataset (None: the one the log names), and check every byte of the dataset.
+    """Recompute every line of a log from a dataset (default: the one in the log), and check every byte of the dataset.
 
-    `heads` maps the name of each checkpoint to the hash stored in it; `states` maps it to the whole saved state, as
-    `saved_states` returns it, in which every field must match the log. `progress` is called with the number of steps
-    that were just verified.
+    `heads` maps the name of each checkpoint to the hash stored in it. `states` maps the name to the whole saved state,
+    which `saved_states` returns; every field of the state must match the log. `progress` is called with the number of
+    steps that were just verified.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -106,7 +106,7 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
 
 
 def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mapping[str, str]) -> tuple[str | None, int]:
-    """Return the fault if a head is not the hash of a line, and the number of lines after the last head."""
+    """Return a fault if a head is not the hash of any line, and the number of lines after the last head."""
     numbers = {line.sha256: number for number, line in enumerate(lines, start=1) if isinstance(line, LogLine)}
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():
@@ -128,7 +128,7 @@ def _check_states(place: Path, lines: Sequence[LogLine | TornLine], states: Mapp
 
 
 class _LoggedState(NamedTuple):
-    """The state of a run after a line."""
+    """The state of a run after a line of the log."""
 
     at: Cursor = Cursor()
     started: bool = False
@@ -168,7 +168,7 @@ class _Checker:
                 raise MismatchError(f"is {one_line(line.action)}; expected {action}")
             if action != "dataset_load":
                 compare(line, fields)
-            # A resumed run usually repeats the line of the previous run; its dataset is already open then.
+            # A resumed run usually repeats the line of the previous run, and its dataset is already open.
             elif self._run is None or line.fields != self._run.fields:
                 self._run = load_run(line, self._dataset)
             del self._due[0]
@@ -178,7 +178,7 @@ class _Checker:
             self._checkpoints[line.sha256] = self.lines, self._state
 
     def changed_file(self) -> str | None:
-        """Return a fault if a dataset file does not match its metadata; finds changes in rows that no step used."""
+        """Return a fault if a dataset file does not match its metadata, even in rows that no step used."""
         if self._run is None:
             return None
         plan = self._run.plan
@@ -371,7 +371,7 @@ def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) 
 
 
 def _current_lines(log: Path) -> list[tuple[int, LogLine]]:
-    """Return the lines that no resumed run abandoned, with their numbers."""
+    """Return the lines that were not abandoned by a resumed run, with their line numbers."""
     kept: list[tuple[int, LogLine]] = []
     for number, line in enumerate(read_log(log), start=1):
         if not isinstance(line, LogLine):

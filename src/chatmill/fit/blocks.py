@@ -1,11 +1,11 @@
-"""Blocks: concatenate conversations and cut them into rows of one exact size; a user turn that is cut is reopened.
+"""Concatenate conversations and cut them into blocks of exactly the same size; a user turn that is cut is reopened.
 
     stream    S s E U u E A a E U v w E A b E EOS …
     blocks    S s E U u E A a E U v | S s E U w E A b E EOS …
                                       ~~~~~~~ injected: the system turn and the user marker
 
-What is injected depends on where a block starts, and where the next block starts depends on what is injected. So blocks
-are cut one after the other, over a table of user turns; everything else is vectorized.
+The tokens injected into a block depend on where it starts, and the start of the next block depends on their number.
+Therefore blocks are cut one after the other, over a table of user turns; everything else is vectorized.
 
 A position is inside a turn if tokens of the turn are on both sides of it: a block that starts at a marker or at EOS
 does not reopen a turn, whether or not the previous turn was closed.
@@ -75,7 +75,7 @@ def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", led
 def stream_blocks(
     chunks: Iterable[Rows], block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None
 ) -> Iterator[Rows]:
-    """Yield the blocks that `cut_blocks` makes of all chunks together, in bounded memory."""
+    """Yield the blocks that `cut_blocks` would return for all chunks together, in bounded memory."""
     carry, at = EMPTY, 0
     for chunk in chunks:
         rows = concat([carry, chunk])
@@ -92,7 +92,7 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Return the blocks from token `at`, and where they end; only full blocks unless these rows are the `last`."""
+    """Return the blocks after token `at`, and where they end; a partial block only if these rows are the `last`."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):
@@ -114,7 +114,7 @@ def _blocks(
 
 
 class _BlockTurns(NamedTuple):
-    """The turns of rows, with what a block that starts inside a turn needs to know."""
+    """The turns of rows, with the data needed to cut a block that starts inside a turn."""
 
     states: TurnStates
     row_stop: Index
@@ -147,12 +147,12 @@ class _Cuts(NamedTuple):
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
-    """Return where blocks start and end from token `at`; only full blocks unless these turns are the `last`."""
+    """Return the bounds of the blocks after token `at`; a partial block only if these turns are the `last`."""
     states = turns.states
     users = np.flatnonzero(states.role == Role.USER)
     system = turns.system[users]
     system_length = np.where(system >= 0, states.stop[system] - states.start[system], 0)
-    # Two more tokens must fit: the user marker and one of the stream, or the next block would start at the same place.
+    # The user marker and at least one more token must fit; otherwise the next block would start at the same position.
     system[system_length + 2 > block_size] = -1
     injected = 1 + np.where(system >= 0, system_length, 0)
 
@@ -177,7 +177,7 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
             at = stop if user_stop[user] <= stop else row_stop[user]
 
     starts, stops, cut = np.array(taken, dtype=np.int64).reshape(-1, 3).T
-    # A block that does not cut a user turn has the number -1, and so gets the appended value.
+    # A block that does not start inside a user turn has index -1, which selects the appended value.
     system, users, injected = np.append(system, -1)[cut], np.append(users, -1)[cut], np.append(injected, 0)[cut]
     return _Cuts(starts, stops, system, users, stops - starts + injected), at
 
@@ -188,7 +188,7 @@ def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
     Blocks do not overlap in the rows, so an answer is complete in at most one block, and one weight is enough.
     """
     block = np.searchsorted(cuts.start, turns.start, side="right") - 1
-    # A turn that started before all of these blocks was decided with earlier blocks.
+    # The weights of a turn that starts before these blocks were set together with earlier blocks.
     stop = np.where(block >= 0, cuts.stop[block], 0)
     return masked_spans(rows, turns, answer_rules(rows, turns, cuts.start[block], stop))
 
@@ -197,7 +197,7 @@ def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPla
     """Plan each block as its system turn and user marker (both optional), followed by pieces of conversations."""
     block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
     count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
-    # Two slots before the pieces of each block.
+    # Reserve two slots before the pieces of each block.
     place = np.arange(len(block)) + 2 * (block + 1)
     system, user = first[:-1] + 2 * np.arange(count), first[:-1] + 2 * np.arange(count) + 1
     piece_start, piece_stop = np.zeros((2, len(block) + 2 * count), dtype=np.int64)

@@ -116,7 +116,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
         bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """
     steps = []
-    free: list[int] = []  # ascending: the distinct amounts of free space in bins
+    free: list[int] = []  # distinct amounts of free space in bins, ascending
     ranges: dict[int, list[tuple[int, int]]] = {}  # for each amount, a heap of ranges of bins
     opened = 0
 
@@ -147,7 +147,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
                 put_back(space - each * length, start, full)
                 count -= (full - start) * each
             if count and full < stop:
-                # Fewer rows than the next bin could take, so it takes all of them.
+                # The next bin has space for all remaining rows.
                 steps.append((full, 1, count))
                 put_back(space - count * length, full, full + 1)
                 full, count = full + 1, 0
@@ -156,7 +156,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
 
 
 def _grouped(group: Index) -> Index:
-    """Stable argsort in place: several times faster, and without extra memory."""
+    """Stable argsort in place, which is several times faster than `np.argsort` and needs no extra memory."""
     group *= len(group)
     group += np.arange(len(group), dtype=np.int64)
     group.sort()

@@ -38,7 +38,7 @@ STRETCH = 16
 
 @dataclass(frozen=True)
 class Truncation:
-    """New rows, each made of three ranges of one source row: head, context and trained part. Any may be empty."""
+    """New rows, each made of three possibly empty ranges of one source row: head, context and trained part."""
 
     source: Index
     start: Index
@@ -50,7 +50,7 @@ class Truncation:
 
 
 def truncate(rows: Rows, capacity: int | None, rule: FitRule = "exchanges", *, ledger: Ledger, **options: Any) -> Rows:
-    """Return rows of at most `capacity` tokens (None: no limit), without rows that have nothing to train.
+    """Return rows of at most `capacity` tokens (None means no limit); rows without trained tokens are dropped.
 
     `options` are passed to `truncate_with_sources`.
 
@@ -100,11 +100,11 @@ def truncate_with_sources(
     trained = whole_trained[cut.source]
     trained[shortened] = _trained(rows, trained_before, cut.take(np.flatnonzero(shortened)))
     begins_cut, ends_cut = answers_cut
-    # All tokens of a dropped row are counted; of a dropped window only its own, because other windows have the rest.
+    # For a dropped row, count all of its tokens; for a dropped window, only the tokens in that window.
     counted, counted_trained = size, trained
     if rule != "windows":
         counted, counted_trained = rows.lengths[cut.source], whole_trained[cut.source]
-    # Rows that the rule leaves too long, because it must not cut them.
+    # Rows that are still too long, because the rule must not cut them.
     over = size > (LONGEST_ROW if capacity is None else capacity)
     keeps_header = np.zeros(len(size), dtype=bool)
     keeps_header[shortened] = _keeps_header(rows, cut.take(np.flatnonzero(shortened)))
@@ -189,7 +189,7 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
 
 
 def _exchanges(rows: Rows, capacity: int) -> Truncation:
-    """Keep the head and as many complete exchanges from the end as fit; a row whose last does not fit stays too long.
+    """Keep the head and as many complete exchanges from the end as fit; do not cut a row whose last one is too long.
 
         system | user asst | user asst tool asst | user asst | user      too long
         system | user asst | user asst tool asst | user asst             remove what follows the last trained exchange
@@ -201,7 +201,7 @@ def _exchanges(rows: Rows, capacity: int) -> Truncation:
     row_stop = rows.row_start[1:]
     head = turn.head_stop - rows.row_start[:-1]
 
-    # The last exchange is that of the last trained token, because no trained token depends on what follows.
+    # The last exchange is the one with the last trained token, because later tokens do not affect the loss.
     trained = rows.spans["weight"] > 0
     span_row = np.repeat(np.arange(count), np.diff(rows.first_span[rows.first_segment]))
     last_trained = by_row(np.maximum, np.where(trained, rows.span_start[1:] - 1, -1), span_row, count)
@@ -227,7 +227,7 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
 
         system | user asst | user asst | user asst | user        too long by a little
         system             | user asst | user asst | user        drop the oldest exchange
-        system                         | user asst               then drop what follows the last answer
+        system                         | user asst               then drop the turns after the last answer
                                           er asst                then drop tokens from the left
 
     An exchange is a user turn and everything up to the next one. The exchange of the last assistant turn is never
@@ -238,7 +238,7 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
     anchor_start, anchor_stop = np.append(turn.start, 0)[turn.anchor], np.append(turn.stop, 0)[turn.anchor]
     head = turn.head_stop - row_start
 
-    # Oldest exchanges: the tail starts at the first exchange after which everything fits, at the latest the anchor's.
+    # First drop the oldest exchanges: the tail starts at the first exchange that makes the row fit, or at the anchor's.
     exchange = turn.begins_exchange & (turn.start <= anchor_start[turn.row])
     need = row_stop - row_start - capacity
     fits = exchange & (turn.start - turn.head_stop[turn.row] >= need[turn.row])
@@ -246,11 +246,11 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
     latest = by_row(np.maximum, np.where(exchange, turn.start, -1), turn.row, count)
     earliest = by_row(np.minimum, np.where(fits, turn.start, never), turn.row, count, never)
     tail_start = np.where(latest < 0, turn.head_stop, np.minimum(earliest, latest))
-    # Turns after the anchor, last one first.
+    # Then drop turns after the anchor, starting with the last one.
     can_end = (turn.stop >= anchor_stop[turn.row]) & (head[turn.row] + turn.stop - tail_start[turn.row] <= capacity)
     tail_stop = np.maximum(by_row(np.maximum, np.where(can_end, turn.stop, -1), turn.row, count), anchor_stop)
     tail_stop = np.where(row_stop > row_start, tail_stop, row_stop)
-    # Tokens from the left.
+    # Finally, drop tokens from the left.
     excess = np.maximum(head + tail_stop - tail_start - capacity, 0)
     head_start = row_start + np.minimum(excess, head)
     return _ranges((head_start, turn.head_stop), (tail_start + np.maximum(excess - head, 0), tail_stop))
@@ -273,7 +273,7 @@ def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
 
 
 def _windows(rows: Rows, capacity: int) -> Truncation:
-    """Make several rows of each row, which together train each of its tokens once.
+    """Split each row into several rows, which together train each of its tokens once.
 
         system | user asst | user asst | user asst
         system | user asst                            trained: the first exchange

@@ -15,7 +15,7 @@ from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, mask_runs
 
 @dataclass(frozen=True)
 class TurnTable:
-    """One entry per turn (the consecutive spans of one message), and for each row what truncation always keeps.
+    """One entry per turn (the consecutive spans of one message), and the parts of a row that truncation always keeps.
 
     system | user asst | user asst asst | user
     head     exchange    exchange         exchange
@@ -64,7 +64,7 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """For each turn, whether an exchange starts there; for each row, where its head ends."""
+    """Whether an exchange starts at each turn, and where the head of each row ends."""
 
     start: Index
     row: Index
@@ -78,7 +78,7 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
         BOS system system | asst | user user asst tool asst | system user asst
         head                       exchange                   exchange
 
-    Consecutive user turns start one exchange. A later system turn belongs to the user turn next to it. Turns before the
+    Consecutive user turns start one exchange. A later system turn belongs to the adjacent user turn. Turns before the
     first user turn are a separate exchange.
     """
     turn, count = turns_of(rows), len(rows)
@@ -122,7 +122,7 @@ def by_row(reduce: np.ufunc, values: Index, row: Index, rows: int, default: int 
 def rows_from_ids(
     documents: Sequence[Sequence[int]], *, openers: Mapping[Role, int], close: int, eos: int | None = None
 ) -> Rows:
-    """Make one row of each document, as rendering would: a turn extends from its marker to the first `close`.
+    """Make one row from each document, as rendering would: a turn extends from its marker to the first `close`.
 
         U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
                                user  asst      outside of every turn
@@ -188,7 +188,7 @@ def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
 
 
 def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:
-    """Return True after each `assistant` token up to and including the next `close`, whatever is between them."""
+    """Return True after each `assistant` token up to and including the next `close`, regardless of other markers."""
     tokens = np.asarray(ids, dtype=np.int64)
     place = np.arange(1, len(tokens) + 1)
     opened = np.maximum.accumulate(np.where(tokens == assistant, place, 0))

@@ -1,13 +1,13 @@
 """A batch: the input arrays of a training step.
 
-`RowTable` builds them from rows; only there are labels shifted, segment borders masked and positions numbered.
+`RowTable` builds them from rows; only there are labels shifted, segment boundaries masked and positions numbered.
 `weight[i]` is the loss weight of predicting token i, so y[i] is token i + 1 with the weight of that token:
 
     tokens    a b c d e        x  a b c d
     weights   0 0 1 1 1        y  - c - e      - is -100
     segments  0 0 0 1 1
 
-No loss crosses a segment border: the first token of a segment is never predicted, whatever its weight.
+No loss crosses a segment boundary: the first token of a segment is never predicted, whatever its weight.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Batch(NamedTuple):
 
 
 def split_batches(batch: Batch, widths: Sequence[int]) -> list[Batch]:
-    """Split batches that were built together; `widths` is the number of columns of `episode_ids` in each."""
+    """Split batches that were built together; `widths` are their numbers of columns in `episode_ids`."""
     parts = zip(batch.split(len(widths)), widths, strict=True)
     return [part._replace(episode_ids=part.episode_ids[:, :width]) for part, width in parts]
 
@@ -103,7 +103,7 @@ class BatchCounts(NamedTuple):
 
 
 class HashedRows(NamedTuple):
-    """The steps of the rows to hash, equally many each, and the index of a step's first row in the global batch."""
+    """The steps to hash, each with the same number of rows, and the index of a step's first row in the global batch."""
 
     steps: Sequence[int]
     first_row: int
@@ -209,7 +209,7 @@ class RowTable:
         return trained.reshape(-1, size).sum(axis=1), weights.reshape(-1, size).sum(axis=1)
 
     def build(self, start: int, stop: int, hashed: HashedRows | None = None) -> BuiltRows:
-        """Return the arrays of rows start to stop, with counts for each row. Digests are left to the caller."""
+        """Return the arrays of rows start to stop, with counts for each row. The caller computes the digests."""
         with reading():
             try:
                 batch = self.arrays(start, stop)
@@ -288,7 +288,7 @@ class _PaddedRuns:
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders`: numbers of the runs, counting padding, that `put` sets separately."""
+        """`borders` are the indices of the runs, including padding, that `put` sets separately."""
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)
@@ -297,7 +297,7 @@ class _PaddedRuns:
             self._real[borders] = False
 
     def put(self, values: NDArray[Any], padding: NDArray[Any] | int, borders: NDArray[Any] | int = 0) -> NDArray[Any]:
-        """Return the values of all runs, including those for padding and borders."""
+        """Return the values of all runs, including padding and borders."""
         out = np.empty(len(self._real), dtype=values.dtype)
         out[self._real], out[self._padding] = values, padding
         if self._borders is not None:

@@ -32,7 +32,7 @@ The second value, if not None, is called when a batch is returned.
 
 
 class ReadyBatch(NamedTuple):
-    """A finished batch, with what the loader reports and calls when it returns it."""
+    """A finished batch, with the values that the loader reports and the function that it calls on return."""
 
     step: PlannedStep
     batch: Batch
@@ -40,7 +40,7 @@ class ReadyBatch(NamedTuple):
     digest: NDArray[np.uint64] | None
     """The sum of its row digests; None without a listener."""
     source_counts: Index | None
-    """What each source contributed; None without a listener or a mix."""
+    """The counts per source; None without a listener or a mix."""
     on_return: Callable[[], None] | None
 
 
@@ -120,7 +120,7 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
     if plan.config.mix_by == "tokens":
         kept = np.minimum(plan.reader.locate(rows.episodes).length, plan.capacity)
         return np.bincount(source, weights=kept, minlength=count).astype(np.int64)
-    # Sources are numbered from 1; 0 is none. The extra column is for the padding after the last segment.
+    # Sources are numbered from 1; 0 means no source. The extra column is for the padding after the last segment.
     of_segment = np.pad(np.searchsorted(first, batch.episode_ids, side="right"), ((0, 0), (0, 1)))
     of_token = np.take_along_axis(of_segment, batch.segments.astype(np.int64), axis=1)
     return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[1:]
@@ -130,7 +130,7 @@ def _groups(steps: Iterator[PlannedStep], most: int) -> Iterator[list[PlannedSte
     """Yield lists of 1, 2, 4 … steps, up to `most`. If a step raises, the steps before it are yielded first."""
     group: list[PlannedStep] = []
     size = 1
-    fault = ChatmillError  # local, because an unclosed loader may outlive the globals at interpreter exit
+    fault = ChatmillError  # Local, because a loader that was not closed may outlive the globals at interpreter exit.
     try:
         for step in steps:
             group.append(step)

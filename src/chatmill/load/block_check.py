@@ -25,7 +25,7 @@ def block_fault(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _other_rows(dataset: Dataset, block_size: int) -> str | None:
-    """Describe a dataset that does not consist of blocks of this size in which only answers are trained; else None."""
+    """Return why a dataset does not consist of blocks of this size with only answers trained; None if it does."""
     if isinstance(dataset, PrimerCache):
         return "is a cache with one conversation per row"
     if dataset.metadata is None:
@@ -40,7 +40,7 @@ def _other_rows(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _trained_on(config: Mapping[str, Any]) -> set[Any]:
-    """Return the values of `train_on` for all files of a dataset; reweighing overrides those of single files."""
+    """Return the values of `train_on` for all files of a dataset; reweighing overrides the values of single files."""
     chosen = {config.get("train_on")}
     if "reweighed_from" not in config:
         sources = config.get("sources")

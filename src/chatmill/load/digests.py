@@ -27,7 +27,7 @@ def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash each row with its step, its position in the global batch, and its episodes.
 
     The label of a trained position is nearly always the next token, with weight 1. So the hash covers the tokens, one
-    bit per position that has a label, and only those labels and weights that differ from this.
+    bit per position that has a label, and only the labels and weights of other positions.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""The loader: returns the batches of a dataset for one rank; its position can be saved and restored.
+"""The loader returns the batches of a dataset for one rank; its position can be saved and restored.
 
     loader = EpisodeLoader("data/v1", "config.json")
     for batch in loader: …
@@ -67,15 +67,15 @@ class Listener(Protocol):
     ) -> None:
         """Called before a batch is returned; `digest` is the sum of the digests of this rank's rows.
 
-        `source_counts` is what each source of a mix contributed to these rows.
+        `source_counts` are the counts of these rows per source of a mix.
         """
 
     def epoch_completed(self, plan: LoadPlan, epoch: int, step: PlannedStep) -> None:
-        """Called with the last batch of an epoch; the episodes `step.dropped` did not fill another batch."""
+        """Called with the last batch of an epoch; the episodes in `step.dropped` were too few for another batch."""
 
 
 class EpisodeLoader(IterableDataset):
-    """Loads batches of a dataset, of a cache, or of a mix of several; endless unless `epochs` is given.
+    """Loads batches from a dataset, a cache, or a mix of several; iterates forever unless `epochs` is given.
 
     Each rank gets its batch_size / world_size rows of the global batch. Arrays are torch tensors if torch is installed,
     unless `tensors` is false; with a `device` they are copied there ahead of time. Once the caller is slower than the
@@ -206,7 +206,7 @@ class EpisodeLoader(IterableDataset):
             yield self.get_batch()
 
     def __len__(self) -> int:
-        """Return the number of batches in all `epochs`, independent of the cursor; `TypeError` without `epochs`."""
+        """Return the number of batches in all `epochs`, regardless of the cursor; `TypeError` without `epochs`."""
         check_length_reader()
         if self.epochs is None:
             raise TypeError("an EpisodeLoader without epochs has no length; set epochs")
@@ -238,7 +238,7 @@ class EpisodeLoader(IterableDataset):
         return self._return(stream.plan, item)
 
     def prefetch(self, steps: int | None = None, *, split: str | None = None) -> str | None:
-        """Start downloading what the next `steps` batches need (None: an epoch) from datasets at URLs.
+        """Start downloading the files that the next `steps` batches (None means an epoch) need from datasets at URLs.
 
         `get_batch` calls this if it was not called before. Returns a warning if the cache is too small, else None.
         """
@@ -264,8 +264,8 @@ class EpisodeLoader(IterableDataset):
     def one_pass(self, split: str, *, source: DataSource | None = None) -> Iterator[Batch]:
         """Yield batches with every eligible episode once, in stored order; no cursor moves and no row is dropped.
 
-        With a `source`, only its episodes are read, numbered from 0; otherwise those of all sources. The last batch is
-        padded with empty rows, so that all ranks get the same number of batches.
+        With a `source`, only its episodes are read, numbered from 0; otherwise the episodes of all sources. The last
+        batch is padded with empty rows, so that all ranks get the same number of batches.
         """
         sources = (source,) if source is not None else self.sources_of(split) or self.sources
         plan = LoadPlan(sources, self.config, split, in_stored_order=True)
@@ -328,7 +328,7 @@ class EpisodeLoader(IterableDataset):
         return state if worker is None else {**state, "worker": worker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, with any number of ranks; raise `UsageError` with all differences if any."""
+        """Resume from a state, with any number of ranks; raise a `UsageError` that lists all differences, if any."""
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
             raise UsageError(f"the loader state has version {_shown(version)}; expected {STATE_VERSION}")
@@ -348,7 +348,7 @@ class EpisodeLoader(IterableDataset):
         self._cursors, self._skip = cursors, skip
 
     def _worker(self) -> dict[str, int] | None:
-        """Return which worker process this is, and how many batches of others come before its next one."""
+        """Return the index of this worker process, and how many batches of other workers precede its next batch."""
         worker = get_worker_info()
         if worker is None:
             return None

@@ -1,4 +1,4 @@
-"""Mixing: which source each position is drawn from, and the order of episodes over several sources.
+"""Mixing selects the source of each position, and orders the episodes of several sources.
 
 Weights become integers whose sum is the period of a table. The table maps every position to a source, so shares do not
 drift and no state is needed. Each source has its own epochs, independent of batch boundaries.
@@ -143,18 +143,18 @@ class MixSchedule:
         self._ordinal[by_source] = np.concatenate([np.arange(count) for count in self.weights])
 
     def at(self, positions: ArrayLike) -> tuple[Index, Index]:
-        """The source of each position, and how many rows of that source come before it."""
+        """Return the source of each position, and how many rows of that source come before it."""
         periods, within = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
         source = self._source[within]
         return source, periods * self.weights[source] + self._ordinal[within]
 
     def find(self, source: int, ordinal: int) -> int:
-        """The position of a row of a source: the inverse of `at`."""
+        """Return the position of a row of a source: the inverse of `at`."""
         periods, within = divmod(ordinal, int(self.weights[source]))
         return periods * self.period + int(self._positions[source][within])
 
     def counts(self, stop: int) -> Index:
-        """Rows of each source before this position."""
+        """Return the number of rows of each source before this position."""
         periods, within = divmod(stop, self.period)
         in_period = [np.searchsorted(positions, within) for positions in self._positions]
         return periods * self.weights + np.array(in_period, dtype=np.int64)
@@ -179,7 +179,7 @@ class LongMixSchedule:
         self._schedule = lru_cache(maxsize=16)(lambda rows: MixSchedule([count for count in rows if count]))
 
     def at(self, positions: ArrayLike) -> tuple[Index, Index]:
-        """The source of each position, and how many rows of that source come before it."""
+        """Return the source of each position, and how many rows of that source come before it."""
         periods, within = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
         block = self._block(within)
         source, ordinal = np.empty_like(within), np.empty_like(within)
@@ -192,7 +192,7 @@ class LongMixSchedule:
         return source, periods * self.weights[source] + ordinal
 
     def find(self, source: int, ordinal: int) -> int:
-        """The position of a row of a source: the inverse of `at`."""
+        """Return the position of a row of a source: the inverse of `at`."""
         periods, within = divmod(ordinal, int(self.weights[source]))
         number = ((within + 1) * self._blocks - 1) // int(self.weights[source])
         names, before, schedule = self._part(number)
@@ -200,7 +200,7 @@ class LongMixSchedule:
         return periods * self.period + int(before.sum()) + in_block
 
     def counts(self, stop: int) -> Index:
-        """Rows of each source before this position."""
+        """Return the number of rows of each source before this position."""
         periods, within = divmod(stop, self.period)
         names, before, schedule = self._part(int(self._block(np.array([within]))[0]))
         counts = before.copy()
@@ -250,10 +250,10 @@ def _sources(weights: Index) -> Index:
 
 
 class MixedOrder(Order):
-    """An endless order over several sources: the schedule selects the source, and the order of the source the episode.
+    """An endless order over several sources: the schedule selects a source, and its order selects the episode.
 
     Episodes are numbered over all sources. A source that reaches the end of its epoch starts the next one. A source in
-    `random` order uses the draw at the position of the mix.
+    `random` order uses the draw for the position in the mix.
     """
 
     length = None

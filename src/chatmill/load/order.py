@@ -1,4 +1,4 @@
-"""Orders: which episode is at which position of an epoch, as a pure function.
+"""Orders: pure functions that map each position of an epoch to an episode.
 
 An order has no state: `at` computes any position of any epoch. Its name includes a version and never changes its
 meaning, so the name, the seed and the number of episodes define an order permanently.
@@ -49,7 +49,7 @@ class Order(ABC):
 def make_order(mode: str, num_episodes: int, *, seed: int, shuffle: bool = True) -> Order:
     """Create the order of a sampling mode: `epoch`, `feistel` or `random`.
 
-    With `shuffle=False`, `epoch` and `feistel` keep the stored order; `random` ignores it.
+    With `shuffle=False`, `epoch` and `feistel` keep the stored order; `random` ignores `shuffle`.
 
     >>> from chatmill.load import make_order
     >>> make_order("epoch", 10, seed=42).block(0, 0, 5).tolist()
@@ -87,7 +87,7 @@ def effective_seed(seed: int, epoch: int) -> int:
 
 
 class IdentityOrder(Order):
-    """The stored order, in every epoch. Base class of the orders that have every episode once per epoch."""
+    """The stored order, in every epoch. Base class of the orders in which every episode occurs once per epoch."""
 
     name = "identity/1"
 
@@ -118,7 +118,7 @@ class EpochOrder(IdentityOrder):
 
     def _map(self, epoch: int, numbers: Index, *, inverse: bool) -> Index:
         seed = effective_seed(self._seed, epoch)
-        # Assigned as one value, because a prefetching thread may be in another epoch than the caller.
+        # Assigned as one value, because a prefetching thread may be in a different epoch from the caller.
         last = self._last
         if last is None or last[0] != epoch:
             last = epoch, np.random.RandomState(seed).permutation(self.num_episodes).astype(np.int64, copy=False)
@@ -160,7 +160,7 @@ class FeistelOrder(IdentityOrder):
 
 
 class RandomOrder(Order):
-    """Uniform sampling with replacement: draw p is a hash of (seed, p), scaled to the episodes. Has only epoch 0."""
+    """Uniform sampling with replacement: draw p is a hash of (seed, p), scaled to the episodes. Only epoch 0 exists."""
 
     name = "random/1"
     length = None

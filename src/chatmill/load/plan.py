@@ -116,7 +116,7 @@ class LoadPlan:
                     "lower episode_min_tokens, or use another dataset"
                 )
         self.order = IdentityOrder(sum(eligible)) if in_stored_order else _order(sources, config, split, eligible)
-        # Keep several entries, because a prefetching thread may be in another part of the order than the caller.
+        # Keep several entries, because a prefetching thread may be in a different part of the order from the caller.
         self._block = lru_cache(maxsize=4)(self._look_up)
         self._packed = lru_cache(maxsize=4)(self._pack)
         self._packed_rows = lru_cache(maxsize=WINDOW)(lambda epoch, window: self._packed(epoch, window).num_rows)

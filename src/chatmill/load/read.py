@@ -22,11 +22,11 @@ from chatmill.store.mapped import check_mapped, mapped_file, reading
 
 Selection = slice | Index
 LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
-"""Tables of at least so many bytes are looked up in parts of so many records."""
+"""Tables of at least this many bytes are looked up in parts of this many records."""
 
 
 class Places(NamedTuple):
-    """Where episodes are stored: the shard (numbered over all sources), number and first token in it, and length."""
+    """Where episodes are stored: shard (numbered over all sources), number and first token in the shard, and length."""
 
     shard: Index
     number: Index
@@ -298,7 +298,7 @@ def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
 
 
 def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, Index] | None:
-    """Return the span range of each episode if episode i is exactly segment i, for all; else None."""
+    """Return the span range of each episode if every episode i is exactly segment i, else None."""
     around = _records(origins, np.stack([episodes - 1, episodes, episodes + 1]))
     before, row, after = around["row"].astype(np.int64)
     last = row == len(origins) - 1
@@ -336,7 +336,7 @@ def _first_spans(origins: Table, segments: Index, end: int) -> Index:
 def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tuple[Index, Index]:
     """Return the first span of each segment, and the first segment of each episode.
 
-    Each episode is one segment, except those in `several`, which have a number of segments and their first spans.
+    Each episode is one segment, except those in `several`, which lists episodes, their segment counts and first spans.
     """
     if not several:
         return begin, np.arange(len(begin) + 1)
@@ -370,7 +370,7 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:
-    """Find the first record for each value whose sorted column is at least the value, in O(log n) reads per value.
+    """For each value, find the first record whose sorted column is at least that value, in O(log n) reads per value.
 
     `np.searchsorted` would copy the whole column first, because it is strided in the mapped file.
     """

@@ -6,7 +6,7 @@ dataset across the ranks again, in one of two ways, which would silently lose ro
     IterableDatasetShard   every rank reads its own loader and keeps every n-th batch
     DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
-Both call `set_epoch` of the dataset on every rank, in the training process, before they read. A dataset that wraps a
+Both call the dataset's `set_epoch` on every rank, in the training process, before they read. A dataset that wraps a
 loader hides this method; then the reader is found on the call stack of the first batch, unless the `DataLoader` of a
 dispatcher has workers.
 
@@ -29,7 +29,7 @@ SHARDING = ("IterableDatasetShard", "DataLoaderDispatcher")
 
 
 def check_length_reader() -> None:
-    """Raise `UsageError` if transformers calls `__len__` of a loader."""
+    """Raise `UsageError` if transformers calls a loader's `__len__`."""
     if _module(sys._getframe(2)).partition(".")[0] == "transformers":
         raise UsageError(
             "Trainer cannot read an EpisodeLoader, because it returns whole batches; "
@@ -38,7 +38,7 @@ def check_length_reader() -> None:
 
 
 def check_epoch_reader(rank: int, world_size: int) -> None:
-    """Raise `UsageError` if Accelerate calls `set_epoch` of a loader in a run with several ranks."""
+    """Raise `UsageError` if Accelerate calls a loader's `set_epoch` in a run with several ranks."""
     if _module(sys._getframe(2)) == ACCELERATE:
         _refuse_sharding(rank, world_size)
 

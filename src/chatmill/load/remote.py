@@ -17,18 +17,18 @@ from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
 from chatmill.store.remote_files import RemoteFiles
 
 FILES = (TOKENS, ORIGINS, SPANS, TARGETS)
-"""Files that batches are made of, in addition to the index; the mask is read only if there are no spans."""
+"""Files that batches are built from, in addition to the index; the mask is read only if there are no spans."""
 MOST_POSITIONS = 1 << 22
 """Maximum number of positions that are looked up; shards that they do not need come last."""
 
 
 def is_remote(plan: LoadPlan) -> bool:
-    """Return whether a source of a plan is at a URL."""
+    """Return whether any source of a plan is at a URL."""
     return any(isinstance(part.stored, RemoteFiles) for part, _ in plan.reader.shards)
 
 
 def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefetch, str | None] | None:
-    """Start downloading what `steps` batches after a cursor need (None: an epoch); return None if all data is local.
+    """Start downloading the data of `steps` batches after a cursor (None means an epoch); None if all data is local.
 
     Also returns a warning if the data does not fit in the cache, else None.
     """
@@ -36,13 +36,13 @@ def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefe
         return None
     objects = needed_objects(plan, at, steps)
     needed, size = sum(each.size for each in objects), cache_size()
-    # If it does not all fit, leave part of the cache to files that are in use.
+    # If the data does not fit, leave part of the cache to files that are in use.
     prefetch = Prefetch(objects, size if needed <= size else size // 2)
     return prefetch, None if needed <= size else _warning(plan, needed)
 
 
 def needed_objects(plan: LoadPlan, at: Cursor, steps: int | None) -> list[RemoteObject]:
-    """Return the objects that `steps` batches after a cursor need (None: an epoch), in order of first use."""
+    """Return the objects that `steps` batches after a cursor need (None means an epoch), in order of first use."""
     shards = shards_in_order(plan, at, steps)
     files = (each for names in ((INDEX,), FILES) for shard in shards for each in _objects(plan, shard, names))
     # Files with equal content are one object.
@@ -68,7 +68,7 @@ def shards_in_order(plan: LoadPlan, at: Cursor, steps: int | None) -> list[int]:
 
 
 def _num_positions(plan: LoadPlan, steps: int | None) -> int:
-    """Estimate the number of positions in `steps` batches; None: in an epoch, or in one pass over a mix."""
+    """Estimate the number of positions in `steps` batches; None means an epoch, or one pass over a mix."""
     if steps is None:
         return plan.pass_episodes
     rows = steps * plan.config.batch_size

@@ -1,4 +1,4 @@
-"""Average number of tokens per row of a source, for mixing by tokens and for the notes of a run."""
+"""Average number of tokens per row of a source, used to mix by tokens and in the notes that a run prints."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
-    """Return the average per eligible episode of what `mix_by` counts, as it is in batches.
+    """Return the average count per eligible episode, in the unit that `mix_by` selects, as it appears in batches.
 
-    Totals come from the metadata. The index is scanned only if episodes are skipped or truncated, or for the mask of
-    first tokens: the first token of a row is never trained, because nothing predicts it.
+    Totals come from the metadata. The index is scanned only if episodes are skipped or truncated, or to read the mask
+    of first tokens: the first token of a row is never trained, because no token predicts it.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask

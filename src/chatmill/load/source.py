@@ -193,7 +193,7 @@ def open_sources(
 
 
 def _remote_sources(url: Url, config: LoadConfig, stored_mix: bool) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """Open the dataset at a URL or, if there is none but the config has a mix, the datasets of the mix below it."""
+    """Open the dataset at a URL; if there is none and the config has a mix, open the mixed datasets below the URL."""
     if config.mix is None or is_dataset(url):
         return _of_dataset(open_dataset(url, token_dtype=config.token_dtype), config, stored_mix)
     config = _sorted_mix(config)
@@ -246,7 +246,7 @@ def _part(dataset: Dataset, name: str) -> DataSource:
 
 
 def val_only_sources(sources: Sequence[DataSource]) -> tuple[DataSource, ...]:
-    """Return the other sources of the dataset that have only validation rows; empty if it is not one dataset."""
+    """Return the unused sources of the dataset that have only validation rows; empty if each source is a dataset."""
     whole = sources[0].dataset.whole
     if whole is None:
         return ()

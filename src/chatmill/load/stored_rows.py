@@ -1,6 +1,7 @@
 """Build the rows of batches with the C extension, directly from mapped tokens and spans.
 
-`RowTable` builds the same arrays with numpy. It is used without the extension, and for episodes with targets.
+`RowTable` builds the same arrays with numpy. It is used if the extension is not available, and for episodes with
+targets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cache: objects of remote datasets as local files, shared by all processes on a machine.
+"""The cache stores objects of remote datasets as local files, shared by all processes on a machine.
 
     $CHATMILL_CACHE_DIR, else $XDG_CACHE_HOME/chatmill, else ~/.cache/chatmill
       objects/<sha256>          a completely downloaded object with this hash
@@ -6,10 +6,10 @@
       partial/, locks/          downloads in progress, and their locks
       evicted                   its modification time is that of the last eviction
 
-An object is downloaded to a temporary file, hashed on the way and renamed, so a killed download leaves nothing that is
-used. One process downloads it, and the others wait. The least recently used objects are removed when the cache exceeds
-$CHATMILL_CACHE_SIZE; access times record when objects were used. The modification time of an object is derived from its
-hash: any other time means that someone wrote to the file, and it is hashed again before it is used.
+An object is downloaded to a temporary file, hashed on the way and renamed, so a killed download never leaves an
+incomplete object. One process downloads it, and the others wait. The least recently used objects are removed when the
+cache exceeds $CHATMILL_CACHE_SIZE; access times record when objects were used. The modification time of an object is
+derived from its hash: any other time means that the file was modified, and it is hashed again before it is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DownloadStoppedError(Exception):
-    """A download was stopped."""
+    """Raised if a download was stopped."""
 
 
 _held: set[int] = set()
@@ -108,7 +108,7 @@ def _is_whole(path: Path, size: int, sha256: str) -> bool:
 
 
 def _mark(sha256: str) -> int:
-    """Return the modification time of a verified object: a second between 1970 and 1978, when nobody wrote files."""
+    """Return the modification time of a verified object: a second between 1970 and 1978, unlike other files."""
     return int(sha256[:7], 16)
 
 
@@ -173,7 +173,7 @@ def _write(url: Url, size: int, partial: Path, is_stopped: Callable[[], bool]) -
 
 @contextmanager
 def _locked(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock of this name; the system releases it when the process ends for any reason."""
+    """Hold the lock with this name; the system releases it when the process exits for any reason."""
     path = folder / "locks" / name
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -303,7 +303,7 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
             raise DataError(f"{shown(each)}: has {described.size:,} bytes; expected at most {limit:,}")
     folder = cache_folder()
     listed = [(name, each.size, each.version) for name, (_, each) in sorted(files.items())]
-    # Without versions, a change of the content could not be detected.
+    # Without versions, a change to the content could not be detected.
     changing = "" if all(each.version for _, each in files.values()) else str(time.time_ns())
     key = hashlib.sha256(repr((url.address, listed, changing)).encode()).hexdigest()
     place = folder / "copies" / key

@@ -1,4 +1,4 @@
-"""Classify errors of storage libraries: retry, or report to the user in one line without credentials."""
+"""Classify errors from storage libraries: retry, or report to the user in one line without credentials."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from chatmill.errors import DataError, one_line
 
 
 class RemoteError(DataError):
-    """An object cannot be read or written."""
+    """Raised if an object cannot be read or written."""
 
 
 class MissingObjectError(RemoteError):
-    """The object does not exist."""
+    """Raised if the object does not exist."""
 
 
 class ExistingObjectError(RemoteError):
-    """An object that must be new exists, or is not the version to be replaced."""
+    """Raised if an object that must be new exists, or if it is not the version to be replaced."""
 
 
 PERMANENT = (
@@ -133,7 +133,7 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def advice(error: BaseException, *, is_s3: bool = False) -> str:
-    """Return what the user can do."""
+    """Return advice for the user about how to fix an error."""
     if _is_of_address(error):
         named = next((name for name in ENDPOINTS if is_s3 and name in os.environ), "the address")
         return f"check {named}: http:// or https://, the host and its port, no password, and a certificate for https://"
@@ -157,7 +157,7 @@ def _is_named(error: BaseException, names: tuple[str, ...]) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the text of an error on one line, without users and queries in URLs and secrets of the environment."""
+    """Return the text of an error on one line, with secrets from URLs and environment variables removed."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     text = str(error) or type(error).__name__
@@ -165,6 +165,6 @@ def reason(error: BaseException) -> str:
         if len(value) >= 8 and _SECRET_NAME.search(name):
             text = text.replace(value, "…")
     text = re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
-    # A password in an invalid URL.
+    # Remove a password from an invalid URL.
     text = re.sub(r"(^|[\s'\"(`])[^\s/@'\"`]+:[^\s/'\"`]*@", r"\1", text)
     return one_line(re.sub(r"(\w+://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text), 200)

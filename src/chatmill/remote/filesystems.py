@@ -1,7 +1,7 @@
 """Open the fsspec filesystem of a URL, with timeouts, and without retries and cached listings.
 
-chatmill retries requests itself (`chatmill.remote.objects`). Retries of the libraries would multiply with these, and
-take minutes if a server is unreachable.
+chatmill retries requests itself (`chatmill.remote.objects`). Additional retries in the libraries would multiply the
+number of attempts, and take minutes if a server is unreachable.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _options(extra: str, configured: dict[str, Any]) -> dict[str, Any]:
             "read_timeout": READ_TIMEOUT,
             "max_pool_connections": CONNECTIONS,
         }
-        # S3 sends no checksum for a range; objects on servers that send that of the whole object could not be read.
+        # S3 sends no checksum for a range; some servers send the checksum of the whole object, which would not match.
         given["response_checksum_validation"] = "when_required"
         config = {"retries": {"total_max_attempts": 1}, **given, **configured.get("config_kwargs", {})}
         return {"use_listings_cache": False, "config_kwargs": config}
@@ -106,7 +106,7 @@ def _make_one_attempt(extra: str, opened: Any) -> None:
 
 @functools.cache
 def _quiet_loggers() -> None:
-    """Do not print errors that a library logs, some with tracebacks, unless the program configured logging."""
+    """Hide errors that a library logs, some with tracebacks, unless the program configured logging."""
     for name in ("fsspec", "s3fs", "gcsfs", "azure", "adlfs", "aiobotocore", "botocore", "asyncio"):
         logging.getLogger(name).addHandler(logging.NullHandler())
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)

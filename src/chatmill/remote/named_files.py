@@ -13,7 +13,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h
 TOKENIZER_LIMIT = 1 << 30
 """Maximum size of a tokenizer file in bytes."""
 _copies: dict[Url, Path] = {}
-"""The copies of this process, so that all of it uses one version of a file."""
+"""The copies that this process made, so that it uses only one version of each file."""
 
 
 def local_file(name: str | Path, *, limit: int = JSON_LIMIT) -> Path:
@@ -40,7 +40,7 @@ def use_copies(copies: dict[Url, Path]) -> None:
 
 
 def given_name(path: Path) -> str:
-    """Return a path as the user named it: for a copy and the files in it, the URL, safe to print."""
+    """Return a path as the user gave it; for a copy or a file in it, return the URL, which is safe to print."""
     for url, copy in _copies.items():
         if path == copy or copy in path.parents:
             below = path.relative_to(copy).as_posix()

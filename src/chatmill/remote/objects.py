@@ -1,8 +1,8 @@
 """Read, write, list and remove objects, with retries; every failure is one line without credentials.
 
-A call is retried after transient errors: a broken connection, a truncated response, "slow down", a server error. It
-stops after `ATTEMPTS`, or after `TIME_LIMIT` seconds if there were two attempts. Errors that a retry cannot fix (a
-name, a permission, a credential) are reported immediately.
+A call is retried after transient errors: a broken connection, a truncated response, "slow down", a server error.
+Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds if there were at least two attempts. Errors that a
+retry cannot fix (a name, a permission, a credential) are reported immediately.
 """
 
 from __future__ import annotations
@@ -156,8 +156,9 @@ def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> byte
 def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = None) -> None:
     """Write an object atomically.
 
-    Raises `ExistingObjectError` with `new` if the object exists, with `replaces` if it does not have that version.
-    Stores with conditional writes check this themselves, so that of two writers one fails; see docs/how-to/remote.md.
+    With `new`, raises `ExistingObjectError` if the object exists; with `replaces`, if it does not have that version.
+    Stores with conditional writes check this themselves, so that one of two concurrent writers fails; see
+    docs/how-to/remote.md.
     """
     check_writable(url)
     if new or replaces:
@@ -204,7 +205,7 @@ def upload(url: Url, path: Path) -> None:
         try:
             return _retried(url, "written", send)
         except MissingObjectError:
-            # The upload is unknown if it was completed by an earlier attempt whose response was lost.
+            # The server no longer knows the upload if an earlier attempt, whose response was lost, completed it.
             if method == "complete_multipart_upload" and (info := find(url)) is not None and info.size == size:
                 return None
             raise
@@ -234,7 +235,7 @@ def infos_below(url: Url) -> dict[Url, ObjectInfo]:
 
 
 def first_below(url: Url) -> list[str]:
-    """Return the first names directly in a folder, of objects and folders, sorted: one request, at most 1,000 names."""
+    """Return the first names of objects and folders directly in a folder, sorted: one request, at most 1,000 names."""
     _check_listable(url)
 
     def call(opened: Any, path: str) -> list[str]:
@@ -301,9 +302,9 @@ def _exists(url: Url) -> ExistingObjectError:
 
 
 def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
-    """Return the URLs of listed names, without placeholders of folders."""
+    """Return the URLs of listed names, without folder placeholders."""
     objects = _object_names(names)
-    # Names have no scheme; those of abfs://CONTAINER@ACCOUNT/… have no account.
+    # Names do not include the scheme; names from abfs://CONTAINER@ACCOUNT/… do not include the account.
     scheme, _, path = url.address.partition("://")
     host = path.partition("/")[0]
     account = f"@{host.partition('@')[2]}" if "@" in host else ""
@@ -315,12 +316,12 @@ def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
 
 
 def _object_names(names: Iterable[str]) -> list[str]:
-    """Return sorted names without placeholders of folders."""
+    """Return sorted names without folder placeholders."""
     return sorted(name for name in names if not name.endswith("/"))
 
 
 def _fresh(opened: Any) -> Any:
-    """Drop the filesystem's cached listings, because others write objects too."""
+    """Drop the filesystem's cached listings, because other processes also write objects."""
     opened.invalidate_cache()
     return opened
 
@@ -335,8 +336,8 @@ def _retried(
 ) -> T | Any:
     """Return the result of a call, which is retried after transient errors.
 
-    A `bulk` call may take long, and is tried `ATTEMPTS` times regardless of time. `is_done` returns whether an earlier
-    attempt, whose response was lost, already did what a precondition now refuses.
+    A `bulk` call may take a long time, and is tried `ATTEMPTS` times regardless of `TIME_LIMIT`. `is_done` returns
+    whether an earlier attempt, whose response was lost, already did what a precondition now refuses.
     """
     delay = FIRST_DELAY
     first = time.monotonic()

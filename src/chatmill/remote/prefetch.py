@@ -42,7 +42,7 @@ class Progress(NamedTuple):
 class Prefetch:
     """Downloads objects in order; `used` reports that an object was used, so that another can take its space.
 
-    At most `limit` bytes are downloaded that were not used yet. An object that cannot be downloaded is skipped: its
+    At most `limit` downloaded bytes may be unused at any time. An object that cannot be downloaded is skipped: its
     consumer tries again, and reports the error.
     """
 
@@ -103,7 +103,7 @@ class Prefetch:
                 self._done_bytes += each.size
 
     def _take(self) -> RemoteObject | None:
-        """Return the next object to download once there is space for it; None if there is none, or after `stop`."""
+        """Return the next object to download once there is space for it; None if no object is left, or after `stop`."""
         with self._changed:
             while not self._stopped and self._next < len(self._objects):
                 each = self._objects[self._next]
@@ -121,7 +121,7 @@ _running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
 
 
 def fetch(url: Url, *, size: int, sha256: str) -> Path:
-    """Like `cache.fetch`, for an object that is used now, so that other objects can be prefetched."""
+    """Like `cache.fetch`, but also mark the object as used, so that other objects can be prefetched."""
     path = cache.fetch(url, size=size, sha256=sha256)
     for each in list(_running):
         each.used(sha256)

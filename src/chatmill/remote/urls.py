@@ -45,7 +45,7 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last component of its path."""
+        """The last component of the path."""
         return posixpath.basename(str(self).partition("://")[2].rstrip("/"))
 
     @property
@@ -54,7 +54,7 @@ class Url:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it ends with a slash and therefore is a folder."""
+        """Whether the URL ends with a slash and is therefore a folder."""
         return self._path().endswith("/")
 
     def __truediv__(self, name: str) -> Url:

@@ -1,8 +1,8 @@
-"""Compare two datasets: conversations are matched by content, regardless of order, shards and packing.
+"""Compare two datasets by matching conversations by content, regardless of order, shards and packing.
 
 Each conversation has two hashes: one of its ids, and one of its weights and targets. At most 34 bytes are kept per
-conversation, and a sixteenth of all keys is compared at a time. Repeated keys are matched as often as they occur in
-both datasets, the most similar first:
+conversation, and keys are compared in 16 parts to save memory. Repeated keys are matched as often as they occur in both
+datasets, the most similar first:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*
@@ -192,7 +192,7 @@ class _Conversations:
         self._key[:, 0], self._key[:, 1] = self._ids, 0
 
     def shares(self) -> NDArray[np.uint8]:
-        """For each conversation, return which sixteenth of the key space its key is in; `SHARES` for padding."""
+        """Return the part of the key space (0 to 15) that contains each conversation's key; `SHARES` for padding."""
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:

@@ -1,4 +1,4 @@
-"""Find the end-of-text token in the tokenizer files of another program.
+"""Find the end-of-text token in another program's tokenizer files.
 
 There is no common format, so these forms are recognized, in this order:
 
@@ -84,7 +84,7 @@ IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """An entry whose name is that of an end token; the smallest entry takes precedence."""
+    """An entry that is named like an end token; the smallest entry takes precedence."""
 
     depth: int
     is_part: bool
@@ -138,7 +138,7 @@ def _compact(name: str) -> str:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Return whether words precede the name of an end token, and the rank of that name; None if it is not one."""
+    """Return whether words precede the name of an end token, and the rank of that name; None for other names."""
     if name.strip() == "</s>":
         return False, END_NAMES.index("eos")
     every = _words(name)
@@ -157,7 +157,7 @@ def _place(name: str) -> tuple[bool, int] | None:
 
 
 def _rank(text: str) -> tuple[bool, int] | None:
-    """Return the precedence of the text of a special token among the known end tokens; None if it is not one."""
+    """Return the precedence of a special token's text among the known end tokens; None if it is not an end token."""
     return _place(text) if IN_BRACKETS.fullmatch(text) else None
 
 

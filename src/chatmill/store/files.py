@@ -213,7 +213,7 @@ def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ())
 
 @contextmanager
 def writing(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that appears when the block ends, and not at all if the block fails or is killed."""
+    """Open a new file for writing, which becomes visible only if the block ends without an error."""
     refuse_existing(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     _remove_if_there(aside)
@@ -246,6 +246,6 @@ def _remove_if_there(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:
-    """Write a file atomically: if it is killed at any time, there is the old file, no file, or the new one."""
+    """Write a file atomically: if the process is killed, the old file, no file, or the complete new file is left."""
     with writing(path, overwrite=overwrite) as file:
         file.write(data)

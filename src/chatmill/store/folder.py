@@ -3,7 +3,8 @@
 A dataset is replaced by exchanging its folder for another. `OpenFolder` holds the folder by a file descriptor while a
 dataset is opened, and reads everything through it. Later, `StoredFiles` maps files when they are needed: each time it
 opens the folder again, and compares it with the folder that was opened first. It holds no file descriptor. It keeps the
-metadata mapped, because the inode number of a mapped file is not reused: this tells the first dataset from later ones.
+metadata mapped, because the inode number of a mapped file is not reused: this distinguishes the first dataset from
+later ones.
 """
 
 from __future__ import annotations

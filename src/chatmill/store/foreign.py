@@ -54,7 +54,7 @@ DTYPE_KEYS = {"dtype", "datatype", "tokendtype", "tokensdtype", "npdtype", "nump
 DTYPE_KEYS |= {"tokeniddtype", "tokenidsdtype", "tokentype", "tokens", "tokensbin", "storagedtype"}
 WIDTH_KEYS = {"bytespertoken", "tokenbytes", "tokensize", "tokenitemsize"}
 OTHER_TABLES = ("mask", "index", "idx", "episode", "label", "segment", "model", "weight", "position")
-"""Parts of names whose types are not those of tokens."""
+"""Parts of names whose types do not apply to tokens."""
 DTYPE_NAME = re.compile(r"(?:.*[^a-z])?u?int(8|16|32|64)\b.*|([<>|=]?)[ui]([1248])", re.ASCII | re.DOTALL)
 NAMES = {2: "uint16", 4: "uint32"}
 CHUNK = 1 << 22
@@ -70,7 +70,7 @@ def split_folders(folder: OpenFolder) -> Iterator[Path]:
 
 
 def trace_of_chatmill(folder: OpenFolder) -> Path | None:
-    """Return a file that only chatmill writes, or that no dataset has without metadata; None if there is none."""
+    """Return a file that shows that chatmill wrote this dataset; None if there is no such file."""
     state = folder.path / TOKENIZER_STATE
     is_alone = folder.status(folder.path / METADATA) is None and folder.status(state) is not None
     if is_alone and not _is_foreign_state(folder, state):
@@ -116,7 +116,7 @@ class _ShardFiles:
         return tuple(width for width in NAMES if self.tokens % width == 0 and width * self.end <= self.tokens)
 
     def fault(self) -> str | None:
-        """Why no width is possible; None if one is."""
+        """The reason why no width is possible; None if there is a possible width."""
         if self.widths and (self.mask is None or self.end <= self.mask):
             return None
         if self.mask is not None and self.tokens in (2 * self.end, 4 * self.end):
@@ -192,7 +192,7 @@ def _width(path: Path, splits: Mapping[str, list[_ShardFiles]], metadata: Mappin
 
 
 def metadata_width(metadata: Any, *, place: str) -> int | None:
-    """Return the bytes per token in the metadata of another program, which has no fixed form; None if not recorded.
+    """Return the bytes per token recorded in another program's metadata, in any known form; None if not recorded.
 
     >>> from chatmill.store.foreign import metadata_width
     >>> metadata_width({"tokens": {"dtype": "np.uint32"}, "mask": {"dtype": "uint8"}}, place="metadata")

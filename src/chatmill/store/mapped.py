@@ -1,4 +1,4 @@
-"""Memory-mapped files that need no file descriptor, and that are not used once the file was truncated.
+"""Memory-mapped files that need no file descriptor, and that are no longer used after the file is truncated.
 
 Python's `mmap` keeps a file descriptor for every file, and the limit is often 1,024 per process. Reading a page that no
 longer exists, because the file was truncated, raises the signal SIGBUS, which kills the process without a message. So
@@ -32,7 +32,7 @@ from chatmill.errors import DataError, one_line
 from chatmill.remote.urls import Place
 
 STATS_PER_SECOND = 500
-"""How often per second files in use, all together, are checked for changes that do not move their ends."""
+"""How many times per second all files in use together are checked for changes that do not move their ends."""
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -266,7 +266,7 @@ _installed_by = 0
 
 
 def _install_handler() -> None:
-    """Handle SIGBUS, and keep the previous handler (of torch or `faulthandler`) for other addresses."""
+    """Handle SIGBUS, and keep the previous handler (from torch or `faulthandler`) for other addresses."""
     global _installed_by
     _installed_by = os.getpid()
     now = _SigAction()

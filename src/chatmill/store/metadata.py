@@ -118,8 +118,8 @@ def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes)
 def is_chatmill_metadata(raw: bytes) -> bool:
     """Return whether this metadata, possibly damaged since, was written by `write_metadata`.
 
-    Checks the schema and two other keys, so that one flipped bit cannot make a damaged dataset look like one of another
-    program, which may have its own schema.
+    Checks the schema and two other keys, so that one flipped bit cannot make a damaged dataset look like a dataset from
+    another program, which may have its own schema.
     """
     try:
         value = json.loads(raw)
@@ -146,10 +146,10 @@ def _to_json(metadata: Metadata) -> dict[str, Any]:
         for number, shard in enumerate(split["shards"]):
             shard["name"] = shard_name(number)
             if shard["source"] is None:
-                # Omitted, as in datasets of one source.
+                # Omit null values, so that datasets of one source do not have this key.
                 del shard["source"]
     if metadata.removed is None:
-        # Omitted, so that the bytes of datasets without this file do not change.
+        # Omit null, so that the bytes of datasets without this file do not change.
         del data["removed"]
     schema = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dtype": metadata.dtype.name}
     return {**data, **schema, "ledger": metadata.ledger.to_json()}

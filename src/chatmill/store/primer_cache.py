@@ -1,4 +1,4 @@
-"""Caches of the primer specification: one folder per source, one file per shard, read like a dataset's episodes.
+"""Caches in the primer format: one folder per source and one file per shard, read like a dataset's episodes.
 
 OUT/SOURCE/meta.json              written last: counts, the ledger, size and sha256 of every shard and of itself
 OUT/SOURCE/train|val/shard_00000.bin

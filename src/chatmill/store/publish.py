@@ -215,7 +215,7 @@ def recover(target: Path, kind: FolderKind = DATASET) -> None:
     if not os.path.lexists(target):
         _move(aside, target)
     elif (target / kind.marker).is_file():
-        # Otherwise it is not the new dataset: someone else created it in between.
+        # Without a marker, `target` is not the new dataset: another process created it in the meantime.
         _remove_replaced(aside, target, kind)
 
 
@@ -277,7 +277,7 @@ def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
     if not (left := remove_folder(folder, kind)):
         return
     try:
-        # Make way for the next build.
+        # Rename the folder, because the next build needs its name.
         for kept in (target.with_name(f"{target.name}.kept{number or ''}") for number in range(1000)):
             if not os.path.lexists(kept):
                 files.disk.rename_new(folder, kept)

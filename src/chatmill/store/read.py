@@ -1,7 +1,7 @@
 """Open datasets: their metadata and the episodes of their splits.
 
-The time depends on the number of shards, not on the number of episodes. Requires only numpy, so that a training image
-can read datasets prepared elsewhere.
+The time to open a dataset depends on the number of shards, not on the number of episodes. Requires only numpy, so that
+a training image can read datasets prepared elsewhere.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
     >>> rows.lengths.tolist()
     [266, 85]
 
-    Datasets that other programs wrote in the format of the episode specification open too, without spans and origins;
-    set `token_dtype` to uint16 or uint32 if it cannot be inferred, see `foreign`. If the dataset is replaced during
-    this call, the result is entirely the old one or entirely the new one; see `folder`.
+    Datasets that other programs wrote in the format of the episode specification can also be opened, but have no spans
+    and origins; set `token_dtype` to uint16 or uint32 if it cannot be inferred (see `foreign`). If the dataset is
+    replaced during this call, the result is entirely the old one or entirely the new one; see `folder`.
 
-    Files of a dataset at a URL are downloaded when they are read; missing ones are detected then; see `remote_files`.
+    Files of a dataset at a URL are downloaded when they are read, and missing files are detected only then; see
+    `remote_files`.
     """
     where = place(path)
     if isinstance(where, Url):
@@ -102,7 +103,7 @@ def is_dataset(path: str | Place) -> bool:
 
 
 def stored_metadata(folder: OpenFolder) -> Metadata | None:
-    """Return the metadata of a dataset; None if another program wrote it, `DataError` if it is damaged or missing."""
+    """Return a dataset's metadata, or None if another program wrote it; `DataError` if it is damaged or missing."""
     path, trace = folder.path / METADATA, foreign.trace_of_chatmill(folder)
     if folder.status(path) is not None:
         if trace is not None or is_chatmill_metadata(read_hashed(path, "dataset", folder.read)):

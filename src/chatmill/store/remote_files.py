@@ -110,7 +110,7 @@ def remote_metadata(url: Url) -> Metadata:
 
 
 def remote_metadata_text(url: Url) -> bytes:
-    """Read the metadata object of a dataset at a URL; all bytes are of one version."""
+    """Read the metadata object of a dataset at a URL; all bytes come from one version of the object."""
     place, before = url / METADATA, b""
     for _ in range(ATTEMPTS):
         try:
@@ -119,7 +119,7 @@ def remote_metadata_text(url: Url) -> bytes:
             raise DataError(f"{place}: no dataset found; an unfinished build has no metadata") from None
         if len(raw) < objects.RANGE_BYTES or raw == before:
             break
-        # It was read in several requests, and may have been replaced in between.
+        # It was read in several requests, and may have been replaced in the meantime.
         before = raw
     return raw
 

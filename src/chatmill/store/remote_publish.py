@@ -144,7 +144,7 @@ def publish_remote(folder: Path, target: RemoteTarget, uploads: Uploads) -> None
         uploads.add(folder / name, info)
     uploads.wait()
     publish_metadata(target, text)
-    # Whatever cannot be removed is removed by the next build.
+    # The next build removes anything that cannot be removed now.
     remove_folder(folder, DATASET)
 
 

@@ -40,7 +40,7 @@ class Downloads:
         self._files, self._folder = files, folder
 
     def replace(self, paths: Iterable[Place]) -> Iterator[str]:
-        """Replace the downloaded files by these; yield a fault for each with the wrong hash."""
+        """Replace the downloaded files with these; yield a fault for each file with the wrong hash."""
         for old in self._folder.iterdir():
             old.unlink()
         for path in paths:

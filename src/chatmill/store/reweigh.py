@@ -1,6 +1,6 @@
 """Derive a dataset with a different mask: spans and mask are rewritten, all other files of a shard are shared.
 
-Tokens are not read. Weights set by a flag, a header or a cut are kept; see `rows.weigh`.
+Tokens are not read. Weights set by a flag, a header or truncation are kept; see `rows.weigh`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def reweigh_dataset(
     """Write a dataset with the rows of `source` and another `train_on`; it is published atomically.
 
     tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies if links
-    are not possible. Rows that were truncated or dropped before stay so.
+    are not possible. Rows that were truncated or dropped in `source` stay truncated or dropped.
     """
     dataset = open_dataset(source)
     parent = dataset.metadata
