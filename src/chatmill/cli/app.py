@@ -1,4 +1,4 @@
-"""The typer application of `chatmill`, built from the commands in this folder."""
+"""The `chatmill` typer application, built from the commands in this folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ CLICK_ERROR: Any
 
 
 def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """Build the application with the given commands. A run needs only one, and importing all takes most of a second."""
+    """Build the application with the given commands. A process runs only one of them, and importing all takes most of a
+    second.
+    """
     app = typer.Typer(
         name="chatmill",
         help=ABOUT,
@@ -50,7 +52,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def run(app: typer.Typer) -> None:
-    """Run the application; usage errors are printed without the control characters of the arguments."""
+    """Run the application; escape control characters in usage errors, which quote arguments."""
     try:
         code = app(standalone_mode=False)
     except CLICK_ERROR as error:

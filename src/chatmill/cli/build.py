@@ -1,4 +1,4 @@
-"""`chatmill build-sft-primer` and the other build-sft commands: build the cache of one source from one file.
+"""`chatmill build-sft-primer` and the other build-sft commands: build the SFT cache of one source from one file.
 
 Settings without a flag are read from `chatmill.toml`, which training also reads; see `chatmill.settings`.
 """
@@ -46,7 +46,7 @@ FROM_FILE = (
 
 
 def setting_flags() -> OptionGroup:
-    """Mark a parameter that receives the flags overriding `chatmill.toml`, None for each flag that is not given."""
+    """Mark a parameter that receives the flags that override `chatmill.toml`; a flag that is not given is None."""
     options = []
     for name, each in keys_of(CacheConfig).items():
         if name != "path":
@@ -58,10 +58,10 @@ def setting_flags() -> OptionGroup:
 
 
 def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> CacheConfig:
-    """Merge the settings of a source: flags override the file, the file overrides defaults. Report all errors in one
-    line.
+    """Merge the settings of a source: flags override the file, and the file overrides the defaults. Report all errors
+    in one line.
 
-    `flags` maps the keys of `CacheConfig` to values, None for flags that are not given.
+    `flags` maps `CacheConfig` keys to values; flags that are not given are None.
     """
     keys = keys_of(CacheConfig)
     settings, faults = read_settings()
@@ -86,7 +86,7 @@ def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> C
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Further options that all build-sft commands share; see `cli/expand.py`."""
+    """Other options that all build-sft commands share; see `cli/expand.py`."""
 
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing cache and rejects file.")] = False
     as_json: AsJson = False
@@ -117,7 +117,7 @@ def build_sft_primer(
 
 
 def _command(source: str, summary: str, example: str) -> Callable[..., None]:
-    """Make the command of a source whose invalid records can be skipped."""
+    """Create the build command for a source whose invalid records can be skipped."""
 
     def build(
         *,

@@ -1,4 +1,4 @@
-"""Progress of a build on standard error: bars in a terminal, plain lines in a log file."""
+"""Show build progress on standard error: bars in a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG_SECONDS = 10.0
 
 @dataclass
 class _Line:
-    """State of one line: when its step or source started, and its progress bar or the time of its last log line."""
+    """State of one progress line: its start time, and its progress bar or the time of its last log line."""
 
     step: str
     name: str
@@ -32,10 +32,10 @@ class _Line:
 
 
 class BuildProgressDisplay:
-    """Shows the progress of a build: a line for each source, with its rate and the time left.
+    """Shows the progress of a build, with one line per source that includes its rate and the time left.
 
-    In a terminal each line is a progress bar. Otherwise it writes a plain line at most every ten seconds and when a
-    source is done; a build of one source that finishes sooner writes nothing.
+    In a terminal each line is a progress bar. Otherwise plain lines are written at most every ten seconds and when a
+    source is done; a single-source build that takes less than ten seconds writes nothing.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,7 +61,7 @@ class BuildProgressDisplay:
         """Update the display."""
         name, clock = now.source or now.step, self._clock()
         if self.is_empty:
-            # Started only now because it runs a thread, and workers must be forked before any thread starts.
+            # Start the display only now: it runs a thread, and workers must be forked before any thread starts.
             self._bar.start()
         if self._current is None or (self._current.step, self._current.name) != (now.step, name):
             # Units are reported in order, so a source starts when the previous one ends.
@@ -102,7 +102,8 @@ def log_line(now: BuildProgress, elapsed: float) -> str:
 def counts(now: BuildProgress, elapsed: float) -> str:
     """Format rows, tokens and tokens per second; the rate excludes resumed work.
 
-    The first second has no rate: workers may have rendered this source while the previous one was displayed.
+    No rate is shown in the first second, because workers may have rendered this source while the previous one was
+    displayed.
     """
     rows = f"{now.rows:,} rows, {now.tokens:,} tokens"
     own = now.tokens * (now.done - now.resumed) / now.done if now.done else 0.0

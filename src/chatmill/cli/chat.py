@@ -102,7 +102,7 @@ def chat(
 
 
 def _send_all(session: ChatSession, prompts: list[str], *, as_json: bool) -> None:
-    """Send the prompts of the command line and print only the answers."""
+    """Send the prompts given on the command line and print only the answers."""
     answers = []
     for text in prompts:
         # With --json, each answer is printed whole at the end.

@@ -1,4 +1,4 @@
-"""`chatmill check`: read all records and print a summary; writes nothing but rejects."""
+"""`chatmill check`: read all records and print a summary; only the rejects file is written."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
 
 
 def shape_lines(files: list[FilePart]) -> Iterator[str]:
-    """Yield the detected shape of the files and the reason, grouping files with the same shape and reason."""
+    """Yield each detected shape and why it was chosen, grouping files with the same shape and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for part in files:
         groups.setdefault((part.shape, part.why), []).append(label(part.path))
@@ -80,7 +80,7 @@ def shape_lines(files: list[FilePart]) -> Iterator[str]:
 
 
 def message_lines(record: Record, trained: Sequence[bool] = ()) -> Iterator[str]:
-    """Yield one line per message of the record, marking the messages that are `trained`."""
+    """Yield one line per message of the record; messages flagged in `trained` are marked."""
     facts: dict[str, Any] = {
         "tools": len(record.tools) or None,
         "weight": record.weight if record.weight != 1 else None,

@@ -134,7 +134,7 @@ def _compare_record(
 
 
 def _completion(record: Record) -> int:
-    """Index of the first message of the completion: the first answer that is trained."""
+    """Return the index of the first message of the completion, which is the first trained answer."""
     answers = [
         number
         for number, message in enumerate(record.messages)

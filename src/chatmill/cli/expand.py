@@ -14,7 +14,7 @@ from chatmill.config import NO_FLAG, flag_spellings, keys_of
 
 
 class OptionGroup(NamedTuple):
-    """Marks a parameter that expands to several options; `gather` builds its value from theirs."""
+    """Marks a parameter that expands to several options; `gather` builds its value from the option values."""
 
     options: list[inspect.Parameter]
     gather: Callable[..., Any] = dict
@@ -36,7 +36,7 @@ def key_options(config: type[Any]) -> OptionGroup:
 
 
 def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
-    """Mark a parameter that receives the given config flags as text, in both spellings.
+    """Mark a parameter that receives config flags as text; each flag can be spelled with underscores or hyphens.
 
     The help shows the key `first` before all others.
     """
@@ -51,7 +51,7 @@ def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
 
 
 def option(config: type[Any], name: str) -> Any:
-    """Return the typer option of a config key."""
+    """Return the typer option for a config key."""
     each = keys_of(config)[name]
     return typer.Option(each.flag or f"--{name.replace('_', '-')}", metavar=each.metavar, help=each.help)
 

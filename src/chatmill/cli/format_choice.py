@@ -12,10 +12,10 @@ from chatmill.remote.urls import Url, place
 
 
 def print_format(name: str | None, tokenizer: str, chat_template: str | None = None) -> None:
-    """Print the chosen format on standard error if none is named; with `bytes` there is nothing to choose."""
+    """Print the chosen format on standard error, unless the user named it or the tokenizer is `bytes`."""
     if name is not None or (chat_template is None and (tokenizer == "bytes" or not _exists(tokenizer))):
         return
-    # A folder that cannot be read is reported where it is opened.
+    # A folder that cannot be read is reported later, when it is opened.
     with suppress(ChatmillError):
         shown = one_line(str(place(tokenizer)), 300)
         chosen = resolve_format(name, tokenizer, chat_template=chat_template)

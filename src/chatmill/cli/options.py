@@ -1,4 +1,4 @@
-"""Shared parts of commands: options, summaries, and progress on standard error."""
+"""Options, summaries and progress display shared by commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dataset_place(name: str) -> Place:
 if TYPE_CHECKING:
     GivenPlace = Place
 else:
-    # typer does not support unions and shows the class name in the help; the `place` parser makes the value.
+    # typer does not support unions and shows the class name in the help; the `place` parser creates the value.
     GivenPlace = type("path or URL", (), {})
 Dataset = Annotated[GivenPlace, argument("DIR", "A dataset.", dataset_place)]
 DatasetOrCache = Annotated[GivenPlace, argument("DIR", "Dataset, or the SFT cache of a source.", dataset_place)]
@@ -77,7 +77,7 @@ def print_losses(ledger: Ledger, *, err: bool = False) -> None:
 
 
 def unread_key(reason: str, rows: int) -> str:
-    """Return the warning about a key of records that is not read."""
+    """Return the warning about a record key that is not read."""
     if reason.endswith(OTHER_NAMES):
         return f"{rows:,} more keys of records are not read, and are not listed here"
     noun = "record has" if rows == 1 else "records have"
@@ -128,7 +128,7 @@ def echo_json(value: Any) -> None:
 
 
 def progress_on_stderr(*columns: ProgressColumn) -> Progress:
-    """Return a progress display on standard error that shows nothing if it is not a terminal."""
+    """Return a progress display on standard error, hidden if standard error is not a terminal."""
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 

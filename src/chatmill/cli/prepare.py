@@ -49,7 +49,7 @@ from chatmill.store.metadata import Metadata
 
 
 class StoppedError(ChatmillError):
-    """Interrupted by Ctrl-C."""
+    """The build was interrupted by Ctrl-C."""
 
     exit_code = 130
 
@@ -213,7 +213,7 @@ def _print_summary(output: Place, metadata: Metadata) -> None:
 
 
 def warnings_of(ledger: Ledger) -> Iterator[str]:
-    """Yield what the user should know before training on the dataset."""
+    """Yield warnings and hints to read before training on the dataset."""
     reasons = {
         "answer_cut": "{rows:,} rows lost part of an answer; raise --max-tokens",
         "header_of_cut_message": "{rows:,} rows lost the tools or system text that the chat template writes into the "

@@ -60,7 +60,7 @@ AddTokens = Annotated[bool, option(Job, "add_tokens")]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The options of commands that read records; see `cli/expand.py`."""
+    """Options of commands that read records; see `cli/expand.py`."""
 
     shape: Shape = None
     columns: Columns = None
@@ -96,7 +96,7 @@ def print_rejects(records: CountedRecords) -> None:
 
 @dataclass(frozen=True)
 class RenderOptions:
-    """The options of commands that render conversations; see `cli/expand.py`."""
+    """Options of commands that render conversations; see `cli/expand.py`."""
 
     tokenizer: TokenizerName = "bytes"
     format: FormatName = None
@@ -107,7 +107,7 @@ class RenderOptions:
 
 @dataclass(frozen=True)
 class TemplateFlags:
-    """The options of a chat template; see `cli/expand.py`."""
+    """Chat template options; see `cli/expand.py`."""
 
     chat_template: Annotated[str | None, option(Job, "chat_template")] = None
     template_args: Annotated[list[str] | None, option(Job, "template_args")] = None

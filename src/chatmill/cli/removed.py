@@ -60,6 +60,6 @@ def _wanted(records: Iterator[RemovedRecord], reason: str | None, source: str | 
 
 
 def _place(record: RecordPlace) -> str:
-    # A source often has the name of its file.
+    # Omit the source if the file name starts with it.
     name = "" if record.file.startswith(record.source) else f"{record.source} "
     return f"{name}{record.file}:{record.line}"

@@ -81,7 +81,7 @@ def render_command(
     with read.records(inputs, reads=reads) as records:
         ledger = records.ledger
         for rows in _rendered(records, renderer, render, limit):
-            # Rows without trained tokens are shown too, with a note.
+            # Rows without trained tokens are also shown, with a note.
             rows = truncate(
                 rows, max_tokens, fit, ledger=ledger, drop_untrained=False, require_terminators=require_terminators
             )

@@ -1,4 +1,4 @@
-"""The dataset report, for the training commands."""
+"""Create the dataset report for the training commands."""
 
 from __future__ import annotations
 

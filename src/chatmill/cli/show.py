@@ -145,7 +145,7 @@ def explain(
 
 
 def warn_about(view: DatasetView) -> None:
-    """Print on standard error that records are not prepared, and why tokens are shown as ids, if they are."""
+    """Print on standard error that the records are not prepared and, if tokens are shown as ids, the reason."""
     if view.preview is not None:
         print_error(view.preview.note)
         for fault in view.preview.faults:

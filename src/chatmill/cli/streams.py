@@ -80,7 +80,7 @@ class Output(Styled):
 
 
 class ErrorOutput(Styled):
-    """Standard error. The command continues if it cannot be written."""
+    """Standard error. If writing fails, the command continues without it."""
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

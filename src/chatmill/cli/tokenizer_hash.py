@@ -1,4 +1,4 @@
-"""The hash of a tokenizer as stored in caches, for the training commands."""
+"""Compute the tokenizer hash that caches store, for the training commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import warnings
 
 
 def tokenizer_sha256(path: str) -> str | None:
-    """Return the hash stored in caches built with this tokenizer; None if the packages to open it are not installed."""
+    """Return the hash stored in caches built with this tokenizer; None if the packages needed to open it are not
+    installed.
+    """
     try:
         from chatmill.format import load_format
         from chatmill.tokenizer import open_tokenizer

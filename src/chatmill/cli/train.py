@@ -1,4 +1,4 @@
-"""`chatmill train`: the command of train.py as a subcommand."""
+"""`chatmill train`: `train.py` as a subcommand."""
 
 from __future__ import annotations
 

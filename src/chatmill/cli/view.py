@@ -99,7 +99,7 @@ def view(
     with open_data(dataset, tokenizer, preview, token_dtype=token_dtype, sources=sources) as opened:
         viewer = Viewer(
             opened.view,
-            # The index of a preview is of no use afterwards.
+            # The index of a preview is not needed afterwards.
             cache=opened.folder or cache,
             config=load,
             logs=audit_logs(audit or []),

@@ -1,4 +1,4 @@
-"""The input of `chatmill show`, `report` and `view`: datasets, caches, folders of them, and unprepared records."""
+"""The input of `chatmill show`, `report` and `view`: datasets, caches, folders of caches, and unprepared records."""
 
 from __future__ import annotations
 

@@ -7,6 +7,6 @@
     torchdata    StatefulDataLoader
     torchtitan   its dataloader protocol
 
-Import the module that you need; each needs its library. `TrainRows` is the dataset that Trainer and TRL read;
-the others read batches of an `EpisodeLoader`.
+Import the module for your library, which must be installed. Trainer and TRL read the dataset `TrainRows`; the other
+libraries read batches from an `EpisodeLoader`.
 """

@@ -1,4 +1,4 @@
-"""Batches of a dataset for a training loop with Accelerate.
+"""Load batches of a dataset in an Accelerate training loop.
 
     loader = train_loader(accelerator, "chat_sft", config, steps=1000)
     for batch in loader:
@@ -43,11 +43,11 @@ def train_loader(
     flatten: bool = False,
     audit_dir: str | Path | None = None,
 ) -> AcceleratorBatches:
-    """Return batches of a whole run of `epochs` epochs or `steps` optimizer steps, on the device of the accelerator.
+    """Return the batches of a run of `epochs` epochs or `steps` optimizer steps, on the accelerator's device.
 
-    `batch_size` counts the rows of an optimizer step, over all ranks and accumulation steps. `flatten` concatenates the
-    rows of a micro-batch, which FlashAttention needs for packed rows. With an `audit_dir` the run writes an audit log
-    there. Checkpoints of the accelerator contain the position and the state of the audit log.
+    `batch_size` is the number of rows in an optimizer step, over all ranks and accumulation steps. `flatten`
+    concatenates the rows of a micro-batch, which FlashAttention needs for packed rows. With an `audit_dir` the run
+    writes an audit log there. The accelerator's checkpoints contain the position and the state of the audit log.
 
     >>> from accelerate import Accelerator
     >>> from chatmill.integrations.accelerate import train_loader
@@ -68,7 +68,7 @@ def train_loader(
 class AcceleratorBatches:
     """The micro-batches of a run on one rank, in Hugging Face's convention.
 
-    Each is a dict of the columns of `causal_lm_columns` and of `step_weight`, from which `causal_lm_loss` computes the
+    Each is a dict of the columns from `causal_lm_columns` and `step_weight`. Pass it to `causal_lm_loss` to compute the
     loss for `accelerator.backward`.
     """
 
@@ -192,7 +192,7 @@ class AcceleratorBatches:
         return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
     def _open_audit(self) -> Audit | None:
-        """The audit log. It is opened at its first use, because a checkpoint may be loaded before that."""
+        """Open the audit log. It is opened on first use, because a checkpoint may be loaded before that."""
         if self._audit is None and self._audit_dir is not None:
             reduce = self._sum if self.loader.world_size > 1 else None
             self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)

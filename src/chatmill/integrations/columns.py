@@ -1,10 +1,10 @@
-"""A batch in the convention of Hugging Face models: labels are aligned with input_ids, and the model shifts them.
+"""Batches in the Hugging Face convention: labels are aligned with input_ids, and the model shifts them.
 
     x          a b c d      input_ids     a b c d e
     y          b c d e      labels        - b c d e      - is -100
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
-There is one more column than in x: the token that the last position predicts. If that token is not trained, it is
+Rows have one more token than in `x`: the token that the last position predicts. If that token is not trained, it is
 replaced by padding, which does not affect any trained token.
 """
 
@@ -20,7 +20,7 @@ from chatmill.load.batch import IGNORE_INDEX, Batch
 
 
 def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
-    """The columns `input_ids`, `labels`, `position_ids` and `weights`, each (rows, block_size + 1).
+    """Return the columns `input_ids`, `labels`, `position_ids` and `weights`, each of shape (rows, block_size + 1).
 
     `weights` are also aligned with the tokens, and 0 for tokens that are not trained. `position_ids` restart at 0 in
     each segment, which separates the segments of a row.
@@ -46,7 +46,7 @@ def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
 
 
 def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
-    """`cu_seq_lens` (int32) of all rows concatenated, and the length of the longest sequence.
+    """Return `cu_seq_lens` (int32) for the concatenated rows, and the length of the longest sequence.
 
     A sequence begins wherever a position is 0.
 
@@ -62,7 +62,7 @@ def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def flattened(columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Columns with all rows concatenated into one, plus the sequence boundaries that FlashAttention needs.
+    """Return the columns with all rows concatenated into one, plus the sequence boundaries that FlashAttention needs.
 
     The boundaries are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
 
@@ -84,7 +84,7 @@ ONE = 0x3F800000
 def weighted_labels(labels: Tensor, weights: Tensor) -> Tensor:
     """Encode float32 weights into labels, for loss functions that receive only labels; `split_labels` decodes them.
 
-    The upper 32 bits hold the weight, encoded so that labels of weight 1 and -100 stay unchanged.
+    The upper 32 bits hold the weight, encoded so that labels with weight 1 and the label -100 stay unchanged.
 
     >>> import torch
     >>> from chatmill.integrations.columns import split_labels, weighted_labels
@@ -97,7 +97,7 @@ def weighted_labels(labels: Tensor, weights: Tensor) -> Tensor:
 
 
 def split_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain labels and their weights; the weight of -100 is 0."""
+    """Return the plain labels and their weights; the weight of -100 is 0."""
     trained = labels != IGNORE_INDEX
     weights = ((labels >> 32) ^ ONE).int().view(torch.float32)
     return torch.where(trained, labels & 0xFFFFFFFF, labels), torch.where(trained, weights, 0.0)

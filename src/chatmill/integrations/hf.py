@@ -4,8 +4,8 @@
     args = TrainingArguments("run", learning_rate=1e-4, **hf.training_arguments(rows))
     trainer = Trainer(model, args, **hf.trainer_arguments(rows))
 
-The trainer reads the rows of the run in order, and each rank gets the same rows as in `chatmill train`. The loss is the
-same, too: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer` see `trl`.
+The trainer reads the rows of the run in order, and each rank gets the same rows as in `chatmill train`. The loss is
+also the same: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer` see `trl`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ UNCHANGED = {
     "label_smoothing_factor": 0,
     "ignore_data_skip": False,
     "auto_find_batch_size": False,
-    # With a cache, transformers lets the conversations of a packed row attend to each other.
+    # With a KV cache, transformers lets the conversations of a packed row attend to each other.
     "use_cache": False,
 }
 """Defaults of `TrainingArguments` that must not change: other values would change the rows or the loss."""
@@ -70,7 +70,7 @@ def training_arguments(rows: TrainRows) -> dict[str, Any]:
 
 
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
-    """Arguments for `Trainer`: the rows, their loss, the val split if there is one, and a `RunCallback`.
+    """Return arguments for `Trainer`: the rows, their loss, the val split if there is one, and a `RunCallback`.
 
     `flatten` is for FlashAttention: see `Collator`.
     """
@@ -110,7 +110,7 @@ class Collator:
 
 
 def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    """Σ weight · cross entropy / labels of the global batch: a `compute_loss_func` for labels that carry weights."""
+    """A `compute_loss_func` for labels with encoded weights: Σ weight · cross entropy / labels in the global batch."""
     ids, weights = split_labels(labels[:, 1:])
     trained = ids != IGNORE_INDEX
     # Only the logits of trained positions are converted to float32.
@@ -122,12 +122,12 @@ def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_ba
 class RunCallback(TrainerCallback):
     """Rejects arguments that would train other rows, saves the data position in checkpoints, and writes the audit log.
 
-    The position is in `chatmill_state.json`. A resumed run must have the same dataset and order; the trainer itself
-    skips the rows that were already trained.
+    The position is stored in `chatmill_state.json`. A resumed run must have the same dataset and order; the trainer
+    itself skips the rows that were already trained.
     """
 
     def __init__(self, rows: TrainRows, *, flatten: bool = False, expected: Mapping[str, Any] | None = None) -> None:
-        """`flatten` as in `Collator`; `expected`: required trainer arguments, by default `training_arguments(rows)`."""
+        """`flatten` is as in `Collator`; `expected` defaults to `training_arguments(rows)`, the required arguments."""
         self.rows = rows
         self._flatten = flatten
         self._expected = expected
@@ -143,7 +143,7 @@ class RunCallback(TrainerCallback):
             for name, value in expected.items()
             if getattr(args, name) != value
         ]
-        # Some of these faults also change max_steps.
+        # Some of the faults above also change max_steps.
         if state.max_steps > self.rows.steps and not faults:
             faults.append(f"max_steps is {state.max_steps}, but the dataset has {self.rows.steps} steps")
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""

@@ -48,11 +48,11 @@ class WeightedBatch(NamedTuple):
 class EpisodeDataModule(LightningDataModule):
     """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
 
-    A batch is a dict of the columns of `causal_lm_columns`, or a `WeightedBatch` if `columns` is false. Its
+    A batch is a dict of the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is false. Its
     `step_weight`, from which `causal_lm_loss` computes the loss for `training_step`, is the weight of all trained
     tokens of the step, divided by the number of batches that Lightning averages over (ranks times
-    `accumulate_grad_batches`). In validation, which reads every row of `val` once, it is the weight of the batch.
-    `flatten` concatenates the rows of a batch, which FlashAttention needs for packed rows.
+    `accumulate_grad_batches`). In validation, which reads every row of `val` once, `step_weight` is the weight of the
+    batch. `flatten` concatenates the rows of a batch, which FlashAttention needs for packed rows.
 
     One trainer epoch is one epoch of the dataset; with `limit_train_batches`, the next trainer epoch continues where
     the last one stopped. With an `audit_dir`, rank 0 writes an audit log of the trained steps.
@@ -87,7 +87,7 @@ class EpisodeDataModule(LightningDataModule):
             raise UsageError("an EpisodeDataModule has a loader only inside Trainer.fit and Trainer.validate")
         return self._loader
 
-    # Calls of the trainer.
+    # Hooks that the trainer calls.
 
     def setup(self, stage: str) -> None:
         processes = dist.get_world_size() if dist.is_initialized() else 1
@@ -213,7 +213,7 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_trainer(self) -> None:
-        """Raise if trainer settings would make a step other than the one in the config."""
+        """Raise if the trainer's settings would change the batches of a step."""
         trainer, batches = self.trainer, self.trainer.num_training_batches
         if trainer.accumulate_grad_batches != self.accumulation:
             raise UsageError(
@@ -246,7 +246,7 @@ class EpisodeDataModule(LightningDataModule):
     # The audit log.
 
     def _open_audit(self, folder: str | Path) -> None:
-        """Start an audit log, or continue the one of the checkpoint or of the last `fit`."""
+        """Start an audit log, or continue the one from the checkpoint or from the last `fit`."""
         step = self.trained_batches // self.accumulation
         state = None if self._loaded is None else self._loaded.get("audit")
         if self._loaded is None and step:
@@ -258,7 +258,7 @@ class EpisodeDataModule(LightningDataModule):
         self.loader.listen(self._trained)
 
     def _audit_checkpoint(self, trained: TrainedSteps) -> Mapping[str, Any]:
-        """The state of the audit log after the last trained step, broadcast from rank 0, which writes the log."""
+        """Return the state of the audit log after the last trained step, broadcast from rank 0, which writes it."""
         trained.report(self.trained_batches // self.accumulation)
         return self.trainer.strategy.broadcast(trained.audit.checkpoint())
 
@@ -283,7 +283,8 @@ class TrainBatches:
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, because the data module saves the position. This method marks the loader as resumable."""
+        """Return an empty state, because the data module saves the position. The method marks the loader as resumable.
+        """
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -291,7 +292,7 @@ class TrainBatches:
 
 
 class ValBatches:
-    """Batches of the split `val`, with every row once."""
+    """Batches that contain every row of the `val` split once."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data

@@ -23,7 +23,7 @@ MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "
 
 
 def weighted_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Σ weight · cross entropy of a batch, divided by its `step_weight`; 0 for a step without trained tokens."""
+    """Return Σ weight · cross entropy of a batch, divided by its `step_weight`; 0 for a step without trained tokens."""
     labels, weights, total = batch["labels"][:, 1:], batch["weights"][:, 1:], batch["step_weight"]
     trained = labels != IGNORE_INDEX
     # Only the logits of trained positions are converted to float32.
@@ -33,19 +33,19 @@ def weighted_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any) -> Tensor:
-    """`weighted_loss` of a causal language model from transformers; `inputs` are passed on to the model."""
+    """Return the `weighted_loss` of a causal language model from transformers; `inputs` are passed on to the model."""
     if "flash" in _attention(model) and "cu_seq_lens_q" not in batch:
         raise UsageError(
             "FlashAttention does not keep the conversations of packed rows apart in a batch of several rows; "
             "make the batches with flatten=True, or with chatmill.integrations.columns.flattened"
         )
-    # With a cache, transformers does not separate conversations either.
+    # With a KV cache, transformers would not separate conversations either.
     arguments = {name: batch[name] for name in MODEL_INPUTS if name in batch}
     return weighted_loss(model(**{"use_cache": False, **arguments, **inputs}).logits, batch)
 
 
 def _attention(model: Any) -> str:
-    """The attention implementation of a model, unwrapping DDP and the like; empty if unknown."""
+    """Return the attention implementation of a model, inside DDP or a similar wrapper; empty if unknown."""
     while hasattr(model, "module"):
         model = model.module
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")

@@ -39,11 +39,11 @@ def stateful_loader(
     listener: Listener | None = None,
     **options: Any,
 ) -> StatefulBatches:
-    """Return the batches of one rank: each a `Batch`, or Hugging Face columns. Endless without `epochs`.
+    """Return the batches of one rank: each a `Batch`, or Hugging Face columns. Without `epochs`, they never end.
 
     `ranks` is (rank, number of ranks) over which each batch is sharded, by default from torch.distributed or torchrun;
     pass it if several ranks train the same rows. `listener` may be an audit log. `options` are passed on to
-    `StatefulDataLoader`; those that batch or sample are rejected.
+    `StatefulDataLoader`; options for batching or sampling are rejected.
 
     >>> from chatmill.integrations.torchdata import stateful_loader
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -85,7 +85,7 @@ class StatefulBatches(StatefulDataLoader[Any]):
         return iter(()) if self._ended else super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last returned batch; the same on all ranks."""
+        """Return the position after the last returned batch; it is the same on all ranks."""
         return {"num_workers": self.num_workers, "state": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

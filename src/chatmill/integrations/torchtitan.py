@@ -53,7 +53,7 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
 
 
 class EpisodeDataLoader(BaseDataLoader):
-    """The batches of an `EpisodeLoader` for a data parallel rank of torchtitan.
+    """Batches from an `EpisodeLoader` for one data parallel rank in torchtitan.
 
     Its state is the same on all ranks and can be loaded on a different number of ranks. If torchtitan takes an
     optimizer step after more or fewer rows than `batch_size`, the run stops with an error.
@@ -71,7 +71,7 @@ class EpisodeDataLoader(BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        """Takes the arguments that torchtitan's trainer passes; ignores the tokenizer and `snapshot_every_n_steps`."""
+        """Accept the arguments that torchtitan passes; `tokenizer` and `snapshot_every_n_steps` are ignored."""
         if not config.dataset_path:
             raise UsageError("dataloader.dataset_path is missing; expected the folder of a dataset")
         load = LoadConfig.from_mapping(config.load)
@@ -159,7 +159,7 @@ class EpisodeDataLoader(BaseDataLoader):
     # The audit log.
 
     def _open_audit(self) -> None:
-        """Start an audit log, or continue the one of the checkpoint.
+        """Start an audit log, or continue the one from the checkpoint.
 
         If not all ranks are data parallel, some ranks have the same rows; rank 0 then logs only its own rows.
         """

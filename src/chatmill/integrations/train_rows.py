@@ -6,7 +6,7 @@
     row of step    0 1 4 5 2 3 6 7   0 1 …        each rank has the rows that an EpisodeLoader gives it
 
 A trainer that reads the row numbers in order and deals one batch to each rank in turn trains the same rows in each step
-as `chatmill train`. Any other order is rejected: a shuffling sampler or a second sharding would train other rows.
+as `chatmill train`. Any other order is rejected: a shuffling sampler or a second sharding would train different rows.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class TrainRows(Dataset[ModelInputs]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stride = count * world_size
         is_of_rank = rows == list(range(first, first + count)) and first % stride == rank * count
-        # A run may start or resume at any step. A second jump right afterwards means they are sharded twice.
+        # A run may start or resume at any step. A second jump right afterwards means that the rows are sharded twice.
         follows = first == self._next
         starts = (first - number * stride) % self.config.batch_size == rank * count and self._start in (None, first)
         if not is_of_rank or not (follows or starts):
@@ -214,7 +214,7 @@ class TrainRows(Dataset[ModelInputs]):
 
 
 class EvalRows(Dataset[ModelInputs]):
-    """Every row of the val split once, padded with empty rows to whole batches.
+    """Every row of the val split once, padded with empty rows to full batches.
 
     With `weights_in_labels`, weights are scaled so that the trainer's mean over batches equals the loss over all
     trained tokens, as in `chatmill train`.
@@ -292,7 +292,7 @@ def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_label
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank and world size of this process, from torch.distributed or else from the variables that torchrun sets."""
+    """Return the rank and world size of this process, from torch.distributed or else from torchrun's variables."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -1,4 +1,4 @@
-"""`apply_chat_template` of transformers, for comparison. It executes templates, so it runs in a separate process."""
+"""Run transformers' `apply_chat_template`, for comparison. It executes templates, so it runs in a separate process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TransformersPeer:
             self._channel.close()
 
     def _ask(self, request: Any) -> list[int] | str | None:
-        """The response of the process; None if it does not respond within its limits."""
+        """Return the response of the process; None if it does not respond within its limits."""
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(__name__), MEMORY, *self._arguments)
@@ -115,7 +115,7 @@ def set_clock(moment: datetime) -> None:
 
 
 def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:
-    """The tokenizer as transformers loads it, and the version of transformers; None for both if loading fails."""
+    """Return the tokenizer as transformers loads it, and the transformers version; None for both if loading fails."""
     try:
         import transformers
 

@@ -39,7 +39,7 @@ def sft_config(rows: TrainRows) -> dict[str, Any]:
 
 
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
-    """Arguments for `WeightedSFTTrainer` or `SFTTrainer`: the rows, the val split if there is one, and a callback.
+    """Return arguments for `WeightedSFTTrainer` or `SFTTrainer`: rows, the val split if there is one, and a callback.
 
     `flatten` is for FlashAttention: see `hf.Collator`.
     """

@@ -1,4 +1,4 @@
-"""Records as TRL's SFTTrainer prepares them, for comparison.
+"""Prepare records as TRL's SFTTrainer does, for comparison.
 
 TRL executes chat templates, which are untrusted code, so it runs in a separate process (`trl_process`) with limits and
 without access to files or the network.
@@ -37,10 +37,10 @@ def require_trl() -> None:
 
 
 class TRLPeer:
-    """Rows of records as TRL prepares them."""
+    """Prepares records with TRL."""
 
     def __init__(self, renderer: TemplateRenderer, *, assistant_only_loss: bool = True, max_length: int | None = None):
-        """`max_length`: as in SFTConfig; None is its default, 0 no limit."""
+        """`max_length` is as in SFTConfig; None means its default, and 0 means no limit."""
         folder = renderer.folder
         if folder.tokenizer_json is None:
             name = f"{renderer.tokenizer.name} has no tokenizer.json, which transformers needs"
@@ -59,9 +59,9 @@ class TRLPeer:
         self.setup = self._setup()
 
     def rows(self, record: Record, *, completion: int | None = None) -> tuple[PeerRow | str, PeerRow | str]:
-        """The row of a record, and its row with TRL's default loss; a string is the reason why TRL refuses it.
+        """Return the row of a record, and its row with TRL's default loss; a string is the reason why TRL refuses it.
 
-        `completion`: the first message of the completion, for a dataset of prompts and completions.
+        `completion` is the index of the first message of the completion, for a dataset of prompts and completions.
         """
         turns = only_turns(record)
         style = self._renderer.templates[bool(record.tools)].style
@@ -84,7 +84,7 @@ class TRLPeer:
             raise self._broken("its process returned something other than rows") from None
 
     def _example(self, record: Record, given: TemplateInput, completion: int | None) -> dict[str, Any]:
-        """An example of the dataset."""
+        """Return the record as an example of a TRL dataset."""
         kwargs = {**self._renderer.arguments, **msgspec.json.decode(record.template_kwargs or "{}")}
         example: dict[str, Any] = {"chat_template_kwargs": kwargs, "tools": given.tools}
         if completion is None:

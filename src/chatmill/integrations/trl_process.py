@@ -49,7 +49,7 @@ class PreparedRow(msgspec.Struct, frozen=True):
 
 
 class PreparedRecord(msgspec.Struct, frozen=True):
-    """A record with the loss on answers only, and with TRL's default loss; a string is the reason for a refusal."""
+    """A record prepared with loss on answers only, and with TRL's default loss; a string states why TRL refuses it."""
 
     chosen: PreparedRow | str
     default: PreparedRow | str | None = None
@@ -126,7 +126,7 @@ class _Preparation:
                 self._rows(SMALL, self._config(True, max_length=1), None)
 
     def setup(self) -> TRLSetup:
-        """The choices that SFTTrainer makes before it prepares a dataset. This executes the template."""
+        """Return the choices that SFTTrainer makes before it prepares a dataset. This executes the template."""
         setup = {"version": self._version, "max_length": self._cut[False].max_length}
         if not self._masked:
             return TRLSetup(**setup)
@@ -140,7 +140,7 @@ class _Preparation:
         return TRLSetup(**setup, patched=self._template is not None, end_trained=end_trained)
 
     def _decide(self) -> tuple[str | None, bool]:
-        """The template used instead of the tokenizer's own, if any, and whether the end of an answer is trained."""
+        """Return the template used instead of the tokenizer's, if any, and whether the end of an answer is trained."""
         from trl import chat_template_utils as templates
 
         is_tagged = templates.has_generation_markers(self._tokenizer.chat_template)
@@ -148,7 +148,7 @@ class _Preparation:
         return template, templates.is_chat_template_stop_token_trained(self._tokenizer, chat_template=template)
 
     def prepare(self, examples: list[dict[str, Any]]) -> PreparedRecord:
-        """Prepare one record; the first example is for the compared template, the last for the model's own."""
+        """Prepare one record; the first example is for the compared template, the last for the model's template."""
         default = self._row(examples[-1], False, None)
         if not self._masked:
             return PreparedRecord(default)
@@ -170,7 +170,7 @@ class _Preparation:
             return _reason(error)
 
     def _rows(self, example: dict[str, Any], config: Any, template: str | None) -> list[dict[str, Any]]:
-        """The dataset of one example, as SFTTrainer prepares it."""
+        """Return the dataset that SFTTrainer prepares from one example."""
         from trl.trainer.sft_trainer import SFTTrainer
 
         trainer: Any = SimpleNamespace(
@@ -221,6 +221,6 @@ class _PreparedExamples:
 
 
 def _reason(error: Exception) -> str:
-    """Type and message of an error, in one line."""
+    """Return the type and message of an error on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -199,7 +199,7 @@ def _packed(plan: ShardPlan, first: Index) -> Iterator[Rows]:
 
 
 def by_file(of: Numbers) -> list[Index]:
-    """Yield each file with its positions."""
+    """Group the positions in `of` by file: return one array of positions per file."""
     order = np.argsort(of, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(of[order])) + 1)
 
@@ -215,7 +215,7 @@ class _Gather:
         self._files: dict[File, int] = {}
 
     def put(self, here: Index, unit: Staged, rows: Numbers) -> None:
-        """Copy these rows of a staged file to the positions `here`."""
+        """Copy the given rows of a staged file to the positions `here`."""
         copy_ranges(unit.ids, unit.row_start[rows], unit.row_start[rows + 1], self._ids, self._start[here])
         first, last = unit.first_span[rows], unit.first_span[rows + 1]
         copy_ranges(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])

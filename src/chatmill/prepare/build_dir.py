@@ -60,7 +60,7 @@ def build_dir(
             try:
                 yield BuildDir(staging, units, resumed)
             except BaseException as error:
-                # A failed cleanup must not hide the error; the next build cleans up too.
+                # A failed cleanup must not hide the error; the next build also cleans up.
                 _remove(staging, DATASET)
                 if isinstance(error, DataError | UsageError) and not isinstance(error, RemoteError):
                     _remove(units, UNITS)
@@ -76,7 +76,7 @@ def build_dir(
         ) from None
     finally:
         for folder in missing:
-            # Remove the folders created for this build, unless they are not empty.
+            # Remove the folders created for this build if they are empty.
             with suppress(OSError):
                 folder.rmdir()
 
@@ -110,7 +110,7 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
 
 
 def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
-    """Remove the files of an earlier build, except units to resume from; return whether there are any."""
+    """Remove the files of an earlier build, except units to resume from; return whether there are such units."""
     path = units / JOB
     resumed = resume and path.is_file()
     if resumed and path.read_bytes() != job:
@@ -149,7 +149,7 @@ def _alone(lock: Path, target: Place) -> Iterator[None]:
         try:
             yield
         finally:
-            # Remove it before releasing the lock: afterwards another process may own it. A leftover lock file does no
-            # harm.
+            # Remove the lock file before releasing the lock: afterwards another process may own it. A leftover lock
+            # file does no harm.
             with suppress(OSError):
                 lock.unlink()

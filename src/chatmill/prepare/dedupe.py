@@ -54,9 +54,9 @@ class Duplicates:
 def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
     """Find all duplicates: the first of equal records is kept, by source precedence and then by input order.
 
-    `excluded` are the rows of each file whose records are not compared.
+    For each file, `excluded` marks the rows of records that are not compared.
 
-    Records are numbered in that order, so the first of a group has the smallest number.
+    Records are numbered in order of precedence, so the first record of a group has the smallest number.
     """
     counts = [int(record_begins(file.head()).sum()) for file in staged]
     order = sorted(range(len(staged)), key=lambda at: _precedence(job, staged[at].source))
@@ -67,7 +67,7 @@ def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[F
             skipped[start : start + counts[at]] = excluded[at][record_begins(staged[at].head())]
     twin, near = _exact(files, skipped), np.zeros(files.count, dtype=bool)
     if job.near_dedupe is not None:
-        # Skipped records are no candidates, as if they were exact duplicates.
+        # Skipped records are not candidates, just like exact duplicates.
         first = _near(files, job.near_dedupe, np.where(skipped, 0, twin))
         near = first >= 0
         twin[near] = first[near]
@@ -134,7 +134,7 @@ class _Files:
 def _exact(files: _Files, skipped: Flags) -> Numbers:
     """For each record, return the first record with the same key; -1 for the first itself and for skipped records.
 
-    Keys are compared a sixteenth at a time, so memory use is little more than 16 bytes per key.
+    Keys are compared in sixteen passes, so memory use is little more than 16 bytes per key.
     """
     keys = np.empty((files.count, 2), dtype="<u8")
     for here, values in files.column("exact"):

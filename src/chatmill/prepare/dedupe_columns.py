@@ -59,7 +59,7 @@ def _multipliers() -> NDArray[np.uint64]:
 
 
 def dedupe_identity(job: Job) -> dict[str, Any]:
-    """Identify what the columns depend on besides the job; a build with a different value cannot be resumed."""
+    """Return the versions that affect the columns; a build with different versions cannot be resumed."""
     if not job.removes_duplicates:
         return {}
     identity = {"unicode": unicodedata.unidata_version}
@@ -227,7 +227,7 @@ def band_keys(values: NDArray[np.uint32], threshold: float) -> NDArray[np.uint32
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix the bits of each number: the finalizer of SplitMix64."""
+    """Mix the bits of each number with the SplitMix64 finalizer."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

@@ -64,13 +64,13 @@ class LocalEngine:
 
     @property
     def writes_shards(self) -> bool:
-        """Whether `write_shards` may be called, which also forks."""
+        """Whether `write_shards` may be called; it forks, so no other thread may be running."""
         return self.workers > 1 and threading.active_count() == 1
 
     def write_shards(
         self, plans: Iterable[ShardPlan], staging: Path, *, vocab_size: int
     ) -> Generator[ShardInfo, None, None]:
-        """Write the shards of a dataset in parallel, and yield what was written in order."""
+        """Write the shards of a dataset in parallel, and yield information about each in order."""
 
         def write(plan: ShardPlan) -> ShardInfo:
             return write_shard(plan, staging / plan.split, vocab_size=vocab_size)
@@ -80,7 +80,7 @@ class LocalEngine:
     def _in_order(
         self, work: Callable[[T], R], items: Iterable[T], *, processes: int, most: int | None = None
     ) -> Generator[R, None, None]:
-        """Yield the results of `work` in the order of the items, submitting at most `most` ahead; all if None."""
+        """Yield the results of `work` in the order of the items; submit at most `most` items ahead, or all if None."""
         # Freeze objects created before the fork, so that garbage collection does not touch their shared pages.
         gc.collect()
         gc.freeze()
@@ -97,8 +97,8 @@ class LocalEngine:
                 try:
                     while True:
                         with warnings.catch_warnings():
-                            # Python 3.12 warns about any thread, but those of OpenBLAS, tokenizers and fastokens are
-                            # fork-safe.
+                            # Python 3.12 warns about any thread, but the threads of OpenBLAS, tokenizers and fastokens
+                            # are fork-safe.
                             warnings.filterwarnings("ignore", r"This process .* is multi-threaded", DeprecationWarning)
                             for item in islice(left, None if most is None else most - len(pending)):
                                 pending.append(pool.submit(_run, item))
@@ -133,7 +133,7 @@ def _start_worker(work: Callable[[Any], Any], watched: list[int], held: int) -> 
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.close(held)
-    # Records and rows have no reference cycles, and garbage collection would take a tenth of the time.
+    # Records and rows have no reference cycles, and garbage collection would take a tenth of the run time.
     gc.disable()
     threading.Thread(target=_exit_with_parent, args=(watched,), daemon=True).start()
 
@@ -148,7 +148,7 @@ def _run(item: Any) -> Any:
     try:
         return _work(item)
     except OSError as error:
-        # The traceback, which may reveal the file, stays in this process.
+        # Add the file name here, because it may only be in the traceback, which is not sent to the main process.
         raise name_file(error) from None
     finally:
         gc.collect()

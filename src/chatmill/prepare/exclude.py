@@ -1,11 +1,11 @@
-"""Records that are left out by name: the file of `--exclude`, such as the viewer exports.
+"""Read the `--exclude` file, which lists records to leave out. The viewer exports such files.
 
     {"file": "chat.jsonl", "line": 812}    the record at a line of an input file, as the dataset names the file
     {"id": "oasst-17"}                     every record with this id
     chat.jsonl:812                         the same as the first
     oasst-17                               the same as the second, if it does not end in a colon and a number
 
-Empty lines, lines that begin with # and other keys are ignored. The `removed.jsonl` of a dataset is such a file.
+Empty lines, lines that begin with # and other keys are ignored. The `removed.jsonl` of a dataset also has this format.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Excluded:
     """The hash of the file; None if nothing is excluded."""
 
     def check_files(self, names: Collection[str], path: str) -> None:
-        """Raise `DataError` if a file is not among the input."""
+        """Raise `DataError` if a listed file is not an input file."""
         if unknown := sorted(set(self.lines) - set(names)):
             known = ", ".join(one_line(name) for name in sorted(names)[:5])
             raise DataError(f"{path}: names {one_line(unknown[0], 200)}, which is not an input file; expected {known}")
 
     def flags(self, staged: Sequence[StagedFile]) -> list[NDArray[np.bool_]]:
-        """Whether each row of each staged file is of an excluded record."""
+        """For each staged file, return which rows belong to excluded records."""
         nothing = np.empty(0, dtype=np.int64)
         return [np.isin(file.head().origins["line"], self.lines.get(file.file.path, nothing)) for file in staged]
 
@@ -59,7 +59,7 @@ NOTHING = Excluded()
 
 
 def read_excluded(path: str | None) -> Excluded:
-    """Read the file of `--exclude`; without one, nothing is excluded."""
+    """Read the `--exclude` file; without one, nothing is excluded."""
     if path is None:
         return NOTHING
     lines: dict[str, set[int]] = {}
@@ -84,7 +84,7 @@ def read_excluded(path: str | None) -> Excluded:
 
 
 def _entry(raw: bytes, where: str) -> tuple[str, int] | str | None:
-    """The place or the id that a line names; None if it names nothing."""
+    """Return the file and line, or the id, that a line contains; None for an empty line or a comment."""
     try:
         text = raw.decode().strip()
         if not text or text.startswith("#"):

@@ -55,7 +55,7 @@ def reason(name: str) -> str:
 
 
 def filters_of(job: Job, source: int) -> tuple[Filters, ...]:
-    """Return the filters for the records of a source: those of the job and its own."""
+    """Return the filters for the records of a source: the job's filters and the source's own."""
     return (job.filters, job.sources[source].filters)
 
 
@@ -118,7 +118,7 @@ def _module_hash(module: ModuleType) -> str:
 
 @lru_cache
 def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
-    """Return the function of a predicate, in any process or on any machine."""
+    """Return the function of a predicate; works in any process and on any machine."""
     module, function = _function(predicate.name, predicate.folder)
     if _module_hash(module) != predicate.sha256:
         raise DataError(
@@ -272,7 +272,7 @@ def as_dict(record: Record) -> dict[str, Any]:
         {"role": message.role, "content": message.content, **msgspec.to_builtins(message)}
         for message in record.messages
     ]
-    # The line number within the unit, which depends on how the work is split.
+    # `line` is the number within the unit, which depends on how the work is split.
     del fields["line"], fields["unread_keys"]
     return fields
 
@@ -290,7 +290,7 @@ def failed_row_filters(
     """For each row, return 0 if it is kept, or 1 + the index in `NAMES` of the first filter that removes it.
 
     A conversation is kept or removed with all its rows, which are consecutive and have the same number in `record_of`.
-    Its tokens are those of its longest row; its trained share is that of all its rows.
+    Its token count is that of its longest row; its trained share is computed over all its rows.
     """
     failed = np.zeros(len(record_of), dtype=np.uint8)
     if not len(record_of):

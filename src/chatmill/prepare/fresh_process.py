@@ -32,7 +32,7 @@ def run_in_fresh_process(
     """
     pipe, its_end = Pipe()
     with its_end:
-        # Use a separate process group: Ctrl-C goes to this process, which then closes the generator.
+        # Use a separate process group, so that Ctrl-C reaches only this process, which then closes the generator.
         process = subprocess.Popen(
             [sys.executable, "-c", SERVE],
             stdin=its_end.fileno(),
@@ -53,7 +53,7 @@ def run_in_fresh_process(
             "the process that runs the workers was killed, perhaps because memory ran out; continue with --resume"
         ) from None
     finally:
-        # The workers watch the other end.
+        # Workers exit when this end of the pipe is closed.
         pipe.close()
         process.wait()
 

@@ -1,4 +1,4 @@
-"""Job: everything that determines the bytes of a dataset. A recipe is a job as a file: see `recipe`."""
+"""Job: everything that determines the bytes of a dataset. A recipe is a job stored in a file; see `recipe`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class InputSource:
 
 @dataclass(frozen=True)
 class Job:
-    """What to build. Each field is a flag of `chatmill prepare` and a key of a recipe.
+    """A description of the dataset to build. Each field is a flag of `chatmill prepare` and a key of a recipe.
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),), max_tokens=512, pack=2048)
     >>> job.format, job.fit
@@ -280,7 +280,7 @@ class Job:
         return any(source.only_val or self.val_share(source) > 0 for source in self.sources)
 
     def val_share(self, source: InputSource) -> float:
-        """Return the fraction of a source for validation."""
+        """Return the fraction of a source that is used for validation."""
         return self.val_split if source.val_split is None else source.val_split
 
     @property
@@ -288,7 +288,7 @@ class Job:
         return self.dedupe or self.near_dedupe is not None
 
     def source_name(self, number: int) -> str | None:
-        """Return the name under which the dataset stores a source, if there are several and all have names."""
+        """Return the name under which the dataset stores a source; None for a single source, or if any has no name."""
         named = len(self.sources) > 1 and all(source.name is not None for source in self.sources)
         return self.sources[number].name if named else None
 
@@ -305,7 +305,7 @@ class Job:
         return existing(self.tokenizer, self.format, self.chat_template, self.exclude)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all keys, with URLs without user, password and query, which are secret and may differ between
+        """Return all keys, without the user, password and query of URLs, which are secret and may differ between
         builds.
         """
         stored = asdict(self)

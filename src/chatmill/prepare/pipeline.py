@@ -94,7 +94,7 @@ def prepare_dataset(
         job = replace(job, format=resolve_format(job.format, job.tokenizer, chat_template=job.chat_template))
         renderer = job_renderer(job)
     if renderer.uses_date and job.template_date is None:
-        # The rows depend on it, so it is part of the job.
+        # The rows depend on the date, so it is part of the job.
         job = replace(job, template_date=datetime.now().date().isoformat())
     if (size := renderer.tokenizer.vocab_size) > WIDE:
         raise DataError(f"{renderer.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
@@ -175,9 +175,10 @@ def units_of(
 
 
 def relative_names(paths: Sequence[Place]) -> list[str]:
-    """Return file names that do not depend on the location: as given, or relative to the common parent folder.
+    """Return file names that do not depend on where the files are: as given, or relative to the common parent folder.
 
-    A URL is treated like an absolute path; if there are local files too, it is stored whole. Standard input is `-`.
+    A URL is treated like an absolute path; if there are also local files, the whole URL is stored. Standard input is
+    `-`.
     """
     here = [path for path in paths if isinstance(path, Path) and not is_standard_input(path)]
     urls = [path for path in paths if isinstance(path, Url)]
@@ -270,7 +271,7 @@ def _write(
     engine: Engine | None = None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> Metadata:
-    """Write all files of the dataset from staged rows, metadata last; with an `engine`, in its processes."""
+    """Write all files of the dataset from staged rows, metadata last; an `engine` writes shards in its processes."""
     if not ledger.total("read").rows:
         raise DataError("the input has no records; expected at least one")
     rendered, written = ledger.total("rendered", "repeated"), 0
@@ -320,7 +321,7 @@ def _is_large(job: Job, tokens: int) -> bool:
 
 
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles, excluded: Excluded) -> bytes:
-    """Return a hash that must match for the units of an interrupted build to be reused.
+    """Return a hash that must be the same for the units of an interrupted build to be reused.
 
     It covers only the sizes of input files; each unit stores a hash of the bytes that it read.
     """
@@ -338,12 +339,12 @@ def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, An
     of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
     of_answers = ("allow_no_end_token", "strip_prompt_space")
     for key in ("tokenizer", "on_error", "format", *of_template, *of_answers):
-        # Stored with the tokenizer or the format, or without effect on the bytes.
+        # These keys are stored with the tokenizer or the format, or do not affect the bytes.
         del config[key]
     config["exclude"] = excluded.sha256
     for name in ("unroll", "near_dedupe", "precedence", "filters", "exclude"):
         if getattr(job, name) == keys_of(Job)[name].default:
-            # Left out so that datasets from before this key existed keep the same bytes.
+            # Omit defaults, so that datasets built before this key existed keep the same bytes.
             del config[name]
     read = dict.fromkeys(
         (

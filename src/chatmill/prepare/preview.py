@@ -1,4 +1,4 @@
-"""`prepare_preview`: a dataset of the first records of each source, to look at before anything is prepared."""
+"""`prepare_preview`: build a small dataset from the first records of each source, to inspect before a full build."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def prepare_preview(
 ) -> Preview:
     """Build a dataset of the first `records` records of each source of a job.
 
-    Faulty records are skipped, whatever the job says, and go to `on_fault`. There is no validation split, except of
-    files that are all for validation: a share of a few records may be none.
+    Invalid records are always skipped, regardless of `job.on_error`, and passed to `on_fault`. Only sources that are
+    used entirely for validation have a validation split, because a fraction of a few records may be empty.
     """
     sources = tuple(replace(source, val_split=None) for source in job.sources)
     engine = _FirstRecordsEngine(records)
@@ -54,7 +54,7 @@ def prepare_preview(
 
 
 class _FirstRecordsEngine:
-    """Runs units in this process, until enough records of each source are read."""
+    """Runs units in this process until enough records of each source have been read."""
 
     def __init__(self, records: int) -> None:
         self._records = records

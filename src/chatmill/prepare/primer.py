@@ -60,7 +60,7 @@ def build_cache(
     overwrite: bool = False,
     progress: Callable[[Iterable[Record]], Iterable[Record]] = iter,
 ) -> CacheMeta:
-    """Render, split, truncate and write the records of one source; their ledger accounts for every row.
+    """Render, split, truncate and write the records of one source; the ledger accounts for every row.
 
     `progress` wraps the iterator of records, for example to count them.
     """

@@ -1,4 +1,4 @@
-"""Run units, and write the shards of a dataset at a URL, as tasks of a Ray cluster, which retries lost tasks.
+"""Run units, and write the shards of a dataset at a URL, as tasks on a Ray cluster, which retries lost tasks.
 
 If input, tokenizer and target are URLs, nodes need no shared file system. A local path must be accessible under the
 same path on all nodes.
@@ -68,14 +68,14 @@ class RayEngine:
     def write_shards(
         self, plans: Iterable[ShardPlan], target: RemoteTarget, *, vocab_size: int, per_task: int = 1
     ) -> Generator[ShardInfo, None, None]:
-        """Write shards of a dataset at a URL from staged objects, and yield what was written in order."""
+        """Write shards of a dataset at a URL from staged objects, and yield information about each in order."""
         left = iter(plans)
         tasks = iter(lambda: list(islice(left, per_task)), [])
         for infos in self._in_order(_write, tasks, (target, vocab_size)):
             yield from infos
 
     def remove(self, urls: Sequence[Url]) -> None:
-        """Remove objects in parallel tasks, because each takes a request."""
+        """Remove objects in parallel tasks, because each removal takes a request."""
         parts = [urls[at : at + REMOVED_TOGETHER] for at in range(0, len(urls), REMOVED_TOGETHER)]
         for _ in self._in_order(_remove, parts, None):
             pass
@@ -88,11 +88,11 @@ class RayEngine:
     def _in_order(self, work: Callable[[Any, Any], Any], items: Iterable[Any], shared: Any) -> Generator[Any]:
         """Yield the results of `work` for all items in order; raise the first error in that order."""
         with self.connected() as ray:
-            # Request less than one CPU per task, or the tasks of a small cluster starve those that feed them.
+            # Request less than one CPU per task; otherwise tasks on a small cluster starve the tasks that feed them.
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(work)
             shared = ray.put(shared)
             places, waiting = _places(ray), iter(items)
-            # Only once: calling the head while it is lost may kill this process.
+            # Count the CPUs only once: calling the head while it is lost may kill this process.
             most = max(4, TASKS_PER_CPU * self.num_cpus())
             pending: deque[Any] = deque()
             try:
@@ -147,11 +147,11 @@ def _check_reachable(address: str | None) -> None:
 
 
 def _places(ray: Any) -> list[str]:
-    """Return HOST:PORT of the cluster head and of this node's raylet: if they are lost, Ray kills this process or
+    """Return HOST:PORT of the cluster head and of this node's raylet: if either is lost, Ray kills this process or
     hangs.
     """
     if ray.util.client.ray.is_connected():
-        # Connected through a Ray client server, whose loss Ray reports itself.
+        # This process is connected through a Ray client server, and Ray itself reports its loss.
         return []
     context = ray.get_runtime_context()
     here = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]

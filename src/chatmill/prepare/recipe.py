@@ -65,7 +65,7 @@ def load_recipe(path: str | Path) -> Job:
 
 
 def _without_flags(text: str) -> str:
-    """Replace flags in a message by the keys of a recipe."""
+    """Replace flags in a message with recipe keys."""
     return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", "_"), text).replace(
         "val_file", "only_val"
     )
@@ -80,7 +80,7 @@ def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource
 
 
 def _input_name(text: str) -> str:
-    """Return the name of a file without its suffix, or of the folder that is given or contains the glob; may be empty.
+    """Return a name for a file, a folder or a glob: its last part without suffixes or wildcards; may be empty.
 
     `data/chat.jsonl.gz` -> `chat`, `data/chat` -> `chat`, `data/chat/*.jsonl` -> `chat`, `*.jsonl` -> ``
     """
@@ -165,7 +165,7 @@ def _add_fault(check: Any, value: str, where: str, faults: list[str]) -> None:
 
 
 def _columns_text(table: dict[Any, Any], where: str, faults: list[str]) -> str | None:
-    """Convert the table of columns to the form of `--columns`; a role may have a list of names."""
+    """Convert the table of columns to the syntax of `--columns`; a role may have a list of names."""
     pairs = []
     for ours, theirs in table.items():
         for each in theirs if isinstance(theirs, list) else [theirs]:
@@ -179,7 +179,7 @@ def _columns_text(table: dict[Any, Any], where: str, faults: list[str]) -> str |
 
 
 def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dict[str, Any]:
-    """Return the valid values of a table in the form of the config; the others are added to `faults`."""
+    """Return the valid values of a table, converted to the types of the config; add errors to `faults`."""
     if not isinstance(table, dict):
         faults.append(f"{where} must be a table")
         return {}
@@ -192,7 +192,7 @@ def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dic
         table = table | {"filters": Filters(**_values(Filters, table["filters"], f"{where}: filters", faults))}
     wrong = misfits(keys, table)
     for each in wrong:
-        # A missing key is null, and choices are listed with commas.
+        # In a recipe, null is written by omitting the key, and choices are listed with commas.
         expected = each.expected.removesuffix(", or null").replace('" or "', '", "')
         faults.append(f"{where}: {each.name} must be {expected}")
     refused = {each.name for each in wrong}

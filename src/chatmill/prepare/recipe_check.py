@@ -74,7 +74,7 @@ class SourceSample:
 
 
 def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] = ()) -> list[SourceSample]:
-    """Preview each source: read at most `records` of it, and render, filter and deduplicate them as in a build.
+    """Preview each source: read at most `records` records, and render, filter and deduplicate them as in a build.
 
     Only duplicates among these records are found. Invalid records are collected regardless of `job.on_error`. Rows are
     stored in a temporary folder, which is removed; nothing else is written.
@@ -164,7 +164,7 @@ class FirstRecords:
 
 
 class _EnoughError(Exception):
-    """All requested records have been read."""
+    """Raised when all requested records have been read."""
 
 
 def _trained_messages(record: Record, unit: Unit, job: Job, renderer: Renderer) -> tuple[bool, ...]:
@@ -208,7 +208,7 @@ def _add_removed(
     path: Path,
     held: dict[tuple[str, int], Record],
 ) -> None:
-    """Count the removed records of each source, with the first of each reason as examples."""
+    """Count the removed records of each source, with the first record removed for each reason as an example."""
     if write_removed(path, staged, selection) is None:
         return
     source_of = {(unit.part.source, unit.name): unit.source for unit in units}

@@ -108,7 +108,7 @@ class Rejects:
                 return
             file.seek(0)
             if isinstance(self.path, Url):
-                # Check again, because time has passed.
+                # Check again, because another process may have written the object in the meantime.
                 self._check_object(self.path)
                 objects.upload(self.path, Path(file.name))
             else:
@@ -160,9 +160,7 @@ class CountedRecords:
         output: Path | None = None,
         overwrite: bool = False,
     ) -> None:
-        """`reads` are the files that the command reads besides the inputs, `output` is what it writes; see
-        `Rejects`.
-        """
+        """`reads` are files that the command reads besides its inputs, and `output` is its output; see `Rejects`."""
         self._inputs, self._shape, self._options, self.ledger = inputs, shape, options or ShapeOptions(), Ledger()
         self.rejects, self._on_error = None, on_error
         if on_error == "skip":

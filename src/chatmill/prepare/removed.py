@@ -75,7 +75,7 @@ def _place(file: File) -> str:
 
 
 class _Twins:
-    """Places of the records that are kept instead of duplicates; a few bytes each."""
+    """Locations of the records that are kept instead of duplicates, in a few bytes each."""
 
     def __init__(self, staged: Sequence[StagedFile], selection: Selection) -> None:
         numbers = np.concatenate([np.empty(0, np.int64), *(part.twin for part in selection.removed)])

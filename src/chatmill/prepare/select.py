@@ -94,7 +94,8 @@ class Selection:
 
 
 def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Excluded = NOTHING) -> Selection:
-    """Return the rows of each split: deduplicated if the job asks for it, at most `max_samples` records per source.
+    """Return the rows of each split, deduplicated if the job requires it, with at most `max_samples` records per
+    source.
 
     Excluded records are removed before deduplication, so another record equal to an excluded one is kept.
     """
@@ -163,7 +164,7 @@ def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) 
 
 
 def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:
-    """Return the smallest fractions that give both splits a record, by hash and by shuffle; None if there is none."""
+    """Return the smallest fractions that give both splits a record, by hash and by shuffle; None if impossible."""
     first, last, before = 1.0, 0.0, 0
     has_rows = np.zeros(sum(file.head().extra["records"] for file in staged), dtype=bool)
     for file in staged:
@@ -178,7 +179,7 @@ def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, floa
 
 
 def _shuffled(staged: Sequence[StagedFile], job: Job) -> Flags:
-    """For each record, return whether it is for validation, by the split of the primer cache.
+    """For each record, return whether it is used for validation, split as in the primer cache.
 
     All records are shuffled together, or per source if any source has its own fraction.
     """

@@ -52,7 +52,7 @@ class StagedHead:
 
     For each row, `record` is the index of its record and `trained` the number of its trained tokens. `lines_before` is
     the number of lines before the unit in its input file; the unit counts its own from 1. A mapping uses a file
-    descriptor, so only some are open at a time.
+    descriptor, so only some files are mapped at a time.
     """
 
     def __init__(self, source: Path | bytes | mmap.mmap, *, lines_before: int = 0) -> None:

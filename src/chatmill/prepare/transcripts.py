@@ -1,4 +1,4 @@
-"""Transcripts: conversations as lines of text, with as many turns as fit a context."""
+"""Write conversations as transcripts: one line of text each, with as many turns as fit the context length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 1024
 def transcript_lines(
     records: Iterable[Record], renderer: TurnRenderer, context_length: int, ledger: Ledger
 ) -> Iterator[str]:
-    """Yield the line of every conversation that is kept whole or in part; the ledger counts all conversations."""
+    """Yield one line for each conversation that is kept, whole or in part; the ledger counts all conversations."""
     stream = iter(records)
     while chunk := list(islice(stream, CHUNK)):
         rows = renderer.render(chunk)

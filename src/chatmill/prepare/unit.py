@@ -94,7 +94,7 @@ class Done:
 
 
 def job_renderer(job: Job) -> Renderer:
-    """Open the renderer of a job; answers are masked when rows are truncated."""
+    """Open the renderer of a job; answers that follow no user turn are masked later, when rows are truncated."""
     template = TemplateOptions(
         chat_template=job.chat_template,
         arguments=job.template_args,
@@ -156,7 +156,7 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """Return the rows to stage, and the rendered row of each. Blocks are made from whole rows in assembly."""
+    """Return the rows to stage, and for each the index of its rendered row. Assembly makes blocks from whole rows."""
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
     fit = partial(truncate_with_sources, rule=job.fit, ledger=ledger, require_terminators=job.require_terminators)
@@ -193,7 +193,7 @@ def finished(unit: Unit, folder: Place) -> Done | None:
             return None
         if (counts := staged.extra["ledger"]) is not None:
             ledger = Ledger.from_json(counts)
-            # Errors must be reported again, and they are not staged.
+            # Run the unit again: its errors must be reported, and they are not staged.
             if ledger.total("rejected").rows:
                 return None
             read = BytesRead.from_json(staged.extra["read"])
@@ -251,7 +251,7 @@ class _Records:
                         yield waiting
                         waiting, count = [], 0
         except RecordError as fault:
-            # Rendering the records before it may raise an earlier error, which must be reported first.
+            # Rendering the records before this error may raise another one, which must be reported first.
             self.stopped_by = fault
         if waiting:
             yield waiting
@@ -268,7 +268,7 @@ class _Records:
                 name = failed_test(record, self._tests)
             except RecordError as fault:
                 if fault.kind == TIME_LIMIT:
-                    # Which records time out depends on the machine; the rows of a dataset must not.
+                    # Timeouts depend on the machine, and the rows of a dataset must not.
                     raise
                 self._fault(fault)
                 continue

@@ -1,4 +1,4 @@
-"""Rows of `--unroll`: one per answer, in which only that answer is trained."""
+"""Render rows for `--unroll`: one row per answer, in which only that answer is trained."""
 
 from __future__ import annotations
 

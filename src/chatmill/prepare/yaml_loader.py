@@ -1,9 +1,10 @@
 """RecipeLoader and parse_yaml: the subset of YAML that recipes use. Imported only for YAML files, because PyYAML is an
 extra.
 
-Plain values follow YAML 1.2: `no` is a string (the code of Norwegian), 1e-3 is a number, and a date is a string. Only
-tables, lists, strings, numbers, true, false and null are created, whatever tags a file has. Merge keys (`<<`) are not
-supported, because a small file could create a huge table with them. Aliases share one value, so they are safe.
+Plain values follow YAML 1.2: `no` is a string (the language code for Norwegian), 1e-3 is a number, and a date is a
+string. Only tables, lists, strings, numbers, true, false and null are created, regardless of the tags in a file. Merge
+keys (`<<`) are not supported, because a small file could create a huge table with them. Aliases share one value, so
+they are safe.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RecipeLoader(yaml.SafeLoader):  # type: ignore[misc]
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Construct the table of a node."""
+        """Construct a table from a YAML node."""
         if isinstance(node, yaml.MappingNode):
             seen = set()
             for key, _ in node.value:

@@ -4,7 +4,7 @@
 
     ->  data ...Hi...Yes...   roles [1 2]   start, stop of both texts in the data   first_message [0 2]
 
-Implemented in C. Without the compiled module every record is parsed separately, which is slower and gives the same
+Implemented in C. Without the compiled module every record is parsed separately, which is slower but gives the same
 rows.
 """
 

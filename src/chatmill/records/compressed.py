@@ -32,7 +32,7 @@ _FED = 1 << 12
 
 
 class Form(NamedTuple):
-    """The format that the first bytes of a file indicate, and what the user should do about it."""
+    """A file format detected from the first bytes, with advice for the user."""
 
     name: str
     right: str
@@ -95,7 +95,7 @@ def _maker(compression: str, name: str) -> Callable[[], Any]:
 
 
 class _Gunzip(gzip.GzipFile):
-    """Raw file of the decompressed bytes; raises a `RecordError` for corrupt data."""
+    """A raw file of decompressed bytes; raises a `RecordError` for corrupt data."""
 
     begins = False
     """Whether the file starts with the gzip magic bytes."""
@@ -112,7 +112,7 @@ class _Gunzip(gzip.GzipFile):
 
 
 class _Streams(io.RawIOBase):
-    """Raw file of the concatenated content of all streams of a compressed file."""
+    """A raw file with the concatenated content of all streams in a compressed file."""
 
     def __init__(self, source: io.BufferedReader[io.RawIOBase], compression: str, make: Callable[[], Any]) -> None:
         self._source, self._compression, self._make = source, compression, make
@@ -178,7 +178,7 @@ class _Streams(io.RawIOBase):
         try:
             data = self._stream.decompress(self._input) if is_zstd else self._stream.decompress(self._input, size)
         except Exception as error:
-            # Each library raises its own: OSError, EOFError, LZMAError, ZstdError.
+            # Each library raises its own exception: OSError, EOFError, LZMAError or ZstdError.
             if "memory" in str(error).lower():
                 _too_large(self._compression)
             _corrupt(self._compression)

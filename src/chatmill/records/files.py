@@ -102,9 +102,9 @@ def shown(path: Place) -> str:
 def open_bytes(
     path: Place, *, log: ReadLog | None = None, start: int = 0, stop: int | None = None
 ) -> Iterator[io.BufferedReader]:
-    """Open a file at `start`, after its byte order mark, and decompress it if its suffix says so.
+    """Open a file at `start`, after its byte order mark, and decompress it if it has a compression suffix.
 
-    `log` records the raw bytes of the file as they are read. Bytes from `stop` on are not needed.
+    `log` records the raw bytes of the file as they are read. Bytes at and after `stop` are not needed.
     """
     try:
         raw = open_raw(path, log, stop=stop)
@@ -119,7 +119,7 @@ def open_bytes(
             if kind(path) not in TABLES:
                 _check_form(path, begin)
             file.seek(len(_BOM) if begin.startswith(_BOM) else 0)
-        # Set the log only now, because read-ahead would be logged.
+        # Add the buffer only now, because reads into it are logged.
         yield io.BufferedReader(raw, _BUFFER) if file is raw else file
 
 
@@ -191,10 +191,10 @@ def _is_hidden(url: Url, known: int = 3) -> bool:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """List all files below a folder, following links, without hidden files."""
+    """List all files below a folder, following links and skipping hidden files."""
     files, seen = [], set()
     for above, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        # A link to a parent folder would never end.
+        # Following a link to a parent folder would never end.
         if (real := Path(above).resolve()) in seen:
             folders.clear()
             continue

@@ -39,7 +39,7 @@ class _State(NamedTuple):
 
 
 class InputFiles:
-    """The state of all input files before reading; `groups` has the files of each of the `inputs`."""
+    """The state of all input files before reading; `groups` lists the files of each input."""
 
     def __init__(self, inputs: Sequence[Sequence[str | Place]]) -> None:
         self._inputs = inputs
@@ -68,7 +68,7 @@ class InputFiles:
             raise _changed(path, f"{what} from {before:,} to {now:,} bytes")
 
     def check_times(self) -> None:
-        """Raise a `DataError` if any file was written or replaced, which explains a fault better than its content."""
+        """Raise a `DataError` if any file was written or replaced, which is the likely cause of an invalid record."""
         for path, state in _states(self._states).items():
             self._compare_sizes(path, state)
             if state != self._states[path]:
@@ -77,7 +77,7 @@ class InputFiles:
     def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
         """Raise a `DataError` unless the files still have the bytes that were read for all `parts`.
 
-        `is_planned` returns whether planning again gives the same parts; called only if a file may have changed.
+        `is_planned` returns whether planning again gives the same parts; it is called only if a file may have changed.
         """
         now = _states(self._states)
         for path, state in now.items():
@@ -95,7 +95,7 @@ class InputFiles:
                 raise _changed(path, "was changed")
 
     def check_names(self) -> None:
-        """Raise a `DataError` if a glob matches additional files now."""
+        """Raise a `DataError` if a glob now matches additional files."""
         for names, before in zip(self._inputs, self.groups, strict=True):
             known = {identity(path) for path in before}
             for name in names:

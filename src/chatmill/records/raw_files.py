@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 
 
 def open_raw(path: Place, log: ReadLog | None = None, *, stop: int | None = None) -> io.RawIOBase:
-    """Open a file for reading, without decompression. `log` records what is read; bytes from `stop` on are not
+    """Open a file for reading, without decompression. `log` records the bytes read; bytes at and after `stop` are not
     needed.
     """
     if isinstance(path, Url):
@@ -28,7 +28,7 @@ def open_raw(path: Place, log: ReadLog | None = None, *, stop: int | None = None
 
 
 def has_bytes(path: Place, read: BytesRead) -> bool:
-    """Whether a file still has the bytes that were read and, if its end was reached, no more after them."""
+    """Whether a file still has the bytes that were read and, if its end was reached, has not grown since."""
     log = ReadLog()
     try:
         with open_raw(path, log) as file:

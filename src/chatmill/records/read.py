@@ -61,11 +61,10 @@ class FilePart:
     """Reason for the shape, shown to the user."""
 
     def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
-        """Split the part, of a file with `end` bytes, into parts of at least `size` bytes with the same records in
-        order.
+        """Split this part into parts of at least `size` bytes, with the same records in the same order.
 
-        Parquet files are cut at row groups. Compressed files, arrays and other tables are not cut, nor are shapes whose
-        records span several lines.
+        `end` is the size of the file. Parquet files are cut at row groups. Compressed files, arrays and other tables
+        are not cut, nor are shapes whose records span several lines.
         """
         is_table = files.kind(self.path) == ".parquet" and self.shape != "oasst1"
         if files.compression(self.path) or not (is_table or _is_of_lines(self)):
@@ -168,7 +167,7 @@ def plan_files(
 
 
 def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bool) -> None:
-    """Warn about names in `--columns` that are in none of the first records of any file, such as misspelled ones."""
+    """Warn about `--columns` names that none of the first records of any file have, which may be misspelled."""
     missing: set[str] = set()
     for part in parts:
         columns = part.options.column_map()
@@ -253,7 +252,7 @@ def _read(
                 yield items
             on_end(line)
         except RecordError as fault:
-            # The file is corrupt from here on; a fault without a line is reported after the last line read.
+            # The rest of the file is corrupt; a fault without a line is reported after the last line read.
             yield [fault.at(files.label(part.path), fault.line or line + 1)]
 
 
@@ -384,8 +383,8 @@ def _readable(pieces: Iterator[T]) -> Iterator[T]:
 
 
 def _readable_units(numbered: files.Units, limit: int, *, stops: bool) -> Iterator[tuple[int, bytes]]:
-    """Like `_readable`, for units. If reading stops at the first fault, ends at a unit over the limit, whose end may be
-    far.
+    """Like `_readable`, for units. If reading stops at the first fault, also stop at a unit over the limit, because its
+    end may be far away.
     """
     return takewhile(lambda unit: not stops or len(unit[1]) <= limit, _readable(numbered))
 

@@ -49,7 +49,9 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, repr_o
 
     @property
     def arguments_text(self) -> str:
-        """The arguments as written in the record; an object as `json.dumps` and the templates' `tojson` write it."""
+        """The arguments as written in the record; an object is formatted as by `json.dumps` and the `tojson` template
+        filter.
+        """
         return self.raw_arguments or spaced_json(msgspec.json.decode(self.arguments))
 
 
@@ -81,13 +83,13 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
 
 
 class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
-    """A conversation and its origin: the `source` it is mixed as, and the `file` and `line` it was read from.
+    """A conversation and its origin: the `source` under which it is mixed, and the `file` and `line` of its text.
 
     >>> record = chatmill.Record([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
     >>> record.messages[1].content
     'Hello'
 
-    Messages are `Message` objects or dicts of their fields; tools are definitions, as objects or compact JSON.
+    Messages are `Message` objects or dicts of message fields. Tool definitions are objects or compact JSON strings.
     """
 
     messages: list[Message]

@@ -53,7 +53,7 @@ def smallest_hash_share(first: float, last: float) -> float | None:
 
 
 def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float | None:
-    """Like `smallest_hash_share`, for `shuffle_split`; `has_rows` tells for each record whether it has rows."""
+    """Like `smallest_hash_share`, for `shuffle_split`; `has_rows` is true for each record that has rows."""
     count = len(has_rows)
     order = shuffle_split(count, 0.0, seed=seed).train
     size = next((at + 1 for at, record in enumerate(order) if has_rows[record]), 0)

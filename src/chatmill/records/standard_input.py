@@ -88,7 +88,7 @@ def _suffix(path: Path) -> str:
             try:
                 start = reader.read(_LOOK)
             except RecordError:
-                # Reading reports the error.
+                # The error is reported later, when the file is read.
                 start = b"{"
     return _kind(start) + compression
 

@@ -41,10 +41,10 @@ _ENCODER = msgspec.json.Encoder(enc_hook=str)
 def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: ReadLog | None = None) -> Units:
     """Yield the rows of a table as JSON objects, numbered from 1.
 
-    For a Parquet file, only the row groups that start in bytes [start, stop), as returned by `cut_table`.
+    For a Parquet file, yields only the row groups that start in bytes [start, stop), as returned by `cut_table`.
 
-    NaN, a missing number in tables, becomes null. Binary values become `BYTES`: conversations have none, but a record
-    with images must be refused.
+    NaN, which marks a missing number in tables, becomes null. Binary values become `BYTES`: conversations have none,
+    but a record with images must be refused.
     """
     pyarrow = _pyarrow(path)
     number = 0
@@ -160,7 +160,7 @@ def _parquet(file: Any) -> Any:
 
 
 def _group_starts(metadata: Any) -> list[int]:
-    """Return the offset of each row group: that of its first column chunk, where the dictionary precedes the data."""
+    """Return the offset of each row group, which is the offset of its first data or dictionary page."""
     starts = []
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -243,7 +243,7 @@ def _check_end(file: Any) -> None:
 
 
 def _is_present(column: Any, compute: Any, types: Any) -> list[bool]:
-    """For each row, return whether the column has a value; an empty list counts as none."""
+    """For each row, return whether the column has a value; an empty list counts as no value."""
     if types.is_list(column.type) or types.is_large_list(column.type):
         return [bool(length) for length in compute.list_value_length(column).to_pylist()]
     present: list[bool] = column.is_valid().to_pylist()

@@ -1,7 +1,7 @@
 """Decide from the whole file whether a transcript file has one record per line or is one stream.
 
 Each line is reduced to letters: S, U and A for the span markers, E for `<|END|>`, X for `<|EOS|>`, x for text outside
-spans, j for text outside spans that looks like JSON. Of the text inside a span, only line breaks are kept.
+spans, j for text outside spans that looks like JSON. Only line breaks are kept from the text inside a span.
 
     <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
@@ -23,7 +23,7 @@ _LONGEST = max(map(len, _MARKS))
 
 
 class TranscriptLayout(IntFlag):
-    """Findings of the two ways to parse a file."""
+    """Findings from parsing a file in both ways."""
 
     MARKERS = 1
     TEXT = 2
@@ -113,7 +113,7 @@ def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
 
 
 def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
-    """Parse letters from a state, by the rules of the loss mask."""
+    """Parse letters, starting from a state, by the rules of the loss mask."""
     begun, spans, span, over, has_user, left_open = state
     seen = 0
     for letter in letters:

@@ -106,7 +106,7 @@ def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
-    """Like `cut`, for an object: the ends of all pieces are requested in parallel."""
+    """Like `cut`, but for an object: the ends of all pieces are requested in parallel."""
     least = range(size - 1, end - 1, size)
     stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
     start = 0
@@ -157,7 +157,7 @@ def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
     text = bytes(held[: min(end, limit + 1)])
     begin = len(text) - len(text.lstrip())
     if begin < len(text):
-        # Leading space is dropped for the line number, but counts for the length of the piece.
+        # Leading whitespace is removed from the text, but counts toward the size limit.
         yield line + text.count(b"\n", 0, begin), text if len(text) > limit else text[begin:]
 
 
@@ -251,7 +251,7 @@ def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
             elif not depth and sign in (b",", b"]"):
                 yield data[start : token.start()], sign
                 start = at
-                # After the end of the array, no element can end.
+                # Nothing after the end of the array can end an element.
                 depth = math.inf if sign == b"]" else 0
         # Reread a backslash at the end together with the byte that it escapes.
         stop = at if in_string else len(data)

@@ -48,7 +48,7 @@ class Unrolled:
 def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     """Return the rows of a conversation, one per answer selected by `train_on` or by its own weight.
 
-    A conversation without such an answer stays one row.
+    A conversation without selected answers remains one row.
     """
     messages = record.messages
     since = _first_selected(messages, train_on)

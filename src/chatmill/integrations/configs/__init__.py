@@ -1,4 +1,4 @@
-"""`chatmill import`: convert configs of other trainers to recipes and train configs.
+"""`chatmill import`: convert configs from other trainers to recipes and train configs.
 
     axolotl        an Axolotl config
     llamafactory   LLaMA-Factory's dataset_info.json, and the config of a run

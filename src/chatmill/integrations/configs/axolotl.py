@@ -176,7 +176,7 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_c
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> None:
-    """Read `train_on_inputs`: train the text and end of all turns in conversations, and all of a prompt style."""
+    """Read `train_on_inputs`, which trains the text and end token of all turns, or every token with a prompt style."""
     inputs = keys.switch("train_on_inputs")
     key = keys.path("train_on_inputs")
     if inputs and is_chat:

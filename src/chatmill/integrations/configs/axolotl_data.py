@@ -1,4 +1,4 @@
-"""The `datasets` of an Axolotl config as sources of a recipe."""
+"""Convert the `datasets` of an Axolotl config to recipe sources."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
 
 
 def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
-    """Read the keys of a data set of messages: the column, the names of keys and roles, and the trained turns."""
+    """Read the keys of a dataset of messages: the column, the names of keys and roles, and the trained turns."""
     is_sharegpt = kind == "sharegpt"
     columns: dict[str, Any] = {}
     translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))

@@ -1,6 +1,6 @@
 """Chat templates for the prompt styles that other trainers implement in code, such as Alpaca's.
 
-A style is the text before and after a question. The system text, or a default, comes before the first question.
+A style defines the text before and after a question. The system text, or a default, comes before the first question.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PromptStyle:
 
 
 def _around(text: str, inner: str, end: str) -> str:
-    """Return `before{}after` as a Jinja expression, with the end token, if any, after the inner text."""
+    """Return `before{}after` as a Jinja expression in which `inner` and the end token, if any, replace `{}`."""
     before, _, after = text.partition("{}")
     parts = [_quoted(before)] if before else []
     parts += [inner, *([end] if end else []), *([_quoted(after)] if after else [])]

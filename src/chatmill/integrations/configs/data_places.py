@@ -1,9 +1,9 @@
-"""Locations of models and data sets in another trainer's config: paths are kept, Hub names become URLs.
+"""Locations of models and datasets in another trainer's config: paths are kept, Hub names become URLs.
 
     tatsu-lab/alpaca, split train       hf://datasets/tatsu-lab/alpaca@refs/convert/parquet/default/train/*.parquet
     tatsu-lab/alpaca, file a.json       hf://datasets/tatsu-lab/alpaca/a.json
 
-The first is the Parquet copy that the Hub keeps of each data set, with one folder per configuration and split.
+The first URL is the Parquet copy that the Hub keeps of each dataset, with one folder per configuration and split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNREAD = (".csv", ".tsv", ".xml", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class DataSplit:
-    """A split of a data set, and how many of its first rows to read."""
+    """A split of a dataset, and how many of its first rows to read."""
 
     name: str
     first: int | None
@@ -59,7 +59,7 @@ def is_local(path: str) -> bool:
 def data_inputs(
     path: str, *, files: list[str] | None = None, config: str | None = None, split: str = "train", revision: str = ""
 ) -> list[str]:
-    """The `inputs` of a source; raises `DataError` for a kind of file that chatmill does not read."""
+    """Return the `inputs` of a source; raise `DataError` for a file format that chatmill does not read."""
     if path in ("json", "parquet", "arrow") and files:
         inputs = files
     elif _URL.match(path):
@@ -78,7 +78,7 @@ def data_inputs(
 
 
 def source_name(path: str, taken: list[str]) -> str:
-    """A unique name for a source, derived from its path."""
+    """Return a unique name for a source, derived from its path."""
     name = re.sub(r"[^\w.-]+", "-", path.rstrip("/").split("/")[-1]).strip("-.") or "data"
     for suffix in SUFFIXES:
         name = name.removesuffix(suffix)
@@ -124,7 +124,7 @@ def take_model(translation: Translation, keys: TheirKeys, name: str, revision: s
 
 
 def _model_folder(translation: Translation, model: str, revision: str | None) -> tuple[str, str]:
-    """The folder of a model, and the command that downloads it, which may be empty."""
+    """Return the folder of a model and the command that downloads it, which may be empty."""
     if translation.model is not None:
         return translation.model, ""
     if is_local(model):

@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments, which LLaMA-Factory and TRL share."""
+"""Keys of transformers' TrainingArguments, which LLaMA-Factory and TRL share."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()
 def take_training_arguments(translation: Translation, keys: TheirKeys, names: RunNames, *, checkpointing: bool) -> bool:
     """Read all keys of TrainingArguments that have a counterpart; returns whether the run evaluates.
 
-    `checkpointing`: whether the trainer uses activation checkpointing by default.
+    `checkpointing` states whether the trainer uses activation checkpointing by default.
     """
     take_run(translation, keys, names)
     take_seed(translation, keys, 42)

@@ -53,7 +53,7 @@ def import_llamafactory(
     ranks: int | None = None,
     model: str | None = None,
 ) -> ImportedConfig:
-    """Convert a dataset_info.json, the config of a run, or both in any order, with a report on each key.
+    """Convert a dataset_info.json, a run config, or both in any order, with a report on each key.
 
     If only the config of a run is given, dataset_info.json is looked up in its `dataset_dir`. If only dataset_info.json
     is given, the recipe has the named `datasets`, or all that are for SFT. `ranks` is the number of GPUs, `model` a
@@ -79,7 +79,7 @@ def import_llamafactory(
 
 
 def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Place | None]:
-    """Tell which of the given files is the dataset_info.json and which is the config of a run."""
+    """Return which of the given files is the dataset_info.json and which is the run config."""
     files = [place(each) for each in (path, train) if each is not None]
     info = [each for each in files if each.name.lower().endswith(".json")]
     run = [each for each in files if each.name.lower().endswith((".yaml", ".yml"))]
@@ -89,7 +89,7 @@ def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Pl
 
 
 def _import_info(translation: Translation, path: Place, names: Sequence[str]) -> list[str]:
-    """Import data sets without the config of a run; those that are not for SFT are reported."""
+    """Import datasets without a run config; datasets that are not for SFT are reported."""
     entries = read_config(path, "a dataset_info.json")
     if unknown := [name for name in names if name not in entries]:
         raise DataError(f'{path}: does not contain the data set "{one_line(unknown[0])}"')
@@ -203,7 +203,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> bool:
 def _take_data(
     translation: Translation, keys: TheirKeys, info: Place | None, run: Place, *, evaluates: bool
 ) -> list[str]:
-    """Read the data sets of the run and how their rows are built; returns the names of the data sets."""
+    """Read the datasets of the run and how their rows are built; returns the names of the datasets."""
     folder = keys.text("dataset_dir")
     names, others = keys.texts("dataset", separator=","), keys.texts("eval_dataset", separator=",")
     if not names:
@@ -240,7 +240,9 @@ def _take_data(
 
 
 def _find_info(translation: Translation, folder: str | None, run: Place) -> Path | None:
-    """The dataset_info.json in `dataset_dir`, relative to the current folder or to a parent folder of the config."""
+    """Return the path of dataset_info.json in `dataset_dir`, relative to the current folder or to a parent of the
+    config.
+    """
     if folder is not None and (folder.startswith("REMOTE:") or folder == "ONLINE"):
         translation.faults.append(f"dataset_dir {folder}: download the data, and give its {DATASET_INFO} as well")
         return None

@@ -1,4 +1,4 @@
-"""Entries of LLaMA-Factory's dataset_info.json as sources of a recipe."""
+"""Convert entries of LLaMA-Factory's dataset_info.json to recipe sources."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def why_not_sft(entry: Mapping[str, Any]) -> str | None:
 
 
 def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *, only_val: bool = False) -> None:
-    """Convert one data set to a source, or refuse it if it cannot be read."""
+    """Convert one dataset to a source, or refuse it if it cannot be read."""
     if not isinstance(entry, dict):
         translation.refuse(name, entry, "expected a table as an entry of dataset_info.json")
         return
@@ -143,7 +143,7 @@ def _take_messages(
     tags: Mapping[str, Any] | None,
     renamed: dict[str, Any],
 ) -> str:
-    """Return `sharegpt` if the keys have ShareGPT's names, else `messages` with columns."""
+    """Return the shape `sharegpt` if the keys have ShareGPT's names, otherwise `messages` with columns."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
     # If only some tags are given, the others are unset, except the two that are always needed.

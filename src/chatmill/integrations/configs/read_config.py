@@ -1,4 +1,4 @@
-"""Read config files of other trainers: YAML or JSON of limited size, with plain values only."""
+"""Read config files from other trainers: YAML or JSON of limited size, with plain values only."""
 
 from __future__ import annotations
 

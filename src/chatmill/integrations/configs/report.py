@@ -1,4 +1,4 @@
-"""The result for each key of another trainer's config: taken, equal to a default, without counterpart, or unknown."""
+"""Report on the keys of another trainer's config: imported, equal to a default, without counterpart, or unknown."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KeyResult:
         object.__setattr__(self, "value", _without_secrets(self.key, self.value))
 
     def __str__(self) -> str:
-        """One line: `key: value -> ours; note`."""
+        """Return the result as one line: `key: value -> ours; note`."""
         line = f"{self.key}: {shown(self.value)}"
         if self.ours:
             line += " -> " + ", ".join(f"{name} {shown(value)}" for name, value in self.ours.items())
@@ -311,7 +311,7 @@ def _paths(key: str) -> list[str]:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal; False and 0 are not."""
+    """Return whether two values are equal; False and 0 count as different."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

@@ -1,4 +1,4 @@
-"""Keys for rows: maximum length, truncation, packing, validation split, and chat template."""
+"""Keys that set how rows are built: maximum length, truncation, packing, validation split, and chat template."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def without_val(translation: Translation) -> None:
 
 
 def use_template(translation: Translation, key: str, text: str) -> None:
-    """Use a chat template that is given as text or as the path of a file."""
+    """Use a chat template that is given as text or as a file path."""
     if re.search(r"\{[{%#]", text):
         translation.chat_template = text if text.endswith("\n") else text + "\n"
         translation.take(key, text, other={"format": "template", "chat_template": "written next to the recipe"})

@@ -109,7 +109,9 @@ def _take_optimizer(translation: Translation, keys: TheirKeys, names: RunNames) 
 
 
 def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
-    """Read the learning rate schedule, its final value and the warmup; `constant` of transformers has no warmup."""
+    """Read the learning rate schedule, its final value and the warmup; the `constant` schedule in transformers has no
+    warmup.
+    """
     kind = keys.text(names.schedule)
     options = keys.table("lr_scheduler_kwargs")
     ours = SCHEDULES.get(kind or names.default_schedule)

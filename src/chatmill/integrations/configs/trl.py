@@ -1,4 +1,4 @@
-"""`import_trl`: converts a config of `trl sft`, or of the alignment handbook, to a recipe and a train config.
+"""`import_trl`: converts a config for `trl sft`, or from the alignment handbook, to a recipe and a train config.
 
 Follows TRL's source at f2cd577 (`trainer/sft_config.py`, `trainer/model_config.py`, `scripts/utils.py`), and the
 alignment handbook at 925acdf.
@@ -68,7 +68,7 @@ OFF = {"lora_task_type": "CAUSAL_LM", "bnb_4bit_quant_type": "nf4", "truncation_
 
 
 def import_trl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
-    """Convert a config of `trl sft` to a recipe and a train config, with a report on each of its keys.
+    """Convert a `trl sft` config to a recipe and a train config, with a report on each of its keys.
 
     `ranks` is the number of GPUs, `model` a folder with the base model to use instead of the one in the config.
     """
@@ -205,7 +205,7 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
 
 
 def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str, str], shapes: set[str]) -> None:
-    """Convert one data set of a mixture; its fraction is the part that is trained per epoch."""
+    """Convert one dataset of a mixture; its fraction is the part that is trained per epoch."""
     path, config, fraction = keys.text(names[0]), keys.text(names[1]), keys.number(names[2])
     split, files, folder = keys.text("split"), keys.texts("data_files"), keys.text("data_dir")
     if path is None:

@@ -44,7 +44,7 @@ class ImportedConfig:
 
     @classmethod
     def of(cls, translation: Translation, order: Sequence[str]) -> ImportedConfig:
-        """Return the result of a translation; raise one error that lists all faults."""
+        """Return the result of a conversion; raise one error that lists all faults."""
         translation.settle()
         translation.check()
         return cls(

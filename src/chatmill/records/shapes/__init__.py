@@ -22,7 +22,7 @@ from chatmill.records.shapes.plain_text import TextTemplates
 Shape = Callable[[bytes], list[ParsedRecord]]
 DecodeLines = Callable[[bytes], list[ParsedRecord] | None]
 
-# Bytes of the record kept with a fault: enough to recognize it, few enough to keep many.
+# Bytes of an invalid record kept with its error: enough to recognize the record, few enough to keep many of them.
 RAW_BYTES = 4096
 
 
@@ -168,7 +168,7 @@ class ShapeParser:
         """Return the records of a block of lines if it can be decoded at once, else None."""
         parsed = self.decode_lines(block) if self.decode_lines is not None and len(block) <= self.limit else None
         source, file = self.source, self.file
-        # Only plain records are decoded this way, and they have no other keys.
+        # Only plain records are decoded this way, and they have no unread keys.
         return [
             new_record(each.messages, each.id, each.tools, source, file, line)
             for line, each in enumerate(parsed or (), first_line)
@@ -247,7 +247,8 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
 def _columns_hint(record: Object) -> str:
     """Return the `--columns` that would read a record with a question and an answer.
 
-    With a system text or a history, the names are those of `alpaca`, which reads both."""
+    If the record has a system text or a history, the names are those of the `alpaca` shape, which reads both.
+    """
     pair = next((pair for pair in _PAIRS if all(type(record.get(key)) is str for key in pair)), None)
     if pair is None:
         return " with --columns"
@@ -274,7 +275,7 @@ def _refuse_other_data(file: str, line: int, record: Object) -> None:
 
 
 def shapes_of(record: Any) -> dict[str, str]:
-    """Return the possible shapes of a decoded record by its keys, with the reasons; empty if none match."""
+    """Return the shapes that match the keys of a decoded record, with the reasons; empty if none match."""
     if isinstance(record, str):
         return {"transcript": "its text has <|USER|> or <|ASSISTANT|>"} if _has_marker(record) else {}
     if not isinstance(record, dict):

@@ -3,7 +3,7 @@
     messages=conversations,role=from,content=value,user=human,assistant=gpt
 
 The name on the left is chatmill's, the name on the right is the file's. Keys are renamed before a record is parsed;
-others keep their names. The ShareGPT roles human and gpt are known.
+keys that are not mapped keep their names. The ShareGPT roles human and gpt need no mapping.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class ColumnMap:
     roles: Mapping[str, str]
 
     def renamed(self, values: Object) -> tuple[Object, list[str]]:
-        """Return the record with chatmill's names, and the original keys dropped because a renamed key has their
+        """Return the record with chatmill's names, and the keys that were dropped because a renamed key took their
         name.
         """
         out = {self.record[key]: value for key, value in values.items() if key in self.record}
         left_out = [key for key in values if key not in self.record and key in out]
         if not set(PREFERENCE_KEYS).isdisjoint(self.record):
-            # The map selects the answer to train, so the other one is not needed.
+            # The map selects which answer of a preference pair to train, so the other one is not needed.
             left_out += [key for key in PREFERENCE_KEYS if key in values and key not in self.record]
         out |= {key: value for key, value in values.items() if key not in self.record and key not in left_out}
         for key in MESSAGE_LISTS:
@@ -72,7 +72,7 @@ class ColumnMap:
         if not isinstance(turn, dict):
             return turn
         out = {self.message[key]: value for key, value in turn.items() if key in self.message}
-        # If two keys get the same name, the unmapped one is kept under another name, and so reported as unread.
+        # If two keys get the same name, the unmapped one is kept under another name, so that it is reported as unread.
         out |= {key if key not in out else f"{key} ": value for key, value in turn.items() if key not in self.message}
         for key in ("role", "from"):
             if isinstance(role := out.get(key), str):
@@ -87,7 +87,7 @@ class ColumnMap:
 
 
 def _list_in_json(text: str) -> Any:
-    """Decode a list from JSON text; return other text unchanged, which the parser reports."""
+    """Decode a list from JSON text; return other text unchanged for the parser to report."""
     try:
         value = decode(text.encode())
     except (RecordError, RecursionError):

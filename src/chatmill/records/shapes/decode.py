@@ -117,7 +117,7 @@ def _diagnose(data: bytes, error: str) -> RecordError:
         what = f"unpaired surrogate at {_place(data, lone.start(1))}"
         return RecordError(what, "expected both halves, or the character itself", kind="surrogate")
     if match := _REASON.match(error):
-        # Trailing characters are reported one byte after the first of them.
+        # The decoder reports trailing characters one byte after the first of them.
         reason, at = match[1], int(match[2]) - (match[1] == "trailing characters")
     elif "out of range" in error:
         return RecordError("a number is out of range", "expected numbers that fit a double", kind="json")

@@ -26,7 +26,7 @@ WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
 """Numeric keys; `loss_weight` is from LLaMA-Factory, `loss_scale` from ms-swift."""
 ANSWER_KEYS = ("loss", "loss_weight", "loss_scale")
 """Keys of trainers that only ever train assistant messages."""
-# Range of normal 32-bit floats, as which weights are stored.
+# Weights are stored as 32-bit floats; this is the range of normal values.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
@@ -200,7 +200,7 @@ def listed(words: Sequence[str], last: str = "or") -> str:
 
 
 def _role_hint(name: str, roles: Mapping[str, Role]) -> str:
-    """Return how `--columns` maps the role `name`; empty if it cannot."""
+    """Return a hint on how to map the role `name` with `--columns`; empty if that is not possible."""
     if name in ROLES or not re.fullmatch(r"[\w.-][\w .-]{,39}(?<! )", name):
         return ""
     role = roles.get(name.lower()) or ROLE_NAMES.get(name.lower())
@@ -240,7 +240,7 @@ def read_record(
 
 
 class PlainMessages(NamedTuple):
-    """Keys and roles of the plain messages of a shape, which have only a role and a text."""
+    """Keys and roles of a shape's plain messages, which have only a role and a text."""
 
     role: str
     text: str
@@ -345,7 +345,7 @@ def template_kwargs(record: KeyReader) -> str:
         if not name.isidentifier() or name in RESERVED_KWARGS:
             what = f"chat_template_kwargs has {quoted(name)}"
             raise RecordError(what, "expected names of template variables", kind="template_kwargs")
-    # Rows of a table have the keys of all rows, with null for those that a row lacks.
+    # In a table, every row has the keys of all rows, and a value that is missing in the row is null.
     given = {name: value for name, value in sorted(given.items()) if value is not None}
     return compact(given) if given else ""
 
@@ -396,7 +396,7 @@ def reasoning(turn: KeyReader, role: Role) -> str:
 
 
 def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
-    """Decode a value that may be given as JSON text; text that is not JSON raises the error `what`."""
+    """Decode a value that may be given as JSON text; if it is not JSON, raise an error that starts with `what`."""
     try:
         return decode(value.encode()) if type(value) is str else value
     except RecordError as fault:
@@ -404,7 +404,7 @@ def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
 
 
 def tool_call(call: KeyReader, id: str | None = None) -> ToolCall:
-    """Return the call of `{"name": …, "arguments": …}`, with arguments as an object or its JSON text."""
+    """Parse a tool call `{"name": …, "arguments": …}`, with arguments as an object or as JSON text."""
     owner, right = call.owner, "expected a JSON object"
     name, given = call.text("name"), call.required("arguments")
     raw = given if type(given) is str else ""

@@ -1,4 +1,4 @@
-"""The `messages` shape, OpenAI-style chat, which most data has, and its strict form `primer`.
+"""The `messages` shape (OpenAI-style chat, the most common) and its strict form, `primer`.
 
 `decode` and `decode_lines` decode plain records (roles and texts only) straight into typed values, and return None for
 others. `parse` reads every accepted form and reports errors. Both give the same result for plain records.
@@ -29,7 +29,7 @@ _CALL_PARTS = ("tool_call", "function_call")
 
 
 class _CommonMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """Role and text. Keys that tables and exports fill with null may be present as null."""
+    """A role and a text. Keys that tables and exports fill with null may be present if they are null."""
 
     role: Role
     content: str
@@ -64,7 +64,7 @@ _PRIMER_DECODER = msgspec.json.Decoder(_PrimerRecord)
 
 
 def decode(data: bytes, decoder: msgspec.json.Decoder[Any] = _DECODER) -> ParsedRecord | None:
-    """Decode a plain record; None for any other."""
+    """Decode a plain record; return None for any other record."""
     try:
         record = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -73,7 +73,7 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[Any] = _DECODER) -> Parsed
 
 
 def decode_primer(data: bytes) -> ParsedRecord | None:
-    """Decode a valid primer record; None for any other, whose error `parse_primer` reports."""
+    """Decode a valid primer record; return None for any other, so that `parse_primer` reports the error."""
     return decode(data, _PRIMER_DECODER)
 
 
@@ -137,7 +137,7 @@ def _primer_message(turn: KeyReader) -> Message:
 
 
 def message_from_fields(given: Object, owner: str = "the message") -> Message:
-    """Build a message from fields as `parse` reads them; raise for a field that is not read."""
+    """Build a message from fields in the form that `parse` reads; raise for an unknown field."""
     turn = KeyReader(owner, "", given, {})
     complete = turn.take("complete")
     turn.refuse_media()
@@ -289,7 +289,7 @@ def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
 
 
 def _tool_call(turn: KeyReader, owner: str, path: str, call: Any) -> ToolCall:
-    """Parse one tool call, nested under `function` as servers write it, or flat."""
+    """Parse one tool call, either nested under `function`, as servers return it, or flat."""
     if type(call) is ToolCall:
         return call
     return _call_of(fields.call_fields(turn, owner, path, call))

@@ -17,7 +17,7 @@ from chatmill.records.shapes.messages import PLAIN, read_message
 
 @dataclass(frozen=True)
 class TextTemplates:
-    """The strings before answers and before questions that split a `text` record."""
+    """Strings that split a `text` record: `response` precedes each answer, `instruction` each question."""
 
     response: str
     instruction: str | None = None

@@ -33,7 +33,7 @@ _PLAIN_TOOL = PlainMessages("role", "content", fields.TEXT_ROLES)
 
 
 def sharegpt(record: Object) -> ParsedRecord:
-    """The conversation of one record; a top-level `system` becomes its first message."""
+    """Parse one record; a top-level `system` becomes the first message."""
     return fields.read_record(record, _sharegpt_messages)
 
 
@@ -42,7 +42,7 @@ def _sharegpt_messages(record: KeyReader) -> list[Message]:
 
 
 def tool(record: Object) -> ParsedRecord:
-    """The conversation of one record; a top-level `system` becomes its first message."""
+    """Parse one record; a top-level `system` becomes the first message."""
     return fields.read_record(record, _tool_messages)
 
 
