@@ -283,8 +283,7 @@ class TrainBatches:
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state, because the data module saves the position. The method marks the loader as resumable.
-        """
+        """Return an empty state, because the data module saves the position. Marks the loader as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
