@@ -64,7 +64,7 @@ def one_of(*options: str) -> ValueCheck:
 
 
 def named(what: str) -> ValueCheck:
-    """Accept non-empty strings: the name of a file, a folder, …"""
+    """Accept non-empty strings, such as the name of a file or folder."""
     return ValueCheck(f"the name of a {what}", lambda value: isinstance(value, str) and value != "")
 
 

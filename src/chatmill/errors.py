@@ -1,4 +1,4 @@
-"""Errors that say where the problem is, what it is, and what would be right.
+"""Errors that state where the problem is, what is wrong, and what is expected.
 
 Every error that a user can cause is a `ChatmillError` with a one-line message. The command line prints that line and
 exits with `exit_code`; a traceback is always a bug in chatmill.
@@ -15,7 +15,7 @@ _NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]+")
 
 
 class ChatmillError(Exception):
-    """An error that the user can fix, with a one-line message: where, what, and what would be right.
+    """An error that the user can fix; its one-line message states where it is, what is wrong, and what is expected.
 
     >>> try:
     ...     open_dataset("nowhere")

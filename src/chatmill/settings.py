@@ -50,7 +50,8 @@ KEYS: Mapping[str, ValueCheck] = {
 
 
 def read_settings() -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the file by dotted name, and a list of its errors; both are empty if there is no file."""
+    """Return the settings of the file by dotted name, and a list of its errors; both are empty if the file does not
+    exist."""
     if not FILE.exists():
         return {}, []
     settings, unknown, faults = {}, [], []

@@ -99,7 +99,7 @@ def apply_record_weights(records: Sequence[Record], spans: Table, first_span: In
 
 
 def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
-    """Return the origin of each record, for rows of one record each, and the files that the origins refer to."""
+    """Return the origins of rows that contain one record each, and the files that the origins refer to."""
     origins = np.zeros(len(records), dtype=ORIGIN)
     if isinstance(records, ChatColumns):
         origins["line"] = np.arange(records.line, records.line + len(records))

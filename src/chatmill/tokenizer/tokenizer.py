@@ -132,7 +132,7 @@ class Tokenizer:
         return Tokenizer(self._backend, name=self.name, control=control, added=added)
 
     def special_token_ids(self) -> dict[str, int]:
-        """Return the ids of the control tokens of the format, by the format's keys."""
+        """Return the ids of the format's control tokens by key."""
         return dict(self._special)
 
     def state(self, *, added_tokens: bool) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def token_positions(
 
     A token belongs to the side of the boundary on which it starts. Offsets are counted from the end of the text,
     because some tokenizers add a space before its first token. If a tokenizer normalizes a text, its length in bytes
-    changes and boundaries are not exact. `byte_lengths` are the lengths of all tokens that the ranges refer to.
+    changes and boundaries are not exact. `byte_lengths` contains the length of every token that the ranges refer to.
     """
     total = _range_sums(byte_lengths, start, stop)
     added = total - size

@@ -335,7 +335,8 @@ class TemplateRenderer:
     def _lay_out_texts(
         self, key: ShapeKey, texts: list[str], record: Callable[[], Record], *, last_only: bool = False
     ) -> LaidOut:
-        """Lay out with a cached trace whose guards hold; else derive, and cache the trace if it may be reused."""
+        """Lay out a record with a cached trace whose guards hold; else derive its answers and cache a reusable
+        trace."""
         followed = self._cache.follow(key, texts)
         if followed is not None:
             trace, slots = followed

@@ -82,7 +82,7 @@ class ChatTemplate:
         return variables, meter_for(given.characters, len(chosen), self.deadline)
 
     def _find_style(self) -> Style:
-        """Find the form of contents and tool calls that the template expects.
+        """Find the form in which the template expects contents and tool calls.
 
         Tool arguments are passed as an object, like servers do, unless the template cannot handle one: it fails, drops
         the arguments, or outputs the object's Python repr. Such a template gets the arguments as a string.

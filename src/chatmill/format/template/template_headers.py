@@ -47,7 +47,7 @@ def template_text_ids(
 
 @dataclass
 class TemplateHeaders:
-    """The headers of the templates of one renderer."""
+    """The headers of a renderer's templates."""
 
     encoder: ControlEncoder
     control_tokens: ControlTokens

@@ -1,7 +1,7 @@
 """Guards that keep a cached trace valid for other conversations: the derivation by prefix must give the same result.
 
-Literals and slots usually decide whether one rendering is a prefix of another; if it depends on the text in a slot, a
-guard is added.
+Usually the literals determine whether one rendering is a prefix of another; if the text in a slot matters, a guard is
+added.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ LINES = (
 def certify(
     renderer: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
 ) -> list[Finding]:
-    """Return the lines of the certificate, in order; their text calls the peer `peer_name`."""
+    """Return the lines of the certificate, in order; they refer to the peer as `peer_name`."""
     seen = Observations(renderer, peer, peer_name)
     seen.read(records)
     return list(_findings(seen))

@@ -135,7 +135,7 @@ class Observations:
                     own.unended.append(f"{one.place}: message {answer.message}")
 
     def text_of(self, record: Record) -> TextOf:
-        """Return a cached function for plain renderings of a record."""
+        """Return a function that renders the record as plain text and caches the results."""
 
         @cache
         def text_of(messages: int, prompt: bool) -> str:

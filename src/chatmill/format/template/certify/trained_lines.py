@@ -35,7 +35,7 @@ def _plain_refused(seen: Observations, line: str) -> Finding | None:
 
 
 def reason(seen: Observations, record: Record, fault: RecordError) -> str:
-    """Return why a probe is rejected and the fix, with the template line that should end the answer."""
+    """Return why a probe is rejected and how to fix it, quoting the template line that should end the answer."""
     text = f"{fault.what}; {fault.right}"
     if fault.kind != "no_end_token":
         return text

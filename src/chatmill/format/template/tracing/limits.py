@@ -1,4 +1,4 @@
-"""Limits of one rendering on steps, characters and CPU time.
+"""Limits on the steps, characters and CPU time of one rendering.
 
 Exceeding a limit stops the template with an error that names the line. If the template is busy inside a single
 operation, the process that waits for it stops it (`chatmill.format.template.process`).

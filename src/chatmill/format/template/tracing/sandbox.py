@@ -79,7 +79,7 @@ class Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment for one template that runs one rendering at a time."""
+    """A Jinja environment for one template; it runs one rendering at a time."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
