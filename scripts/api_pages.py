@@ -105,7 +105,7 @@ def integrations_page() -> str:
 
 
 def library_exports(library: str) -> list[str]:
-    """The public classes and functions of an integration, read from its source: its library need not be installed."""
+    """Return the public classes and functions of an integration from its source: its library need not be installed."""
     tree = ast.parse((ROOT / "src/chatmill/integrations" / f"{library}.py").read_text("utf-8"))
     names = set()
     for node in tree.body:

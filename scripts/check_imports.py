@@ -106,7 +106,7 @@ def heavy_parts(found: Import) -> set[str]:
 
 
 def imports(path: Path, package: Path) -> Iterator[Import]:
-    """Every import statement of a file, at any level, with relative names made absolute."""
+    """Yield every import in a file, at any level, with absolute module names."""
     above = (PACKAGE, *path.relative_to(package).parts[:-1])
 
     def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:

@@ -55,7 +55,7 @@ def vague_variables(sources: dict[Path, ast.Module]) -> Iterator[str]:
 
 
 def bound_name(node: ast.AST) -> str | None:
-    """The name that a node assigns, declares as a parameter, or gives to a function or attribute."""
+    """Return the name that a node assigns, declares as a parameter, or gives to a function or attribute."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return node.id
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

@@ -1,4 +1,4 @@
-"""Build the sdist and the wheel into dist/, and test them as users would install them: `make packages`.
+"""Build the sdist and the wheel into dist/, and test them as a user would install them: `make packages`.
 
     python scripts/check_packages.py
 
@@ -62,7 +62,7 @@ def build() -> tuple[Path, Path]:
 
 
 def interpreter(python: str) -> Path | None:
-    """Return a Python of this version, from PATH or pyenv; None if there is none."""
+    """Return a Python of this version, from PATH or pyenv; None if it is not installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python{python}"))):
         # The command may be a shim of pyenv, which fails if that version is not selected.

@@ -107,7 +107,7 @@ def table(first: str, rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """Escape text for a table cell; only code stays markup."""
+    """Escape text for a table cell; code in backticks is kept."""
     plain = re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
     return "".join(
         part if number % 2 else part.replace("<", "&lt;").replace("*", "\\*")

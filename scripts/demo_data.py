@@ -45,7 +45,7 @@ class Questions(NamedTuple):
 
 
 def split_questions(seed: int) -> tuple[Questions, Questions]:
-    """The questions of the training conversations (four fifths) and of the held-out ones."""
+    """Return the questions of the training conversations (four fifths) and of the held-out conversations."""
     rng = random.Random(seed)
     kinds = [list(product(WHERE, SHELVES)), list(product(WHEN, HOURS)), list(product(FOUND, SHELVES))]
     for pairs in kinds:
@@ -78,7 +78,7 @@ class Desk:
         self.messages.append({"role": "assistant", "content": content})
 
     def question(self) -> None:
-        """A question that the clerk answers from memory."""
+        """Add a question that the clerk answers from memory."""
         if self.rng.random() < 0.5:
             wording, things = self.rng.choice(self.questions.where)
             self.visitor(wording.format(things))
@@ -89,7 +89,7 @@ class Desk:
             self.clerk(f"On {day} we are open from {HOURS[day]}.")
 
     def search(self) -> None:
-        """A question that the clerk answers with a tool."""
+        """Add a question that the clerk answers with a tool."""
         wording, things = self.rng.choice(self.questions.found)
         self.visitor(wording.format(things))
         self.careless_reply()
@@ -100,7 +100,7 @@ class Desk:
 
 
 def chat(questions: Questions, rng: random.Random) -> dict[str, Any]:
-    """One to three questions, as a record of shape `messages`."""
+    """Return a record of shape `messages` with one to three questions."""
     desk = Desk(questions, rng)
     for _ in range(rng.randint(1, 3)):
         desk.question()
@@ -108,7 +108,7 @@ def chat(questions: Questions, rng: random.Random) -> dict[str, Any]:
 
 
 def tools(questions: Questions, rng: random.Random) -> dict[str, Any]:
-    """One or two searches, sometimes after another question, as a record of shape `tool`."""
+    """Return a record of shape `tool` with one or two searches, sometimes after another question."""
     desk = Desk(questions, rng)
     if rng.random() < 0.3:
         desk.question()
@@ -120,7 +120,7 @@ def tools(questions: Questions, rng: random.Random) -> dict[str, Any]:
 def conversations(
     make: Callable[[Questions, random.Random], dict[str, Any]], questions: Questions, *, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield distinct conversations without end."""
+    """Yield an endless sequence of distinct conversations."""
     rng, made = random.Random(seed), set[str]()
     while True:
         conversation = make(questions, rng)

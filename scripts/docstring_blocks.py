@@ -42,7 +42,7 @@ def document_key(attribute: Attribute, call: ExprCall) -> None:
 
 
 def string_value(node: ast.expr) -> str:
-    """The value of a string literal; values in an f-string stay as `{expression}`."""
+    """Return the value of a string literal; expressions in an f-string stay as `{expression}`."""
     if isinstance(node, ast.JoinedStr):
         return "".join(string_value(part) for part in node.values)
     return node.value if isinstance(node, ast.Constant) else "{" + ast.unparse(node.value) + "}"

@@ -75,7 +75,7 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 
 
 def write_data(folder: Path) -> Path:
-    """Episodes that count upwards, as another program would write them; the second half of each is trained."""
+    """Write episodes of ascending numbers, as another program would; the second half of each episode is trained."""
     shard = folder / "train" / "shard_00000"
     shard.mkdir(parents=True)
     rng = np.random.default_rng(0)

@@ -218,7 +218,7 @@ KINDS: list[Kind] = [capital, sum_of_two, fact, reversal, letters, conversion, w
 
 
 def conversation(rng: random.Random) -> list[Turn]:
-    """One conversation: perhaps a system message, one or two topics, perhaps a thank-you."""
+    """Return one conversation: an optional system message, one or two topics, and an optional thank-you."""
     pairs = rng.choice(KINDS)(rng)
     if rng.random() < 0.15:
         pairs += rng.choice(KINDS)(rng)
@@ -251,7 +251,7 @@ SKIES = ["clear", "cloudy", "light rain", "snow", "windy"]
 
 
 def call(name: str, result: Any, **arguments: Any) -> list[dict[str, Any]]:
-    """A tool call and its result, which is JSON unless it is a string."""
+    """Return a tool call and its result, which is JSON unless it is a string."""
     content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     return [
         {"role": "assistant_toolcall", "name": name, "arguments": arguments},

@@ -13,7 +13,7 @@ The folder has the files of a downloaded model, and transformers, PEFT, TRL and 
     chat_template.jinja                ChatML with tools, tool calls and reasoning
 
 The same arguments and library versions give the same bytes. The weights are random, so the answers are random too: use
-the model only to try out commands. A folder that exists and is not empty is left as it is.
+the model only to try out commands. A folder that exists and is not empty is not changed.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
     )
     with torch.random.fork_rng():
         model = Qwen3ForCausalLM(config)
-    # numpy's uniform numbers are bit-identical on every processor; torch does not promise that for normal ones.
-    # The variance of each matrix is 1 / inputs: with smaller tied embeddings, the loss could not get close to 0.
+    # numpy's uniform random numbers are bit-identical on every processor; torch does not guarantee that for normal
+    # ones. The variance of each matrix is 1 / inputs: with smaller tied embeddings, the loss could not get close to 0.
     random = np.random.default_rng(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):

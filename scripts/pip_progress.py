@@ -1,4 +1,4 @@
-"""Run `pip install` and show on one line which package it is working on.
+"""Run `pip install` and show the current package on one line.
 
     .venv/bin/python scripts/pip_progress.py -r requirements/dev.txt
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def print_step(text: str, *, terminal: bool, final: bool) -> None:
-    """Replace the line on a terminal; in a log, print only the number of packages from time to time."""
+    """Update the line on a terminal; in a log, print only the number of packages from time to time."""
     if terminal:
         print(f"\r{text[:WIDTH]:<{WIDTH}}", end="\r" if final else "", flush=True)
     elif text.startswith("  installing") or re.match(r"  \d*[05]0 packages: collecting", text):

@@ -50,7 +50,7 @@ PROBE = "int main(void) { return 0; }"
 
 
 def runtime(compiler: str) -> list[str]:
-    """The sanitizer libraries to preload, because Python itself is not compiled with them."""
+    """Return the sanitizer libraries to preload, because Python itself is not compiled with them."""
     names = ["libasan.so", "libubsan.so"]
     if "clang" in subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout:
         names = [f"libclang_rt.asan-{platform.machine()}.so"]

@@ -95,7 +95,7 @@ class Setting:
 
 
 class Scores(NamedTuple):
-    """Scores of a model on unseen scenes."""
+    """Scores of a model on held-out scenes."""
 
     recall: float
     precision: float
@@ -227,7 +227,7 @@ def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
     same = likely = 0
     for truth, prompt in zip(truths, prompt_lists(task_prompts(truths, task)), strict=True):
         answer = build_answer(truth.objects, tokenizer=task.tokenizer, eos_id=task.eos_id).ids.tolist()
-        # Complete objects up to the middle are kept, and the others are appended: the text stays the same.
+        # Keep the complete objects up to the middle and append the others: the text stays the same.
         target = build_target(
             answer[: len(answer) // 2 + 3],
             truth.objects,
@@ -252,14 +252,14 @@ def longest_row(folder: Path, task: Task) -> int:
 
 
 def longest_answer(folder: Path, task: Task) -> int:
-    """Maximum number of tokens in an answer: more than any true answer has."""
+    """Maximum number of tokens in an answer, which is more than any true answer has."""
     truths = list(read_truth(folder / "held_out.jsonl"))
     prompts = task_prompts(truths, task)
     return round(1.25 * int((answer_rows(truths, task).lengths - prompts.lengths).max()))
 
 
 def small_tokenizer(setting: Setting) -> bytes:
-    """A byte-level BPE in which a cell of a scene is one token, and an object is about sixteen.
+    """Train a byte-level BPE in which a cell of a scene is one token, and an object is about sixteen tokens.
 
     With `tokens="split"`, an object ends with the token `}`, and the next token decides whether the answer continues or
     ends. With `tokens="fused"`, `"]}, "object_` and `"]}}` are single tokens, as in the tokenizers of many models.

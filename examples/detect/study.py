@@ -1,4 +1,4 @@
-"""When does rollout matching pay off? Each setting changes one factor; the control is more fine-tuning.
+"""When does rollout matching pay off? Each setting changes one factor; the control is further fine-tuning.
 
     python examples/detect/study.py run --out runs/study --seeds 0 1 2 --processes 14
     python examples/detect/study.py run --out runs/shown --seeds 3 4 5 6 7 --processes 14 --shown
@@ -131,7 +131,7 @@ def kind(setting: Setting, parts: Iterable[str]) -> str:
 
 
 def work(out: Path, jobs: list[Job]) -> None:
-    """Run jobs whose stage 1 has finished, one after the other, until none is left."""
+    """Run the jobs whose stage 1 has finished, one at a time, until no job is left."""
     import torch
 
     torch.set_num_threads(1)

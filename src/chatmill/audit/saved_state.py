@@ -34,7 +34,7 @@ class SavedState(NamedTuple):
 
 
 def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
-    """Find the states of a log in a checkpoint folder or a JSON file; return them by file name."""
+    """Find the saved states of a log in a checkpoint folder or a JSON file; return them by file name."""
     states: dict[str, SavedState] = {}
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         try:

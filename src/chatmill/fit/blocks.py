@@ -237,7 +237,7 @@ def _eos_padding(eos: int, length: int) -> Rows:
 
 
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
-    """Count what the blocks add, omit and do not train.
+    """Count the tokens that the blocks add, omit and do not train.
 
     A conversation in three blocks becomes three rows: two of them are counted as repeated, without tokens.
     """
@@ -269,7 +269,8 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         _, segment, start, stop = _pieces(rows, start, stop)
         each = np.arange(len(segment) + 1)
         left_out = gather(rows, GatherPlan(start, stop, each, segment, each))
-        # A conversation without stored tokens is a dropped row; others are truncated, or end with the last block.
+        # A conversation without stored tokens is a dropped row; other conversations are truncated, or end in the last
+        # block.
         whole = ~np.isin(segment, stored)
         dropped = whole | (reason == "remainder")
         sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))

@@ -14,8 +14,8 @@ def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
 
         system user asst | user asst | user asst      each part must fit; the first that does not ends the row
 
-    The first exchange must fit together with the system turn, each later one on its own. EOS at the end of a
-    conversation does not count.
+    The first exchange must fit together with the system turn; each later exchange must fit separately. EOS at the end
+    of a conversation does not count.
     """
     if context_length < 1:
         raise DataError(f"context_length is {context_length}; expected at least 1")

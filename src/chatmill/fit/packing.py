@@ -110,8 +110,8 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
     """Place runs of (length, count), longest first; return steps of (first bin, number of bins, rows per bin).
 
     The best bin for one row is also the best for the next row of that length, until it has no space left: each row
-    makes it fuller than any other bin that has space. So equally full bins take the same number of rows, and one
-    step fills a range:
+    makes it fuller than any other bin that has space. Therefore equally full bins take the same number of rows, and one
+    step fills a range of bins:
 
         bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """

@@ -1,4 +1,4 @@
-"""Truncation: cut rows that are too long by one of these rules.
+"""Truncation: cut rows that are too long, by one of these rules.
 
     turns     drop whole exchanges, oldest first; keep the system turn and the last answer
     tail      keep the last tokens
@@ -351,7 +351,7 @@ def _trained(rows: Rows, before: Index, cut: Truncation) -> Index:
 
 
 def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return whether each new row starts inside an answer, and whether it ends inside one, without its terminator."""
+    """Return whether each new row starts inside an answer, and whether it ends in an answer without its terminator."""
     start, stop = cut.start, cut.stop
     # Only the trained range matters; the head and the context before it are complete or not trained.
     context = start[:, 1] < stop[:, 1]

@@ -110,7 +110,7 @@ def begins_segment(rows: Rows) -> NDArray[np.bool_]:
 
 
 def by_row(reduce: np.ufunc, values: Index, row: Index, rows: int, default: int = -1) -> Index:
-    """Reduce the values of each row to one: np.minimum gives the first of ascending values, np.maximum the last."""
+    """Reduce the values of each row to one; if they ascend, np.minimum gives the first and np.maximum the last."""
     out = np.full(rows, default, dtype=np.int64)
     reduce.at(out, row, values)
     return out

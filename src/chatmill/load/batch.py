@@ -7,7 +7,7 @@
     weights   0 0 1 1 1        y  - c - e      - is -100
     segments  0 0 0 1 1
 
-No loss crosses a segment boundary: the first token of a segment is never predicted, whatever its weight.
+No loss crosses a segment boundary: the first token of a segment is never predicted, regardless of its weight.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class HashedRows(NamedTuple):
 
 
 class BuiltRows(NamedTuple):
-    """The arrays of some rows, with counts for each row."""
+    """The arrays of several rows, with counts for each row."""
 
     batch: Batch
     counts: Index
@@ -136,8 +136,8 @@ def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
 class RowTable:
     """The layout of rows before tokens are copied: row r is episodes[first[r]:first[r + 1]], then padding.
 
-    A row has block_size + 1 tokens: those of x, and the label of the last one. Many rows are looked up together, but
-    `arrays` copies a few at a time, so that they stay in the CPU cache.
+    A row has block_size + 1 tokens: the tokens of x, and the label of the last token. Many rows are looked up together,
+    but `arrays` copies a few at a time, so that they stay in the CPU cache.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class RowTable:
         return trained.reshape(-1, size).sum(axis=1), weights.reshape(-1, size).sum(axis=1)
 
     def build(self, start: int, stop: int, hashed: HashedRows | None = None) -> BuiltRows:
-        """Return the arrays of rows start to stop, with counts for each row. The caller computes the digests."""
+        """Return the arrays of rows `start` to `stop`, with counts for each row. The caller computes the digests."""
         with reading():
             try:
                 batch = self.arrays(start, stop)
@@ -219,7 +219,7 @@ class RowTable:
         return BuiltRows(batch, self._counts[start:stop], self._num_segments[start:stop])
 
     def arrays(self, start: int, stop: int) -> Batch:
-        """Return the arrays of rows start to stop."""
+        """Return the arrays of rows `start` to `stop`."""
         shape = stop - start, self._block_size
         ids = self._tokens.read(self._token_edges[start], self._token_edges[stop]).reshape(shape[0], shape[1] + 1)
         runs = slice(self._y_edges[start], self._y_edges[stop])

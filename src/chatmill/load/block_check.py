@@ -1,7 +1,7 @@
 """Check that a dataset consists of stream blocks, as post-training requires.
 
-In post-training an answer is trained only after a complete user turn in the same row. Rows of another size would be
-truncated by the loader, and rows that are not blocks may start anywhere, so both are refused.
+In post-training an answer is trained only after a complete user turn in the same row. The loader would truncate rows of
+a different size, and rows that are not blocks may start anywhere, so both are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from chatmill.store.read import Dataset
 
 
 def block_fault(dataset: Dataset, block_size: int) -> str | None:
-    """Return why post-training refuses a dataset, and the command that makes a suitable one; None if it is accepted."""
+    """Return why post-training refuses a dataset, and the command that builds a suitable one; None if accepted."""
     if (what := _other_rows(dataset, block_size)) is None:
         return None
     size = block_size + 1

@@ -1,8 +1,8 @@
 """Digests of the rows of a batch for the audit log, computed from the arrays and the position of the row.
 
-`sha256_rows` hashes only what determines a row, a third of its bytes; `blake2b_rows` hashes all bytes, as in logs of
-earlier versions. `_batch.c` computes the digests of `sha256_rows` while it writes the rows. Digests of several rows,
-ranks or steps are combined by adding them, modulo 2^64 in each column.
+`sha256_rows` hashes only the data that determines a row, a third of its bytes; `blake2b_rows` hashes all bytes, as in
+logs of earlier versions. `_batch.c` computes the digests of `sha256_rows` while it writes the rows. Digests of several
+rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash each row with its step, its position in the global batch, and its episodes.
 
     The label of a trained position is nearly always the next token, with weight 1. So the hash covers the tokens, one
-    bit per position that has a label, and only the labels and weights of other positions.
+    bit per position that has a label, and only the labels and weights that differ from these defaults.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX

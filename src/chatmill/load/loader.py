@@ -127,7 +127,7 @@ class EpisodeLoader(IterableDataset):
         """Downloads for datasets at URLs."""
         self._skip: int | None = None
         """In a worker: batches of other workers before its next batch; None before its first batch."""
-        # Raise errors in the settings here, not at the first batch.
+        # Report invalid settings here rather than at the first batch.
         order = self._builder(self.plan(split)).plan.order
         if epochs is not None and order.length is None:
             raise UsageError(f"epochs is {epochs}, but the order {order.name} has no epochs; remove epochs")
@@ -282,7 +282,7 @@ class EpisodeLoader(IterableDataset):
         return BatchBuilder(plan, self.rank, self.num_rows, digests, **self._options)
 
     def _return(self, plan: LoadPlan, item: ReadyBatch) -> Batch:
-        """Report a batch to the listener, move the cursor past it, and return it."""
+        """Report a batch to the listener, advance the cursor, and return the batch."""
         split, step = plan.split, item.step
         if self._listener is not None:
             if step.begins_epoch:
@@ -356,7 +356,7 @@ class EpisodeLoader(IterableDataset):
 
     def close(self) -> None:
         """Stop the prefetching threads; the loader can still be used."""
-        # Stop downloads first, because a stream may wait for one.
+        # Stop downloads first, because a prefetching thread may be waiting for a download.
         for prefetch in self._prefetches.values():
             prefetch.stop()
         for stream in self._streams.values():

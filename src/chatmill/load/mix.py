@@ -320,7 +320,7 @@ class MixedOrder(Order):
 
 
 def _at_ordinals(order: Order, ordinals: Index, positions: Index) -> Index:
-    """Return the episodes of one source for these row numbers, which may be in several of its epochs."""
+    """Return the episodes of one source for these row numbers, which may span several epochs of the source."""
     if order.length is None:
         return order.at(0, positions)
     epochs, within = np.divmod(ordinals, order.length)

@@ -55,7 +55,7 @@ class Window(NamedTuple):
         return len(self.first) - 1
 
     def rows(self, start: int, stop: int) -> Window:
-        """Return rows start to stop; rows beyond the last are omitted."""
+        """Return rows `start` to `stop`; rows beyond the last are omitted."""
         if start == 0 and stop >= self.num_rows:
             return self
         first = self.first[start : stop + 1]
@@ -82,7 +82,7 @@ class PlannedStep(NamedTuple):
         return len(self.first) - 1
 
     def rows(self, start: int, stop: int) -> Window:
-        """Return rows start to stop; rows beyond the last are omitted."""
+        """Return rows `start` to `stop`; rows beyond the last are omitted."""
         return Window(self.episodes, self.first).rows(start, stop)
 
 
@@ -127,7 +127,8 @@ class LoadPlan:
 
     @cached_property
     def pass_episodes(self) -> int:
-        """Episodes in one pass over the data: all eligible ones or, with `mix_epochs`, one epoch of the mix."""
+        """Number of episodes in one pass over the data: all eligible ones or, with `mix_epochs`, one epoch of the
+        mix."""
         if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):
             return self.num_eligible
         return sum(epoch_rows(self.config.mix_epochs, self.order.num_rows).values())
@@ -142,13 +143,13 @@ class LoadPlan:
     # The order of episodes.
 
     def episodes(self, ordinals: Index) -> Index:
-        """Convert numbers among the eligible episodes, as the order uses them, to global numbers."""
+        """Convert indices into the eligible episodes, which the order uses, to global episode numbers."""
         if not len(self.skipped):
             return ordinals
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
 
     def ordinal(self, episode: int) -> int:
-        """Return the number of an episode among the eligible ones: the inverse of `episodes`."""
+        """Return the index of an episode among the eligible episodes: the inverse of `episodes`."""
         if not 0 <= episode < self.num_episodes:
             raise UsageError(f"no episode {episode} in {self.split}; expected 0 to {self.num_episodes - 1}")
         before = int(np.searchsorted(self.skipped, episode))
@@ -162,7 +163,7 @@ class LoadPlan:
         return self.episodes(self.order.block(epoch, 0, self._limited(count)))
 
     def episodes_from(self, at: Cursor) -> Iterator[Index]:
-        """Yield the episodes after a cursor in blocks, epoch after epoch, without end.
+        """Yield the episodes after a cursor in blocks, epoch after epoch, indefinitely.
 
         With packing, the first block starts at the beginning of the cursor's window.
         """
@@ -173,7 +174,7 @@ class LoadPlan:
             epoch, position = (epoch, stop) if stop != self.order.length else (epoch + 1, 0)
 
     def _limited(self, position: int) -> int:
-        """Return the position, or the end of the epoch if that is smaller."""
+        """Return the position, limited to the end of the epoch."""
         return position if self.order.length is None else min(position, self.order.length)
 
     def _look_up(self, epoch: int, number: int) -> Index:
@@ -181,7 +182,7 @@ class LoadPlan:
         return self.episodes(self.order.block(epoch, number * BLOCK, self._limited((number + 1) * BLOCK)))
 
     def _at_positions(self, epoch: int, start: int, stop: int) -> Index:
-        """Return the episodes at positions start to stop of an epoch."""
+        """Return the episodes at positions `start` to `stop` of an epoch."""
         numbers = range(start // BLOCK, -(-stop // BLOCK))
         parts = [self._block(epoch, number) for number in numbers]
         episodes = parts[0] if len(parts) == 1 else np.concatenate([NO_EPISODES, *parts])
@@ -207,7 +208,7 @@ class LoadPlan:
         return self._packed_rows(epoch, window)
 
     def _rows(self, epoch: int, window: int, start: int, stop: int) -> Window:
-        """Return rows start to stop of a window."""
+        """Return rows `start` to `stop` of a window."""
         if self.config.packing == "none":
             first = window * WINDOW
             return Window(self._at_positions(epoch, first + start, first + stop), _one_each(stop - start))
@@ -225,7 +226,7 @@ class LoadPlan:
         if not self.drop_last:
             return steps + (remainder > 0)
         if not steps:
-            self.step(Cursor(epoch=epoch))  # raises the error
+            self.step(Cursor(epoch=epoch))  # raises the error for an epoch without a batch
         return steps
 
     def last_episodes(self, epoch: int, rows: int) -> int:
@@ -321,7 +322,7 @@ class LoadPlan:
         return epoch, before
 
     def steps(self, at: Cursor) -> Iterator[PlannedStep]:
-        """Yield all batches after a cursor, without end."""
+        """Yield all batches after a cursor, indefinitely."""
         size = self.config.batch_size
         while True:
             # Fast path: batches inside a window that are followed by another complete batch.

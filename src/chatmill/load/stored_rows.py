@@ -46,7 +46,7 @@ class StoredRows:
         self._options = plan.pad_token_id, config.use_loss_mask, int(Part.PAD)
 
     def build(self, start: int, stop: int, hashed: HashedRows | None = None) -> BuiltRows:
-        """Return the arrays of rows start to stop, with counts for each row, and digests if `hashed` is given."""
+        """Return the arrays of rows `start` to `stop`, with counts for each row, and digests if `hashed` is given."""
         rows, most = stop - start, int(self._most_segments[start:stop].max(initial=1))
         shape, first = (rows, self._size), self._first[start : stop + 1]
         batch = Batch(
@@ -74,7 +74,7 @@ class StoredRows:
 
 
 def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
-    """Look up the layout of some rows, without copying tokens."""
+    """Look up the layout of rows, without copying tokens."""
     stored = plan.reader.last_tokens(rows.episodes, plan.capacity)
     if _batch is None or plan.reader.has_targets(stored.shards):
         return row_table(plan, rows, stored)
@@ -82,7 +82,7 @@ def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
 
 
 def row_table(plan: LoadPlan, rows: Window, stored: StoredEpisodes | None = None) -> RowTable:
-    """Look up the layout of some rows as a `RowTable`, which also has the weights."""
+    """Look up the layout of rows as a `RowTable`, which also has the weights."""
     stored = stored or plan.reader.last_tokens(rows.episodes, plan.capacity)
     return RowTable(
         stored.tokens,

@@ -14,7 +14,7 @@ class Tensors:
     """Converts arrays to tensors. For a GPU, they are pinned and copied on a separate stream.
 
     The function returned with a batch makes the current stream wait for the copy, and prevents the memory from being
-    reused before that stream is done with it. It is called when the loader returns the batch.
+    reused before that stream has finished using it. It is called when the loader returns the batch.
     """
 
     def __init__(self, device: Any = None, *, pin_memory: bool = False) -> None:

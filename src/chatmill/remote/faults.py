@@ -90,7 +90,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of an S3 or Azure error, such as NoSuchBucket; empty if there is none."""
+    """Return the code of an S3 or Azure error, such as NoSuchBucket; empty if the error has no code."""
     for each in causes(error):
         answer = getattr(each, "response", None)
         if isinstance(answer, dict):

@@ -33,8 +33,8 @@ def shown(url: Url) -> str:
 def filesystem(url: Url) -> tuple[Any, str]:
     """Return the filesystem of a URL in this process, and the path in it; `UsageError` if a library is missing.
 
-    Call this for every request and do not keep the result: fsspec keeps one filesystem per process, and one from before
-    a fork cannot be used after it.
+    Call this for every request and do not keep the result: fsspec keeps one filesystem per process, and a filesystem
+    that was opened before a fork cannot be used after it.
     """
     extra = EXTRAS[url.scheme]
     # Otherwise gcsfs opens gRPC channels, which cannot be used after a fork, and requests the type of each bucket.

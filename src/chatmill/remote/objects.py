@@ -337,7 +337,7 @@ def _retried(
     """Return the result of a call, which is retried after transient errors.
 
     A `bulk` call may take a long time, and is tried `ATTEMPTS` times regardless of `TIME_LIMIT`. `is_done` returns
-    whether an earlier attempt, whose response was lost, already did what a precondition now refuses.
+    whether an earlier attempt, whose response was lost, already made the change that a precondition now refuses.
     """
     delay = FIRST_DELAY
     first = time.monotonic()

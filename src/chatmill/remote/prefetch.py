@@ -31,7 +31,7 @@ class RemoteObject(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Objects and bytes in the cache, out of those requested."""
+    """Numbers of objects and bytes that are in the cache, and that were requested."""
 
     objects: int
     all_objects: int
@@ -69,7 +69,7 @@ class Prefetch:
         return Progress(self._done, len(self._objects), self._done_bytes, sum(each.size for each in self._objects))
 
     def used(self, sha256: str) -> None:
-        """Report that an object was used, or is needed now and downloaded by the caller."""
+        """Report that an object was used, or that the caller needs it now and downloads it itself."""
         if sha256 not in self._used:
             with self._changed:
                 self._used.add(sha256)
@@ -95,7 +95,7 @@ class Prefetch:
             except RemoteError:
                 continue
             except (ChatmillError, OSError, cache.DownloadStoppedError):
-                # Other downloads would fail too, for example because the disk is full.
+                # Other downloads would probably fail as well, for example because the disk is full.
                 self.stop()
                 return
             with self._changed:

@@ -27,7 +27,8 @@ _NAME = "chatmill-requests"
 def submit(task: Callable[[], T]) -> Future[T]:
     """Run a task in one of the threads, which are started when first needed.
 
-    A task submitted by one of these threads runs immediately, because all threads could be waiting for such tasks.
+    A task submitted by one of these threads runs immediately, because otherwise all threads could be waiting for such
+    tasks.
     """
     global _started, _waiting
     future: Future[T] = Future()

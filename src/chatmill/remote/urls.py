@@ -131,7 +131,7 @@ def place(name: str | Path | Url) -> Place:
 
 
 def _check_credentials(url: Url) -> None:
-    """Raise `UsageError` for a password or signature that the scheme does not support; it would be shown in names."""
+    """Raise `UsageError` for a password or signature that the scheme does not support; it would be part of the name."""
     host = url.address.partition("://")[2].partition("/")[0]
     if EXTRAS[url.scheme] == "http":
         try:

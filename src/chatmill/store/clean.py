@@ -1,7 +1,7 @@
 """Find and remove leftovers of builds at the URL of a dataset: objects that are not in its metadata.
 
-A killed build leaves the objects that it uploaded; a replaced dataset leaves those that the new one does not use.
-Objects younger than a given age are kept, because a running build may need them, or a process may still read the
+A killed build leaves the objects that it uploaded; a replaced dataset leaves the objects that the new dataset does not
+use. Objects younger than a given age are kept, because a running build may need them, or a process may still read the
 replaced dataset. Only objects with names that chatmill generates are removed.
 """
 

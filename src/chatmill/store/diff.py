@@ -107,7 +107,7 @@ class Diff:
 
 
 def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | None = None) -> Diff:
-    """Compare two datasets by conversation: what changed from `one` to `other`; `token_dtype` applies to both."""
+    """Compare two datasets by conversation and return the changes from `one` to `other`; both have `token_dtype`."""
     a, b = (_Conversations(open_dataset(path, token_dtype=token_dtype)) for path in (one, other))
     by_key = a.has_keys and b.has_keys
     if not by_key:
@@ -153,7 +153,7 @@ def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
     b  7 9 7 7    ->  0 1 and 0 2
     """
     columns = [np.concatenate(pair) for pair in zip(a, b, strict=True)]
-    # Stable sort: of equal rows, those of a come before those of b, each in order.
+    # The sort is stable: equal rows of a come before those of b, each in their original order.
     order = np.lexsort(columns[::-1])
     begins = np.ones(len(order), dtype=np.bool_)
     begins[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)

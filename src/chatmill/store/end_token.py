@@ -95,7 +95,7 @@ class _Named(NamedTuple):
 
 
 def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | None:
-    """Return the id of the end token in these JSON values; None if none of them has one.
+    """Return the id of the end token in these JSON values; None if there is no end token.
 
     `vocabularies` are further JSON values, used to look up the ids of texts.
 
@@ -123,7 +123,7 @@ def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | 
 
 
 def names_tokens(state: Any) -> bool:
-    """Return whether this is the tokenizer state of another program: it names an end token or has a vocabulary."""
+    """Return whether this is another program's tokenizer state, which names an end token or has a vocabulary."""
     if not isinstance(state, dict):
         return False
     return end_token([state]) is not None or any(_compact(name) in VOCABULARIES | {"tokenkind"} for name in state)

@@ -153,7 +153,7 @@ class Episodes:
         if (wrong := first_span[1:] < first_span[:-1]).any():
             what = "the spans of a segment are out of order"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
-        # NO_FILE is the largest number, so adding 1 makes it 0.
+        # NO_FILE is the largest value, so adding 1 wraps around to 0.
         if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
             what = f"a segment has a file number beyond the {len(self.files)} known files"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
@@ -169,7 +169,7 @@ class Episodes:
         return shard, number - self._firsts[shard]
 
     def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
-        """Yield the chosen episodes as runs of consecutive ones, whose tokens, spans and segments are contiguous."""
+        """Yield the selected episodes as runs in which episodes are consecutive, so that their data is contiguous."""
         at = 0
         while at < len(chosen):
             number = stop = chosen[at]
@@ -223,7 +223,7 @@ class Episodes:
                 file.check()
 
     def drop_evicted(self) -> None:
-        """Unmap the files of a remote dataset if the cache removed one: a mapped file still takes disk space."""
+        """Unmap the files of a remote dataset if the cache evicted a file: a mapped file still takes disk space."""
         if (eviction := self.stored.last_eviction()) != self._eviction:
             self._eviction = eviction
             if any(file.is_removed() for files in self._mapped.values() for file in files):
@@ -245,7 +245,7 @@ class Episodes:
         try:
             file = self.stored.map(path)
         except MemoryError:
-            # Out of address space, or of memory maps.
+            # The process has no address space or memory maps left.
             self.unmap()
             try:
                 file = self.stored.map(path)

@@ -85,7 +85,7 @@ def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # A flipped bit damages at most one key.
+    # chatmill's state may lack one key, because a flipped bit damages at most one.
     return isinstance(state, dict) and len(state.keys() & STATE_KEYS) < len(STATE_KEYS) - 1 and names_tokens(state)
 
 

@@ -107,7 +107,7 @@ class MappedFile:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        # An empty array needs an address too.
+        # Even an empty array needs an address.
         where = self._region.address or id(self)
         return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (where, True)}
 
@@ -127,7 +127,7 @@ class MappedFile:
             except OSError:
                 return
             stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            # A new file with the same name does not matter, because the old one stays mapped.
+            # A new file with the same name does not matter, because the old file stays mapped.
             if stamp[:2] == self._stamp[:2] and stamp != self._stamp:
                 self._refuse()
 
@@ -226,7 +226,7 @@ _previous = _SigAction()
 
 
 def _on_bus_error(number: int, info: int, context: int) -> None:
-    """Handle SIGBUS: it is raised by the very instruction that reads the page, so Python code can run here."""
+    """Handle SIGBUS. It is raised by the very instruction that reads the page, so Python code can run here."""
     address = ctypes.c_void_p.from_address(info + SI_ADDR).value or 0
     was_sent = ctypes.c_int.from_address(info + SI_CODE).value <= 0
     regions = [] if was_sent else list(_regions.values())

@@ -33,7 +33,7 @@ TOTALS = ("num_episodes", "num_tokens", "num_trained_tokens")
 
 
 def total(name: str) -> Any:
-    """Return a property: the sum of `name` over the `shards` of a split."""
+    """Return a property that sums `name` over the `shards` of a split."""
     return property(lambda split: sum(getattr(shard, name) for shard in split.shards))
 
 
@@ -93,8 +93,8 @@ class Metadata:
 def write_metadata(folder: Path, metadata: Metadata, *, tokenizer_state: Any) -> Metadata:
     """Complete a dataset: write `tokenizer_state.json` and, as the last file, `dataset_metadata.json`.
 
-    `tokenizer_state`, and the `format` and `config` of the metadata, can be any JSON values. Returns the metadata as it
-    is read back, with the size and hash of the tokenizer state.
+    `tokenizer_state`, and the `format` and `config` of the metadata, can be any JSON values. Returns the metadata as a
+    reader gets it, with the size and hash of the tokenizer state.
     """
     state = (json.dumps(tokenizer_state, sort_keys=True, indent=1) + "\n").encode()
     metadata = replace(metadata, tokenizer_state=FileInfo(len(state), hashlib.sha256(state).hexdigest()))
@@ -155,7 +155,7 @@ def _to_json(metadata: Metadata) -> dict[str, Any]:
     return {**data, **schema, "ledger": metadata.ledger.to_json()}
 
 
-# From JSON: every value is checked, individually and for consistency.
+# Parse JSON: every value is checked, individually and for consistency.
 
 
 def _from_json(data: JsonObject, place: str) -> Metadata:

@@ -163,7 +163,7 @@ def write_cache(
     shard_tokens: int = SHARD_TOKENS,
     overwrite: bool = False,
 ) -> CacheMeta:
-    """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename, or leave nothing.
+    """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename; a failed build leaves no files.
 
     Returns `meta` with the splits that were written. The rows of a split may be divided into any number of parts
     without changing the bytes. The ledger of `meta` may be filled while rows are produced; when the last part is
@@ -195,7 +195,7 @@ def _write_split(folder: Path, parts: Iterable[Rows], vocab_size: int, shard_tok
 
 
 def _by_shard(parts: Iterable[Rows], shard_tokens: int) -> Iterator[Rows]:
-    """Yield the rows of each shard, at most `shard_tokens` tokens; only one shard is in memory at a time."""
+    """Yield the rows of each shard, with at most `shard_tokens` tokens; only one shard is in memory at a time."""
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens is {shard_tokens}; expected at least 1")
     held: list[Rows] = []
@@ -391,7 +391,7 @@ def _verified(folder: OpenFolder, *, full: bool) -> Verified:
 
 
 def _table_faults(episodes: Episodes, number: int, shard: CacheShard, vocab_size: int) -> Iterator[str]:
-    """Yield the first fault that would mislead a reader of the shard."""
+    """Yield the first fault in the content of a shard."""
     place = episodes.shards[number].folder
     index: Table = episodes.array(number, INDEX)
     length = index["length"].astype(np.int64)

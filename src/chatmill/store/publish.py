@@ -28,14 +28,14 @@ SHOWN = 3
 """Number of names that an error lists before it counts the others."""
 
 
-# Which files belong to a folder.
+# Determine which files chatmill wrote.
 
 
 @dataclass(frozen=True)
 class FolderKind:
     """A kind of folder that is published atomically, and how to recognize its files.
 
-    Paths are relative to the folder and use slashes; the path of a folder ends with one.
+    Paths are relative to the folder and use slashes; the path of a folder ends with a slash.
     """
 
     name: str
@@ -73,7 +73,7 @@ class _Contents:
 
 
 def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -> _Contents:
-    """List the paths below a folder. Links and special files always count as others."""
+    """List the paths below a folder. Links and special files never count as files that chatmill wrote."""
     contents = _Contents([], [])
     with os.scandir(folder / prefix) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -108,7 +108,7 @@ def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
 
 
 def names_of(paths: Sequence[str]) -> str:
-    """Return the first few paths, safe to print, and the number of others."""
+    """Return the first few paths in printable form, and the number of other paths."""
     more = f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else ""
     return ", ".join(one_line(path) for path in paths[:SHOWN]) + more
 
@@ -175,8 +175,8 @@ def set_aside(target: Path) -> Path:
 def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
     """Sync all of `staging` and rename it to `target`.
 
-    An existing target is refused or, with `overwrite`, exchanged for the new one, and its files are removed. When this
-    function returns, the new dataset survives a power loss. A warning is issued if the old one cannot be removed.
+    An existing target is refused or, with `overwrite`, replaced, and its files are removed. When this
+    function returns, the new dataset survives a power loss. A warning is issued if the old dataset cannot be removed.
     """
     if not (staging / kind.marker).is_file():
         raise DataError(f"{staging}: has no {kind.marker}; unfinished builds are not published")
@@ -240,7 +240,7 @@ def _sync_parents(*paths: Path) -> None:
 def remove_folder(folder: Path, kind: FolderKind) -> str:
     """Remove a folder that is no longer needed; remove nothing if it contains files that chatmill did not write.
 
-    Returns an empty string if it was removed, otherwise what is left and why.
+    Returns an empty string if the folder was removed, otherwise a description of what is left and why.
     """
     if left := remove_contents(folder, kind):
         return left
@@ -261,7 +261,7 @@ def remove_contents(folder: Path, kind: FolderKind) -> str:
         return f"cannot be read ({error.strerror})"
     if contents.others:
         return f"contains {names_of(contents.others)}, which is not part of a {kind.name}"
-    # Contents before their folder, and the marker last, because it lists what may be removed.
+    # Remove contents before their folder, and the marker last, because it lists the files that may be removed.
     for path in [path for path in reversed(contents.own) if path != kind.marker] + [kind.marker]:
         try:
             files.disk.remove(folder / path)

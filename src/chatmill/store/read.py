@@ -117,7 +117,7 @@ def stored_metadata(folder: OpenFolder) -> Metadata | None:
 
 
 def _episodes(stored: StoredFiles | RemoteFiles, metadata: Metadata, split: str, source: str | None = None) -> Episodes:
-    """Return the episodes of a split, or those of one source."""
+    """Return the episodes of a split, or of one source in the split."""
     info = metadata.splits[split]
     sizes = layout.record_dtypes(metadata.dtype)
     shards = [
@@ -189,7 +189,7 @@ class Dataset:
         return tuple(dict.fromkeys(shard.source for info in infos for shard in info.shards if shard.source is not None))
 
     def of_source(self, name: str) -> Dataset:
-        """Return the rows of one of its `sources`: a dataset with some of the shards, at the same path."""
+        """Return the rows of one of its `sources`: a dataset at the same path with a subset of the shards."""
         if self.metadata is None or name not in self.sources:
             raise DataError(f"{self.path}: has no source {one_line(name)}; {sources_text(self)}")
         splits = {
@@ -200,7 +200,7 @@ class Dataset:
         return Dataset(self.stored, replace(self.metadata, splits=splits), episodes, whole=self)
 
     def foreign_end_token(self) -> int | None:
-        """The end token in the tokenizer files of another program; None if there is none."""
+        """The end token in another program's tokenizer files; None if it was not found."""
         states = [self._json(TOKENIZER_STATE)]
         if (id := end_token(states)) is not None:
             return id

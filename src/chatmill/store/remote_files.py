@@ -1,4 +1,4 @@
-"""The files of a dataset at a URL: each is downloaded to the local cache when it is first needed.
+"""The files of a dataset at a URL; each file is downloaded to the local cache when it is first needed.
 
     URL/dataset_metadata.json    the same bytes as the local file
     URL/objects/SHA256           every other file, named by its hash

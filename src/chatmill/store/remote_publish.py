@@ -1,7 +1,7 @@
 """Publish a finished build to an object store, where objects cannot be renamed.
 
-Every file is uploaded under its hash. The metadata is uploaded last, on the condition that it is new, or that it
-replaces the metadata from before the build. Until then, readers find the old dataset, or none. No objects are
+Every file is uploaded under its hash. The metadata is uploaded last, on the condition that there is no metadata yet, or
+that it has not changed since the build started. Until then, readers find the old dataset, or none. No objects are
 removed, so that readers of an old dataset can continue; see `clean`.
 """
 
@@ -103,7 +103,7 @@ class Uploads:
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
         if info.sha256 not in self._running:
-            # Started here, so that a caller can still fork before the first file is complete.
+            # Start the threads here, so that a caller can still fork before the first file is complete.
             self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="upload")
             self._running[info.sha256] = self._pool.submit(upload_object, self._target, path, info)
 

@@ -136,7 +136,7 @@ class _Reweigher:
                 self._count(table, first_span)
         made = {SPANS: spans.info(), MASK: mask.info()}
         if read.hexdigest() != info.files[SPANS].sha256 or made[MASK].size != info.num_tokens:
-            # Never rewrite damaged data under a new hash, because the damage could not be detected later.
+            # Never copy damaged data under a new hash, because the damage could not be detected later.
             raise changed(source / SPANS)
         for file, shared in info.files.items():
             if file not in made:
@@ -178,7 +178,7 @@ class _Reweigher:
 
 
 def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]:
-    """Yield copies of a shard's spans, some conversations at a time, and the first span of each conversation."""
+    """Yield copies of a shard's spans, several conversations at a time, and the first span of each conversation."""
     spans, origins = episodes.array(number, SPANS), episodes.array(number, ORIGINS)
     seen = 0
     for at in range(0, len(origins), SEGMENTS):

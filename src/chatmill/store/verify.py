@@ -56,7 +56,7 @@ class Verified:
 
 
 def verify_dataset(path: str | Place, *, full: bool, token_dtype: str | None = None) -> Verified:
-    """Check a dataset and return all faults, one line each; faults on disk raise no exceptions.
+    """Check a dataset and return all faults, one line each; faults on disk do not raise exceptions.
 
     verify_dataset("data/v1", full=True).faults    # () if every byte is intact
 
@@ -91,7 +91,7 @@ def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Ver
 
 
 def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verified:
-    """Like `_verified`, for a URL; with `full` every object is downloaded and hashed, bypassing the cache."""
+    """Like `_verified`, but for a URL; with `full`, every object is downloaded and hashed, bypassing the cache."""
     dataset = remote_dataset(url, token_dtype)
     metadata, stored = dataset.metadata, dataset.stored
     assert metadata is not None
@@ -167,9 +167,9 @@ def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iter
 
 
 def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
-    """Check a shard of another program; return its trained tokens, those in no episode, and those in several.
+    """Check another program's shard; return its trained tokens, and the tokens in no episode and in several episodes.
 
-    Episodes may have gaps, overlap and be in any order, because each is read by its own index entry.
+    Episodes may have gaps, overlap and be in any order, because each is located by its own index entry.
     """
     shard, index = episodes.shards[number], episodes.array(number, INDEX)
     size, room = shard.num_tokens, np.uint64(shard.num_tokens)
@@ -198,9 +198,9 @@ def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
 
 
 class _ShardCheck:
-    """Checks one shard, some episodes at a time, in constant memory.
+    """Checks one shard in constant memory, several episodes at a time.
 
-    The first fault ends the check of a shard, because later ones are often its consequences.
+    The first fault ends the check of a shard, because later faults are often caused by it.
     """
 
     def __init__(self, episodes: Episodes, number: int, info: ShardInfo, metadata: Metadata, *, full: bool) -> None:
@@ -219,7 +219,7 @@ class _ShardCheck:
         at = 0
         while at < len(index):
             lengths = index["length"][at : at + EPISODES]
-            # Wrong lengths must not overflow the sum that determines how far to read.
+            # Invalid lengths must not overflow the sum that determines how far to read.
             ends = np.cumsum(np.minimum(lengths, TOKENS_AT_ONCE))
             stop = at + max(1, int(np.searchsorted(ends, TOKENS_AT_ONCE, side="right")))
             self._check_episodes(at, stop)

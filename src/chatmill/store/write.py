@@ -69,7 +69,7 @@ class SplitWriter:
     def append(self, rows: Rows, *, source: str | None = None) -> None:
         """Append rows; raise `DataError` if they are inconsistent or an id is not in the vocabulary.
 
-        Rows of another source than the previous rows start a new shard.
+        Rows from a different source than the previous rows start a new shard.
         """
         if self._shard is not None and self._shard.source != source:
             self._finish()
@@ -82,7 +82,7 @@ class SplitWriter:
                 self._shard = _ShardWriter(self._folder / name, self._dtype, self._thread, source)
             shard = self._shard
             free = self._shard_tokens - shard.num_tokens
-            # All rows that fit in the free tokens, but at most one chunk.
+            # Take all rows that fit in the free tokens, but at most one chunk.
             stop = int(np.searchsorted(start, start[at] + min(free, CHUNK_TOKENS), side="right")) - 1
             if stop <= at:
                 if shard.num_episodes and start[at + 1] - start[at] > free:
@@ -93,7 +93,7 @@ class SplitWriter:
             at = stop
 
     def close(self) -> SplitInfo:
-        """Complete the last shard and return what was written."""
+        """Complete the last shard and return the counts and hashes of all shards."""
         self._finish()
         self._thread.wait()
         self._thread.abandon()
@@ -157,7 +157,7 @@ class FileTable:
 
 
 class _WriterThread:
-    """Runs functions in one other thread, in order; an exception is raised by a later `submit` or `wait`."""
+    """Runs functions in another thread, in order; an exception is raised by a later `submit` or `wait`."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -171,7 +171,7 @@ class _WriterThread:
             self._waiting.popleft().result()
 
     def wait(self) -> None:
-        """Wait until all work is done."""
+        """Wait until all functions have run."""
         while self._waiting:
             self._waiting.popleft().result()
 
@@ -242,7 +242,7 @@ class _ShardWriter:
             try:
                 part.close()
             except OSError:
-                # The disk is full or gone; report only the first error.
+                # The disk is full or no longer available; report only the first error.
                 continue
 
     def _write(self, pieces: dict[str, NDArray[Any]]) -> None:
