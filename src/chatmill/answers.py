@@ -1,4 +1,4 @@
-"""Which answers may be trained: those that are complete in their row and follow a complete user turn in that row.
+"""Select the answers to train: those that are complete in their row and follow a complete user turn in that row.
 
     U u E A a E U v E A b E      both answers
       u E A a E U v E A b E      the second: the user turn of the first is cut
@@ -55,7 +55,7 @@ class TurnStates(NamedTuple):
 
 
 def turn_states(rows: Rows) -> TurnStates:
-    """Return the turns of rows, from their spans."""
+    """Find the turns of rows from their spans."""
     spans, part = rows.spans, rows.spans["part"]
     begins = np.zeros(len(spans), dtype=bool)
     begins[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
@@ -130,7 +130,7 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count the tokens of untrained answers and of text outside turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Most rows contain none of these rules, so count all rules once first.
+    # Most rows contain none of these rules, so first check which ones occur.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

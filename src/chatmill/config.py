@@ -1,11 +1,11 @@
-"""Settings: each key is declared once, with its default, help text and check, and read in one place.
+"""Configs: each key is declared once, with its default, help text and check, and is read in one place.
 
     @dataclass(frozen=True, kw_only=True)
     class LoadConfig(Config):
         batch_size: int = key(8, "rows per optimizer step", integer(1))
 
-Files (JSON that may inherit, TOML), environment variables, command-line flags and help all use these declarations. Uses
-plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
+Files (JSON that may inherit, TOML), environment variables, command-line flags and help all use these declarations.
+Configs are plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Config:
             raise UsageError("; ".join(faults))
 
     def conflicts(self) -> Iterator[str]:
-        """Yield the errors of keys that are valid separately but not together."""
+        """Yield errors for keys that are valid separately but not together."""
         yield from ()
 
     def to_json(self) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
 
 
 def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the keys of a JSON file, merged over those of the files it inherits from; raise `UsageError` for a cycle.
+    """Read the keys of a JSON file; they override those of the files it inherits from. Raise `UsageError` for a cycle.
 
     `heirs` are the files that inherit from this one, in the order they were read.
     """
@@ -309,7 +309,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(local_path(path).read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
-        # If the system lacks a resource, it is not a usage error.
+        # A failure of the system is not a usage error.
         kind = DataError if error.errno in SYSTEM_FAILURES else UsageError
         raise kind(f"{path}: cannot be read ({error.strerror}); expected a JSON file of settings") from None
     except (ValueError, RecursionError) as error:

@@ -32,7 +32,7 @@ class ChatmillError(Exception):
 
 
 class UsageError(ChatmillError):
-    """An invalid flag, name, setting or combination of these."""
+    """An invalid flag, name or setting, or an invalid combination."""
 
     exit_code = 2
 
@@ -82,8 +82,8 @@ def _record_error(what: str, right: str, kind: str, state: dict[str, object]) ->
 def one_line(text: str, limit: int | None = 80, *, keep: str = "") -> str:
     r"""Make text from data safe to print: escape unprintable characters and truncate after `limit` characters.
 
-    Escapes line breaks, control characters, escape sequences, direction marks, other invisible characters and bytes of
-    a file name that are not UTF-8. Characters in `keep`, such as line ends, are not escaped.
+    Escapes line breaks, control characters, escape sequences, direction marks, other invisible characters, and file
+    name bytes that are not UTF-8. Characters in `keep`, such as line ends, are not escaped.
 
     >>> print(one_line("a\x1b[2J\nb\u202e"))
     a\x1b[2J\nb\u202e

@@ -83,7 +83,7 @@ class Ledger:
             self.add(bucket, reason, **vars(entry))
 
     def total(self, *buckets: Bucket) -> LedgerEntry:
-        """Return the sum over these buckets, for all reasons."""
+        """Return the sum over all reasons in these buckets."""
         total = LedgerEntry()
         for (bucket, _), entry in self.entries.items():
             if bucket in buckets:

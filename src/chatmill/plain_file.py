@@ -52,7 +52,7 @@ def check_plain(path: Path) -> int:
 def open_plain(path: Path) -> io.BufferedReader:
     """Open a regular file for reading."""
     check_plain(path)
-    # Does not block even if the file is replaced by a FIFO or a terminal in between.
+    # Does not block even if the file is replaced by a FIFO or a terminal in the meantime.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check(os.fstat(fd).st_mode, path)

@@ -201,7 +201,7 @@ class Rows:
     # Values per token.
 
     def per_token(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Repeat the value of each span for all of its tokens."""
+        """Repeat the value of each span for every token in it."""
         return np.repeat(values, self.spans["length"])
 
     def weights(self) -> NDArray[np.float32]:
@@ -299,8 +299,8 @@ def concat(parts: Sequence[Rows]) -> Rows:
 def joined(tables: Sequence[Table]) -> Table:
     """Concatenate tables of the same dtype.
 
-    Copies bytes, because numpy copies structured arrays field by field, which is ten times slower. For the same reason,
-    use `take` to select records of a table, never an index in brackets.
+    This function copies bytes, because numpy copies structured arrays field by field, which is ten times slower. For
+    the same reason, use `take` to select records of a table, never an index in brackets.
     """
     dtype = tables[0].dtype
     return np.concatenate([as_bytes(table) for table in tables]).view(dtype)
@@ -343,7 +343,7 @@ def _record_weights(spans: Table, first_span: Index, decided: NDArray[np.bool_])
 
 
 def _last_message(spans: Table, first_span: Index, chosen: NDArray[np.bool_]) -> Index:
-    """For each span, return the highest message number of the chosen spans of its segment; -1 if none is chosen."""
+    """For each span, return the highest message number among the chosen spans of its segment; -1 if none is chosen."""
     counts = np.diff(first_span)
     last = np.full(len(counts), -1, dtype=np.int64)
     if len(spans):
@@ -415,7 +415,7 @@ def ragged_index(start: Index, length: NDArray[Any]) -> Index:
     start, length = start[full], length[full]
     if not len(start):
         return np.empty(0, dtype=np.int64)
-    # One cumulative sum: steps of 1 inside a range, and a jump at the start of the next one.
+    # A single cumulative sum with steps of 1 inside a range and a jump at the start of the next range.
     stop = np.cumsum(length, dtype=np.int64)
     index = np.ones(stop[-1], dtype=np.int64)
     index[0] = start[0]

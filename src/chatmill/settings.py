@@ -50,8 +50,7 @@ KEYS: Mapping[str, ValueCheck] = {
 
 
 def read_settings() -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the file by dotted name, and a list of its errors; both are empty if the file does not
-    exist."""
+    """Return the file's settings by dotted name and a list of its errors; both are empty if the file is missing."""
     if not FILE.exists():
         return {}, []
     settings, unknown, faults = {}, [], []

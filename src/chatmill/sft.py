@@ -5,8 +5,8 @@
     pair  = pack_sft_ids_and_mask(ids, mask, S=T + 1, pad_id=eot, **special)
     x, y, loss_mask = collate_sft_batch([pair, …], T=T, device="cpu")
 
-The tokenizer is a chatmill tokenizer, a `tokenizers.Tokenizer` or a transformers tokenizer that has the four control
-tokens, or any object with `encode(text)` and `special_token_ids()` with the keys sys, usr, asst and eot.
+The tokenizer can be a chatmill tokenizer, a `tokenizers.Tokenizer` or a transformers tokenizer that has the four
+control tokens, or any object with `encode(text)` and `special_token_ids()` with the keys sys, usr, asst and eot.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def pack_sft_ids_and_mask(
 ) -> tuple[list[int], list[bool]]:
     """Fit ids and mask to exactly S tokens: drop the oldest exchanges, then tokens from the left, or add padding.
 
-    The mask is truncated as given and never recomputed, so a truncated answer stays trained up to its end.
+    The mask is truncated as given and never recomputed, so the rest of a truncated answer is still trained.
 
     >>> ids, mask = [257, 113, 259, 258, 97, 259], [False, False, False, False, True, True]
     >>> special = {"sys_id": 256, "usr_id": 257, "asst_id": 258, "eot_id": 259}

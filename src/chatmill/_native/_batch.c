@@ -17,7 +17,7 @@ enum { NUMBER, TOKENS, START, STOP, CUT, SPANS, FIRST_SPAN, LAST_SPAN, FIRST_BOR
 enum { ROWS, FILLED, TRAINED, CUT_EPISODES, CUT_TOKENS, ANSWER_CUT, SEGMENTS, COUNTS };
 enum { FITS = -1, OUTSIDE = -2 };
 static const int64_t IGNORED = -100;
-static const uint32_t ONE = 0x3F800000; /* the bits of 1.0 */
+static const uint32_t ONE = 0x3F800000; /* 1.0 as bits */
 
 /* The bytes that are hashed for a row, as defined in docs/reference/files.md: numbers, one bit per label, ids. The
    numbers are written when the row is complete; until then `weights` collects the positions and values of unusual

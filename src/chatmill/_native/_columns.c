@@ -19,7 +19,7 @@ static const char *const ROLES[] = {"system", "user", "assistant", "tool"};
 static const char *const NULL_KEYS[] = {"name",    "tool_calls",        "tool_call_id", "function_call",
                                         "refusal", "reasoning_content", "train",        "weight"};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-#define SLACK 256 /* bytes that may be written before the size of a message is known */
+#define SLACK 256 /* maximum number of bytes written before the size of a message is known */
 
 typedef struct {
     uint8_t *data;

@@ -90,7 +90,7 @@ static inline uint64_t starts_of_numbers(uint64_t number, int digits) {
     return starts;
 }
 
-/* All patterns except that of GPT-2; they differ in what they add to runs of letters, spaces and other characters. */
+/* For all patterns except GPT-2, which differ in what they add to runs of letters, spaces and other characters. */
 static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int pattern) {
     Window w = window_at(at, left, pattern);
     uint64_t tabs = w.space & ~w.line; /* spaces that are not line ends */

@@ -22,7 +22,7 @@ typedef struct {
     int odd;      /* set for a text that the caller must encode */
 } Cutter;
 
-/* The required class of an ASCII character. */
+/* Return the required class of an ASCII character. */
 static inline uint8_t ascii_class(int pattern, int c) {
     int cased = pattern == O200K || pattern == TEKKEN;
     if (c >= 'a' && c <= 'z') return cased ? LOWER : LETTER;

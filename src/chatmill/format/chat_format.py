@@ -90,7 +90,7 @@ class ChatFormat:
 
     @property
     def has_turns(self) -> bool:
-        """Whether the format marks turns; all formats do except `text`."""
+        """Whether the format marks turns; all formats except `text` do."""
         return any(turn.open for turn in self.turns.values())
 
     @property
@@ -99,7 +99,7 @@ class ChatFormat:
         return next(key for key, _ in self.split(self.turns["assistant"].close) if key is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that determines the rendered text, as JSON for the metadata of a dataset."""
+        """Return everything that determines the rendered text, as JSON for dataset metadata."""
         stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         if not self.requires_user:
             # Omitted if false, so that the metadata of existing datasets does not change.

@@ -160,7 +160,7 @@ def control_tokens_from_json(stored: Any) -> dict[str, str]:
 def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> TurnRenderer | TemplateRenderer:
     """Restore a renderer from the result of its `to_json`, or from a preset name, with a tokenizer opened from `spec`.
 
-    It renders exactly like the stored one; raise `DataError` if that is not possible.
+    The result renders exactly like the stored renderer; raise `DataError` if that is not possible.
     """
     try:
         if isinstance(stored, dict) and stored.get("name") == TEMPLATE:

@@ -39,7 +39,7 @@ Body = list[BodyPiece]
 
 
 def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> Body:
-    """Return reasoning, content and tool calls in the order in which a model generates them."""
+    """Return the reasoning, content and tool calls in the order in which a model generates them."""
     body: Body = []
 
     def add(part: Part, *pieces: tuple[str | None, str], is_content: bool = False) -> None:
@@ -159,7 +159,7 @@ def split_bodies(
 def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
     """Return each turn as text, in the order of the rendered row.
 
-    Raise a `RecordError` if a text contains a marker of the format: it would be indistinguishable from a turn.
+    Raise a `RecordError` if a text contains a marker of the format, because the text would look like a turn.
     """
     turns = []
     for number, message in enumerate(messages_of(record, format)):
@@ -206,7 +206,7 @@ class MessageColumns:
 
     @property
     def outside(self) -> list[int]:
-        """Messages that are text outside turns."""
+        """Indices of messages that are text outside turns."""
         numbers: list[int] = np.flatnonzero(self.roles == ROLE_CODES[NO_ROLE]).tolist()
         return numbers
 

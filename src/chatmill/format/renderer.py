@@ -26,8 +26,8 @@ OnReject = Callable[[RecordError], None]
 class Renderer(Protocol):
     """Renders conversations to `Rows`: token ids, and the role, part and weight of every span.
 
-    `TurnRenderer` implements presets and TOML formats, `TemplateRenderer` the chat template of a Hugging Face folder.
-    `open_renderer` opens either.
+    `TurnRenderer` implements presets and TOML formats, and `TemplateRenderer` implements the chat template of a Hugging
+    Face folder. `open_renderer` opens either of them.
 
     >>> from chatmill.format import open_renderer
     >>> from chatmill.records import Message, Record
@@ -49,7 +49,7 @@ class Renderer(Protocol):
         """Whether the rendered text depends on the current date."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that determines the rendered text, as JSON for the metadata of a dataset."""
+        """Return everything that determines the rendered text, as JSON for dataset metadata."""
 
     def renderable(
         self, records: Iterable[Record], on_reject: OnReject | None = None, *, last_only: bool = False

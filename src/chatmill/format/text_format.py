@@ -62,14 +62,14 @@ def _around(file: Path) -> tuple[list[str], list[str]]:
         tokenizer = Tokenizer.from_file(str(file))
         plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a")
     except Exception:
-        # Not readable by `tokenizers`; opening the tokenizer later raises a precise error.
+        # `tokenizers` cannot read the file; opening the tokenizer later raises a precise error.
         return [], []
     start = next((at for at in range(len(whole.ids)) if whole.ids[at : at + len(plain)] == plain), 0)
     return whole.tokens[:start], whole.tokens[start + len(plain) :]
 
 
 def adds_space(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer adds a space before every text, like those of Llama 2 and Mistral."""
+    """Whether a tokenizer adds a space before every text, like the Llama 2 and Mistral tokenizers."""
     ids = tokenizer.encode("a")
     return bool(ids) and tokenizer.piece(ids[0]).startswith(b" ")
 
@@ -88,7 +88,7 @@ def joined(record: Record, train_on: TrainOn) -> Record:
 
 
 def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
-    """Return an error if the record is a text but the format has turns, or the other way round; else None."""
+    """Return an error if the record is a text but the format has turns, or vice versa; else None."""
     if format.has_turns:
         if not record.is_text:
             return None

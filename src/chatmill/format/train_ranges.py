@@ -5,7 +5,8 @@
     weight     own    0     own
 
 A token that contains characters of several weights gets the lowest weight, so it is trained only if all its characters
-are. If ranges train some of its characters and do not cover the others, the role decides. Such tokens are counted.
+are. If ranges train some of a token's characters and do not cover the others, the role decides. Such tokens are
+counted.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def char_weights(message: Message) -> CharWeights:
 
 
 def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
-    """Return the weights of the tokens at these positions in a text; a token without characters gets none."""
+    """Return the weights of the tokens at these positions in a text; a token without characters gets no weight."""
     begin, end = (np.clip(each, 0, len(weights)) for each in places)
     by_range = ~np.isnan(weights)
     bounds = np.stack([begin, end], axis=1).ravel()
@@ -126,7 +127,7 @@ def apply_ranges(rows: Rows, weights: TokenWeights, ledger: Ledger | None) -> Ro
     rule, own = spans["rule"][span_of], spans["weight"][span_of]
     flagged = rule == Rule.FLAG
     decided = ~np.isnan(weights.lowest) & ((rule == Rule.ROLE) | flagged)
-    # If ranges train some characters of a token and the role decides about the others, the role decides.
+    # If ranges train some characters of a token and do not cover the others, the role decides.
     by_range = decided & (weights.whole | flagged | (weights.lowest == 0))
     weight = np.where(flagged & ~weights.whole, np.minimum(weights.lowest, own), weights.lowest)
     begins = np.zeros(len(span_of), dtype=bool)

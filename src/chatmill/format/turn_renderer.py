@@ -75,7 +75,7 @@ PIECES = len(PARTS)
 
 @dataclass(frozen=True)
 class TurnRenderer:
-    """A `ChatFormat` with a tokenizer that was opened for its control tokens."""
+    """A `ChatFormat` with a tokenizer that was opened with the format's control tokens."""
 
     format: ChatFormat
     tokenizer: Tokenizer

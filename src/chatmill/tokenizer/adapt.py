@@ -1,6 +1,6 @@
 """Adapt `tokenizers` and `transformers` tokenizers, so that the documented functions accept them.
 
-Text never becomes a control token, and no token is added to it. The vocabulary of a fast tokenizer is opened like a
+Text never becomes a control token, and no tokens are added to it. The vocabulary of a fast tokenizer is opened like a
 file; for a slow tokenizer, which is Python code, the returned ids are checked.
 """
 
@@ -93,7 +93,7 @@ class _SlowTokenizer:
         with faults_of(self._name, "a text could not be encoded", "remove it"):
             ids = list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
             if not self._never.isdisjoint(ids) and _has(self._tokenizer, "_tokenize"):
-                # A text that equals a special token is encoded as that token.
+                # Slow tokenizers may encode a text that equals a special token as that token.
                 ids = list(self._tokenizer.convert_tokens_to_ids(self._tokenizer._tokenize(text)))
         if not self._never.isdisjoint(ids):
             what = f'the tokenizer, a {self._name}, encodes the text "{one_line(text, 60)}" as a control token'

@@ -122,7 +122,7 @@ def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
 
 @contextmanager
 def faults_of(place: str, what: str, right: str) -> Iterator[None]:
-    """Turn any exception from a library into a one-line `DataError`: `place: what (its message); right`."""
+    """Turn any exception from a library into a one-line `DataError`: `place: what (message); right`."""
     try:
         yield
     except (ChatmillError, MemoryError):

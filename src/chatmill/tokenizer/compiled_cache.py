@@ -123,7 +123,7 @@ def _read(key: str) -> memoryview | None:
 
 
 def _write(key: str, content: bytes) -> None:
-    """Write a file atomically, and remove the least recently used ones."""
+    """Write a file atomically, and remove the least recently used files."""
     with suppress(OSError, UsageError):
         folder = _folder()
         fd, name = tempfile.mkstemp(dir=folder)

@@ -109,7 +109,7 @@ class ControlEncoder:
             self.lstrip, self.rstrip = (
                 {token["content"] for token in added if token.get(flag)} for flag in ("lstrip", "rstrip")
             )
-            # If the cache has the result of the probe, neither engine is loaded for it.
+            # If the result of the probe is cached, neither engine needs to be loaded for it.
             key = cache_key(raw, "sections", tokenizer.sha256, tokenizer.engine, list(self.ids.items()))
             self.by_sections = not any(token.get("single_word") for token in added) and remembered(
                 key, self._sections_agree
@@ -138,7 +138,7 @@ class ControlEncoder:
         return self._whole.encode(parts, is_token)
 
     def reference(self, text: str) -> list[int] | None:
-        """Return the ids of transformers for a text, including the control tokens in it."""
+        """Return the ids that transformers returns for a text, including the control tokens in it."""
         return list(self._reference.encode(text, add_special_tokens=False).ids) if self.can_encode_whole else None
 
     def strip(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
@@ -182,7 +182,7 @@ class ControlEncoder:
 
     @cached_property
     def _reference(self) -> tokenizers.Tokenizer:
-        """The unchanged tokenizer.json, with the control tokens that other files add."""
+        """The unmodified tokenizer, with the control tokens that other files add."""
         assert self._raw is not None
         with faults_of(self.tokenizer.name, "cannot load the tokenizer.json", _EXPECTED):
             engine = tokenizers.Tokenizer.from_buffer(self._raw)

@@ -118,7 +118,8 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
         raise DataError(f"{place}: JSON, but not a tokenizer: neither model.vocab nor config.pattern; {_EXPECTED}")
     if RANK_LINE.fullmatch(start.split(b"\n", 1)[0]):
         return load_ranks(place, raw, special=declared)
-    # Every SentencePiece model starts with this field; checking it here rejects other files without the library.
+    # Every SentencePiece model starts with this field; checking it here rejects other files without loading the
+    # library.
     if raw[:1] == b"\x0a":
         return SentencePiece(place, raw, control=control)
     raise DataError(f"{place}: not a tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {_EXPECTED}")
@@ -146,7 +147,7 @@ def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> dict[str, int]:
-    """Return the declared tokens with ids above the backend's vocabulary; all others must be in it."""
+    """Return the declared tokens with ids above the backend's vocabulary; all other tokens must be in it."""
     added = {}
     for token, id in declared.items():
         if token in backend.control or id < backend.vocab_size:

@@ -123,11 +123,11 @@ class Tokenizer:
         return lengths
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a control token of any format; None if the vocabulary does not have it."""
+        """Return the id of a control token of any format; None if it is not in the vocabulary."""
         return self.control_ids.get(token)
 
     def opened_for(self, control: Mapping[str, str]) -> Tokenizer:
-        """Return this vocabulary with the control tokens of another format, all of which it must have."""
+        """Return a tokenizer with the same vocabulary and the control tokens of another format, which must be in it."""
         added = {token: self.control_ids[token] for token in self._added}
         return Tokenizer(self._backend, name=self.name, control=control, added=added)
 

@@ -1,4 +1,4 @@
-"""Hugging Face `tokenizer.json` files, encoded by the fastest engine with the same ids as `tokenizers`.
+"""Hugging Face `tokenizer.json` files, encoded by the fastest engine that returns the same ids as `tokenizers`.
 
 compiled      byte-level BPE with the usual patterns: `byte_bpe`
 fastokens     most other files
@@ -152,8 +152,8 @@ class TokenizerJson:
         import fastokens
 
         normalizer = stripped.get("normalizer") or {}
-        # fastokens does not support these. Without added tokens, a text is normalized as a whole, so normalize it
-        # beforehand.
+        # fastokens does not support these normalizers. Without added tokens, a text is normalized as a whole, so
+        # normalize it beforehand.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
         content = self._reference.content
         engine = fastokens.Tokenizer.from_json_str(

@@ -1,9 +1,7 @@
 """Check the invariant of trained answers on the derived answers. `row_check` checks finished rows.
 
-Each answer
-(a) starts where its prompt ends (both are compared starting at the assistant header),
-(b) contains no header and no text of another message,
-(c) ends with a token that ends a turn.
+Each answer (a) starts where its prompt ends (row and prompt are compared starting at the assistant header), (b)
+contains no header and no text of another message, (c) ends with a token that ends a turn.
 """
 
 from __future__ import annotations

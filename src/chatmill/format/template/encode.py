@@ -1,4 +1,4 @@
-"""Encode records to Rows in bulk, by their layouts."""
+"""Encode records to Rows in bulk, using their layouts."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def encode_rows(
 
 
 def _apply_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
-    """Apply the weights of messages, which override those of their roles."""
+    """Apply the weights of messages, which override the weights of their roles."""
     if isinstance(records, ChatColumns):
         return
     for row, record in enumerate(records):

@@ -20,7 +20,7 @@ from chatmill.records.record import new_message, new_record
 
 @dataclass(frozen=True, eq=False)
 class LaidOutColumns(ChatColumns):
-    """Conversations in columns, none of them rejected, with their layouts."""
+    """Conversations in columns with their layouts; none is rejected."""
 
     laid_out: list[LaidOut]
 

@@ -162,7 +162,7 @@ def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:
 
 @dataclass(frozen=True, eq=False)
 class RowCells:
-    """The cells of consecutive rows, by their layouts in a table."""
+    """The cells of consecutive rows, found through their layouts in a table."""
 
     table: LayoutTable
     which: Index

@@ -200,7 +200,8 @@ class TemplateRenderer:
         for renderer in dict.fromkeys(renderers):
             chosen = [at for at, each in enumerate(renderers) if each is renderer]
             for with_tools in {bool(batch[at].tools) for at in chosen}:
-                # The row check needs these marks; the renderer may have been created after its records were laid out.
+                # The row check needs these turn marks, and the renderer may have been created after its records were
+                # laid out.
                 renderer.turn_marks(with_tools)
             own = [batch[at] for at in chosen]
             parts.append(renderer._encode(own, [record.laid_out for record in own], **options))
@@ -210,13 +211,13 @@ class TemplateRenderer:
     render_chunks = Renderer.render_chunks
 
     def _for_record(self, record: Record) -> TemplateRenderer:
-        """Return the renderer with the record's `chat_template_kwargs`; this renderer if it has none."""
+        """Return the renderer for the record's `chat_template_kwargs`; this renderer if the record has none."""
         if record.template_kwargs == self._kwargs:
             return self
         renderer = self._variants.pop(record.template_kwargs, None)
         if renderer is None:
             while len(self._variants) >= MAX_KWARGS:
-                # Evict the least recently used one. The result for a record must not depend on earlier records.
+                # Evict the least recently used renderer. The result for a record must not depend on earlier records.
                 del self._variants[next(iter(self._variants))]
             renderer = TemplateRenderer(
                 self.folder,
@@ -247,7 +248,7 @@ class TemplateRenderer:
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
         start = next(answer.start for answer in derived.answers if answer.message == len(record.messages))
-        # Cut the answer off, so that no token spans its start.
+        # Remove the answer before encoding, so that no token spans its start.
         before = replace(derived, rendering=derived.rendering.before(start), answers=(), contexts=(), steps=None)
         return self.render([laid_out_record(answered, self.lay_out_derived(answered, before))])
 
@@ -335,8 +336,7 @@ class TemplateRenderer:
     def _lay_out_texts(
         self, key: ShapeKey, texts: list[str], record: Callable[[], Record], *, last_only: bool = False
     ) -> LaidOut:
-        """Lay out a record with a cached trace whose guards hold; else derive its answers and cache a reusable
-        trace."""
+        """Lay out a record with a cached trace if its guards hold; else derive it, and cache the trace if reusable."""
         followed = self._cache.follow(key, texts)
         if followed is not None:
             trace, slots = followed
@@ -359,7 +359,7 @@ class TemplateRenderer:
         trace = cached_trace(derived.steps, laid_out, len(texts), self.text_tokens, self.encoder)
         slots = replay(trace.steps, texts.copy())
         if slots is None:
-            # The trace does not hold for its own conversation, so it cannot be reused.
+            # The trace does not reproduce its own conversation, so it cannot be reused.
             return self.lay_out_derived(record, derived)
         self._cache.add(key, trace)
         return trace.laid_out._replace(slots=slots)
@@ -375,7 +375,7 @@ class TemplateRenderer:
         return LaidOut(layout, [], notes + derived.notes, expected, weights)
 
     def _row_check(self) -> RowCheck | None:
-        """Return the check of finished rows for the templates used so far; None with generation tags."""
+        """Return the row check for the templates used so far; None with generation tags."""
         return None if self.mask == "tags" else self._headers.row_check(self._turn_marks)
 
     def _encode(self, records: Sequence[Record], laid_out: Sequence[LaidOut], **options: Any) -> Rows:

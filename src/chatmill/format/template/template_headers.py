@@ -63,7 +63,7 @@ class TemplateHeaders:
         return expected_answers(derived.contexts, self._ids, rewrites=rewrites, strips=bool(self.encoder.lstrip))
 
     def row_check(self, turn_marks: Mapping[int, TurnMarks]) -> RowCheck:
-        """Return the check of finished rows for templates with these turn marks."""
+        """Return the row check for templates with these turn marks."""
         used = tuple(sorted(turn_marks))
         if self._check is None or self._check[0] != used:
             marks = [turn_marks[number] for number in used]

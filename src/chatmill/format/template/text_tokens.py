@@ -97,7 +97,7 @@ class _Turns:
         return frozenset(turns | (self._tool_turns(tags) - reasoning) | (self._system_turn() - tags))
 
     def _closing_and_header(self, record: Record, following: str) -> tuple[list[str], list[str]]:
-        """Return the tokens that close the answer of message 1, and those of the header before the next text."""
+        """Return the tokens that close the answer in message 1, and the tokens of the header before the next text."""
         between = self._names(_between(self.render(record, len(record.messages), False), "QzAssistant1", following))
         alone = self.render(record, 2, False)
         if alone is None:
@@ -113,11 +113,11 @@ class _Turns:
         return [*closing[last + 1 :]]
 
     def _before_answers(self, size: int, tags: Collection[str]) -> set[str]:
-        """Return the tokens of the user turn's end and of the assistant header, which has at most `size` tokens."""
+        """Return the tokens at the end of a user turn and in the assistant header, which has at most `size` tokens."""
         prompt, alone = (_after(self.render(_DIALOG, 1, prompt), "QzUser0") for prompt in (True, False))
         ends = self._names(alone)
         if prompt == alone:
-            # The template ignores add_generation_prompt: it has no header, or always includes it.
+            # The template ignores add_generation_prompt: it has no header, or always outputs one.
             return ({*self._names(self.opening)[: max(1, size)], *ends} & self._in_all_openings()) - {*tags}
         shared = _common(self._names(prompt), ends)
         header = self._names(prompt)[shared:]
@@ -144,7 +144,7 @@ class _Turns:
         return set.intersection(*({*self._names(text)} for text in openings)) if openings else set()
 
     def _reasoning_tags(self) -> set[str]:
-        """Return the tokens after the reasoning of an answer, and the one before it unless plain answers have it."""
+        """Return the tokens after the reasoning of an answer, and the token before it unless plain answers have it."""
         row = self.render(_REASONING, 2, False)
         opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(self.opening)}
         return opening | {*self._names(_between(row, "QzReasoning", "QzAssistant1"))}

@@ -1,4 +1,4 @@
-"""Cache of rendering traces, by the shape of the conversations that may reuse them."""
+"""Cache of rendering traces, keyed by the shape of the conversations that may reuse them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TraceCache:
         self._plain.clear()
 
     def follow(self, key: ShapeKey, texts: list[str]) -> tuple[CachedTrace, list[str]] | None:
-        """Return the trace that a conversation follows and the texts for its slots; None if there is none."""
+        """Return the trace that a conversation follows and the texts for its slots; None if no trace matches."""
         for trace in self._traces.get(key, ()):
             slots = replay(trace.steps, texts.copy())
             if slots is not None:
@@ -86,7 +86,7 @@ class TraceCache:
         return None
 
     def plain(self, key: ShapeKey) -> CachedTrace | None:
-        """Return the trace that all conversations of a shape without empty texts follow; None if there is none."""
+        """Return the trace that all conversations of a shape without empty texts follow; None if no trace matches."""
         return self._plain.get(key)
 
     def may_add(self, key: ShapeKey, num_messages: int) -> bool:

@@ -116,7 +116,7 @@ def _tool_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _opening(header: str, tokens: ControlTokens) -> str:
-    """Cut a header to its first through last control token and the word after it; "" if it has no token."""
+    """Trim a header to its first through last control token and the next word; "" if it has no token."""
     matches = tokens.find(header)
     if not matches:
         return ""

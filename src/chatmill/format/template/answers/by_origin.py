@@ -1,7 +1,7 @@
 """Derive answers by origin: the source of each character shows where an answer starts and ends.
 
 Between the last field of the previous messages and the first field of the answer, a rendering contains only literals of
-the template. The same holds for the prompt that a server would send after those messages. The common prefix of both
+the template. The same holds for the prompt that a server would send for those messages. The common prefix of both
 stretches of literals is part of the prompt; the answer starts where they diverge.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
@@ -70,7 +70,7 @@ def answers_by_origin(
 
     `prompts` lists the numbers of messages after which a prompt may show the usual header.
 
-    With `prompt_ends`, a prompt is not traced if its end and the start of its answer equal earlier ones.
+    With `prompt_ends`, a prompt is not traced if an earlier prompt had the same end and its answer the same start.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]
@@ -191,7 +191,7 @@ class _OriginSearch:
         return prompt_end.lstrip() if at is None else prompt_end[at:]
 
     def _opening(self, header: str) -> str:
-        """Return a header through its first control token, or all of it if it has none."""
+        """Return a header up to and including its first control token, or the whole header if it has none."""
         matches = self.tokens.find(header)
         return header[: matches[0].end()] if matches else header.rstrip()
 
@@ -251,7 +251,7 @@ class _OriginSearch:
         return begin + len((own if own is not None else closing).rstrip()), False
 
     def _last_field(self, message: int, start: int) -> int | None:
-        """Return the last piece of this message in its answer: the piece that ends it if no message follows."""
+        """Return the last piece of this message in its answer, which ends the answer if no message follows."""
         run: list[int] = []
         for at in self.fields:
             if self.places[at] >= start:
@@ -293,7 +293,7 @@ class _OriginSearch:
         return literals[: max(0, stop - begin)]
 
     def _own_closing(self, message: int, own: str) -> str:
-        """Return the literals of this message that also close it when it is the last one."""
+        """Return the literals of this message that also close it when it is the last message."""
         matches = self.tokens.find(own)
         if len(matches) < 2:
             return own
@@ -337,7 +337,7 @@ class _OriginSearch:
 
 
 def _tail(rendering: Rendering, *, of: int | None = None) -> tuple[FieldPath | None, str]:
-    """Return the last field of a rendering, or of message `of`, and the text after it."""
+    """Return the last field of a rendering (or of message `of`) and the text after it."""
     texts: list[str] = []
     for piece in reversed(rendering.pieces):
         if piece.source is not None and (of is None or piece.source.message == of):

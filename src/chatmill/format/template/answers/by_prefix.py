@@ -1,8 +1,8 @@
 """Derive answers by prefix: compare the prompts that a server would send with the rendering, as plain text.
 
 This derivation does not use the origin of characters. If the prompt for an answer is a prefix of the rendering, the
-answer starts at its end. If the conversation up to and including the answer, alone or with the next prompt, is a prefix
-of the rendering, the answer ends with the control tokens at the end of that prefix.
+answer starts at the end of the prompt. If the conversation up to and including the answer, alone or with the next
+prompt, is a prefix of the rendering, the answer ends with the control tokens at the end of that prefix.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class ContextFinder:
         return context, tuple(notes)
 
     def repeated_header(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Return start and stop of the next assistant header inside an answer; None if there is none."""
+        """Return the start and stop of the next assistant header inside an answer; None if there is none."""
         header = self.headers.assistant
         core = header[: self._core(header)]
         at = self.literals.find(core, start, stop) if core else -1
@@ -174,7 +174,7 @@ class ContextFinder:
         return next((size for size in range(len(header), 0, -1) if self.text.endswith(header[:size], 0, start)), 0)
 
     def _core(self, header: str) -> int:
-        """Return the length of a header through the first word or token that differs from the user header."""
+        """Return the length of a header up to the end of the first word or token that differs from the user header."""
         same = next((n for n in range(len(header), 0, -1) if header[:n] in self.headers.user), 0)
         if same == len(header):
             return same
@@ -216,7 +216,7 @@ class ContextFinder:
 
 
 def _added(prompt: str, without: str, token: re.Pattern[str]) -> str:
-    """Return the text that a prompt adds, without leading whitespace; a token in which they diverge counts as added."""
+    """Return the text that a prompt adds, without leading whitespace, including a token in which the texts diverge."""
     return prompt[common_prefix(prompt, without, token) :].lstrip()
 
 

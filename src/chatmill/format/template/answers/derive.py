@@ -98,7 +98,7 @@ def derive(
     if mask == "tags":
         answers = answers_by_tags(full, assistants)
     else:
-        # Guards need the trace of every prompt; without guards, a prompt that ends like another one is not traced.
+        # Guards need the trace of every prompt; without guards, a prompt that ends like an earlier one is not traced.
         skip = None if cacheable else prompt_ends
         answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, eos, skip)
         headers = template.headers(pattern)
@@ -124,7 +124,7 @@ def derive(
 
 
 def _ended_by(eos: str | None, full: Rendering, answer: AnswerSpan) -> AnswerSpan:
-    """Extend an answer without an end token by the EOS token, if the template outputs one after it."""
+    """If an answer has no end token but the template outputs EOS after it, extend the answer to include EOS."""
     following = full.text[answer.stop :]
     if answer.closed or not eos or not following.lstrip().startswith(eos):
         return answer
@@ -144,10 +144,10 @@ def _enter_fields(
     token: re.Pattern[str],
     text_tokens: Collection[str],
 ) -> tuple[Rendering, list[AnswerSpan]]:
-    """Move the start of an answer into its own text, as far as the prompt continues with the same text.
+    """Move the start of an answer into its text, for as long as the prompt continues with the same text.
 
-    A prompt may end with `<think>\\n`, and the content of the answer may start with it. The piece is split there. A
-    control token of the prompt can match text of the answer only if text may contain it (`text_tokens`).
+    A prompt may end with `<think>\\n`, and the content of the answer may start with it. The piece is split at the new
+    start. A control token of the prompt can match text of the answer only if text may contain it (`text_tokens`).
     """
     pieces, entered = list(full.pieces), list(answers)
     for number, answer in enumerate(answers):
@@ -245,7 +245,7 @@ def _contexts(answers: Sequence[AnswerSpan], finder: ContextFinder) -> tuple[lis
 
 
 def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[AnswerSpan]:
-    """Return each stretch of text between generation tags as an answer of the message that it belongs to."""
+    """Return each stretch of text between generation tags as an answer of its message."""
     answers: list[AnswerSpan] = []
     place = 0
     start: int | None = None

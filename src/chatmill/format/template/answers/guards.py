@@ -82,7 +82,7 @@ def _items(rendering: Rendering) -> Items:
 
 
 def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:
-    """Add a guard for whether `prefix` is a prefix of `whole`, unless the literals decide it."""
+    """Add a guard for whether `prefix` is a prefix of `whole`, unless the literals determine this."""
     whole, prefix = _without_common(whole, prefix)
     if not prefix or not whole or (isinstance(whole[0], str) and isinstance(prefix[0], str)):
         return
@@ -108,7 +108,7 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
 
 
 def _without_common(whole: Items, prefix: Items) -> tuple[Items, Items]:
-    """Remove the common prefix of both."""
+    """Remove the common prefix of the two."""
     one, other = list(whole), list(prefix)
     while one and other:
         if one[0] == other[0]:

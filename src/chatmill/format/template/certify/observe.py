@@ -45,7 +45,7 @@ class Rendered(NamedTuple):
 
 @dataclass
 class OwnRecords:
-    """Observations of the user's records; places are `file:line`."""
+    """Observations of the user's records, located by `file:line`."""
 
     rendered: int = 0
     refused: list[RecordError] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Observations:
 
     @property
     def answers(self) -> list[tuple[Rendered, CheckedAnswer]]:
-        """All answers of the probes."""
+        """All answers in the probes."""
         return [(probe, answer) for probe in self.good.values() for answer in probe.answers]
 
     def rendered(self, record: Record) -> Rendered:

@@ -86,7 +86,7 @@ TextOf = Callable[[int, bool], str]
 
 
 class PlainCheck:
-    """Checks rows of one template; `turns` is a plain conversation from which to learn its headers."""
+    """Checks rows of one template, whose headers are learned from the plain conversation `turns`."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class PlainCheck:
         return header[max((match.end() for match in self._tokens.find(header) if match[0] in self._ends), default=0) :]
 
     def _opener(self, header: str) -> str:
-        """Return the first control token of a header, with the text up to the next token or the end of the line."""
+        """Return the first control token of a header, with the text up to the next token or line end."""
         header = header.strip()
         tokens = self._tokens.find(header)
         if not tokens or tokens[0].start():
@@ -333,7 +333,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
-    """Whether row and prompt end alike, ignoring whitespace that the row does not continue with."""
+    """Whether the row and the prompt end alike, ignoring trailing whitespace that does not continue in the row."""
     space, own = (text[len(text.rstrip()) :] for text in (prompt, before))
     goes_on = own + after[: len(after) - len(after.lstrip())]
     same = _common(space, goes_on) == len(own)

@@ -141,7 +141,7 @@ def bos(seen: Observations) -> Finding:
     for probe in seen.probes:
         if probe.rows.ids[:2].tolist() == [id, id]:
             return Finding("bos", Level.FAIL, f"{token} is doubled at the start of {probe.place}")
-    # The same token may be BOS and the end of turns.
+    # The same token may be both BOS and the end of a turn.
     inside = [(probe, answer) for probe, answer in seen.answers if id in answer.ids[:-1]]
     if inside:
         probe, answer = inside[0]
@@ -204,7 +204,7 @@ def text_tokens(seen: Observations) -> Finding:
     from_text = seen.renderer.text_tokens.ids
     ids = {token: id for token, id in seen.renderer.encoder.ids.items() if token not in from_text}
     count = written = 0
-    # Some vocabularies have thousands of tokens, and the cost grows faster than the number of tokens in a text.
+    # Some vocabularies have thousands of control tokens, and the cost grows faster than the number of tokens in a text.
     for first in range(0, len(ids), TOKENS_IN_TEXT):
         text = " ".join(list(ids)[first : first + TOKENS_IN_TEXT])
         record = probe_record("control text", *dialog(f"Say {text} twice.", f"{text} and {text}."))

@@ -93,7 +93,7 @@ _servers_lock = threading.Lock()
 def fork_server(module: str) -> ForkServer:
     """Return the fork server for a module, starting it if needed; forked processes share it.
 
-    It starts in the background.
+    The server starts in the background.
     """
     with _servers_lock:
         if module not in _servers:
@@ -204,7 +204,7 @@ def too_long(seconds: float) -> str:
 
 
 def _cpu_time(pid: int) -> float | None:
-    """Return the CPU seconds that a process has used; None if the system does not report it."""
+    """Return the CPU seconds that a process has used; None if the system does not report them."""
     if not pid or sys.platform != "linux":
         return None
     try:

@@ -104,7 +104,7 @@ class TemplateEngine:
         except RecordError:
             if not request.cacheable:
                 raise
-            # A trace with guards renders more prompts. Whether and why a record is rejected must not depend on that.
+            # A trace with guards renders more prompts. That must not affect whether or why a record is rejected.
             derived = attempt(False)
         steps = derived.steps
         if steps is not None:

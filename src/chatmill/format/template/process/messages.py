@@ -110,7 +110,7 @@ class RecordFault(msgspec.Struct, tag="record", frozen=True):
 
 
 class TemplateFault(msgspec.Struct, tag="template", frozen=True):
-    """A `DataError`: the template cannot be used."""
+    """A `DataError` because the template cannot be used."""
 
     what: str
 

@@ -1,7 +1,7 @@
 """`format` and `%` for templates. Each field is formatted separately; Python never formats a whole pattern.
 
-Python's `str.format` can read attributes of its arguments. Here a field names a value but cannot access anything inside
-it, a spec is short, and values are plain data.
+Python's `str.format` can read attributes of its arguments. Here, fields name values but cannot access anything inside
+them, format specs are short, and values are plain data.
 """
 
 from __future__ import annotations

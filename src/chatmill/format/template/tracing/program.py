@@ -1,6 +1,6 @@
 """Compiled templates, plain and traced. Errors inside them name the line of the template.
 
-A traced rendering has the origin of every character: the literals of the template become `TracedStr` before it is
+A traced rendering records the origin of every character: the literals of the template become `TracedStr` before it is
 compiled, and filters that would lose the origin of a text are wrapped. Loops over messages record the current message.
 """
 
@@ -209,7 +209,7 @@ class TracedSandbox(Sandbox):
         return opaque(str(value), inside) if inside else literal(str(value))
 
     def container(self, value: Any) -> Any:
-        """Convert the right operand of `in`: with a plain text, the result would not be guarded."""
+        """Convert the right operand of `in`; if it were plain text, the result would not be guarded."""
         return literal(value) if isinstance(value, str) else value
 
     def compared_length(self, value: Any, comparison: str, number: int) -> bool:

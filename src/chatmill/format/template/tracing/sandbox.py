@@ -1,8 +1,8 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
 Templates see only plain data and cannot change it. They can use only the attributes in `ATTRIBUTES`; using another
-existing one is an error, so that the output never differs silently from transformers. Before a template is compiled,
-its syntax tree is rewritten so that loops count steps; reading other files and autoescape are rejected.
+existing attribute is an error, so that the output never differs silently from transformers. Before a template is
+compiled, its syntax tree is rewritten so that loops count steps; reading other files and autoescape are rejected.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.undefined(obj=obj, name=argument)
 
     def attribute(self, obj: Any, name: str) -> Any:
-        """Return an attribute, never an item; undefined if it does not exist, an error if templates may not use it."""
+        """Return an attribute, never an item; undefined if it does not exist. Raise if templates may not use it."""
         if isinstance(obj, Undefined):
             # This error names the undefined variable.
             obj._fail_with_undefined_error()

@@ -1,6 +1,6 @@
 """Functions that trace steps may call, by name. All are plain functions of texts.
 
-A trace is data: the process that runs the template records it, and another process replays it, which can call only
+A trace is data: the process that runs the template records it, and another process replays it. Replaying can call only
 these functions.
 """
 

@@ -7,9 +7,9 @@ A rendering is a function of the conversation. A trace records what it computed 
               "</think>" in slot 1: False   a guard: a result that the template observed
 
 Another conversation of the same shape for which all guards give the same results is rendered the same way, with its
-own texts in the slots. So chatmill runs the steps on its texts instead of running the template again.
+own texts in the slots. chatmill therefore runs the steps on these texts instead of running the template again.
 
-`TracedPiece` is a piece of text with its origin. All of it is plain data that can be sent between processes.
+`TracedPiece` is a piece of text with its origin. Traces and pieces are plain data that can be sent between processes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Trace:
 
 
 def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...]:
-    """Merge all guards that a text of the conversation is not empty into one."""
+    """Merge all guards for non-empty texts of the conversation into one guard."""
     slots: list[int] = []
     others: list[TraceStep] = []
     for step in steps:
@@ -126,7 +126,7 @@ TextItem = str | int
 
 
 class FieldPath(NamedTuple):
-    """A field of the conversation: the index of its message, and the path of keys to it."""
+    """A field of the conversation: the index of its message and the keys that lead to the field."""
 
     message: int
     path: tuple[str | int, ...]
@@ -152,11 +152,11 @@ class TracedPiece(NamedTuple):
     """Offset of its text in the field; -1 if it is not a slice of the field."""
 
     def sliced(self, start: int, stop: int) -> TracedPiece:
-        """Return a slice of its characters."""
+        """Return a slice of the piece."""
         return self._replace(text=self.text[start:stop], start=-1 if self.start < 0 else self.start + start)
 
     def changed(self, text: str) -> TracedPiece:
-        """Return the piece with a text that was computed from it."""
+        """Return a copy of the piece with `text`, which was computed from it."""
         return self if text == self.text else self._replace(text=text, start=-1)
 
 

@@ -229,7 +229,7 @@ def literal(text: str, line: int = 0) -> TracedStr:
 
 
 def field(text: str, source: FieldPath, slot: int | None, trace: Trace | None) -> TracedStr:
-    """Return a field of a conversation as traced text; without a slot, it is the same in all records of the shape."""
+    """Return a field of a conversation as traced text; a field without a slot is the same in all records of a shape."""
     return made([TracedPiece(text, source=source, slot=slot)], trace)
 
 
@@ -276,7 +276,7 @@ def texts_in(value: Any) -> Iterator[TracedStr]:
 
 
 def untraced(value: Any) -> Any:
-    """Replace traced strings inside a value by plain ones."""
+    """Replace traced strings inside a value with plain strings."""
     if isinstance(value, TracedStr):
         return value.plain()
     if isinstance(value, list | tuple):
