@@ -1,4 +1,4 @@
-"""The line that reports which chat format a command chose."""
+"""Report which chat format a command chose."""
 
 from __future__ import annotations
 

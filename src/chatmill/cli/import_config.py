@@ -1,4 +1,4 @@
-"""`chatmill import`: convert configs of other trainers to a recipe and a training config."""
+"""`chatmill import`: convert configs from other trainers to a recipe and a training config."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from chatmill.cli.guard import guarded
 
 
 def main() -> None:
-    """Run the command that sys.argv names."""
+    """Run the command named in sys.argv."""
     guarded(_run)
 
 

@@ -192,7 +192,7 @@ class AcceleratorBatches:
         return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
     def _open_audit(self) -> Audit | None:
-        """Open the audit log. It is opened on first use, because a checkpoint may be loaded before that."""
+        """Open the audit log on first use, because a checkpoint may be loaded before that."""
         if self._audit is None and self._audit_dir is not None:
             reduce = self._sum if self.loader.world_size > 1 else None
             self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)

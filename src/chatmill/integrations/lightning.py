@@ -170,7 +170,7 @@ class EpisodeDataModule(LightningDataModule):
         return None if self.plan.order.length is None else self.plan.num_steps(0) * self.accumulation
 
     def train_batches(self) -> Iterator[Any]:
-        """Yield batches from the current position, without end."""
+        """Yield batches from the current position; never ends."""
         loader, (step, parts) = self.loader, divmod(self.trained_batches, self.accumulation)
         if parts:
             raise UsageError(

@@ -39,7 +39,7 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any)
             "FlashAttention does not keep the conversations of packed rows apart in a batch of several rows; "
             "make the batches with flatten=True, or with chatmill.integrations.columns.flattened"
         )
-    # With a KV cache, transformers would not separate conversations either.
+    # A KV cache would also let the conversations of a packed row attend to each other.
     arguments = {name: batch[name] for name in MODEL_INPUTS if name in batch}
     return weighted_loss(model(**{"use_cache": False, **arguments, **inputs}).logits, batch)
 

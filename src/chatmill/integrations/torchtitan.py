@@ -102,7 +102,7 @@ class EpisodeDataLoader(BaseDataLoader):
         return (_inputs_and_labels(part) for batch in batches for part in batch.split(self._batches))
 
     def _train_batches(self) -> Iterator[TitanBatch]:
-        """Yield batches from the current position; each `self._batches` batches must make one optimizer step."""
+        """Yield batches from the current position; every `self._batches` batches must form one optimizer step."""
         self._open_audit()
         steps = 0
 

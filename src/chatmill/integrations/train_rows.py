@@ -214,7 +214,7 @@ class TrainRows(Dataset[ModelInputs]):
 
 
 class EvalRows(Dataset[ModelInputs]):
-    """Every row of the val split once, padded with empty rows to full batches.
+    """Every row of the val split once, with empty rows added to complete the last batches.
 
     With `weights_in_labels`, weights are scaled so that the trainer's mean over batches equals the loss over all
     trained tokens, as in `chatmill train`.

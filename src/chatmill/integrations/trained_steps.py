@@ -35,7 +35,7 @@ class TrainedSteps:
         """The call that reports the start of an epoch, together with the next batch."""
 
     def report(self, steps: int) -> None:
-        """Report all steps before this one."""
+        """Report all fetched steps before step `steps`."""
         while self._fetched and self._fetched[0].step < steps:
             for call in self._fetched.popleft().calls:
                 call()

@@ -27,7 +27,7 @@ __all__ = ["SFTRows", "TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_
 
 
 def sft_config(rows: TrainRows) -> dict[str, Any]:
-    """Return arguments for `SFTConfig`: read the rows of a run once, in order, without preparation."""
+    """Return arguments for `SFTConfig` that make the trainer read the rows of a run once, in order, as they are."""
     return {
         **hf.training_arguments(rows),
         "dataset_kwargs": {"skip_prepare_dataset": True},

@@ -64,7 +64,7 @@ def main() -> None:
 
     os.environ.update(ENVIRONMENT, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
     with suppress(Exception):
-        # Import before any process is forked, because it is slow.
+        # Import before any process is forked, because the import is slow.
         import trl.trainer.sft_trainer  # noqa: F401
     run_server(_service)
 

@@ -1,4 +1,4 @@
-"""The directory in which a dataset is built: next to its target, by one process at a time.
+"""The directory in which a dataset is built, next to its target, by one process at a time.
 
 .NAME.building         the dataset while it is written; published by a rename
 .NAME.building.units   staged rows and the fingerprint of their job, for --resume
@@ -91,7 +91,7 @@ class CleanedBuilds:
 
 
 def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBuilds:
-    """Remove files left next to `target` by a killed build, unless any was written within the last `older_than`
+    """Remove files left next to `target` by a killed build, unless any of them was written in the last `older_than`
     seconds.
     """
     staging = staging_for(target)

@@ -97,8 +97,8 @@ class ClusterBuild:
     def _shards_per_task(self, job: Job, ledger: Ledger) -> int:
         """Return the number of shards per task: one, unless rows are packed and there are far more shards than CPUs.
 
-        The rows of a packed shard are spread over 2^20 rows, so a task reads nearly all of these. Writing several
-        shards in one task reads them only once.
+        The rows of a packed shard are spread over 2^20 rows, so a task reads nearly all of them. Writing several shards
+        in one task reads these rows only once.
         """
         shards = ledger.total("rendered", "repeated").tokens // job.shard_tokens
         return 1 if job.pack is None else max(1, shards // (TASKS_PER_CPU * self.engine.num_cpus()))

@@ -112,7 +112,7 @@ class _Files:
         return np.int32 if self.count < 2**31 else np.int64
 
     def column(self, name: str, *, band: int | None = None) -> Iterator[tuple[slice, NDArray[Any]]]:
-        """Yield a column file by file: the numbers of the records with rows, and their values."""
+        """Yield a column one file at a time: the numbers of the records that have rows, and their values."""
         for at, file in enumerate(self.files):
             if self.start[at] < self.start[at + 1]:
                 unit = file.head()

@@ -50,7 +50,7 @@ RecordTest = Callable[[Record], bool]
 
 
 def reason(name: str) -> str:
-    """Return the name of a filter in the ledger and in the list of removed records."""
+    """Return the name under which the ledger and the list of removed records show a filter."""
     return "excluded" if name == EXCLUDE else f"filter {name}"
 
 

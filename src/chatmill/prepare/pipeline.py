@@ -81,7 +81,7 @@ def prepare_dataset(
     predicates = allowed_predicates(job, allow_code)
     where = urls.place(target)
     remote = check_remote_target(where, overwrite=overwrite) if isinstance(where, Url) else None
-    # A dataset for a URL is built locally and uploaded shard by shard.
+    # A dataset at a URL is built locally and uploaded shard by shard.
     local = scratch_folder(where) if isinstance(where, Url) else where
     check_target(local, overwrite=overwrite)
     inputs = InputFiles([source.inputs for source in job.sources])
@@ -239,7 +239,7 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
             try:
                 done = completed[unit.number] if unit.number in completed else next(running)
             except (RecordError, RemoteError) as fault:
-                # A file that changes while it is read also causes invalid records.
+                # An invalid record may be caused by a file that changed while it was read.
                 build.inputs.check_times()
                 if isinstance(fault, RecordError):
                     fault.line += before

@@ -72,7 +72,7 @@ def _without_flags(text: str) -> str:
 
 
 def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource]:
-    """Name each source: its own name, or the name of its first input; report sources without a usable name."""
+    """Give each source a name, by default that of its first input; report sources without a usable name."""
     for number, source in enumerate(sources):
         if source.name is None and not _input_name(source.inputs[0]):
             faults.append(f'source {number} ("{one_line(source.inputs[0])}") has no name; give it a `name`')
@@ -135,7 +135,7 @@ def _source_tables(data: dict[str, Any], faults: list[str]) -> list[Any]:
 
 
 def _source(table: Any, where: str, faults: list[str]) -> InputSource:
-    """Return the source of a table; its errors are added to `faults`."""
+    """Return the source that a table describes; add its errors to `faults`."""
     if isinstance(table, dict):
         table = dict(table)
         if isinstance(table.get("inputs"), str):

@@ -121,7 +121,7 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
 
 
 class FirstRecords:
-    """Replaces `read_blocks`: reads the first records of a part, counting invalid ones."""
+    """A replacement for `read_blocks` that reads the first records of a part and counts invalid ones."""
 
     def __init__(self, most: int, *, hold: bool = False) -> None:
         self._most, self._read, self._faults, self._hold = most, 0, 0, hold

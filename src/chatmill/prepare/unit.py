@@ -108,7 +108,8 @@ def job_renderer(job: Job) -> Renderer:
 
 
 def renderer_identity(renderer: Renderer) -> dict[str, Any]:
-    """Return what determines the rows of a renderer; it must be equal in all processes and in a resumed build."""
+    """Return the values that determine the rows of a renderer; they must be equal in all processes and resumed builds.
+    """
     tokenizer = renderer.tokenizer
     return {"format": renderer.to_json(), "tokenizer": tokenizer.sha256, "control": dict(tokenizer.control_ids)}
 
@@ -381,7 +382,7 @@ class _StagedFiles:
         self._tokens += len(rows.ids)
 
     def save(self, finished: _Records | None) -> None:
-        """Write a staged file, the last one if `is_last`."""
+        """Write a staged file; `is_last` marks the last one of the unit."""
         rows = concat(self._rows)
         rows = replace(rows, files=tuple(File(file.source, self._unit.name) for file in rows.files))
         record = np.concatenate([np.empty(0, dtype=np.int64), *self._record])

@@ -60,7 +60,7 @@ def row_chunks(
 
 
 def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledger) -> Rows:
-    """Render all rows of these conversations and count them in the ledger.
+    """Render all rows of the conversations and count them in the ledger.
 
     Tokens that are also in an earlier row count as repeated, all others as rendered.
     """

@@ -1,5 +1,5 @@
 """RecipeLoader and parse_yaml: the subset of YAML that recipes use. Imported only for YAML files, because PyYAML is an
-extra.
+optional dependency.
 
 Plain values follow YAML 1.2: `no` is a string (the language code for Norwegian), 1e-3 is a number, and a date is a
 string. Only tables, lists, strings, numbers, true, false and null are created, regardless of the tags in a file. Merge

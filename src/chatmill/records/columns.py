@@ -32,7 +32,7 @@ COMPILED = _columns is not None
 
 @dataclass(frozen=True, eq=False)
 class ChatColumns(Sequence[Record]):
-    """Plain records of consecutive lines. As a sequence, it creates `Record` objects on access."""
+    """Plain records from consecutive lines. As a sequence, it creates `Record` objects on access."""
 
     source: str
     file: str

@@ -1,6 +1,6 @@
 """Read .gz, .zst, .xz and .bz2 files as streams in bounded memory, including files of several streams or frames.
 
-A file that is truncated or corrupt, or has other bytes after its end, raises a `RecordError`.
+A file that is truncated or corrupt, or has extra bytes after its end, raises a `RecordError`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ FRESH = 2.0
 
 
 class _State(NamedTuple):
-    """The `stat` of a file. Copying a file cannot set the inode and the change time (ctime)."""
+    """The `stat` of a file. A copy of a file cannot have the same inode and change time (ctime)."""
 
     size: int
     modified: int

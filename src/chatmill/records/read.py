@@ -91,7 +91,7 @@ def read_records(
     >>> [record.id for record in chatmill.read_records(["data/conversations.jsonl"])][:2]
     ['chat-000', 'chat-001']
 
-    Names and globs that match no file, and shapes that cannot be detected, raise before the first record. With
+    Names and globs that match no file, and shapes that cannot be detected, raise an error before the first record. With
     `on_error` "stop" the first invalid record raises; with "skip" invalid records are passed to `on_reject` and reading
     continues. A file that changes while it is read raises a `DataError` after the last record.
     """
@@ -215,7 +215,7 @@ def read_blocks(
     as_columns: bool = True,
     log: ReadLog | None = None,
 ) -> Iterator[ChatColumns | list[Record]]:
-    """Yield the records of one part in blocks: `ChatColumns` where possible and `as_columns` is set, lists otherwise.
+    """Yield the records of one part in blocks: `ChatColumns` where possible if `as_columns` is set, otherwise lists.
 
     Each fault goes to `on_fault`, which raises it to stop, or returns to continue. `on_end` receives the number of
     lines of the part, so that the next part can be numbered. `log` records the bytes read.
@@ -286,7 +286,7 @@ def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, Par
 
 
 def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, ParsedItems]]:
-    """Like `_one_by_one`, with runs of plain lines as columns."""
+    """Like `_one_by_one`, but runs of plain lines become columns."""
 
     def parse_lines(line: int, data: bytes) -> ParsedItems:
         return _one_by_one(parse, line - 1, data)[1]
@@ -334,7 +334,7 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
         if stops and len(first) > limit and b"<|" not in first:
             # Too long both as a line and as a unit of a stream.
             return replace(part, shape="transcript-lines", why="by its first line")
-        # Objects in a text file are JSON Lines under another name.
+        # A text file of JSON objects is JSON Lines with a different suffix.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
             shape = _transcript_shape(path, is_transcript=shape is not None)
             return replace(part, shape=shape, why="by its lines and markers")

@@ -102,7 +102,7 @@ def _kind(start: bytes) -> str:
     first, *others = [line for line in lines if line.strip()] or [b"{"]
     if not first.lstrip().startswith((b"{", b"[")):
         return ".txt"
-    # One object over several lines, unless the second line starts another object.
+    # The file is one object over several lines, unless the second line starts another object.
     is_object = first.startswith(b"{") and others and not others[0].startswith(b"{") and not _is_json(first)
     return ".json" if is_object else ".jsonl"
 

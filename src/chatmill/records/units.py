@@ -183,7 +183,7 @@ def is_array(path: Place, *, limit: int) -> bool:
                 return False
             if not _is_json(first):
                 return True
-            # A single line may also be one record, the list of its messages.
+            # A single line may also be one record, given as the list of its messages.
             items = decode(first)
             is_record = all(isinstance(item, dict) and not {"role", "from"}.isdisjoint(item) for item in items)
             return not (items and is_record) and next(numbered, None) is None

@@ -1,4 +1,4 @@
-"""Unroll a conversation into one row per trained answer: the prefix that ends with this answer.
+"""Unroll a conversation into one row per trained answer; each row is the prefix that ends with its answer.
 
     user a1 user a2   ->   user a1
                            user a1 user a2        here a1 is context: the row before trains it

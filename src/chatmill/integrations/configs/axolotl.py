@@ -70,7 +70,7 @@ FITS = {"drop": ("drop", "longer rows are dropped, as in Axolotl"), "raise": ("e
 def import_axolotl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
     """Convert an Axolotl config to a recipe and a train config, with a report on each of its keys.
 
-    `ranks` is the number of GPUs, `model` a folder with the base model to use instead of the one in the config.
+    `ranks` is the number of GPUs, and `model` is a folder with the base model to use instead of the one in the config.
     """
     values = read_config(path, "an Axolotl config in YAML")
     translation = Translation("Axolotl", str(place(path)), ranks=ranks, model=model)

@@ -56,8 +56,8 @@ def import_llamafactory(
     """Convert a dataset_info.json, a run config, or both in any order, with a report on each key.
 
     If only the config of a run is given, dataset_info.json is looked up in its `dataset_dir`. If only dataset_info.json
-    is given, the recipe has the named `datasets`, or all that are for SFT. `ranks` is the number of GPUs, `model` a
-    folder with the base model.
+    is given, the recipe has the named `datasets`, or all that are for SFT. `ranks` is the number of GPUs, and `model`
+    is a folder with the base model.
     """
     info, run = _which(path, train)
     values = read_config(run, "a config of LLaMA-Factory in YAML") if run is not None else {}

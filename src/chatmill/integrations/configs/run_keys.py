@@ -1,4 +1,6 @@
-"""Keys that Axolotl, LLaMA-Factory and TRL share, partly under other names: batch, optimizer, schedule, length."""
+"""Keys that Axolotl, LLaMA-Factory and TRL share, partly under other names: batch, optimizer, schedule and length of
+the run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that set what a run writes and when: checkpoints, evaluations, logs, trackers; and its seeds."""
+"""Keys for the output and the seeds of a run: checkpoints, evaluations, logs, trackers."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ OFF = {"lora_task_type": "CAUSAL_LM", "bnb_4bit_quant_type": "nf4", "truncation_
 def import_trl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
     """Convert a `trl sft` config to a recipe and a train config, with a report on each of its keys.
 
-    `ranks` is the number of GPUs, `model` a folder with the base model to use instead of the one in the config.
+    `ranks` is the number of GPUs, and `model` is a folder with the base model to use instead of the one in the config.
     """
     values = read_config(path, "a config of `trl sft` in YAML")
     translation = Translation("TRL", str(place(path)), ranks=ranks, model=model)

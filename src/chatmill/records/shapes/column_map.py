@@ -2,7 +2,7 @@
 
     messages=conversations,role=from,content=value,user=human,assistant=gpt
 
-The name on the left is chatmill's, the name on the right is the file's. Keys are renamed before a record is parsed;
+The name on the left is chatmill's, and the name on the right is the file's. Keys are renamed before a record is parsed;
 keys that are not mapped keep their names. The ShareGPT roles human and gpt need no mapping.
 """
 

@@ -99,7 +99,7 @@ def json_line(value: Any) -> bytes:
 
 
 def named(value: Any) -> str:
-    """Name the type of a JSON value in an error: `a number`, `an object`."""
+    """Return the type of a JSON value as named in errors, such as `a number` or `an object`."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -63,7 +63,7 @@ class ParsedRecord(NamedTuple):
 
 
 class KeyReader:
-    """Reads the keys of one JSON object, each once. `finish` reports the remaining keys as unread.
+    """Reads each key of a JSON object once. `finish` reports the remaining keys as unread.
 
     >>> turn = KeyReader("message 0", "messages[].", {"role": "user", "content": "Hi", "lang": "en"}, unread := {})
     >>> turn.text("role"), turn.text("content")
@@ -290,7 +290,7 @@ def read_turn(
 
 
 def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
-    """Put the top-level `system` text before the messages; if they have a system message too, both must be equal."""
+    """Put the top-level `system` text before the messages; if they also have a system message, both must be equal."""
     first = system(record)
     if first and turns and turns[0].role == "system":
         if turns[0].content != first[0].content:

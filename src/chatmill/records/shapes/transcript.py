@@ -60,7 +60,7 @@ def from_text(data: bytes) -> list[ParsedRecord]:
 def conversations(text: str, *, trim: bool = False) -> list[ParsedRecord]:
     """Parse the conversations of a transcript, separated by `<|EOS|>`; blank ones are skipped.
 
-    `trim` drops whitespace before the first and after the last span of each.
+    `trim` drops whitespace before the first and after the last span of each conversation.
     """
     pieces = (piece for piece in text.split(EOS.decode()) if piece.strip(_SPACE))
     return [ParsedRecord(_messages(piece, trim=trim)) for piece in pieces]
