@@ -17,7 +17,7 @@ from chatmill.errors import one_line
 
 CLICK_ERROR: Any
 [CLICK_ERROR] = (each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
-"""ClickException of click, or of the copy of click inside typer."""
+"""`ClickException` from click, or from the copy of click inside typer."""
 
 
 def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:

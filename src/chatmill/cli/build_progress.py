@@ -111,8 +111,7 @@ def counts(now: BuildProgress, elapsed: float) -> str:
 
 
 def seconds_left(now: BuildProgress, elapsed: float) -> float | None:
-    """Estimate the remaining seconds from the rate of this run, excluding resumed work; None if there is no rate yet.
-    """
+    """Estimate the seconds left from the rate of this run, excluding resumed work; None if there is no rate yet."""
     own = now.done - now.resumed
     return elapsed * (now.total - now.done) / own if own > 0 else None
 

@@ -37,7 +37,7 @@ COMMANDS = {
     "export": ("export.app", "Export conversations or datasets to other tools."),
     "rollout": ("rollout.app", "Train on the model's own answers."),
 }
-"""For each command: `file.name` in this folder, and its summary in `chatmill --help`."""
+"""Location (`file.name` in this folder) of each command, and its summary in `chatmill --help`."""
 
 
 def help_text() -> str:

@@ -31,7 +31,7 @@ from chatmill.store.read import is_dataset
 from chatmill.tokenizer.factory import MissingTokensError
 
 FAULTS = 20
-"""Maximum number of faulty records to list."""
+"""Maximum number of invalid records to list."""
 
 Viewed = Annotated[
     GivenPlace,

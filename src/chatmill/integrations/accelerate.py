@@ -93,7 +93,7 @@ class AcceleratorBatches:
             )
         self._accelerator, self._flatten, self._audit_dir = accelerator, flatten, audit_dir
         self.accumulation = accelerator.gradient_accumulation_steps
-        """Micro-batches of a step."""
+        """Number of micro-batches per step."""
         self.loader = EpisodeLoader(
             dataset_dir,
             config,
@@ -104,7 +104,7 @@ class AcceleratorBatches:
         )
         self._check_accumulation()
         self.steps = len(self.loader) if steps is None else steps
-        """Optimizer steps of the run."""
+        """Number of optimizer steps in the run."""
         self._parts: list[dict[str, Any]] = []
         """The remaining micro-batches of the current step."""
         self._audit: Audit | None = None

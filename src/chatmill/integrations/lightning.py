@@ -78,7 +78,7 @@ class EpisodeDataModule(LightningDataModule):
         self._loaded: Mapping[str, Any] | None = None
         """The state in the checkpoint that this `fit` resumes from."""
         self._audit_state: Mapping[str, Any] | None = None
-        """Where the audit log of the last fit ended."""
+        """The state of the audit log at the end of the last `fit`."""
 
     @property
     def loader(self) -> EpisodeLoader:

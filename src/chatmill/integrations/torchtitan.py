@@ -40,10 +40,11 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
     """Settings of `EpisodeDataLoader`; `dataset_path` is the folder or URL of the dataset."""
 
     load: dict[str, Any] = field(default_factory=dict)
-    """Keys of chatmill's config; `block_size` must be torchtitan's `seq_len`, `batch_size` its `global_batch_size`."""
+    """Keys of chatmill's config; `block_size` must equal torchtitan's `seq_len`, and `batch_size` `global_batch_size`.
+    """
     split: str = "train"
     epochs: int | None = None
-    """Number of epochs; None repeats the data without end."""
+    """Number of epochs; None repeats the data indefinitely."""
     infinite: bool = True
     """False reads every row of the split once, in stored order. torchtitan's validator sets it."""
     audit_dir: str | None = None

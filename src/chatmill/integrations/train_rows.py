@@ -76,7 +76,7 @@ class TrainRows(Dataset[ModelInputs]):
         self.loader = EpisodeLoader(dataset_dir, config, epochs=epochs, tensors=False)
         self.config = self.loader.config
         self.steps = len(self.loader) if steps is None else steps
-        """Steps of the run."""
+        """Number of steps in the run."""
         self.weights_in_labels = weights_in_labels
         self.audit_dir = audit_dir
         self.open_audit: Audit | None = None
@@ -96,7 +96,7 @@ class TrainRows(Dataset[ModelInputs]):
         self._step: PlannedStep | None = None
         """The step that was read last."""
         self._scale = (-1, 1.0)
-        """A step, and the factor of its weights."""
+        """A step and its weight factor."""
 
     def __len__(self) -> int:
         return self.steps * self.config.batch_size

@@ -55,7 +55,7 @@ class PreparedRecord(msgspec.Struct, frozen=True):
     default: PreparedRow | str | None = None
     """None if it is the same as `chosen`."""
     fault: str = ""
-    """An error from the limits of the process, which says nothing about the record."""
+    """An error caused by the limits of the process, not by the record."""
 
 
 def main() -> None:

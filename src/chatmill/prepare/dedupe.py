@@ -28,8 +28,7 @@ Numbers = NDArray[np.signedinteger[Any]]
 Pairs = tuple[Numbers, Numbers]
 
 COMPARED = 32
-"""Preceding candidates of a band that a record is compared with, besides the first: all, except in very large
-groups.
+"""Maximum number of preceding candidates to compare a record with, besides the first; only very large groups have more.
 """
 PAIRS = 2**16
 """Number of pairs whose signatures are in memory at once."""

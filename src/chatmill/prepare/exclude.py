@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from chatmill.prepare.select import StagedFile
 
 LIMIT = 1 << 30
-"""Bytes of the file."""
+"""Maximum size of the file in bytes."""
 _PLACE = re.compile(r"(.+):([0-9]{1,18})", re.DOTALL)
 
 
@@ -38,7 +38,7 @@ class Excluded:
     """The records that a build leaves out."""
 
     lines: Mapping[str, Index] = field(default_factory=dict)
-    """Lines of each input file."""
+    """Excluded lines of each input file."""
     ids: frozenset[str] = frozenset()
     sha256: str | None = None
     """The hash of the file; None if nothing is excluded."""

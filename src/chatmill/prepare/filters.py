@@ -33,7 +33,7 @@ from chatmill.records.record import NO_ROLE
 from chatmill.rows import Index
 
 EXCLUDE = "exclude"
-"""Removes the records whose ids are in the file of `--exclude`."""
+"""Removes the records whose ids are in the `--exclude` file."""
 NAMES = (*keys_of(Filters), EXCLUDE)
 """All filters; the index of a filter is staged with each record that it removes."""
 ROW_FILTERS = ("min_tokens", "max_tokens", "min_trained_share", "max_trained_share")

@@ -17,7 +17,7 @@ from chatmill.records import ReadLog
 from chatmill.store.metadata import Metadata
 
 RECORDS = 10_000
-"""Records of each source that are read, unless another number is given."""
+"""Default number of records to read per source."""
 
 
 @dataclass(frozen=True)

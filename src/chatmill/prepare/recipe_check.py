@@ -126,7 +126,7 @@ class FirstRecords:
     def __init__(self, most: int, *, hold: bool = False) -> None:
         self._most, self._read, self._faults, self._hold = most, 0, 0, hold
         self.records: list[Record] = []
-        """Those that were read, if they are held."""
+        """The records that were read, if they are kept."""
         self.reached_end = False
 
     def __call__(

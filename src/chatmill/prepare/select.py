@@ -69,7 +69,7 @@ class Chosen:
 
 
 REASONS = ("duplicate", "near_duplicate", "max_samples", "excluded")
-"""Why a record with rows is removed."""
+"""Reasons for removing a record that has rows."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def job_renderer(job: Job) -> Renderer:
 
 
 def renderer_identity(renderer: Renderer) -> dict[str, Any]:
-    """Return the values that determine the rows of a renderer; they must be equal in all processes and resumed builds.
+    """Return the values that determine the rows of a renderer; all processes and resumed builds must have the same
+    ones.
     """
     tokenizer = renderer.tokenizer
     return {"format": renderer.to_json(), "tokenizer": tokenizer.sha256, "control": dict(tokenizer.control_ids)}

@@ -51,7 +51,7 @@ class Layout:
     """`text`, `chat` or `style`, each with the config key of the first source of that kind."""
     style: PromptStyle | None = None
     chat_template: tuple[str, Any] | None = None
-    """The key and the value of the first chat template that a data set sets."""
+    """The key and the value of the first chat template that a dataset sets."""
 
 
 def take_datasets(translation: Translation, keys: TheirKeys, name: str, layout: Layout, *, only_val: bool) -> None:

@@ -73,7 +73,7 @@ STYLES = {
     ),
     "phi": PromptStyle("<|user|>\n{}<|end|>\n<|assistant|>\n", "<|system|>\n{}<|end|>\n", ALPACA_SYSTEM),
 }
-"""Axolotl's styles of `type: alpaca` and `alpaca:STYLE`."""
+"""Axolotl's styles for `type: alpaca` and `alpaca:STYLE`."""
 NAMED = {
     "alpaca": PromptStyle("### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM, after_answer="\n\n"),
     "default": PromptStyle("Human: {}\nAssistant:", "System: {}\n", after_answer="\n", ends_messages=True),

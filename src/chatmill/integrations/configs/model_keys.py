@@ -28,7 +28,7 @@ class LoraNames:
     """The name for all linear layers."""
     default_rank: int = 16
     default_alpha: float | None = 32.0
-    """None: twice the rank."""
+    """None means twice the rank."""
     default_dropout: float = 0.0
 
 

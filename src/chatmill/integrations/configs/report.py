@@ -31,11 +31,11 @@ class KeyResult:
     """The result for one key."""
 
     key: str
-    """Its path, such as `datasets[0].type`."""
+    """The path of the key, such as `datasets[0].type`."""
     value: Any
     status: Status
     ours: Mapping[str, Any] = field(default_factory=dict)
-    """The keys of the recipe and of the train config that it sets."""
+    """The recipe and train config keys that it sets."""
     note: str = ""
     """The effect, or an explanation."""
 

@@ -307,7 +307,7 @@ def _list_shapes(turns: list[Any]) -> dict[str, str]:
 
 
 _MESSAGE_KEYS = {"messages": "messages", "sharegpt": "conversations"}
-"""Shapes whose records may be a bare list of messages, and the key that the list is read as."""
+"""Shapes whose records may be a bare list of messages, and the key under which the list is read."""
 _BESIDE_A_TEXT = ("role", "from", "output", "outputs", "response", "responses", "answer", "answers", "completions")
 """Keys that indicate that a text is one of several messages, or has its answer elsewhere."""
 _KEYS_OF_SHAPES = {

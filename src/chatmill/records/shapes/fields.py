@@ -41,7 +41,7 @@ ROLE_NAMES: dict[str, Role] = {
 }
 """Names of roles in other formats, for hints in errors."""
 LABEL_KEYS = ("label", "kto_tag")
-"""Boolean keys of KTO data that say whether an answer is desirable."""
+"""Boolean keys in KTO data that mark an answer as desirable or not."""
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
 """Arguments of `apply_chat_template` that are not template variables, or that chatmill sets itself."""
 
