@@ -41,7 +41,7 @@ KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rol
 
 
 def page() -> str:
-    """Return the whole page: commands in the order of `chatmill --help`, and the commands of a group together."""
+    """Return the whole page: commands in the order of `chatmill --help`, with the commands of each group together."""
     listed = list(commands(typer.main.get_command(app_of()), (NAME,)))
     lines = ["| command | what it does |", "|---|---|"]
     for path, command in listed:

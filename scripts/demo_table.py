@@ -28,7 +28,7 @@ def table(scores: dict[str, dict[str, Any]]) -> str:
 
 
 def shortfalls(score: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the targets of the demo that the model, or its lead over the other model, misses."""
+    """Return the demo's targets that are missed, by the model or by its difference from the other model."""
     least = {"questions": LEAST_QUESTIONS, "exact_rate": LEAST_EXACT, "stop_rate": LEAST_STOPPED}
     found = {name: score[name] for name in least} | {"difference": score["exact_rate"] - other["exact_rate"]}
     least["difference"] = LEAST_DIFFERENCE

@@ -200,7 +200,7 @@ def score(model_or_run: Path, folder: Path) -> Scores:
         objects = target.valid_objects
         of_answer = score_objects(objects, truth.objects)
         total = total.plus(of_answer)
-        # How many boxes would be correct if objects were matched independently?
+        # Count the boxes that would be correct if each object were matched on its own.
         alone = sum(score_objects([thing], truth.objects).correct for thing in objects)
         duplicates += alone - of_answer.correct
         valid += answer[-1] == task.eos_id and is_json(task.tokenizer.decode(answer[:-1]))

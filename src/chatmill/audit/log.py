@@ -221,7 +221,7 @@ class AuditLog:
         return fields
 
     def add(self, action: str, fields: Mapping[str, Any], *, durable: bool = False) -> str:
-        """Append a line and return its hash, the new head. `durable` syncs it to disk."""
+        """Append a line and return its hash, the new head. `durable` also syncs the line to disk."""
         if self._fd is None:
             raise AuditError(f"{self.path}: the audit log is closed, or an earlier write failed")
         raw = write_line(self._clock(), action, fields, self.head)

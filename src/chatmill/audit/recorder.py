@@ -47,7 +47,7 @@ BatchSum = tuple[NDArray[np.uint64] | None, Numbers | None]
 
 
 class Audit:
-    """Writes the audit log of a run; pass it to `EpisodeLoader` as `listener`. Only rank 0 writes a file.
+    """Writes the audit log of a run; pass an instance to `EpisodeLoader` as `listener`. Only rank 0 writes a file.
 
     One digest covers at most `every` steps. To resume a run, pass the `state` that `checkpoint` returned; the log is
     continued. Digests cover the rows of rank 0 only, unless `reduce` is a function that sums an array over all ranks.
@@ -199,7 +199,7 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> None:
-    """Raise `AuditError` if a saved state differs from the checkpoint in the log, or is for another dataset."""
+    """Raise `AuditError` if a saved state differs from the checkpoint in the log, or belongs to another dataset."""
     try:
         logged = logged_checkpoints(read_log(path)).get(state["head"])
     except DataError as error:

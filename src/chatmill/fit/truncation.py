@@ -308,7 +308,7 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
 
 
 def _window_ends(at: int, stop: int, borders: list[int], room: int, first_exchange: int) -> list[int]:
-    """Return the end of each window's trained range, starting at `at`, given where exchanges start."""
+    """Return where the trained ranges of windows from `at` to `stop` end; exchanges start at `borders`."""
     ends = []
     whole = True
     while at < stop:

@@ -1,6 +1,6 @@
 """A batch: the input arrays of a training step.
 
-`RowTable` builds them from rows; only there are labels shifted, segment boundaries masked and positions numbered.
+`RowTable` builds them from rows; it alone shifts labels, masks segment boundaries and numbers positions.
 `weight[i]` is the loss weight of predicting token i, so y[i] is token i + 1 with the weight of that token:
 
     tokens    a b c d e        x  a b c d

@@ -104,5 +104,5 @@ class LoadConfig(Config):
 
 
 def order_sha256(order: Mapping[str, Any]) -> str:
-    """Hash the config keys that determine the order."""
+    """Hash the config keys that determine the order of episodes."""
     return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()

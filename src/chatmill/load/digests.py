@@ -58,7 +58,7 @@ class _Sparse:
         self._first = np.searchsorted(rows, np.arange(len(chosen) + 1)).tolist()
 
     def of_row(self, row: int) -> Index:
-        """Return the column and value of each entry of a row, flattened."""
+        """Return the columns and values of a row's entries as one flat array."""
         pairs: Index = self._pairs[self._first[row] : self._first[row + 1]]
         return pairs.ravel()
 
@@ -78,7 +78,7 @@ DIGESTS: dict[str | None, RowDigests] = {None: blake2b_rows, "sha256": sha256_ro
 
 
 def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
-    """Return the step of each row and its position in the global batch of that step; (rows, 2)."""
+    """Return the step of each row and its position in the global batch of that step, with shape (rows, 2)."""
     places = np.empty((len(steps), rows // len(steps), 2), dtype=np.int64)
     places[:, :, 0] = np.array(steps)[:, np.newaxis]
     places[:, :, 1] = np.arange(first_row, first_row + places.shape[1])

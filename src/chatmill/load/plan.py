@@ -127,8 +127,7 @@ class LoadPlan:
 
     @cached_property
     def pass_episodes(self) -> int:
-        """Number of episodes in one pass over the data: all eligible ones or, with `mix_epochs`, one epoch of the
-        mix."""
+        """Number of episodes in one pass over the data: all eligible ones, or an epoch of the mix with `mix_epochs`."""
         if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):
             return self.num_eligible
         return sum(epoch_rows(self.config.mix_epochs, self.order.num_rows).values())

@@ -77,7 +77,7 @@ def _fill(
 
 
 class BatchStream:
-    """Iterates over the batches of a plan: built by the caller at first, and by a thread once the caller is slower."""
+    """Iterates over the batches of a plan; once the caller is slower than building them, a thread builds them ahead."""
 
     def __init__(self, builder: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
         self.plan = builder.plan

@@ -35,7 +35,7 @@ class Places(NamedTuple):
 
 
 class EpisodeSpans(NamedTuple):
-    """The spans of some episodes, concatenated; no span is empty."""
+    """The spans of several episodes, concatenated; no span is empty."""
 
     length: Index
     weight: NDArray[np.float32]
@@ -53,7 +53,7 @@ class EpisodeSpans(NamedTuple):
 
 
 class StoredSpans(NamedTuple):
-    """Where the spans of some episodes are stored: those of episode i are tables[which[i]][begin[i]:end[i]]."""
+    """Where the spans of several episodes are stored: episode i has tables[which[i]][begin[i]:end[i]]."""
 
     tables: list[Table]
     which: Index
@@ -66,7 +66,7 @@ class StoredSpans(NamedTuple):
 
 
 class LocatedEpisodes(NamedTuple):
-    """Where the tokens of some episodes are: those of episode i are arrays[which[i]][start[i]:stop[i]]."""
+    """Where the tokens of several episodes are stored: episode i is arrays[which[i]][start[i]:stop[i]]."""
 
     arrays: list[NDArray[Any]]
     which: Index
@@ -284,7 +284,7 @@ class EpisodeReader:
 
 
 def _by_shard(shard: Index) -> Iterator[tuple[int, Selection]]:
-    """Yield each distinct shard with the indices of its entries; these are a slice if there is only one shard."""
+    """Yield each distinct shard with the indices of its entries, which are a slice if there is only one shard."""
     if not len(shard):
         return
     if bool((shard == shard[0]).all()):

@@ -59,7 +59,7 @@ def marked_tokens(source: DataSource, split: str) -> int:
 
 
 def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Count the tokens of another program's shard that are in batches.
+    """Count the tokens in another program's shard that appear in batches.
 
     `by_mask`: count only trained tokens, without the first token of each row.
     """
@@ -91,7 +91,7 @@ def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
 
 
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Count the tokens of a shard that are in no batch: skipped episodes, and the truncated start of long ones.
+    """Count the tokens in a shard that do not appear in batches: skipped episodes and truncated starts of episodes.
 
     `by_mask`: count trained tokens only, including the first token of each row, which is never trained.
     """

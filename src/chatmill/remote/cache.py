@@ -77,7 +77,7 @@ def cached_path(sha256: str) -> Path:
 
 
 def last_eviction() -> int:
-    """Return a number that changes with each eviction; 0 if there was none."""
+    """Return a number that changes with each eviction; 0 before the first eviction."""
     try:
         return (cache_folder() / EVICTED).stat().st_mtime_ns
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def last_eviction() -> int:
 
 
 def _is_whole(path: Path, size: int, sha256: str) -> bool:
-    """Return whether a cached file has the bytes of its object. A file that was written to is hashed again."""
+    """Return whether a cached file has the bytes of its object. A file that was modified is hashed again."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -186,7 +186,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
         except BaseException:
             _release(fd)
             raise
-        # The previous holder removed the file.
+        # The previous holder of the lock removed the file.
         _release(fd)
     try:
         yield
@@ -239,7 +239,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
         if removed >= size:
             break
         if path.parent.name == "partial":
-            # Left by a killed process, unless a process holds its lock.
+            # A killed process left this file, unless a process holds its lock.
             if _is_held(folder, path.name):
                 continue
             path.unlink(missing_ok=True)
@@ -288,7 +288,7 @@ def _is_held(folder: Path, name: str) -> bool:
 
 
 def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None = None) -> Path:
-    """Copy the file at a URL, or the folder of all files below it, to this machine; it keeps its name.
+    """Copy the file at a URL, or the folder of all files below it, to this machine; the copy keeps its name.
 
     Files in a folder whose names end with one of `leave_out` are not copied. Raises `DataError` if a file has more than
     `limit` bytes, before anything is downloaded.

@@ -15,7 +15,7 @@ AHEAD = 4
 
 
 def ordered_pieces(url: Url, size: int) -> Iterator[bytes]:
-    """Yield the bytes of an object of this size in order; fewer only if the object is shorter."""
+    """Yield the bytes of an object of this size in order; stop early only if the object is shorter."""
     ranges = ((start, min(size, start + RANGE_BYTES)) for start in range(0, size, RANGE_BYTES))
     if size <= RANGE_BYTES:
         yield from (read(url, *each) for each in ranges)

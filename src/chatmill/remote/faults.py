@@ -79,7 +79,7 @@ def status_of(error: BaseException) -> int | None:
         answer: Any = getattr(each, "response", None)
         if isinstance(answer, dict):
             return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-        # aiohttp reports a truncated body with status 400, which no server sent.
+        # aiohttp reports a truncated body as status 400, although the server did not send this status.
         own = "code" if type(each).__name__ == "HttpError" else "status"
         names = () if _is_named(each, ("ClientPayloadError", "BadHttpMessage")) else (own, "status_code")
         for holder, name in ((answer, "status_code"), *((each, name) for name in names)):
@@ -101,7 +101,7 @@ def code_of(error: BaseException) -> str:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether an error means that the object does not exist; false if the server is unreachable or refuses."""
+    """Return whether an error means that the object does not exist; false for network and permission errors."""
     if not isinstance(error, FileNotFoundError):
         return status_of(error) in (404, 410)
     cause = error.__cause__

@@ -47,7 +47,7 @@ def filesystem(url: Url) -> tuple[Any, str]:
     except ImportError:
         raise UsageError(f"{shown(url)}: {url.scheme}:// needs a library; pip install 'chatmill[{extra}]'") from None
     if extra == "az":
-        # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/NAME contains the account.
+        # The account is part of abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/NAME.
         options |= kind._get_kwargs_from_urls(url.address)
     _quiet_loggers()
     opened = kind(**options)

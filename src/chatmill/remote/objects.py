@@ -1,4 +1,4 @@
-"""Read, write, list and remove objects, with retries; every failure is one line without credentials.
+"""Read, write, list and remove objects, with retries; every failure is reported as one line without credentials.
 
 A call is retried after transient errors: a broken connection, a truncated response, "slow down", a server error.
 Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds if there were at least two attempts. Errors that a
@@ -91,7 +91,7 @@ class ObjectInfo:
 
 
 def find(url: Url) -> ObjectInfo | None:
-    """Return the size and version of an object; None if there is no such object, or only a folder."""
+    """Return the size and version of an object; None if the object does not exist or is a folder."""
     try:
         described = _retried(url, "read", lambda opened, path: _fresh(opened).info(path))
     except MissingObjectError:
@@ -111,7 +111,7 @@ def _info(described: Mapping[str, Any]) -> ObjectInfo:
 
 
 def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
-    """Return the bytes [start, stop) of an object, fewer only if it ends earlier; all bytes without `stop`.
+    """Return the bytes [start, stop) of an object; read to its end if it is shorter or `stop` is None.
 
     Raises an error if the object is replaced while several requests read it, rather than mixing both versions.
     """
@@ -271,7 +271,7 @@ def remove(urls: Iterable[Url]) -> None:
 
 
 def check_writable(url: Url) -> None:
-    """Raise `UsageError` if objects of this scheme can only be read."""
+    """Raise `UsageError` if chatmill can only read objects with this URL scheme."""
     if url.scheme in READ_ONLY:
         raise UsageError(
             f"{shown(url)}: {url.scheme}:// can only be read; write to s3://, gs://, az:// or a local path"

@@ -1,4 +1,4 @@
-"""URLs as users give them, and how they are distinguished from local paths."""
+"""Parse URLs that users give, and distinguish them from local paths."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Url:
         return Url(f"{self._path().rstrip('/')}/{name}{self._query()}")
 
     def __str__(self) -> str:
-        """Return the URL without user, password and query, which may be a signature."""
+        """Return the URL without user name, password and query, which may contain a signature."""
         scheme, _, place = self._path().partition("://")
         host, slash, path = place.partition("/")
         user, _, server = host.rpartition("@")
-        # abfs://CONTAINER@ACCOUNT has no user.
+        # In abfs://CONTAINER@ACCOUNT, the part before @ is not a user name.
         shown_host = host if EXTRAS.get(self.scheme) == "az" and ":" not in user else server
         return f"{scheme}://{shown_host}{slash}{path}"
 
@@ -82,7 +82,7 @@ class Url:
 
 
 def without_secrets(text: str) -> str:
-    """Return a URL of any scheme without user, password and query."""
+    """Return a URL of any scheme without user name, password and query."""
     return re.sub(r"^([^/]*//)[^/]*@", r"\1", re.split(r"[?#]", text, maxsplit=1)[0])
 
 

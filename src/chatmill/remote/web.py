@@ -9,7 +9,7 @@ WHOLE_BYTES = 8 << 20
 
 
 def read_web(opened: Any, address: str, start: int, stop: int | None) -> bytes:
-    """Return the bytes [start, stop) of a file on a web server; up to its end without `stop`."""
+    """Return the bytes [start, stop) of a file on a web server; read to its end if `stop` is None."""
     from fsspec.asyn import sync
 
     content: bytes = sync(opened.loop, _get, opened, address, start, stop)

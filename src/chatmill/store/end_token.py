@@ -162,7 +162,7 @@ def _rank(text: str) -> tuple[bool, int] | None:
 
 
 def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
-    """Yield the entries of a state that name an end token, by name or by its text in brackets."""
+    """Yield the entries of a state that denote an end token, by their name or by its text in brackets."""
     if not isinstance(node, dict) or depth > DEEPEST:
         return
     for name, value in node.items():

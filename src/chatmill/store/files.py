@@ -85,7 +85,7 @@ class Disk:
             source.rename(target)
 
     def link(self, source: Path, target: Path) -> None:
-        """Create a hard link. Neither name may be written to afterwards, because both share their bytes."""
+        """Create a hard link. Do not write to either file afterwards, because both share the same bytes."""
         os.link(source, target)
 
     def symlink(self, text: str, path: Path) -> None:
@@ -108,7 +108,7 @@ disk = Disk()
 
 
 def _renameat2(source: Path, target: Path, flag: int) -> bool:
-    """Call `renameat2` of Linux; return False if the system or the file system does not support it."""
+    """Call Linux's `renameat2`; return False if the system or the file system does not support it."""
     try:
         call: Callable[..., int] = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):

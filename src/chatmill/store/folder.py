@@ -1,6 +1,6 @@
 """Folders that are read as one version of a dataset, even if they are replaced in the meantime.
 
-A dataset is replaced by exchanging its folder for another. `OpenFolder` holds the folder by a file descriptor while a
+A dataset is replaced by exchanging its folder for another. `OpenFolder` keeps a file descriptor of the folder while a
 dataset is opened, and reads everything through it. Later, `StoredFiles` maps files when they are needed: each time it
 opens the folder again, and compares it with the folder that was opened first. It holds no file descriptor. It keeps the
 metadata mapped, because the inode number of a mapped file is not reused: this distinguishes the first dataset from
@@ -43,10 +43,10 @@ class Stamp(NamedTuple):
 
 
 class OpenFolder:
-    """A folder that is held by a file descriptor; its files are addressed by their paths, as in error messages."""
+    """A folder that is kept open by a file descriptor; its files are addressed by their paths, as in error messages."""
 
     def __init__(self, path: Path, absolute: Path | None = None) -> None:
-        """`absolute` is its absolute path, in case the working directory has changed."""
+        """`absolute` is the absolute path of the folder, in case the working directory has changed."""
         self.path = path
         self.absolute = path.absolute() if absolute is None else absolute
         self.stamps: dict[Place, Stamp] = {}

@@ -99,7 +99,7 @@ class MappedFile:
         MappedFile.live += 1
         _install_handler()
         with reading():
-            # The last byte that is not 0: if the file is truncated before it, it reads as 0.
+            # Remember the last nonzero byte, which reads as 0 if the file is truncated before it.
             begin = (self.size - 1) // mmap.PAGESIZE * mmap.PAGESIZE
             end = ctypes.string_at(address + begin, self.size - begin)
             last = max(len(end.rstrip(b"\0")), 1) - 1

@@ -106,7 +106,7 @@ def _file_json(path: Path) -> dict[str, Any]:
 
 
 def _listed(folder: Path) -> Iterator[str]:
-    """Yield the files of an export, except a card that was edited since."""
+    """Yield the files of an export, except a dataset card that was edited afterwards."""
     path = folder / MANIFEST
     raw = read_hashed(path, "export", Path.read_bytes)
     data = parse_hashed(raw, place=str(path), schema=SCHEMA, version=SCHEMA_VERSION)
@@ -137,7 +137,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _wide(dataset: Dataset) -> bool:
-    """Return whether ids may need more than 31 bits."""
+    """Return whether token ids may need more than 31 bits."""
     if dataset.metadata is not None:
         return dataset.metadata.vocab_size > MOST_INT32
     return any(shard.dtype.itemsize > 2 for name in dataset.splits for shard in dataset[name].shards)

@@ -130,7 +130,7 @@ def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -
 
 
 def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Raise unless the marker lists everything in `folder`; `target` is its name in the error."""
+    """Raise `DataError` about `target` unless the marker lists everything in `folder`."""
     if folder.is_symlink() or not folder.is_dir():
         raise DataError(f"{target}: is not a folder and is not replaced; remove it or give another name")
     if not any(folder.iterdir()):
@@ -306,8 +306,8 @@ def building(
 ) -> Iterator[Path]:
     """Yield a locked folder next to `target` to build in; it is published when the block ends, removed if it fails.
 
-    Leftovers of a killed process are removed first. `source` is the dataset that the block reads; the two must not
-    overlap. `reads` are other files that it reads.
+    Leftovers of a killed process are removed first. `source` is the dataset that the block reads; it must not overlap
+    with `target`. `reads` are other files that the block reads.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):
@@ -363,5 +363,5 @@ def _take_lock(fd: int, path: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    # The previous holder may have published or removed it after this process opened it.
+    # The previous lock holder may have published or removed the file after this process opened it.
     return path.exists() and os.path.samestat(os.fstat(fd), path.stat())

@@ -45,7 +45,7 @@ class SplitCounts:
 
 @dataclass(frozen=True)
 class Verified:
-    """The counts of a dataset or cache, and its faults, one line each; empty if it is intact."""
+    """The counts of a dataset or cache, and its faults, one line each; an intact dataset has no faults."""
 
     faults: tuple[str, ...]
     splits: dict[str, SplitCounts]
@@ -77,7 +77,7 @@ def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Ver
     listed = Manifest((), "", "") if metadata is None else manifest(folder.path, metadata)
     unlisted = list(listed.unlisted_faults(folder, metadata.splits if metadata else ()))
     if faults := list(listed.size_faults(folder)):
-        # The tables of files with a wrong size cannot be read.
+        # Tables in files with the wrong size cannot be read.
         return Verified((*faults, *unlisted), {}, None if metadata is None else metadata.sha256)
     dataset = dataset_in(folder, token_dtype)
     splits = _split_counts(dataset, faults, full=full)
