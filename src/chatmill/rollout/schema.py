@@ -65,8 +65,7 @@ class Schema(Protocol):
         """Return the object of an entry; raise `UnfitError` if it is not valid."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Return a true object in the form in which answers contain it; raise `DataError` if it does not fit the
-        schema."""
+        """Return a true object as it appears in answers; raise `DataError` if it does not fit the schema."""
 
     def write(self, thing: Object) -> EntryText:
         """Return the body of an entry."""

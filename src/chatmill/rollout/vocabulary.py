@@ -180,8 +180,7 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> tuple[dict[bytes, int], int]:
-        """Map the bytes of each token to its first id, without control tokens; also return the longest token's
-        length."""
+        """Map token bytes to ids, without control tokens; also return the length of the longest token."""
         ids: dict[bytes, int] = {}
         for id, piece in enumerate(self.pieces(range(self._tokenizer.vocab_size))):
             if piece and self._tokenizer.token_id(piece.decode("utf-8", "replace")) != id:

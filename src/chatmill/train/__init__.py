@@ -11,8 +11,8 @@
     open_chat_model, ChatModel, ChatSession       chat with a trained model
     Tracker, TrackedRun, SampleAnswer             the interface for experiment trackers, and its arguments
 
-Needs only numpy, torch and safetensors (transformers for Hugging Face models, peft for adapters); only the chat model
-needs the packages that render text. Names are imported on first use.
+This package needs only numpy, torch and safetensors, plus transformers for Hugging Face models and peft for adapters.
+Only the chat model needs the packages that render text. Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Count the bytes that a forward pass keeps for the backward pass, without computing or allocating anything.
 
-The model runs once on fake tensors, which have shapes and dtypes but no memory, and hooks record each tensor that
+The model runs once on fake tensors, which have shapes and dtypes but no storage, and hooks record each tensor that
 autograd saves. This works for any architecture. Layers of the same shape save the same tensors, so only two layers of
 each shape are run.
 """
@@ -63,17 +63,17 @@ class ActivationBytes:
 
     layers: tuple[LayerBytes, ...]
     outside: int
-    """Bytes kept outside of all layers or shared by them: masks, rotary angles, the last norm."""
+    """Bytes kept outside all layers or shared by them: masks, rotary angles, the last norm."""
 
 
 def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: bool) -> ActivationBytes:
-    """Count the bytes that a forward pass over (rows, length) tokens keeps. This discards the model's weights.
+    """Count the bytes that a forward pass over (rows, length) tokens keeps. The model's weights are discarded.
 
-    `on_gpu`: count for FlexAttention, which runs on GPUs and does not materialize the mask.
+    With `on_gpu`, count as for FlexAttention, which GPUs use and which does not materialize the mask.
     """
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
-    # Two layers of each shape, because the input of the first layer is not the output of another layer.
+    # Run two layers of each shape, because the input of the first layer is not the output of another layer.
     with few_fake_layers(model, of_each=2) as counted, quiet_logs(logging.ERROR):
         recorder = _Recorder(model, [blocks[index] for index in counted], on_gpu=on_gpu)
         with recorder.running():
@@ -114,7 +114,7 @@ def _shape_of(block: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def few_fake_layers(model: CausalModel, *, of_each: int) -> Iterator[list[int]]:
-    """Give the model fake weights and at most `of_each` layers of each shape; yield the indices of these layers."""
+    """Give the model fake weights and at most `of_each` layers of each shape; yield the indices of the kept layers."""
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
     kept = [index for index, shape in enumerate(shapes) if shapes[:index].count(shape) < of_each]
@@ -134,7 +134,7 @@ def few_fake_layers(model: CausalModel, *, of_each: int) -> Iterator[list[int]]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the tensors that autograd saves in each layer, and how each tensor was computed."""
+    """Record the tensors that autograd saves in each layer, and how each tensor was computed."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, on_gpu: bool) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def store(self, *keys: int) -> None:
-        """Mark tensors, by key, that a compiled layer does not recompute."""
+        """Mark tensors, given by key, that a compiled layer does not recompute."""
         self._stored.update(keys)
 
     def store_tensors(self, *tensors: Any) -> None:
@@ -247,7 +247,8 @@ class _Recorder(TorchDispatchMode):
         return LayerBytes(self._size(eager), compiled, with_inputs, self._inputs[number], self._size(casts))
 
     def _cut(self, needed: set[int], stored: set[int]) -> int:
-        """The fewest bytes from which all needed tensors can be recomputed: a minimum cut, as in torch.compile.
+        """The smallest number of bytes from which all needed tensors can be recomputed: a minimum cut, as in
+        torch.compile.
 
         Each tensor is an edge whose capacity is its size in bytes. Cutting the edge means keeping the tensor.
         """
@@ -273,7 +274,7 @@ class _Recorder(TorchDispatchMode):
         return networkx.minimum_cut_value(graph, "forward", "backward") if needed else 0
 
     def outside(self) -> int:
-        """Bytes kept outside of layers, or shared by several layers."""
+        """Bytes kept outside layers, or shared by several layers."""
         shared = {key for saved in self._saved for key in saved if self._born[key] == OUTSIDE}
         return self._size(shared | set(self._saved[OUTSIDE]))
 
@@ -282,7 +283,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _FlexAttention(torch.autograd.Function):
-    """Stand-in for FlexAttention that saves the same tensors: queries, keys, values, result and a float per query."""
+    """Stand-in for FlexAttention that saves the same tensors: queries, keys, values, result and one float per query."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -297,13 +298,13 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def _registered(recorder: _Recorder) -> str:
-    """Register `_FlexAttention` as an attention function of transformers; return its name."""
+    """Register `_FlexAttention` as a transformers attention function; return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = _FlexAttention.apply(q, k, v)
-        # Inputs of FlexAttention are not recomputed.
+        # FlexAttention inputs are not recomputed.
         recorder.store_tensors(q, k, v, out)
         # transformers passes q, k and v as (rows, heads, length, size) and expects (rows, length, heads, size).
         return out.transpose(1, 2), None

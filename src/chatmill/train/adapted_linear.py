@@ -1,7 +1,7 @@
-"""Linear layers that add the product of their LoRA adapter in place, in the forward and the backward pass.
+"""Linear layers that add the output of their LoRA adapter in place, in the forward and the backward pass.
 
-peft computes the frozen layer and its adapter as two tensors and adds them; autograd does the same with the gradients
-of their input. In wide feed-forward layers these tensors determine peak memory.
+peft computes the outputs of the frozen layer and its adapter as two tensors and adds them; autograd does the same with
+the gradients of their input. In wide feed-forward layers these tensors determine peak memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PEFT_LAYERS = ("Linear", "Linear4bit")
 
 
 def use_adapted_linear(module: nn.Module) -> None:
-    """Replace the forward pass of a peft layer that has a single plain adapter."""
+    """Replace the forward pass of a peft layer if it has a single plain adapter."""
     peft_class: Any = type(module)
     adapters = getattr(module, "lora_A", {})
     if peft_class.__name__ not in PEFT_LAYERS or len(adapters) != 1 or module.lora_variant:
@@ -32,7 +32,7 @@ def use_adapted_linear(module: nn.Module) -> None:
 
 @cache
 def _adapted(peft_class: Any) -> Any:
-    # One class for all layers, so that they are compiled once.
+    # Use one class for all layers, so that they are compiled once.
     class AdaptedLinear(peft_class):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or self.disable_adapters or self.merged:
@@ -54,7 +54,7 @@ def _adapted(peft_class: Any) -> Any:
 
 
 def _frozen_weight(layer: Any) -> tuple[Any, ...] | None:
-    """The weight of a frozen linear layer, or the parts of a 4-bit weight; None for other layers."""
+    """The weight of a frozen linear layer, or the components of a 4-bit weight; None for other layers."""
     if any(parameter.requires_grad for parameter in layer.parameters()):
         return None
     if type(layer) in (nn.Linear, HalfLinear):

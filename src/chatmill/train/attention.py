@@ -1,7 +1,7 @@
-"""Causal attention within segments: a token attends to itself and earlier tokens of its own conversation.
+"""Causal attention within segments: a token attends to itself and to earlier tokens in its own conversation.
 
-One mask serves all layers of a forward pass. On a GPU it is a FlexAttention block mask, so that blocks of other
-conversations are skipped; elsewhere it is a boolean mask for SDPA.
+All layers of a forward pass share one mask. On a GPU it is a FlexAttention block mask, which skips blocks of other
+conversations; elsewhere it is a boolean mask for SDPA.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def segment_mask(segments: Tensor, *, head_size: int) -> Mask:
 
 
 def segment_start(segments: Tensor) -> Tensor:
-    """For each token, the index in its row at which its segment starts.
+    """Index in the row at which each token's segment starts.
 
     segments  0 0 0 1 1 2        start  0 0 0 3 3 5
     """
@@ -66,8 +66,9 @@ def block_mask(start: Tensor) -> BlockMask:
     """The mask of `dense_mask` as a FlexAttention block mask, computed without the (length, length) matrix.
 
     A query attends to the keys from the start of its segment up to itself, and segment starts never decrease along a
-    row. So a block of queries needs one contiguous range of key blocks. The mask applies to the blocks before the first
-    whole block of the last segment and to the block on the diagonal; all queries attend to the other blocks in full.
+    row. So a block of queries needs one contiguous range of key blocks. Masking is needed only for the blocks before
+    the first whole block of the last segment and for the diagonal block; all queries attend to every key in the other
+    blocks.
 
                  first   whole     own
         blocks     | mask  | full   | mask
@@ -95,7 +96,7 @@ def block_mask(start: Tensor) -> BlockMask:
 
 def _blocks(number: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     number, which = (
-        # Copy: the kernel relies on strides, which `contiguous` leaves unchanged in dimensions of size 1.
+        # Make a copy: the kernel relies on strides, which `contiguous` leaves unchanged in dimensions of size 1.
         part[:, None].to(torch.int32, copy=True, memory_format=torch.contiguous_format)
         for part in (number, which)
     )
@@ -115,7 +116,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 
 
 def kernel_options(q: Tensor) -> dict[str, int] | None:
-    """Tiles for FlexAttention of these queries; None for its default."""
+    """FlexAttention tile sizes for these queries; None for the default."""
     gpu = torch.cuda.get_device_properties(q.device)
     tuned = (gpu.major, gpu.minor) == (9, 0) and q.shape[-1] * q.dtype.itemsize <= MAX_HEAD_BYTES
     return HOPPER_TILES if tuned else None
@@ -124,6 +125,6 @@ def kernel_options(q: Tensor) -> dict[str, int] | None:
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
     """FlexAttention for callers that are not compiled; eager FlexAttention would materialize all scores."""
-    # It is compiled once per shape. After eight shapes, the default limit, torch would run it eagerly.
+    # FlexAttention is compiled once per shape. After eight shapes, the default limit, torch would run it eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_SHAPES)
     return torch.compile(flex_attention, dynamic=False)

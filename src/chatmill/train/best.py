@@ -1,4 +1,5 @@
-"""Track the lowest val loss of a run: keep its checkpoint under the name `best`, and stop early.
+"""Track the lowest val loss of a run: link its checkpoint as `best`, and stop the run early if the loss stops
+improving.
 
     checkpoints/NAME/best -> step_00000400
 
@@ -34,7 +35,7 @@ class BestEval:
     """Evaluations since the last improvement."""
 
     def add(self, loss: float | None, step: int, *, min_delta: float) -> bool:
-        """Count an evaluation; return whether its loss is the lowest. Only a finite loss can be an improvement."""
+        """Count an evaluation; return whether its loss is finite and the lowest so far."""
         if loss is None:
             return False
         is_finite = math.isfinite(loss)
@@ -48,24 +49,24 @@ class BestEval:
         return is_best
 
     def stops(self, config: TrainConfig) -> bool:
-        """Whether early stopping ends the run here."""
+        """Whether early stopping ends the run now."""
         return config.early_stop_patience is not None and self.waited >= config.early_stop_patience
 
     def reason(self, config: TrainConfig) -> str:
-        """Why early stopping ends the run, to be used in a message."""
+        """Why early stopping ends the run, as part of a message."""
         least = f" by more than {config.early_stop_min_delta:g}" if config.early_stop_min_delta else ""
         below = "" if self.reference is None else f" below {self.reference:.4f}{least}"
         evaluations = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
         return f"val loss has not fallen{below} for {evaluations} (early_stop_patience {config.early_stop_patience})"
 
     def compared(self, is_best: bool, config: TrainConfig) -> str:
-        """Compare the last evaluation with the lowest loss, as a message; empty if the run does not track it."""
+        """Describe how the last evaluation compares with the lowest loss; empty if the run does not track it."""
         if self.loss is None or not (config.keeps_best or config.early_stop_patience):
             return ""
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"
 
     def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
-        """Folder of the checkpoint with the lowest loss, if it exists or is being written (step `writing`)."""
+        """Folder of the checkpoint with the lowest loss, if it exists or is the one being written (step `writing`)."""
         path = run / step_name(self.step)
         return path if self.loss is not None and (self.step == writing or path.is_dir()) else None
 

@@ -1,7 +1,6 @@
 """Chat with a trained model, using the tokenizer and the chat format that it was trained with.
 
-This is the only module of train/ that renders text: in addition to torch it needs the records, tokenizer and format
-packages.
+This is the only module in train/ that renders text, so it also needs the records, tokenizer and format packages.
 """
 
 from __future__ import annotations
@@ -128,13 +127,13 @@ def open_chat_model(
     base: BaseWeights = "trained",
     base_model: str | None = None,
 ) -> ChatModel:
-    """Open the model of a folder, a checkpoint or a run, with the tokenizer and format it was trained with.
+    """Open the model in a model folder, checkpoint or run, with the tokenizer and format it was trained with.
 
     `tokenizer` and `format` override those recorded in the model folder. A folder that records no format is a Hugging
     Face model, whose chat template is used. `base` and `base_model` are for adapters; see `open_ready`.
     """
     folder = model_folder(path)
-    # Checked first: it is quick, and its error is clearer than those of the tokenizer or format.
+    # Check this first: it is quick, and its error is clearer than one from the tokenizer or format.
     check_is_model(folder)
     renderer = _open_renderer(folder, trained_with(folder), tokenizer, format)
     model = open_ready(folder, device, base=base, base_model=base_model)
@@ -171,7 +170,7 @@ def _open_template(folder: Path, spec: str) -> Renderer:
 def find_tokenizer(
     folder: Path, training: Mapping[str, Any], control: Mapping[str, str], named: str | None
 ) -> tuple[str, Tokenizer]:
-    """Return the tokenizer that a model was trained with, after the spec that it was opened from."""
+    """Return the tokenizer that a model was trained with, preceded by the spec from which it was opened."""
     state = read_optional(folder / TOKENIZER_STATE, "remove it and pass the tokenizer with --tokenizer")
     state = state if isinstance(state, dict) else {}
     besides = [str(token) for token in state.get("besides", ())]
@@ -202,7 +201,7 @@ def find_tokenizer(
 
 
 def _places(folder: Path, training: Mapping[str, Any], name: Any) -> Iterator[str]:
-    """Yield where to look for a tokenizer: the model folder, the dataset, its parent folder and the current folder."""
+    """Yield places to look for a tokenizer: the model folder, the dataset, its parent folder and the current folder."""
     if name == "bytes":
         yield "bytes"
         return

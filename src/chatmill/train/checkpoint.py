@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tensor]:
-    """The trained weights as weights/NAME, and the optimizer state of each as optimizer/KIND/NAME."""
+    """The trained weights, named weights/NAME, and their optimizer state, named optimizer/KIND/NAME."""
     kinds: dict[str, dict[str, Tensor]] = {WEIGHTS: {}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -92,7 +92,7 @@ def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tens
 
 
 def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer) -> None:
-    """Load weights and optimizer state into a model and its optimizer, at any number of ranks."""
+    """Load weights and optimizer state into a model and its optimizer, with any number of ranks."""
     stored = ShardedTensors(checkpoint.state_files())
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     need = {f"{WEIGHTS}/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -162,10 +162,10 @@ def save(
 ) -> Path:
     """Write and publish a checkpoint with this state, and remove all but the last `keep`. All ranks call this.
 
-    `sharded`: every rank writes its own rows of the state. `about` holds small files for the model folder; if it is
-    None, no model folder is written. `save_dtype` is the dtype of the weights in the model folder. `protected` is not
-    removed, and neither are the checkpoint that the link `best` points to nor checkpoints that contain other files.
-    `best` is the new target of the link: this checkpoint or an older one.
+    With `sharded`, every rank writes its own rows of the state. `about` holds small files for the model folder; if it
+    is None, no model folder is written. `save_dtype` is the dtype of the weights in the model folder. The checkpoint
+    `protected`, the one that the link `best` points to, and checkpoints that contain other files are not removed.
+    `best` is the new target of that link: this checkpoint or an older one.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -222,14 +222,14 @@ def _write_model(folder: Path, model: CausalModel, weights: dict[str, Tensor]) -
     try:
         model.save(folder, weights)
     except SafetensorError as error:
-        # safetensors raises this when the disk is full.
+        # safetensors raises this error when the disk is full.
         raise ChatmillError(f"{folder}: the model cannot be written ({one_line(str(error))})") from None
 
 
 def _write_tensors(
     staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool
 ) -> dict[str, tuple[int, str]]:
-    """Write this rank's file; return its name with its size and hash."""
+    """Write this rank's file; return its name, size and hash."""
     name = f"state-{world.rank:05d}-of-{world.size:05d}.safetensors" if sharded else "state-00000-of-00001.safetensors"
     if sharded and not world.is_first:
         # Only rank 0 writes replicated tensors.
@@ -239,7 +239,7 @@ def _write_tensors(
     if sharded or world.is_first:
         return {name: astuple(write_tensors(staging / name, entries, values))}
     for _ in values:
-        # The other ranks take part in gathering what rank 0 writes.
+        # All ranks take part in gathering the weights that rank 0 writes.
         pass
     return {}
 
@@ -285,7 +285,7 @@ CHECKPOINT = FolderKind(
 
 
 def _holds_nothing_else(path: Path) -> bool:
-    """Whether a checkpoint contains no files other than its own."""
+    """Whether a checkpoint contains only the files that chatmill wrote."""
     try:
         _, listed = read_marker(path / MARKER)
     except DataError:
@@ -295,12 +295,12 @@ def _holds_nothing_else(path: Path) -> bool:
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of a run that are later than a step; return their new paths."""
+    """Rename a run's checkpoints after a step; return their new paths."""
     renamed = []
     for path in list_checkpoints(folder):
         if step_of(path) > step:
             asides = (path.with_name(f"{path.name}{LEFT}{number or ''}") for number in count())
-            # Replace one that an earlier resume renamed, unless it contains other files.
+            # Replace a checkpoint that an earlier resume renamed, unless it contains other files.
             aside = next(each for each in asides if not os.path.lexists(each) or not remove_folder(each, CHECKPOINT))
             files.disk.rename_new(path, aside)
             renamed.append(aside)
@@ -315,7 +315,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def choose(folder: Path, resume: str) -> Path | None:
-    """Return the checkpoint that `resume` selects: a folder, or with `auto` the newest of the run, if any."""
+    """Return the checkpoint that `resume` selects: a folder or, with `auto`, the run's newest checkpoint, if any."""
     if resume == "auto":
         newest = list_checkpoints(folder)[-1:]
         return newest[0] if newest else None
@@ -360,7 +360,7 @@ def _check(path: Path, info: FileInfo) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raise `DataError` if the model of a checkpoint was changed; other model folders have no recorded hashes."""
+    """Raise `DataError` if the model in a checkpoint was changed; other model folders have no recorded hashes."""
     # The model folder may be reached through a link, or be a link itself.
     for place in dict.fromkeys((folder.absolute(), folder.resolve())):
         marker = place.parent / MARKER

@@ -1,7 +1,7 @@
 """File names of runs and checkpoints, and checkpoint.json, which lists a checkpoint's files and stores the run's state.
 
-Only listed files are read, and every value is checked before it is used, because the file may come from someone else.
-This module needs no torch.
+Only listed files are read, and every value is checked before it is used, because the file may come from an untrusted
+source. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def step_name(step: int) -> str:
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run, oldest first, without opening them. Links are ignored."""
     try:
-        # Not `glob`, which treats an unreadable folder as empty.
+        # Do not use `glob`, which treats an unreadable folder as empty.
         named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -71,7 +71,8 @@ def _copied(url: Url) -> Path:
 
 
 def model_folder(path: str | Place) -> Path:
-    """Return the model folder of a path: the path itself, or the model of a checkpoint or of a run's newest checkpoint.
+    """Return the model folder for a path: the path itself, or the model in a checkpoint or in a run's newest
+    checkpoint.
 
     A folder at a URL is downloaded first.
     """
@@ -86,12 +87,12 @@ def model_folder(path: str | Place) -> Path:
 
 
 def self_sha256(body: Mapping[str, Any]) -> str:
-    """The hash of all other values of checkpoint.json."""
+    """The hash of all other values in checkpoint.json."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
-    """Read checkpoint.json: the state of the run, and the checkpoint's files with size and hash."""
+    """Read checkpoint.json: the state of the run, and the size and hash of each file."""
     try:
         state = json.loads(read_plain(path))
         stored_hash = state.pop("sha256")
@@ -119,9 +120,9 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
 
 
 def unlisted(folder: Path, files: Mapping[str, FileInfo]) -> Iterator[Path]:
-    """Yield files of a checkpoint folder that are not listed: tensor files, and anything in the model folder.
+    """Yield unlisted files in a checkpoint folder: tensor files, and any files in the model folder.
 
-    Other files in the folder, such as notes, are ignored and never read.
+    Other unlisted files, such as notes, are ignored and never read.
     """
     inside = [path for path in folder.iterdir() if path.name.startswith("state-") or path.suffix == ".safetensors"]
     model = folder / MODEL
@@ -151,7 +152,7 @@ def _files(body: JsonObject) -> dict[str, FileInfo]:
 
 
 def _check_run(body: JsonObject, step: int) -> None:
-    """Check the state of `chatmill train`: its types, and that its counters agree with each other."""
+    """Check the types in the state of `chatmill train`, and that its counters agree with each other."""
     stage, totals, config, loader = (body.table(name) for name in ("stage", "totals", "config", "loader"))
     start = stage.count("start", most=step)
     stage.sha256("dataset_sha256")

@@ -1,4 +1,4 @@
-"""`python train.py`: its flags, and the run and summary, which `chatmill train` uses too."""
+"""`python train.py`: its flags, and the run and summary, which it shares with `chatmill train`."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def main(
 
 @contextmanager
 def errors_of_first_rank() -> Iterator[None]:
-    """Report an error that occurs on all ranks once: rank 0 raises it, and the other ranks exit.
+    """Report an error that occurs on all ranks only once: rank 0 raises it, and the other ranks exit.
 
-    A `RankError` is raised by the rank that it occurs on, unless another rank reports it.
+    A `RankError` is raised on the rank where it occurs, unless another rank reports it.
     """
     try:
         yield
@@ -97,7 +97,7 @@ def is_first_rank() -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises `UsageError`, which prints as one line."""
+    """A parser that raises `UsageError`, which is printed as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -144,7 +144,7 @@ def run_and_print(
 ) -> None:
     """Train with these flags and print the result; sample answers are shown if `open_text` is given.
 
-    With --estimate, print an estimate of the memory and train nothing; `print_fit` prints it as a table.
+    With --estimate, only print a memory estimate; `print_fit` prints it as a table.
     """
     if "--tensorboard" in unknown:
         raise UsageError("unrecognized argument: --tensorboard; use --report_to tensorboard")
@@ -181,7 +181,7 @@ def run(
     tokenizer_sha256: TokenizerHash | None = None,
     report_page: ReportPage | None = None,
 ) -> TrainResult:
-    """Run training with these flags, given as text by name."""
+    """Run training with these flags, given as a mapping from name to text."""
     where = _run_flags(flags)
     if where.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
@@ -203,14 +203,14 @@ def run(
 
 
 def estimate(flags: Mapping[str, str]) -> Fit:
-    """Estimate the memory of the run that these flags describe; no weights are read."""
+    """Estimate the memory for a run with these flags, without reading weights."""
     where = _run_flags(flags)
     config, _ = _config_of(flags, where, project_settings())
     return estimate_run(config, gpus=where.gpus, gpu_memory=where.gpu_memory)
 
 
 def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tuple[TrainConfig, list[str]]:
-    """Merge chatmill.toml, the config file and flags; return the config, and notes about the origin of its values."""
+    """Merge chatmill.toml, the config file and flags; return the config, and notes about where its values come from."""
     stored = local_path(where.out_dir) / (where.model_name or "") / CONFIG
     resumes = where.config_file is None and where.resume is not None and stored.is_file()
     file = str(stored) if resumes else where.config_file
@@ -225,7 +225,7 @@ def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tupl
     values = layered(project, stated)
     stops_no_more = bool(base.get("early_stop_patience")) and values.get("early_stop_patience") is None
     if resumes and stops_no_more and values.get("keep_best") is None and values.get("save_interval"):
-        # Otherwise keep_best null would now mean false, and the run would remove its best checkpoint.
+        # Otherwise, keep_best null would mean false from now on, and the run would remove its best checkpoint.
         values["keep_best"] = True
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:
@@ -254,7 +254,7 @@ def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
 
 
 def val_lines(result: TrainResult) -> list[str]:
-    """The val loss of each source of a mix, as one line."""
+    """The val loss of each source in a mix, as one line."""
     shown = []
     for name, each in result.val_sources.items():
         loss = None if each is None else each["loss"]

@@ -111,7 +111,7 @@ class ModelConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTSizes(ModelConfig):
-    """The shape of a model, which its config file stores."""
+    """The shape of a model, as stored in its config file."""
 
     vocab_size: int = required("vocabulary size", integer(1))
 
@@ -136,7 +136,7 @@ class GPTSizes(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSizes(Config):
-    """The shape of LoRA adapters; the keys of `lora` in a config."""
+    """The shape of LoRA adapters: the keys under `lora` in a config."""
 
     r: int = key(16, "rank of the adapters", integer(1))
     alpha: float = key(32.0, "scale of the adapters, which are multiplied by alpha / r", number(0))
@@ -311,7 +311,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return None if self.lora is None else LoraSizes(**self.lora)
 
     def with_accumulation(self) -> tuple[Self, list[str]]:
-        """Replace tokens_per_step with batch_size and gradient_accumulation_steps; also return a note.
+        """Replace tokens_per_step with batch_size and gradient_accumulation_steps; also return a note about the result.
 
         tokens_per_step is null in the result, so a run that resumes with this config computes the same batches.
 
@@ -330,7 +330,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, tokens_per_step=None), [note]
 
     def warmup_steps(self, total: int) -> int:
-        """Warmup steps of a run of `total` steps, which all have the same number of tokens."""
+        """Number of warmup steps in a run of `total` steps, which all have the same number of tokens."""
         if self.warmup_iters is not None:
             return self.warmup_iters
         return math.ceil((WARMUP if self.warmup_pct is None else self.warmup_pct) * total)
@@ -359,7 +359,7 @@ class RunFlags(Config):
 
 
 def with_bare_switches(args: Sequence[str]) -> list[str]:
-    """Insert `true` after each boolean flag that has no value."""
+    """Insert `true` after each boolean flag without a value."""
     keys = [*keys_of(RunFlags).values(), *keys_of(TrainConfig).values()]
     switches = {flag for each in keys if each.check.accepts(True) for flag in flag_spellings(each.name)}
     values = []
@@ -373,7 +373,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
     max_iters and epochs replace each other, as do warmup_iters and warmup_pct. tokens_per_step replaces
     gradient_accumulation_steps; the rows per micro-batch stay the same. The layer that turns post_training on also sets
-    the keys in POST_TRAINING, unless it gives them values.
+    those keys in POST_TRAINING that it does not set itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:
@@ -391,7 +391,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the keys in the config of a run that an earlier version wrote."""
+    """Rename old keys in a run config that an earlier version wrote."""
     values = dict(stored)
     if values.pop("tensorboard", False) is True:
         values.setdefault("report_to", ["tensorboard"])

@@ -1,4 +1,4 @@
-"""`verify`: hash the files that a run reads, at the start, once per epoch in the background, and at the end.
+"""`verify`: hash the files that a run reads at the start, once per epoch in the background, and at the end.
 
 A checkpoint is verified if a later pass over the data finds every file unchanged. If a file has changed, the run stops
 at the next step; it can resume from the last verified checkpoint once the data is restored.
@@ -53,7 +53,7 @@ class DataCheck:
         """The last checkpoint that is verified."""
 
     def check(self) -> None:
-        """Hash all files now; raise `DataError` for the first that has changed."""
+        """Hash all files now; raise `DataError` for the first file that has changed."""
         self.close()
         self._stop.clear()
         self._pass()
@@ -62,13 +62,13 @@ class DataCheck:
 
     @property
     def is_running(self) -> bool:
-        """Whether this rank has not finished its share of the pass."""
+        """Whether this rank is still hashing its share of the files."""
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
-        """Record that a pass has ended on all ranks, and start a new pass with each epoch.
+        """Record when a pass has ended on all ranks, and start a new pass in each epoch.
 
-        `saved` is the last checkpoint. If the order has no epochs, an epoch is counted as one row per episode.
+        `saved` is the last checkpoint. If the order has no epochs, an epoch is as many rows as there are episodes.
         """
         if self._thread is not None and all_done:
             self._thread.join()
@@ -82,7 +82,7 @@ class DataCheck:
             self._thread.start()
 
     def check_at_end(self, folder: Path, step: int, world: World) -> None:
-        """Check all files before a run writes its last checkpoint; call `stop`, which raises, if one changed."""
+        """Check all files before a run writes its last checkpoint; if one has changed, call `stop`, which raises."""
         try:
             world.together(self.check)
         except ChatmillError:
@@ -90,7 +90,7 @@ class DataCheck:
             raise
 
     def stop(self, folder: Path, step: int, world: World) -> None:
-        """Rename checkpoints that may come from changed data, and raise `DataError`."""
+        """Rename checkpoints that may have been trained on changed data, and raise `DataError`."""
         good = -1 if self.verified is None else step_of(self.verified)
         resume_point = f"{self.verified}, the last verified checkpoint" if self.verified else "the beginning"
 
@@ -106,7 +106,7 @@ class DataCheck:
         world.together(end)
 
     def close(self) -> None:
-        """Stop a running pass."""
+        """Stop the current pass."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -114,7 +114,7 @@ class DataCheck:
 
     def _in_background(self) -> None:
         if sys.platform == "linux":
-            # On Linux each thread has its own priority: the pass must not slow down training.
+            # Lower the priority of this thread only, so that hashing does not slow down training.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         self._pass()
 
@@ -149,7 +149,7 @@ class DataCheck:
 
 
 def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
-    """All files with their recorded hashes; None for files of other programs, which the first pass hashes."""
+    """All files with their recorded hashes; None for files from other programs, which the first pass hashes."""
     files: list[tuple[Path, str | None]] = []
     for source in sources:
         dataset = source.dataset.whole or source.dataset

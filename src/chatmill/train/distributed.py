@@ -1,7 +1,7 @@
 """Distributed training: the ranks of a run, communication between them, and models with DDP or FSDP.
 
 Values that the host needs are exchanged with gloo, separately from GPU communication, so that the host never waits for
-a GPU.
+the GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class World:
         return tensor.numpy()
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather the JSON values of all ranks on every rank; no rank unpickles data of another."""
+        """Gather the JSON values of all ranks on every rank, without pickle."""
         if self.size == 1:
             return [value]
         sent = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -84,7 +84,7 @@ class World:
         return result  # type: ignore[return-value]
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call a function on this rank; an error names the rank, because it does not occur on the others."""
+        """Call a function on this rank; errors name the rank, because they may occur only here."""
         try:
             return work()
         except DataError as error:
@@ -95,7 +95,7 @@ class World:
     def distribute(
         self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None, values: Values | None = None
     ) -> nn.Module:
-        """Move a model to the device; return the module to call instead, which averages gradients over all ranks.
+        """Move a model to the device; return the module to call instead of it, which averages gradients over all ranks.
 
         `values` yields the values of parameters on the meta device, which sharded models may have.
         """
@@ -114,7 +114,7 @@ def _shard(model: CausalModel, world: World, compute: torch.dtype | None, values
 
     _check_dtypes(model)
     mesh = init_device_mesh(world.device.type, (world.size,))
-    # FSDP gathers layers in compute precision; embedding, head, the last norm and rotary angles stay float32.
+    # FSDP gathers layers in compute precision; the embedding, head, last norm and rotary angles stay in float32.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     own = ((module, name, each) for module in model.modules() for name, each in module._parameters.items())
     places = {id(each): (module, name) for module, name, each in own if each is not None}
@@ -142,7 +142,7 @@ def _fill(model: nn.Module, places: Mapping[int, tuple[nn.Module, str]], values:
 
 
 def _check_dtypes(model: CausalModel) -> None:
-    """Raise `UsageError` if the trained weights of a layer, which FSDP shards together, differ in dtype."""
+    """Raise `UsageError` if the trained weights of a layer differ in dtype, because FSDP shards them together."""
     for block in model.blocks():
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
@@ -165,7 +165,7 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; does not import that class, which takes seconds."""
+    """Whether a tensor is a DTensor, without importing that class, which takes seconds."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -180,7 +180,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """The range of a tensor's rows on this rank; all shards have the same size, but the last ones may be shorter."""
+    """The range of a tensor's rows on this rank; shards have equal sizes, except that the last ones may be shorter."""
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1
     mesh = tensor.device_mesh

@@ -1,4 +1,4 @@
-"""`chatmill doctor`: check the nodes of a run before it starts, in one process or on all ranks of a launcher.
+"""`chatmill doctor`: check the nodes of a run before it starts, in one process or on all ranks that a launcher starts.
 
     python -m chatmill.train.doctor                               where typer and rich are not installed
     torchrun --nproc-per-node 8 -m chatmill.train.doctor --shared /data/runs
@@ -36,7 +36,7 @@ SHOWN_PLACES = 4
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of the table, and the nodes or ranks it applies to."""
+    """A table row, and the nodes or ranks to which it applies."""
 
     row: CheckRow
     place: str
@@ -48,7 +48,7 @@ class TableRow:
 def diagnose(folders: Sequence[str | Path] = (), *, seconds: float = SECONDS) -> list[TableRow] | None:
     """Run all checks; return the table on rank 0, and None on other ranks.
 
-    All ranks call this, with the folders that they should share.
+    All ranks call this with the folders that they should share.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise UsageError(f"the time limit is {seconds:g} s; expected more than 0, at most {MOST_SECONDS:,}")
@@ -106,7 +106,7 @@ def _together(rendezvous: Rendezvous, local: Sequence[CheckRow], folders: Sequen
 
 
 def _grouped(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """The rows of all ranks without duplicates, each with the nodes or ranks that have it."""
+    """The rows of all ranks without duplicates, each with the nodes or ranks that reported it."""
     first_ranks = {hosts.index(host) for host in hosts}
     by_row: dict[CheckRow, list[int]] = {}
     for rank, row in rows:
@@ -138,7 +138,7 @@ def _place(ranks: Sequence[int], hosts: Sequence[str], expected: set[int]) -> st
 
 
 def _doubled_gpus(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """Report ranks of a node that would use the same GPU."""
+    """Report ranks on a node that would use the same GPU."""
     if len(hosts) == 1:
         return
     used: dict[tuple[str, str], list[int]] = {}
@@ -183,7 +183,7 @@ def _show(text: str, *, quiet: bool) -> None:
 
 
 def table_text(table: Sequence[TableRow]) -> str:
-    """The table in columns, and a summary line."""
+    """The table with aligned columns, and a summary line."""
     head = ("check", "where", "value", "", "expected")
     cells = [head, *((each.row.check, each.place, each.row.value, each.row.status, each.row.right) for each in table)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head) - 1)]

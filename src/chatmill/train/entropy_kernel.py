@@ -1,4 +1,5 @@
-"""Cross entropy on a GPU: one program per row reads the logits twice (the second time from cache) and writes them once.
+"""Cross entropy on a GPU: each row is a program that reads the logits twice (the second time from cache) and writes
+once.
 
 Imported only on machines with a GPU, because only CUDA builds of torch include triton.
 """
@@ -37,7 +38,7 @@ def _rows(logits, ids, weights, losses, size, scale, cap, CAPPED: tl.constexpr, 
     logits += row * size
     wanted = tl.load(ids + row)
     weight = tl.load(weights + row) * scale
-    # Read the target logit before it is overwritten: the reductions below synchronize the threads.
+    # Read the target logit before it is overwritten; the reductions below synchronize the threads.
     target = _bent(tl.load(logits + wanted), scale, cap, CAPPED)
     most, total = -float("inf"), 0.0
     for start in range(0, size, BLOCK):

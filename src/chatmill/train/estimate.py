@@ -4,8 +4,9 @@
     activations                      counted from a forward pass without memory (activations.py)
     workspace                        the logits of a chunk and their gradients, or the backward pass of one layer
 
-Memory peaks in the loss or the backward pass of the last layer (all activations, few gradients), in the backward pass
-of the first layer (few activations, all gradients), or in the optimizer step. The estimate is the largest of these.
+Memory peaks in the loss or in the backward pass of the last layer (all activations, few gradients), in the backward
+pass of the first layer (few activations, all gradients), or in the optimizer step. The estimate is the largest of
+these.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ACTIVATIONS, WORKSPACE, GATHERED, CONTEXT = "activations", "workspace", "gathere
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One part of the memory of a run, in bytes."""
+    """One part of a run's memory, in bytes."""
 
     size: float
     """Bytes of the whole part."""
@@ -59,7 +60,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory of a run, in bytes on each GPU or rank."""
+    """The memory that a run needs, in bytes per GPU or rank."""
 
     parts: dict[str, MemoryPart]
     peak: str
@@ -80,7 +81,7 @@ class Estimate:
 
     @property
     def tensors(self) -> float:
-        """The total without the CUDA memory that torch does not count."""
+        """The total, excluding CUDA memory that torch does not count."""
         return self.total - (self.parts[CONTEXT].at_peak if CONTEXT in self.parts else 0.0)
 
     @property
@@ -116,7 +117,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The counts of a model for one row, cached for comparing changes to a run."""
+    """The byte counts of a model for one row, cached so that changes to a run can be compared quickly."""
 
     weights: tuple[WeightShape, ...]
     state: dict[str, tuple[int, int]]
@@ -141,7 +142,7 @@ class _Counted:
 
 @dataclass
 class Estimator:
-    """Estimates runs on one kind of hardware; caches the counts of models to estimate changes quickly."""
+    """Estimates the memory of runs on one kind of hardware; caches the byte counts of models."""
 
     on_gpu: bool
     vocab_size: int | None = None
@@ -149,7 +150,7 @@ class Estimator:
     _counted: dict[tuple[Any, ...], _Counted] = field(default_factory=dict)
 
     def __call__(self, config: TrainConfig, *, ranks: int = 1) -> Estimate:
-        """Estimate the memory of a run per rank; raise `UsageError` if the ranks cannot share its rows equally."""
+        """Estimate a run's memory per rank; raise `UsageError` if the ranks cannot have the same number of rows."""
         per_step = ranks * config.gradient_accumulation_steps
         if config.batch_size % per_step:
             raise UsageError(
@@ -195,9 +196,9 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Bytes kept for one row, by each layer and outside of layers; and why they are approximate, if they are.
+    """Bytes kept for one row, by each layer and outside layers; also why they are only approximate, if they are.
 
-    `recompute` is that of `CausalModel.compile_blocks`.
+    `recompute` is the argument of `CausalModel.compile_blocks`.
     """
     from chatmill.train.activations import count_activations
 
@@ -230,7 +231,7 @@ def _kept_by_layers(
 
 
 def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) -> _Counted:
-    """Estimate from weight shapes only; the largest matrix outside of layers is taken to be the output head."""
+    """Estimate from weight shapes only, assuming that the largest matrix outside the layers is the output head."""
     outside = [each for each in shape.weights if each.layer is None and len(each.shape) == 2]
     head = max(outside, key=lambda each: each.size, default=WeightShape("", (1, 1), 4, False, None))
     each_value = OPTIMIZER_BYTES[config.optimizer].state
@@ -240,7 +241,7 @@ def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) ->
 
 
 def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tuple[_Layer, ...]:
-    """Approximate what layers keep: for each token, the input and the output of every matrix."""
+    """Approximate what each layer keeps as the inputs and outputs of all its matrices, for every token."""
     widths: dict[int, int] = {}
     inputs: dict[int, int] = {}
     for each in weights:
@@ -284,7 +285,7 @@ def _peak(
     on_gpu: bool,
     compiled: bool,
 ) -> Estimate:
-    """When in a step memory use is highest, and the parts of memory in use then."""
+    """The point in a step at which memory use is highest, and the parts of the memory in use then."""
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     tokens, size = rows * config.block_size, 4 if compute is None else compute.itemsize
     sharded = config.parallel == "fsdp" and ranks > 1
@@ -303,7 +304,7 @@ def _peak(
     # Gradients that exist before the backward pass: sums over micro-batches, and the buckets of DDP.
     early = config.gradient_accumulation_steps > 1 or (ranks > 1 and not sharded)
     checkpointing = _checkpoints(config)
-    # FSDP casts weights when it gathers them, and frees the casts.
+    # FSDP casts weights when it gathers them, and frees the cast copies.
     part = rows * (KEPT_BY_FLOAT8 if config.fp8 and not checkpointing else 1.0)
     layers = [_Layer(part * e.kept, rows * e.input, 0.0 if sharded else e.casts) for e in counted.layers]
     kept = [e.input if checkpointing else e.kept + e.casts for e in layers]
@@ -328,7 +329,7 @@ def _peak(
     before_first = gradients_of(lambda each: each.layer != 0)
     second = counted.head.bytes_each * head if counted.is_tied and counted.head.trained else 0.0
     start = gradients if early else 0.0
-    # Gradients, activations and workspace at each candidate for the peak.
+    # Gradients, activations and workspace at each point where memory may peak.
     moments = {
         "the loss": (start, sum(kept) + outside, at_loss),
         "the backward pass of the last layer": (
@@ -372,21 +373,21 @@ def _peak(
 
 
 def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
-    """Head and cross entropy of a chunk of positions, if all tokens are trained; see `_chunked_loss` in loss.py."""
+    """Bytes for the head and cross entropy of a chunk, if all tokens are trained; see `_chunked_loss` in loss.py."""
     positions = -(-tokens // MULTIPLE) * MULTIPLE
     limit = GPU_LOGIT_BYTES if on_gpu else LOGIT_BYTES
     chunk = min(positions, max(1, limit // (size * counted.vocab_size * MULTIPLE)) * MULTIPLE)
     logits = chunk * counted.vocab_size * (size if on_gpu else size + 4 * ENTROPY_COPIES)
     matrix = counted.vocab_size * counted.width
     cast = matrix * size if counted.head.bytes_each != size else 0.0
-    # The float32 sum of the weight's gradient, and the gradient of a chunk.
+    # The float32 sum of the weight gradient, and the weight gradient of a chunk.
     gradient = matrix * (4 + size) if counted.head.trained else 0.0
-    # The selected hidden states, their gradient in float32, and the gradient of a chunk.
+    # The selected hidden states, their gradient in float32, and the hidden-state gradient of a chunk.
     return logits + cast + gradient + positions * counted.width * (size + 4) + chunk * counted.width * size
 
 
 def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *, on_gpu: bool) -> float:
-    """Temporary tensors of an optimizer step, for the largest weight."""
+    """Bytes of the temporary tensors in an optimizer step, for the largest weight."""
     largest = max((each.size for each in trained), default=0)
     matrix = max((each.size for each in trained if each.layer is not None and len(each.shape) == 2), default=0)
     match config.optimizer:
@@ -402,7 +403,7 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
 
 
 def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
-    """Bytes that FSDP gathers: weights outside of layers, two layers in compute precision, and unreduced gradients."""
+    """Bytes that FSDP gathers: weights outside layers, two layers in compute precision, and unreduced gradients."""
     layers: dict[int, float] = {}
     for each in weights:
         if each.layer is not None:

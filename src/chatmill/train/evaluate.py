@@ -1,4 +1,4 @@
-"""Evaluation during training: the exact loss on a split, with each trained token counted once, and sample answers."""
+"""Evaluation during training: the exact loss on a split, counting each trained token once, and sample answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Evaluation(NamedTuple):
         return f"{shown} ({losses_by_source(self.sources)})" if self.sources else shown
 
     def metrics(self) -> dict[str, float | None]:
-        """The values to log: `val_loss` and, for each source, `val_loss/NAME`."""
+        """The values to log: `val_loss`, and `val_loss/NAME` for each source."""
         values = {"val_loss": self.loss, "val_perplexity": self.perplexity, "val_trained": self.trained}
         for name, of_source in self.sources.items():
             values |= {f"val_loss/{name}": of_source.loss, f"val_trained/{name}": of_source.trained}
@@ -80,7 +80,7 @@ def losses_by_source(sources: Mapping[str, Evaluation]) -> str:
 def evaluate(
     module: CausalModel, loader: EpisodeLoader, world: World, *, split: str = "val", batches: int | None = None
 ) -> Evaluation:
-    """Compute the loss on a split, or on the first batches of each source, in file order; no cursor moves.
+    """Compute the loss on a split, or on the first batches of each source, in file order; cursors do not change.
 
     Each source is evaluated separately. The total loss is the mean over the trained tokens of all sources, regardless
     of the mix weights. All ranks call this.
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def val_notes(loader: EpisodeLoader) -> list[str]:
-    """Lines about sources that have nothing to evaluate; empty if all sources have episodes."""
+    """Lines about sources without episodes to evaluate; empty if there are none."""
     evaluated = loader.sources_of("val")
     if not evaluated:
         return [f"{loader.dataset_dir} has no episodes in val: nothing is evaluated"]
@@ -128,21 +128,21 @@ def val_notes(loader: EpisodeLoader) -> list[str]:
 
 
 def check_ids(batch: Batch, model: CausalModel, loader: EpisodeLoader, world: World) -> None:
-    """Raise `DataError` on all ranks if the batch of any rank has an id outside of the model's vocabulary."""
+    """Raise `DataError` on all ranks if any rank's batch has an id outside the model's vocabulary."""
     fault = unknown_id(batch, model.vocab_size)
     if sum(world.sums([float(fault is not None)])):
         world.together(partial(raise_unknown, fault, loader))
 
 
 def raise_unknown(fault: str | None, loader: EpisodeLoader) -> None:
-    """Raise `DataError` for a token id outside of the model's vocabulary."""
+    """Raise `DataError` for a token id outside the model's vocabulary."""
     if fault is not None:
         place = loader.dataset_dir
         raise DataError(f"{place}: {fault}; the data has changed; see chatmill verify {place} --full")
 
 
 class Samples:
-    """`count` prompts of each source, spread evenly over a split."""
+    """Select `count` prompts from each source, spread evenly over a split."""
 
     def __init__(self, sources: Sequence[DataSource], count: int, model: CausalModel, *, split: str = "val") -> None:
         self.end_ids = end_ids(sources)
@@ -157,14 +157,14 @@ class Samples:
         return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
     def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """The share of answers that match exactly, and the share that reached an end token; empty without answers."""
+        """The fractions of answers that match exactly and that reached an end token; empty without answers."""
         if not answers:
             return {}
         exact = sum(answer.exact for answer in answers) / len(answers)
         return {"val_exact_rate": exact, "val_stop_rate": sum(map(self._stopped, answers)) / len(answers)}
 
     def lines(self, answers: Sequence[ScoredAnswer], text: TokenText) -> list[str]:
-        """Lines to print for each answer: the end of its prompt, the answer, and the expected one if it differs."""
+        """Lines to print for each answer: the end of its prompt, the answer, and the expected answer if it differs."""
         lines = []
         for answer in answers:
             # Decode only the end of a long prompt: a character takes at most four tokens.
@@ -188,7 +188,7 @@ class Samples:
 
 
 def _spread(source: DataSource, split: str, count: int, ends: Sequence[int], positions: int) -> Iterator[EvalPrompt]:
-    """The first prompt that is short enough from each of `count` equal parts of a split."""
+    """The first prompt that is short enough in each of `count` equal parts of a split."""
     episodes = source.episodes(split)
     for start, stop in pairwise(len(episodes) * part // count for part in range(count + 1)):
         prompts = (each for number in range(start, stop) for each in eval_prompts(episodes.rows([number]), ends))

@@ -47,7 +47,7 @@ class TrainedSpan(NamedTuple):
 
 
 def trained_spans(batch: Batch) -> list[TrainedSpan]:
-    """The trained spans of a batch in order.
+    """The trained spans of a batch, in order.
 
     y         - - a b - c d        spans  2-4  5-6  6-7
     segments  0 0 0 0 0 0 1
@@ -102,9 +102,9 @@ def show_first_batch(
     run_dir: RunDir,
     text: Callable[[], TokenText | None],
 ) -> float:
-    """Print and write what the first batch trains; return the seconds this took. All ranks call this.
+    """Print and save what the first batch trains; return how many seconds this took. All ranks call this.
 
-    `batch` has this rank's rows, `counts` cover all ranks; `text` opens the tokenizer and is called only on rank 0. A
+    `batch` has this rank's rows; `counts` cover all ranks. `text` opens the tokenizer, and is called only on rank 0. A
     resumed run prints no answers.
     """
     began, is_new = time.perf_counter(), state.step == state.stage.start
@@ -146,7 +146,7 @@ def describe(
 
 
 class Endings(NamedTuple):
-    """How trained spans end."""
+    """Counts of trained spans by how they end."""
 
     spans: int
     ended: int

@@ -1,4 +1,4 @@
-"""Decide whether a run fits into memory, suggest changes that would make it fit, and refuse a run that cannot fit."""
+"""Decide whether a run fits into memory, suggest changes that would make it fit, and refuse runs that cannot fit."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class DoesNotFitError(ChatmillError):
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a run, and the estimate with it."""
+    """A change to a run, and the memory estimate after the change."""
 
     keys: Mapping[str, Any]
     ranks: int
     estimate: Estimate
 
     def flags(self, ranks: int) -> str:
-        """The command-line flags of this change, for a run on `ranks` ranks."""
+        """The command-line flags for this change, for a run on `ranks` ranks."""
         values = (
             (name, json.dumps(value) if not isinstance(value, str) else value) for name, value in self.keys.items()
         )
@@ -63,7 +63,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Fit:
-    """The estimate of a run, the available memory, and the changes that would make it fit."""
+    """The memory estimate for a run, the available memory, and the changes that would make it fit."""
 
     estimate: Estimate
     available: float | None
@@ -96,13 +96,13 @@ class Fit:
         return {**self.estimate.to_json(), "available": available, "fits": self.fits, "changes": changes}
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The parts as a table: part, GiB, and GiB at the peak."""
+        """The parts as table rows: part, GiB, and GiB at the peak."""
         parts = self.estimate.parts.items()
         table = [(NAMES.get(name, name), _gib(part.size), _gib(part.at_peak)) for name, part in parts]
         return [*table, ("total", "", _gib(self.estimate.total))]
 
     def notes(self) -> Iterator[str]:
-        """Lines about the estimate to print."""
+        """Lines to print about the estimate."""
         run, where = self.estimate, "GPU" if self.estimate.on_gpu else "rank"
         count = f"{run.ranks} {where}s" if run.ranks > 1 else f"1 {where}"
         yield f"{count}, {run.rows} rows of {run.block_size} tokens at a time; the peak is in {run.peak}"
@@ -187,7 +187,7 @@ def _changes(estimator: Estimator, config: TrainConfig, ranks: int, available: f
 
 
 def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: float) -> Iterator[Change]:
-    """Find a combination of changes that fits: add changes one by one, then remove unnecessary ones."""
+    """Find a combination of changes with which the run fits: add changes one by one, then remove unnecessary ones."""
 
     def fitting(keys: Mapping[str, Any]) -> Change | None:
         made = _change(estimator, config, keys, ranks)
@@ -201,7 +201,7 @@ def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: 
     for option in [*options, *_adapter_keys(config)]:
         keys |= option
         if "lora" in option:
-            # Adapters replace the smaller optimizer.
+            # With adapters, the smaller optimizer is not needed.
             keys.pop("optimizer", None)
         if (best := fitting(keys)) is not None:
             for name in ("activation_offload", "activation_checkpointing", "gradient_accumulation_steps"):
@@ -217,7 +217,7 @@ def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: 
 
 
 def _adapter_keys(config: TrainConfig) -> list[dict[str, Any]]:
-    """Keys for LoRA and QLoRA, if the model supports adapters and has none."""
+    """Config keys for LoRA and QLoRA, if the model supports adapters but does not have any."""
     if config.init_from_model is None or config.fp8 or config.quantize != "none":
         return []
     folder = model_folder(config.init_from_model)
@@ -250,7 +250,7 @@ def _change(estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], 
 
 
 def _first_fitting(changes: Iterator[Change | None], available: float) -> Iterator[Change]:
-    """The first change that fits; if none does, the last one."""
+    """The first change with which the run fits; if there is none, the last change."""
     last = None
     for each in changes:
         last = each or last
@@ -264,7 +264,7 @@ def _bytes(optimizer: str) -> int:
     return OPTIMIZER_BYTES[optimizer].total
 
 
-# The available memory, and the refusal.
+# Available memory, and refusing runs that do not fit.
 
 
 def estimate_run(config: TrainConfig, *, gpus: int | None = None, gpu_memory: float | None = None) -> Fit:
@@ -300,7 +300,7 @@ def _data_vocab_size(config: TrainConfig) -> int | None:
 
 
 def memory_here(device: torch.device) -> float:
-    """Bytes available to a run on this device: GPU memory that other processes do not use, or host memory per rank."""
+    """Bytes available to a run on this device: GPU memory not used by other processes, or host memory per rank."""
     if device.type != "cuda":
         return available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free, total = torch.cuda.mem_get_info(device)
@@ -327,7 +327,7 @@ def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None
 
 
 def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bool) -> float:
-    """An upper bound on the bytes of a run from the shapes of its weights, which is enough to accept most runs."""
+    """A quick upper bound on the bytes of a run, from its weight shapes; it suffices to accept most runs."""
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)

@@ -1,6 +1,6 @@
-"""float8 matrix products in linear layers, with torchao, for GPUs that support them.
+"""float8 matrix products in linear layers, using torchao, for GPUs that support them.
 
-Each matrix product of the forward and backward pass scales inputs, weights and gradients by their largest value and
+Each matrix product in the forward and backward pass scales inputs, weights and gradients by their largest value and
 rounds them to float8; results have the dtype of the hidden states. Stored weights and parameter names do not change.
 The output head is not converted.
 """
@@ -43,7 +43,7 @@ def check_float8(device: torch.device, *, block_size: int) -> None:
 def use_float8(model: CausalModel, *, emulate: bool = False) -> None:
     """Replace the linear layers of all blocks with float8 layers that have the same weights.
 
-    `emulate` rounds to float8 but multiplies in the precision of the input, on any device.
+    With `emulate`, values are rounded to float8 but multiplied in the precision of the input, on any device.
     """
     float8 = _torchao()
     blocks = model.blocks()

@@ -1,6 +1,6 @@
 """Generate answers: greedy decoding, sampling, and beam search.
 
-A sampled token depends only on its row's key (seed, step, row) and its position in the answer, not on the rest of the
+A sampled token depends only on the key (seed, step, row) and on its position in the answer, not on the rest of the
 batch, so any single answer can be reproduced.
 """
 
@@ -48,7 +48,7 @@ def generate(
     first_row: int = 0,
     batch_size: int = 64,
 ) -> list[list[int]]:
-    """Generate an answer to each prompt; return its token ids, including the end token if there is one.
+    """Generate an answer to each prompt; return its token ids, including the end token if the answer reached one.
 
     The key of prompt i has row `first_row` + i. Answers end at `max_tokens`, or at the model's maximum sequence length.
 
@@ -77,8 +77,8 @@ def generate_steps(
     sampling: Sampling,
     first_row: int = 0,
 ) -> Iterator[dict[int, int]]:
-    """Yield the next token of every unfinished row at each step; all prompts are one batch."""
-    # `prefill` refuses a prompt that is too long.
+    """Yield the next token of every unfinished row, step by step; all prompts form one batch."""
+    # `prefill` raises an error for a prompt that is too long.
     max_tokens = min(max_tokens, max(1, model.max_positions - min(map(len, prompts))))
     rows = np.arange(len(prompts))
     draws = np.stack([_draws(sampling, first_row + row, max_tokens) for row in rows.tolist()])
@@ -105,7 +105,7 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
     if sampling.temperature == 0:
         return logits.argmax(dim=1)
     exact = logits.double()
-    # Subtract the maximum first: the result stays finite at any temperature.
+    # Subtract the maximum first, so that the result is finite at any temperature.
     scaled = (exact - exact.amax(dim=1, keepdim=True)) / sampling.temperature
     ordered, ids = scaled.sort(dim=1, descending=True, stable=True)
     if sampling.top_k:
@@ -113,25 +113,25 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
     probs = ordered.softmax(dim=1)
     cumulative = probs.cumsum(dim=1)
     if sampling.top_p < 1:
-        # Keep a token if the more likely ones sum to less than top_p; the first is always kept.
+        # Keep a token if the probabilities of all more likely tokens sum to less than top_p; the first is always kept.
         probs = torch.where(cumulative - probs < sampling.top_p, probs, 0)
         probs[:, 0] = ordered.softmax(dim=1)[:, 0]
         cumulative = probs.cumsum(dim=1)
     wanted = torch.from_numpy(draws).to(cumulative.device)[:, None] * cumulative[:, -1:]
-    # Rounding may move a draw past the end; then select the last token with nonzero probability.
+    # If rounding moves a draw past the end, select the last token with nonzero probability.
     last = (probs > 0).sum(dim=1, keepdim=True) - 1
     place = torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last)
     return ids.gather(1, place).squeeze(1)
 
 
 def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
-    """The uniform draws of one row, one per position of its answer."""
+    """The uniform draws for one row, one per position in its answer."""
     key = np.random.SeedSequence((sampling.seed, sampling.step, row))
     return np.random.Generator(np.random.Philox(key)).random(count)
 
 
 def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, DecodingCache]:
-    """Run the prompts; return the logits after each, and a cache with room for `room` more tokens."""
+    """Run the prompts; return the logits after each prompt, and a cache with room for `room` more tokens."""
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) < 1:
         raise DataError(f"prompt {lengths.index(0)} is empty; expected at least one token")
@@ -173,10 +173,10 @@ def beam_search(
     length_penalty: float = 1.0,
     batch_size: int = 16,
 ) -> list[list[int]]:
-    """Find the best answer to each prompt, including its end token if there is one.
+    """Find the best answer to each prompt, including its end token if the answer reached one.
 
-    Answers are ranked by log-likelihood / length ** length_penalty. A prompt is searched until none of its beams
-    can beat the best finished answer; beams cut off by `max_tokens` compete as they are.
+    Answers are ranked by log-likelihood / length ** length_penalty. The search for a prompt ends when none of its beams
+    can beat the best finished answer; beams cut off by `max_tokens` count as finished.
     """
     answers: list[list[int]] = []
     with inference(model):
@@ -198,11 +198,11 @@ class _Beam(NamedTuple):
 def _search(
     model: CausalModel, prompts: Prompts, beams: int, max_tokens: int, end_ids: frozenset[int], length_penalty: float
 ) -> list[list[int]]:
-    """Search for all prompts in one batch; a prompt leaves the batch when its best answer is certain."""
+    """Search for all prompts in one batch; a prompt leaves the batch once its best answer is final."""
     logits, cache = prefill(model, prompts, max_tokens)
     device = logits.device
     best: list[tuple[float, list[int]]] = [(-math.inf, [])] * len(prompts)
-    # A prompt starts with one beam; the others only fill the batch and rank below all others.
+    # A prompt starts with one beam; its other beams are placeholders that rank below all real ones.
     start = [_Beam(0.0, [], 0)] + [_Beam(-math.inf, [], 0)] * (beams - 1)
     active = dict.fromkeys(range(len(prompts)), start)
     places = torch.arange(len(prompts), device=device).repeat_interleave(beams)
@@ -218,7 +218,8 @@ def _search(
                 finished += alive
             ranked = [(beam.score / length**length_penalty, beam.ids) for beam in finished]
             best[row] = max([best[row], *ranked], key=itemgetter(0))
-            # Scores only decrease, so a beam ranks best if it ends with the next token or at max_tokens.
+            # Log-likelihoods only decrease, so a beam's final rank is best if it ends with the next token or at
+            # max_tokens.
             ends = (length + 1, max_tokens) if length < max_tokens else ()
             if any(alive[0].score / end**length_penalty > best[row][0] for end in ends):
                 kept[row] = alive

@@ -1,7 +1,8 @@
 """chatmill's own GPT: pre-RMSNorm, rotary position embeddings, grouped-query attention, SwiGLU.
 
-Parameters keep the dtype they were created with; hidden states have `compute` precision (None: float32), and weights
-are cast to it when used. float32 parameters with bfloat16 compute give bf16 training with float32 master weights.
+Parameters keep the dtype they were created with; hidden states have `compute` precision (float32 if None), and weights
+are cast to it when they are used. float32 parameters with bfloat16 compute give bf16 training with float32 master
+weights.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class GPT(CausalModel):
         rotary = rotations(positions, self.sizes.head_size, self.sizes.rope_theta)
         for depth, block in enumerate(self.layers):
             if cache is not None:
-                # Shapes change at every generated token: do not use the layer compiled for training.
+                # Shapes change with every generated token, so do not use the layers compiled for training.
                 h = block.forward(h, *rotary, mask, partial(cache.put, depth))
             elif self._checkpoint is not None and torch.is_grad_enabled():
                 h = self._checkpoint(block, h, *rotary, mask)
@@ -136,11 +137,11 @@ class GPT(CausalModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> GPT:
-        """Load a folder that `save` wrote. Sizes and weights are compared before memory is allocated."""
+        """Load a folder written by `save`. Its sizes and weights are compared before memory is allocated."""
         model, files = open_on_meta(folder, compute=compute, weights=weights)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with open_weights(files) as rows:
-            # Copy: the tensor of safetensors may be a view of the memory-mapped file.
+            # Make a copy: the safetensors tensor may be a view of the memory-mapped file.
             copied = {name: rows(name)[...].to(dtype, copy=True) for name, dtype in dtypes.items()}
         model.load_state_dict(copied, assign=True)
         return model
@@ -149,7 +150,7 @@ class GPT(CausalModel):
 def open_on_meta(
     folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int = 1
 ) -> tuple[GPT, ModelFiles]:
-    """Open a folder: the model with parameters on the meta device, and its files, whose tensors match it.
+    """Open a folder; return the model with parameters on the meta device, and its files, whose tensors were checked.
 
     Memory is checked for one of `share` equal parts of the weights.
     """
@@ -173,11 +174,12 @@ def open_on_meta(
 
 @torch.no_grad()
 def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter of a model with the initial values that `GPT` has for this seed, one at a time."""
+    """Yield the parameters of a model one at a time, with the initial values that `GPT` has for this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
-            # Creating a `GPT` first runs the default initialization of its layers, which draws as many random numbers.
+            # Creating a `GPT` first runs the default initialization of its layers, which draws the same number of
+            # random values.
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):
@@ -189,7 +191,7 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
 
 
 def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of a model, from a one-layer model on the meta device: all layers are alike."""
+    """The shape of each weight in a model, from a one-layer model on the meta device, because all layers are alike."""
     try:
         with torch.device("meta"):
             one = GPT(replace(sizes, n_layer=1)).state_dict()
@@ -209,7 +211,7 @@ def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple
 
 
 def read_sizes(folder: Path, config: Mapping[str, Any]) -> GPTSizes:
-    """The sizes of a saved model, from its config."""
+    """Read the sizes of a saved model from its config."""
     path = folder / CONFIG
     known = keys_of(GPTSizes).keys()
     if unknown := sorted(config.keys() - known - {"model_type"}):
@@ -267,7 +269,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        # Two products, not one: concatenating their gradients would cost more than it saves.
+        # Use two products instead of one: concatenating their gradients would cost more than it saves.
         self.gate = Linear(sizes.n_embd, sizes.ffn)
         self.up = Linear(sizes.n_embd, sizes.ffn)
         self.down = Linear(sizes.ffn, sizes.n_embd)
@@ -299,9 +301,9 @@ class Norm(nn.Module):
 
 
 class KVCache:
-    """Keys and values for generation, for each layer (2, rows, slots, heads, size); a token's slot is its position.
+    """Key-value cache for generation, (2, rows, slots, heads, size) per layer; a token's slot is its position.
 
-    Rows are right-padded: slots after a row's end are masked, then overwritten.
+    Rows are right-padded: slots after the end of a row are masked, and overwritten later.
     """
 
     def __init__(self, model: GPT, rows: int, size: int) -> None:
@@ -312,7 +314,7 @@ class KVCache:
         self.lengths = self.positions = torch.empty(0)
 
     def put(self, depth: int, k: Tensor, v: Tensor) -> Tensor:
-        """Store keys and values of a layer at `positions`; return all keys and values of that layer."""
+        """Store a layer's keys and values at `positions`; return all its keys and values."""
         rows = torch.arange(len(self.positions), device=k.device)[:, None]
         self.layers[depth][:, rows, self.positions] = torch.stack([k, v])
         return self.layers[depth]

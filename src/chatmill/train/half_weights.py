@@ -35,7 +35,7 @@ class HalfEmbedding(nn.Embedding):
 
 
 class _CastLinear(torch.autograd.Function):
-    """x Wᵀ + b in the dtype of x; saves the weight for the backward pass, not its cast copy."""
+    """x Wᵀ + b in the dtype of x; saves the original weight for the backward pass, not its cast copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,7 +69,7 @@ def use_half_weights(model: nn.Module, compute: torch.dtype, place: str) -> None
     """Prepare a model to compute in `compute` precision with half-precision weights of another dtype.
 
     Weights of linear layers and embeddings keep their dtype. All other weights, such as norms, become float32. Weights
-    that have `compute` precision, and models without half-precision weights, are left unchanged.
+    that already have `compute` precision, and models without half-precision weights, are left unchanged.
     """
     linear = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
     classes = linear | {half: half for half in linear.values()}
@@ -98,7 +98,7 @@ def is_half(tensor: Tensor | None) -> bool:
 
 @contextmanager
 def widened(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Convert half-precision weights to float32 within the context; those of a block only while it runs."""
+    """Context in which half-precision weights are float32; the weights of a block only while the block runs."""
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,7 +1,7 @@
-"""Any Hugging Face causal model as a `CausalModel`.
+"""Wrap any Hugging Face causal model as a `CausalModel`.
 
 transformers builds its attention masks from position ids that restart with each conversation. Opening a model tests
-whether the architecture really separates conversations, and whether its logits are those of its head.
+whether the architecture really separates conversations, and whether its logits are computed by its head alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CLOSE = 1e-3
 
 
 class HFModel(CausalModel):
-    """A causal LM of transformers. Parameters keep their dtype; the forward pass runs under autocast to `compute`."""
+    """A transformers causal LM. Parameters keep their dtype; the forward pass runs under autocast to `compute`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HFModel(CausalModel):
         compute: torch.dtype | None = None,
         separates: bool | None = None,
     ) -> None:
-        """`separates`: whether the architecture separates packed conversations; None tests it."""
+        """`separates` is whether the architecture separates packed conversations; if it is None, this is tested."""
         super().__init__()
         self.lm = lm
         self.training = lm.training
@@ -74,22 +74,23 @@ class HFModel(CausalModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> HFModel:
-        """Load a folder that `save_pretrained` wrote; see `load_lm`."""
+        """Load a folder written by `save_pretrained`; see `load_lm`."""
         lm = load_lm(folder, weights=weights)
-        # Mamba and others read the weights of their linear layers directly, which 4-bit layers do not support.
+        # Some architectures, such as Mamba, read the weights of linear layers directly, which 4-bit layers do not
+        # support.
         packed = faults_of(folder, "cannot compute with linear layers in 4 bits; set quantize to none")
         with packed if weights == "nf4" else nullcontext():
             model = cls(lm, source=folder, compute=compute)
         model.remember_files(read_model_files(folder))
         if model.device.type == "cuda":
-            # Free what loading, quantizing and testing the model left in the allocator.
+            # Free memory that the allocator still caches from loading, quantizing and testing the model.
             torch.cuda.empty_cache()
         return model
 
     def remember_files(self, files: ModelFiles, *, fused: Sequence[Sequence[str]] = ()) -> None:
         """Record the dtypes of the files that the model is loaded from; the model is saved in the same dtypes.
 
-        `fused` lists groups of weights that transformers computed together from several tensors of the files.
+        `fused` lists groups of weights that transformers computed together from several tensors in the files.
         """
         kinds = {name: tensor.dtype for name, tensor in self.lm.state_dict().items()}
         self._stored = weight_dtypes(files, kinds, "stored")
@@ -204,7 +205,7 @@ class HFModel(CausalModel):
         for group in fused if len(parts) < len(saved) else ():
             tensors = self._reverted({name: like[name] for name in group})
             parts.append(SavedPart(group, tuple(tensors), is_converted=True))
-        # Each tensor that transformers would write, once.
+        # List each tensor that transformers would write once.
         written = [name for part in parts for name in part.saved]
         return parts if len(written) == len(set(written)) and set(written) == saved.keys() else None
 
@@ -245,7 +246,7 @@ class HFModel(CausalModel):
             )
 
     def _check_architecture(self) -> bool:
-        """Whether the architecture separates packed conversations; raises `DataError` if its head cannot be trained."""
+        """Return whether the architecture separates packed conversations; raise `DataError` for unsupported heads."""
         with eval_mode(self.lm), torch.no_grad():
             if self.compute in (None, torch.float32):
                 try:
@@ -265,7 +266,7 @@ class HFModel(CausalModel):
     def _check_head(self) -> None:
         x = torch.arange(4, device=self.device)[None] % self.vocab_size
         states: list[Tensor] = []
-        # Get hidden states and logits from one forward pass, which takes seconds for a large model.
+        # Get hidden states and logits from the same forward pass, because a pass takes seconds for a large model.
         hook = self.lm.base_model.register_forward_hook(lambda *given: states.append(given[-1].last_hidden_state))
         try:
             expected = self.lm(input_ids=x).logits
@@ -293,7 +294,7 @@ class HFModel(CausalModel):
 
 
 class HFCache:
-    """The cache of transformers; prompts are left-padded, so it keeps a mask of the positions that hold tokens."""
+    """A transformers cache; prompts are left-padded, so it also keeps a mask of the positions that hold tokens."""
 
     def __init__(self, past: Any, lengths: Tensor, *, seen: Tensor) -> None:
         self.past, self.lengths, self.seen = past, lengths, seen
@@ -304,7 +305,7 @@ class HFCache:
 
 
 class RecomputeCache:
-    """Cache for models with a recurrent state instead of keys and values: reprocesses all tokens at every step."""
+    """Cache for models with a recurrent state instead of keys and values: all tokens are reprocessed at every step."""
 
     def __init__(self, ids: Tensor, lengths: Tensor) -> None:
         self.ids, self.lengths = ids, lengths
@@ -319,13 +320,13 @@ class RecomputeCache:
 
 
 def save_lm(lm: Any, folder: Path, weights: dict[str, Tensor], source: Path | None) -> None:
-    """Save a transformers model with these weights, and copy the tokenizer files of its source folder."""
+    """Save a transformers model with these weights, and copy the tokenizer files from its source folder."""
     path = None if source is None else source / GENERATION
     generation = path.read_bytes() if path is not None and path.is_file() else None
     own = lm.generation_config
     try:
         if generation is not None:
-            # Copied verbatim: transformers refuses to write some files that it reads.
+            # Copy the file verbatim: transformers refuses to write some configs that it can read.
             lm.generation_config = type(own)()
         with quiet():
             lm.save_pretrained(folder, state_dict=weights)
@@ -339,7 +340,7 @@ def save_lm(lm: Any, folder: Path, weights: dict[str, Tensor], source: Path | No
 
 @contextmanager
 def recorded_weights() -> Iterator[dict[str, Tensor]]:
-    """Make transformers write all files of a model except its weights, which are stored in a dictionary."""
+    """Make transformers write all files of a model except its weights, which are collected in a dictionary."""
     from transformers import modeling_utils
 
     write, saved = modeling_utils.safe_save_file, {}
@@ -372,7 +373,7 @@ def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _registered_flex() -> str:
-    """Register FlexAttention that accepts the mixed precisions of autocast; return its name in transformers."""
+    """Register a FlexAttention that accepts the mixed precision of autocast; return its name in transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.masking_utils import flex_attention_mask

@@ -1,4 +1,4 @@
-"""Load model folders with transformers and peft. Headers are checked first, and every error is one line."""
+"""Load model folders with transformers and peft. File headers are checked first, and every error is one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
     """Load a causal language model with transformers; code and pickles in the folder are not read.
 
-    Files, sizes and memory are checked from the headers first. A missing weight is an error: transformers would
+    Files, sizes and memory are first checked from the file headers. A missing weight is an error: transformers would
     initialize it at random. With nf4 weights, the model is quantized on the GPU if there is one, and stays there.
     """
     files = read_model_files(folder)
@@ -62,7 +62,7 @@ def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
         raise missing_fault(folder, missing)
     stored = {opened_dtype(tensor.dtype, "stored") for tensor in files.tensors.values()}
     for tensor in [*lm.parameters(), *lm.buffers()]:
-        # A weight that was not cast is a view of the memory-mapped file and would change with it.
+        # A weight that was not cast is a view of the memory-mapped file, and would change if the file did.
         if tensor.dtype in stored and tensor.device.type == "cpu":
             tensor.data = tensor.data.clone()
     if weights == "nf4" and not use_nf4(lm):
@@ -71,7 +71,7 @@ def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
 
 
 def auto_classes(folder: Path) -> tuple[Any, Any]:
-    """`AutoConfig` and `AutoModelForCausalLM` of transformers."""
+    """Import `AutoConfig` and `AutoModelForCausalLM` from transformers."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -97,9 +97,10 @@ def _check_can_quantize(files: ModelFiles) -> None:
 
 
 def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
-    """Return the dtypes to load a model in; raise `DataError` if shapes differ from its config, or memory is too small.
+    """Return the dtypes to load a model in; raise `DataError` if its shapes contradict its config or exceed the memory.
 
-    With nf4 weights, these are the dtypes before quantization. Memory is checked for one of `share` equal parts.
+    With nf4 weights, these are the dtypes before quantization. The memory check assumes that a rank holds one of
+    `share` equal parts of the weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -111,7 +112,8 @@ def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, sh
     except (NotImplementedError, RuntimeError) as error:
         if "meta tensor" not in str(error):
             raise
-        # A few architectures compute in their constructor, which the meta device cannot do: use the sizes of the files.
+        # A few constructors compute with tensor values, which the meta device does not support: use the sizes in the
+        # files.
         dtypes = weight_dtypes(files, {}, kept)
         sizes = {name: tensor.size for name, tensor in files.tensors.items()}
     else:
@@ -157,7 +159,7 @@ def adapter_rank(folder: Path, config: Mapping[str, Any]) -> int:
 
 @contextmanager
 def faults_of(folder: Path, what: str) -> Iterator[None]:
-    """Turn any exception that a library raises for the files of a folder into a one-line `DataError`."""
+    """Turn any exception that a library raises while it reads a folder into a one-line `DataError`."""
     try:
         yield
     except (ChatmillError, MemoryError, torch.OutOfMemoryError):

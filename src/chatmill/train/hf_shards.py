@@ -1,7 +1,8 @@
 """Build Hugging Face models with parameters on the meta device, and find their tensors in the files.
 
-transformers renames tensors while it loads a model, and computes some from several others (fused experts). This module
-applies the rules of transformers to one tensor at a time. Models that the rules do not cover raise `NotShardableError`.
+transformers renames tensors while it loads a model, and computes some tensors from several others (fused experts). This
+module applies transformers' conversion rules to one tensor at a time. Models that these rules do not cover raise
+`NotShardableError`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ READS_BASE = ("modules_to_save", "trainable_token_indices", "use_dora")
 
 
 class TensorSource(NamedTuple):
-    """The tensors of the files from which transformers computes one or several tensors of a model."""
+    """The tensors in the files from which transformers computes one or more tensors of a model."""
 
     names: tuple[str, ...]
     """Tensor names in the files."""
@@ -43,7 +44,7 @@ class TensorSource(NamedTuple):
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A transformers model with parameters on the meta device, and where their values are."""
+    """A transformers model with parameters on the meta device, and the sources of their values."""
 
     lm: Any
     files: ModelFiles
@@ -86,9 +87,9 @@ def _rows(source: TensorSource, target: str, rows: Callable[[str], Rows], dtype:
 
 
 def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int) -> OpenedModel:
-    """Open a Hugging Face model with parameters on the meta device; checks memory for one of `share` equal parts."""
+    """Open a Hugging Face model with parameters on the meta device; check memory for one of `share` equal parts."""
     meta = _load_on_meta(folder, weights, share=share)
-    # Not known until the architecture is tested.
+    # This is unknown until the architecture is tested.
     model = HFModel(meta.lm, source=folder, compute=compute, separates=False)
     fused = [source.targets for source in meta.sources if source.convert is not None]
     model.remember_files(meta.files, fused=fused)
@@ -96,7 +97,7 @@ def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecisi
 
 
 def open_adapters(folder: Path, *, compute: torch.dtype | None, share: int) -> OpenedModel:
-    """Open adapters, unsharded in host memory, on a base model with parameters on the meta device."""
+    """Open adapters in host memory, unsharded, on a base model whose parameters are on the meta device."""
     config = read_config(folder / ADAPTER_CONFIG)
     if keys := [key for key in READS_BASE if config.get(key)] or ["bias"] * (config.get("bias", "none") != "none"):
         raise NotShardableError(f"{ADAPTER_CONFIG} has {keys[0]}")
@@ -126,7 +127,7 @@ def adapters_on_cpu() -> Iterator[None]:
     move, to = BaseTunerLayer._move_adapter_to_device_of_base_layer, nn.Module.to
 
     def move_to_cpu(layer: Any, adapter_name: str, device: Any = None) -> None:
-        # peft casts them to the dtype of the base model here.
+        # Here, peft casts adapters to the dtype of the base model.
         move(layer, adapter_name, torch.device("cpu"))
 
     def to_unless_meta(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -145,7 +146,7 @@ def adapters_on_cpu() -> Iterator[None]:
 
 
 def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> MetaModel:
-    """Like `load_lm`, without the values of the parameters; errors of transformers are not caught."""
+    """Like `load_lm`, but without parameter values; errors from transformers are not caught."""
     files = read_model_files(folder)
     check_sizes(files)
     auto_config, auto_model = auto_classes(folder)
@@ -175,7 +176,7 @@ def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> Meta
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put parameters on the meta device as they are registered; buffers, which need only the config, are computed."""
+    """Put parameters on the meta device as they are registered; buffers depend only on the config and are computed."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -191,7 +192,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
-    """Find the sources of a model's tensors by the rules of transformers (`convert_and_load_state_dict_in_model`)."""
+    """Find the sources of a model's tensors by transformers' rules (`convert_and_load_state_dict_in_model`)."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -219,7 +220,7 @@ def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
             raise NotShardableError(f"{plain[target]} and {name} are the same weight")
         else:
             plain[target] = name
-    # transformers reverts these when it saves the model.
+    # transformers reverts these conversions when it saves the model.
     lm._weight_conversions = [rule for rule in rules if rule.was_used()]
     yield from (TensorSource((name,), (target,)) for target, name in plain.items())
     for target, members in converted.items():
@@ -243,7 +244,7 @@ def _conversion(
 
 
 def _check_sources(lm: Any, files: ModelFiles, sources: Sequence[TensorSource], state: Mapping[str, Tensor]) -> None:
-    """Raise `DataError` if the files lack a tensor, or have one of another shape."""
+    """Raise `DataError` if a tensor is missing in the files or has the wrong shape."""
     names = [target for source in sources for target in source.targets]
     if len(set(names)) < len(names) or not set(names) <= state.keys():
         raise NotShardableError("transformers computes a weight from several tensors in two ways")
@@ -273,7 +274,7 @@ def _check_sources(lm: Any, files: ModelFiles, sources: Sequence[TensorSource], 
 
 
 def _dtypes(lm: Any, dtypes: WeightDtypes) -> Callable[[str, torch.dtype], torch.dtype]:
-    """The dtype in which `opened_as` makes transformers load each weight, given the model in float32."""
+    """The dtype of each weight when transformers loads the model under `opened_as`, given the model in float32."""
     if dtypes.are_float32:
         return lambda name, dtype: dtype
     from transformers.core_model_loading import build_glob_alternation
@@ -289,7 +290,7 @@ def _dtypes(lm: Any, dtypes: WeightDtypes) -> Callable[[str, torch.dtype], torch
 
 
 def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
-    """Read the buffers of the files; they are small and not sharded."""
+    """Read the buffers from the files; they are small and not sharded."""
     state = meta.lm.state_dict(keep_vars=True)
     with open_weights(meta.files) as rows:
         for source in meta.sources:
@@ -302,7 +303,7 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
                     meta.lm.get_submodule(module)._buffers[name] = values
 
 
-# The test of the architecture.
+# Testing the architecture.
 
 
 @contextmanager
@@ -317,10 +318,10 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, share: int) -> bool:
-    """Run the test of `HFModel` on the memory-mapped files: does the architecture separate packed conversations?
+    """Test on the memory-mapped files whether the architecture separates packed conversations, as `HFModel` does.
 
-    Weights are read layer by layer, in the dtype of the files if that does not change the result: then they stay in the
-    mapped files and take no memory.
+    Weights are read layer by layer. They keep the dtype of the files if that does not change the result, and then take
+    no memory beyond the mapped files.
     """
     meta = _load_on_meta(folder, "stored" if weights == "float32" else weights, share=share)
     with open_weights(meta.files) as rows:

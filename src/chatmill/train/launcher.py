@@ -1,4 +1,4 @@
-"""The variables that a launcher such as torchrun sets for each process: rank, number of ranks, rendezvous address."""
+"""Environment variables that a launcher such as torchrun sets: rank, world size and rendezvous address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def place_in_world() -> tuple[int, int] | None:
-    """The rank of this process and the number of ranks; None without a launcher."""
+    """The rank of this process and the world size; None without a launcher."""
     if os.environ.keys() >= set(VARIABLES):
         rank, size = (_number(name) for name in VARIABLES[:2])
         if rank >= size:

@@ -1,4 +1,4 @@
-"""Load a model from a folder, whatever its family."""
+"""Load a model of any family from a folder."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ def open_model(
     weights: WeightPrecision = "float32",
     base_model: Path | None = None,
 ) -> CausalModel:
-    """Load the model in a folder on the CPU; hidden states have `compute` precision (None: float32).
+    """Load the model in a folder on the CPU; hidden states have `compute` precision (float32 if None).
 
     `weights` is the precision of the weights in memory; "stored" keeps the dtype of the files.
 
     For an adapter folder, this is the base model with the adapters applied; `base_model` is the folder of the base
-    model, if it has moved. The model of a checkpoint is opened only if its files match the hashes recorded when it was
-    written.
+    model, if it has moved. The model in a checkpoint is opened only if its files match the recorded hashes.
 
     >>> import tempfile
     >>> from chatmill.train import GPT, GPTSizes
@@ -64,10 +63,10 @@ def open_model(
 def open_ready(
     path: str | Path, device: str = "auto", *, base: BaseWeights = "trained", base_model: str | None = None
 ) -> CausalModel:
-    """Load the model of a folder, a checkpoint or a run on `device`, in eval mode and the precision of its files.
+    """Load the model in a model folder, checkpoint or run on `device`, in eval mode and in the precision of its files.
 
-    `base` matters for adapters trained on a quantized base model; `base_model` is the folder of the base model of
-    adapters, if it has moved.
+    `base` matters for adapters trained on a quantized base model; `base_model` is the folder of their base model, if it
+    has moved.
     """
     folder = model_folder(path)
     if base != "trained" and not is_adapter(folder):
@@ -81,13 +80,13 @@ def open_ready(
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
-    """The precision of hidden states for the `dtype` of a config on a device; None is float32."""
+    """The precision of hidden states on a device for the `dtype` in a config; None means float32."""
     half = device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
     return torch.bfloat16 if half else None
 
 
 def check_is_model(folder: Path) -> None:
-    """Raise `DataError` if the headers of a folder are those of neither a model nor adapters; skips custom families."""
+    """Raise `DataError` if the file headers are not those of a model or adapters; skip custom model families."""
     check_folder(folder)
     if is_adapter(folder) or not callable(MODEL_FAMILIES.get(model_type(folder))):
         check_headers(folder)

@@ -32,8 +32,8 @@ class LogitDifference:
 
 
 def probe_logits(lm: Any) -> Tensor:
-    """Logits of a transformers model for the fixed input, computed in float32."""
-    # The input has no packed rows, so that test of the architecture is skipped.
+    """Logits of a transformers model on the fixed input, computed in float32."""
+    # Skip the test of the architecture, because the input has no packed rows.
     model = HFModel(lm, separates=True)
     x = torch.randint(model.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     x = x[:, : model.max_positions].to(model.device)

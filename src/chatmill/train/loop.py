@@ -2,8 +2,8 @@
 
     train_model(config, model_name="my_sft_model", dataset_dir="data/chat_sft")
 
-A run that is stopped at any moment and resumes from its last checkpoint computes the same as an uninterrupted one:
-batches depend only on the loader's cursor, the learning rate and random numbers only on the step.
+A run that is stopped at any moment and resumes from its last checkpoint computes the same results as an uninterrupted
+run: batches depend only on the loader's cursor, and the learning rate and random numbers only on the step.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def train_model(
     notes: Sequence[str] = (),
     quiet: bool = False,
 ) -> TrainResult:
-    """Train a model on a dataset, by default that of the config, and write the run to out_dir/model_name.
+    """Train a model on a dataset, by default the one in the config, and write the run to out_dir/model_name.
 
     `resume` is `auto` (the newest checkpoint, if any) or the folder of a checkpoint. `model` replaces the model of the
     config, and `loss` the weighted cross entropy. `watch` is called after every step, `on_eval` after every evaluation.
     Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in addition to those in
-    `report_to`, at the end also the page that `report_page` returns. `notes` are printed when the run starts. With
-    `quiet` nothing is printed.
+    `report_to`; at the end, it also reports the page that `report_page` returns. `notes` are printed when the run
+    starts. With `quiet`, nothing is printed.
 
     A run that fails before it finishes its first step leaves neither a folder nor an audit log.
 
@@ -129,7 +129,7 @@ def _run_dir(
         data={"dataset_sha256": state.stage.dataset_sha256},
     )
     best, link = state.best.folder(folder) if state.config.keeps_best else None, folder / BEST
-    # Unless keep_best is false, a resumed run that does not track the best checkpoint keeps an existing one.
+    # Unless keep_best is false, a resumed run that does not track the best checkpoint keeps the existing one.
     outdated = link.is_symlink() and (state.config.keep_best is False or not link.exists())
     if state.config.keeps_best or outdated:
         try:
@@ -214,7 +214,7 @@ class _Loop:
             self.run_dir.close()
 
     def _step(self, *, stop_requested: bool) -> bool:
-        """Launch one step and read the result of the previous one; return whether any rank was asked to stop."""
+        """Launch one step and read the result of the previous step; return whether any rank was asked to stop."""
         state, config, world = self.state, self.state.config, self.state.world
         before = time.perf_counter()
         cursor, cut = state.loader.cursor(), state.loader.counts()
@@ -251,7 +251,8 @@ class _Loop:
         self._finish_step()
         self.launched = launched
         if world.device.type == "cpu":
-            # On a CPU the step is already computed; reading it later would count its time towards the previous step.
+            # On a CPU, the step is already computed; reading its result later would attribute its time to the wrong
+            # step.
             self._finish_step()
         return counts.stop > 0
 
@@ -303,7 +304,7 @@ class _Loop:
         return LossSpikes.of_run(self.state, self.run_dir)
 
     def _evaluate(self) -> bool:
-        """Evaluate val, if there is one; return whether its loss is the lowest of the run."""
+        """Evaluate the validation split, if there is one; return whether its loss is the lowest in the run."""
         state, model = self.state, self.state.stepper.model
         if "val" not in state.loader.splits:
             return False
@@ -360,8 +361,8 @@ class _Loop:
         """Write a checkpoint, with a model folder if the checkpoint is kept; all ranks call this."""
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"
-        # With sharded checkpoints, only the last and the best have a model folder, because it requires gathering all
-        # weights.
+        # With sharded checkpoints, only the last and the best have a model folder, because writing it requires
+        # gathering all weights.
         usable = usable or not sharded
         about = about_model(state.loader, step=state.step, base=state.base) if usable else None
         folder, run, world = self.run_dir.folder, state.to_json(), state.world

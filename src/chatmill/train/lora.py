@@ -1,4 +1,4 @@
-"""LoRA adapters on a Hugging Face model, with peft.
+"""LoRA adapters for Hugging Face models, using peft.
 
 The base model keeps its stored precision; adapters are float32.
 """
@@ -41,7 +41,7 @@ class LoraModel(HFModel):
     def __init__(self, base: HFModel, peft_model: Any) -> None:
         # peft injects its layers in place: from now on, base.lm contains them.
         super().__init__(base.lm, source=base.source, compute=base.compute, separates=base.separates)
-        # In a tuple, so that torch does not count the same weights twice.
+        # Use a tuple, so that torch does not register the same weights twice.
         self._peft = (peft_model,)
         for module in self.lm.modules():
             use_adapted_linear(module)
@@ -86,7 +86,7 @@ class LoraModel(HFModel):
         weights: WeightPrecision = "float32",
         base_model: Path | None = None,
     ) -> LoraModel:
-        """Load adapters that `save` wrote, with their base model from `base_model`, or from the folder they name.
+        """Load adapters written by `save`, and their base model from `base_model` or from the recorded folder.
 
         `weights` is the precision of the frozen base model; "float32" means the precision it had in training.
         """
@@ -95,7 +95,7 @@ class LoraModel(HFModel):
         weights = trained_on(folder) if weights in ("float32", "bfloat16") else weights
         place = base_folder(folder, base_model)
         with ThreadPoolExecutor(1) as pool:
-            # In parallel: hashing the files takes as long as loading the model.
+            # Do both in parallel, because hashing the files takes as long as loading the model.
             checked = pool.submit(check_base, folder, place)
             model = HFModel.load(place, compute=compute, weights=weights)
             checked.result()
@@ -119,7 +119,7 @@ class LoraModel(HFModel):
 
 
 def read_adapters(folder: Path, lm: Any) -> Any:
-    """Load the adapters of a folder, trainable, into a transformers model; returns the `PeftModel`."""
+    """Load adapters from a folder into a transformers model as trainable weights; return the `PeftModel`."""
     config = read_config(folder / ADAPTER_CONFIG)
     rank = adapter_rank(folder, config)
     tensors = read_headers(folder, ADAPTER_WEIGHTS)
@@ -128,7 +128,7 @@ def read_adapters(folder: Path, lm: Any) -> Any:
     check_memory(4 * rank * most, folder, what="adapters of this rank")
     peft = _peft(str(folder))
     known = {field.name for field in fields(peft.LoraConfig)}
-    # Unknown numbers and strings only parametrize an option that a different key turns on.
+    # Unknown keys with numbers or strings only configure options that other keys turn on.
     if unknown := [key for key, value in config.items() if key not in known and _is_on(value)]:
         raise DataError(
             f"{folder / ADAPTER_CONFIG}: has {one_line(unknown[0])}, which peft {peft.__version__} does not know; "
@@ -156,7 +156,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _use_float32(peft_model: Any, folder: Path) -> None:
-    """Load biases, modules_to_save and trained tokens in float32; peft casts them to the dtype of the base model."""
+    """Load biases, modules_to_save and trained tokens in float32; peft would use the dtype of the base model."""
     from peft import set_peft_model_state_dict
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
@@ -169,7 +169,7 @@ def _use_float32(peft_model: Any, folder: Path) -> None:
 
 
 def _copied_embeddings(folder: Path, tensors: Mapping[str, Any], lm: Any) -> set[str]:
-    """Adapter tensors that equal an embedding of the base model: peft saves such copies for some targets."""
+    """Adapter tensors that equal an embedding of the base model; peft saves these copies for some targets."""
     copied = set()
     for name, module in lm.named_modules():
         if module is lm.get_input_embeddings() or module is lm.get_output_embeddings():
@@ -191,7 +191,7 @@ def trained_on(folder: Path) -> WeightPrecision:
 
 
 def base_folder(folder: Path, base_model: Path | None = None) -> Path:
-    """The folder of the base model of adapters: `base_model`, or the one that the adapters record; never downloads."""
+    """The folder of the adapters' base model: `base_model`, or the recorded one. Nothing is downloaded."""
     if base_model is not None:
         return base_model
     name = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")

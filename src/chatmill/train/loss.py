@@ -1,8 +1,8 @@
-"""Losses: the interface of a loss function, and the weighted cross entropy over trained tokens.
+"""Losses: the loss function interface, and weighted cross entropy over trained tokens.
 
 The head runs only on trained positions, a chunk at a time, so the logits of a whole batch are never materialized.
 Losses are sums, not means: the loop divides by the total weight of the global batch, so the result does not depend on
-how the batch is split into micro-batches and ranks.
+how the batch is split over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MULTIPLE = 128
 class TrainedPositions:
     """The trained positions of a batch, computed on the host, so that the host never waits for the device.
 
-    They are padded with positions of weight 0 to a multiple of MULTIPLE. There is always at least one position, so a
-    batch without trained tokens has zero loss and zero gradients.
+    Positions of weight 0 are added to pad their number to a multiple of MULTIPLE. There is always at least one
+    position, so a batch without trained tokens has zero loss and zero gradients.
     """
 
     index: Tensor
@@ -48,7 +48,7 @@ class TrainedPositions:
 
     @classmethod
     def of(cls, y: Tensor, weights: Tensor, *, multiple: int = MULTIPLE) -> TrainedPositions:
-        """Select positions from targets and weights (rows, length); y is -100 at untrained positions."""
+        """Select the trained positions from targets and weights (rows, length); y is -100 at untrained positions."""
         flat = y.cpu().numpy().ravel()
         trained = np.flatnonzero(flat != IGNORE_INDEX)
         count = len(trained)
@@ -74,7 +74,7 @@ def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 class Losses(NamedTuple):
-    """The losses of the trained positions of a forward pass."""
+    """The losses at the trained positions in a forward pass."""
 
     total: Tensor
     """Σ weight · loss, a float32 scalar; the loop divides it by the weight of the global batch."""
@@ -100,21 +100,21 @@ class LMHead:
 
 
 class LossFunction(Protocol):
-    """Computes the losses of the trained positions from hidden states (rows, length, width).
+    """Computes the losses at the trained positions from hidden states (rows, length, width).
 
-    Examples are `weighted_loss` and `chatmill.rollout.RolloutLoss`. Pass one to `train_model(loss=...)`.
+    Examples are `weighted_loss` and `chatmill.rollout.RolloutLoss`. Pass a loss function to `train_model(loss=...)`.
     """
 
     def __call__(self, hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Losses: ...
 
 
 def trained_states(hidden: Tensor, targets: TrainedPositions) -> Tensor:
-    """The hidden states (N, width) of the trained positions."""
+    """The hidden states (N, width) at the trained positions."""
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
 
 
 def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Σ weight · loss and Σ weight of each segment, (rows, count); their quotient is the loss of each conversation."""
+    """Σ weight · loss and Σ weight per segment, (rows, count); their quotient is the loss of each conversation."""
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]
     sums = (values.new_zeros(len(segments) * count) for values in (losses.tokens, targets.weights))
@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Written directly in the dtype of the parameter: a float32 copy would take twice the memory.
+        # Write the result directly in the dtype of the parameter: a float32 copy would take twice the memory.
         scaled = (
             None if saved is None else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -158,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunked_loss(
     hidden: Tensor, head: LMHead, targets: TrainedPositions, *, needed: tuple[bool, bool, bool]
 ) -> tuple[Losses, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Losses of the trained positions, and the gradients of their sum for hidden states, weight and bias as needed.
+    """Losses at the trained positions, and the gradients of their sum for hidden states, weight and bias as needed.
 
     The gradients of a chunk overwrite its logits.
     """
@@ -194,7 +194,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
-    """Split positions into ranges whose logits fit into the limit, as even as multiples allow."""
+    """Split positions into ranges whose logits fit into the limit, with sizes as equal as MULTIPLE allows."""
     limit = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
     most = max(1, limit // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
     number = -(-count // most)

@@ -1,8 +1,9 @@
-"""Detect within seconds that a rank of a run is lost, and end the other ranks.
+"""Detect within seconds that a run has lost a rank, and end the other ranks.
 
 Every rank keeps a TCP connection to two ranks, the hubs: rank 0, and one on another node if there is one. When a
 process ends for any reason, the operating system closes its connections; TCP keep-alive closes those to an unreachable
-node. A rank that is slow, compiling, or stopped in a debugger keeps its connections, because nothing has to be sent.
+node. A rank that is slow, compiling, or stopped in a debugger keeps its connections, because it does not have to send
+anything.
 
     rank 0 ── rank 1, rank 2, rank 3, …      a hub sends all others the ranks that are lost;
     hub b  ── rank 0, rank 1, rank 2, …      the first remaining hub prints one line
@@ -54,7 +55,7 @@ SHOWN_RANKS = 8
 
 
 class RankError(ChatmillError):
-    """An error on a single rank, which reports it; errors that all ranks raise are reported by rank 0."""
+    """An error on a single rank, reported by that rank; rank 0 reports errors that all ranks raise."""
 
 
 class LostRankError(RankError):
@@ -103,7 +104,7 @@ class RankWatch:
     """This rank's connections to others, watched by a thread until `close`."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Connect to the hubs, whose addresses are in the store; all ranks do this."""
+        """Connect to the hubs, whose addresses are in the store; all ranks call this."""
         self._rank, self._size, self._host = rank, size, one_line(socket.gethostname(), 64)
         self._lock = threading.RLock()
         self._fault = _Fault()
@@ -130,7 +131,7 @@ class RankWatch:
     # Methods called by the main thread.
 
     def close(self, error: BaseException | None) -> None:
-        """Tell the other ranks that this rank has finished, or has failed with an error that it reports itself."""
+        """Tell the other ranks that this rank has finished, or that it has failed and reports the error itself."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -138,7 +139,7 @@ class RankWatch:
         self._restore(WAKE)
         message: dict[str, Any] = {"bye": self._rank}
         if error is not None and not isinstance(error, LostRankError):
-            # Rank 0 prints an error that is not a RankError, if all ranks raise it.
+            # If all ranks raise an error that is not a RankError, rank 0 prints it.
             silent = isinstance(error, ChatmillError) and not isinstance(error, RankError) and self._rank != 0
             text = one_line(str(error) or type(error).__name__, 1000)
             message = {"failed": self._rank, "host": self._host, "text": text, "silent": silent}
@@ -214,7 +215,7 @@ class RankWatch:
         self._send({"token": self._token, "rank": self._rank, "host": self._host}, [peer])
         return connection
 
-    # Methods of the watching thread.
+    # Methods called by the watching thread.
 
     def _watch(self) -> None:
         interrupted = False
@@ -334,7 +335,7 @@ class RankWatch:
         hubs = [hub for hub in self._hubs if hub not in self._fault.lost]
         reported = bool(hubs) and min(hubs) != self._rank
         if not self._fault.lost and self._fault.failed is not None:
-            # The failed rank printed the error, unless it left that to rank 0 and rank 0 raised no error.
+            # The failed rank has printed the error, unless it left this to rank 0 and rank 0 did not raise the error.
             reported = self._rank != 0 or not self._fault.failed.get("silent")
         return LostRankError(self._fault.text(), reported=reported)
 
@@ -356,7 +357,7 @@ class RankWatch:
 
     def _interrupt(self) -> None:
         if self._main is not None and not self._closed.is_set():
-            # The signal interrupts system calls such as sleep; its handler runs before the next line of Python.
+            # The signal interrupts system calls such as sleep; its handler runs before the next Python bytecode.
             signal.pthread_kill(self._main, WAKE)
 
     def _end(self) -> None:

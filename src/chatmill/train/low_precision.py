@@ -2,10 +2,11 @@
 
 An update is computed in float32 and rounded once. A weight between two bfloat16 numbers is rounded to either of them,
 with probabilities that preserve its expected value, so updates smaller than half a unit in the last place are not lost.
-8-bit moments are codes of a lookup table with one scale per block of a row (Dettmers et al., arXiv 2110.02861). The
-second moment is stored as its square root, which has the range of the gradients and so does not underflow to zero.
+8-bit moments are indices into a lookup table, with one scale per block of a row (Dettmers et al., arXiv 2110.02861).
+The second moment is stored as its square root, which has the same range as the gradients and so does not underflow to
+zero.
 
-On a GPU the update is compiled to one kernel per parameter, without a float32 copy of it.
+On a GPU, the update is compiled to one kernel per parameter, without a float32 copy of the parameter.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _block_size(parameter: Tensor) -> int:
-    """Number of values that share a scale; 0 if the moments of this parameter are bfloat16."""
+    """Number of values per scale; 0 if the moments of this parameter are bfloat16."""
     size = math.gcd(parameter.shape[-1], BLOCK) if parameter.ndim >= 2 else 0
     return size if size >= SMALLEST_BLOCK and parameter.numel() >= FEWEST else 0
 
 
 def _numbers(group: dict[str, Any], count: float, device: torch.device) -> Tensor:
-    """Scalars of a step as a tensor on the device: Python floats would be compiled in as constants."""
+    """The scalars of a step as a tensor on the device, because Python floats would be compiled in as constants."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     corrected = lr / (1 - beta1**count), 1 / math.sqrt(1 - beta2**count)
     numbers = torch.tensor([1 - lr * group["weight_decay"], beta1, beta2, *corrected, group["eps"]])
@@ -174,7 +175,7 @@ def _update_8bit(
 def _adamw(
     weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """New weight and moments of one AdamW step, in float32."""
+    """New weight and moments after one AdamW step, in float32."""
     kept, beta1, beta2, lr, root_scale, eps = numbers.unbind()
     g = grad.float()
     mean = mean + (g - mean) * (1 - beta1)
@@ -208,13 +209,13 @@ def _codes(values: Tensor, edges: Tensor) -> Tensor:
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, ...]:
-    """Values of all codes and the edges between them, signed and unsigned."""
+    """The values of all codes and the edges between them, for signed and unsigned moments."""
     tables = []
     for is_signed in (True, False):
         levels = code_levels(is_signed=is_signed)
         edges = torch.cat([levels[:1], (levels[1:] + levels[:-1]) / 2])
         if not is_signed:
-            # Round only zero to zero, because the square root is a divisor.
+            # Only zero may be rounded to zero, because the square root is a divisor.
             edges[1] = TINY
         tables += [levels.to(device), edges.to(device)]
     return tuple(tables)
@@ -223,7 +224,7 @@ def _tables(device: torch.device) -> tuple[Tensor, ...]:
 def code_levels(*, is_signed: bool) -> Tensor:
     """float32[256]: the value of each code, ascending up to 1; each decade has twice as many values as the one below.
 
-    The dynamic data type of arXiv 1511.04561.
+    This is the dynamic data type of arXiv 1511.04561.
     """
     positive = []
     for decade in range(DECADES):

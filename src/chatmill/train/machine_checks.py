@@ -1,6 +1,6 @@
-"""Checks of one node: versions, GPUs, memory, system limits, network settings.
+"""Checks of a single node: versions, GPUs, memory, system limits and network settings.
 
-Each check is a function that yields rows of `chatmill doctor`. They also work without torch.
+Each check is a function that yields rows of `chatmill doctor`. The checks also work without torch.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _cpus() -> int:
 
 
 def open_files() -> Iterator[CheckRow]:
-    """Check the limit of open files: a rank has connections to all others and maps the files of a dataset."""
+    """Check the limit of open files: a rank connects to all other ranks and maps the files of a dataset."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     size = os.environ.get("WORLD_SIZE", "1")
     needed = 512 + 4 * (int(size) if size.isdigit() else 1)

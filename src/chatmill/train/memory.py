@@ -1,4 +1,4 @@
-"""The memory that this process may still use, limited by the host and by its control groups (cgroups)."""
+"""The memory that this process may still allocate, limited by the host and by its control groups (cgroups)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 def available_memory() -> float:
     """Bytes that this process may still use; infinite if the system does not report a limit.
 
-    Linux allocates more than that, and later kills the process that uses it. The limit of a container is that of its
-    control group.
+    Linux lets a process allocate more, and kills it once it uses the memory. In a container, the control group sets the
+    limit.
     """
     return min([_free_on_host(), *_free_in_groups(), _free_by_rlimit()])
 
 
 def check_memory(needed: float, place: Path | str, *, what: str = "the model") -> None:
-    """Raise `DataError` if less memory is available."""
+    """Raise `DataError` if less than this much memory is available."""
     if needed > (free := available_memory()):
         raise DataError(
             f"{place}: {what} takes {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} GiB are available; "
@@ -38,7 +38,7 @@ def _free_on_host() -> float:
 
 
 def _free_in_groups() -> Iterator[float]:
-    """Yield the free memory of each control group of this process, for cgroup v1 and v2."""
+    """Yield the free memory in each control group of this process, for cgroup v1 and v2."""
     try:
         lines = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -53,7 +53,7 @@ def _free_in_groups() -> Iterator[float]:
             prefix = "total_"
         else:
             continue
-        # The limits of parent groups apply too. In a container, the path may exist only on the host.
+        # The limits of parent groups also apply. In a container, the path may exist only on the host.
         for folder in [root / inside, *(root / inside).parents]:
             if folder == root.parent:
                 break
@@ -68,7 +68,7 @@ def _free_in_groups() -> Iterator[float]:
 
 
 def _free_by_rlimit() -> float:
-    """Bytes left below the limit of `ulimit -v`."""
+    """Bytes left before the process reaches the limit of `ulimit -v`."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return float("inf")

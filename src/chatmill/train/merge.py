@@ -1,4 +1,5 @@
-"""Merge LoRA adapters into their base model: a plain Hugging Face folder that requires neither peft nor chatmill.
+"""Merge LoRA adapters into their base model; the result is a plain Hugging Face folder that needs neither peft nor
+chatmill.
 
 Each adapted weight is merged in float32 and rounded once, to the dtype it is saved in. The model is held in its stored
 precision, with one weight at a time in float32.
@@ -68,14 +69,14 @@ def merge_adapters(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Merged:
-    """Merge the adapters of a run, a checkpoint or an adapter folder into their base model, as a new model folder.
+    """Merge the adapters of a run, a checkpoint or an adapter folder into their base model; write a new model folder.
 
     The folder includes the tokenizer, the chat template and the training metadata of the run, and is written
-    atomically. `save_dtype` is the dtype of the saved weights; auto: the dtype each has in the base model. `progress`
-    is called after each merged layer.
+    atomically. `save_dtype` is the dtype of the saved weights; "auto" keeps the dtype of each weight in the base model.
+    `progress` is called after each merged layer.
 
-    Adapters trained on a quantized base are merged into its dequantized weights, which they were trained on. With
-    `base` "original" they are merged into the stored weights, and the result reports how the logits differ.
+    Adapters trained on a quantized base model are merged into the dequantized weights that they were trained with. With
+    `base` "original", they are merged into the stored weights, and the result reports how much the logits differ.
     """
     target = local_path(output)
     folder = model_folder(path)
@@ -138,7 +139,7 @@ def _difference(lm: Any, folder: Path, base: Path) -> LogitDifference:
 
 
 def _merge(lm: Any, folder: Path, save_dtype: str, progress: Callable[[int], None]) -> int:
-    """Merge the adapters of a folder into a transformers model in place; returns the number of merged layers."""
+    """Merge the adapters in a folder into a transformers model in place; return the number of merged layers."""
     peft_model = read_adapters(folder, lm)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -165,7 +166,7 @@ def _merge(lm: Any, folder: Path, save_dtype: str, progress: Callable[[int], Non
 
 
 def _untie(lm: Any, layers: Sequence[Any], folder: Path) -> None:
-    """Untie the weights of adapted layers: merging into a tied weight would change the other layer too."""
+    """Untie the weights of adapted layers, because merging into a tied weight would also change the other layer."""
     from peft.tuners.lora import LoraLayer
 
     uses = Counter(id(parameter) for module in lm.modules() for parameter in module._parameters.values())
@@ -187,7 +188,7 @@ def _untie(lm: Any, layers: Sequence[Any], folder: Path) -> None:
 
 
 def _write_about(folder: Path, base: Path, staging: Path) -> dict[str, str]:
-    """Copy the training metadata of the adapters; returns the folders of the adapters and the base model."""
+    """Copy the training metadata of the adapters; return the folders of the adapters and the base model."""
     if (folder / TOKENIZER_STATE).exists():
         shutil.copy(folder / TOKENIZER_STATE, staging / TOKENIZER_STATE)
     about = {"adapters": str(folder.resolve()), "base": str(base)}

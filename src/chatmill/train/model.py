@@ -1,7 +1,7 @@
 """The model interface that the loop, evaluation and generation use for every model family.
 
-The loss of a batch takes two steps, each of which can be replaced: a model family computes hidden states and provides
-its head (`CausalModel`), and a loss function computes the loss from both (`LossFunction` in loss.py).
+The loss of a batch is computed in two replaceable steps: a model family computes hidden states and provides its head
+(`CausalModel`), and a loss function computes the loss from both (`LossFunction` in loss.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device | str) -> Inputs:
-        """Copy a batch of the loader from host memory to the model's device."""
+        """Copy a batch from the loader to the model's device."""
         x, y, weights, positions, segments = (
             torch.as_tensor(part) for part in (batch.x, batch.y, batch.weights, batch.positions, batch.segments)
         )
@@ -62,8 +62,8 @@ def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
     """Return `compute`, after making sure that torch can compute in it without a warning.
 
     On an Arm processor without bfloat16 instructions, torch tries oneDNN for the first bfloat16 product, prints a
-    warning of thirty lines, and turns oneDNN off permanently. This turns it off first, with the same results and
-    without the warning.
+    thirty-line warning, and turns oneDNN off permanently. This function turns it off first, which gives the same
+    results without the warning.
     """
     is_arm = platform.machine() == "aarch64" and torch.backends.mkldnn.is_available()
     if compute is torch.bfloat16 and is_arm and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -106,7 +106,7 @@ class CausalModel(nn.Module):
         """The loss function; `train_model(loss=...)` sets it."""
 
     def forward(self, x: Tensor, positions: Tensor, segments: Tensor, targets: TrainedPositions) -> Losses:
-        """Losses of the targets in a batch; x, positions and segments are (rows, length)."""
+        """Losses for the targets in a batch; x, positions and segments are (rows, length)."""
         return self.loss(self.hidden(x, positions, segments), self.head(), targets)
 
     @abstractmethod
@@ -148,7 +148,7 @@ class CausalModel(nn.Module):
         """Write the model into an existing folder: safetensors and JSON. `state` replaces the model's weights."""
 
     def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
-        """Write a model folder without its weights, and return the parts to save them in; None if these are unknown.
+        """Write a model folder without weights, and return the parts in which to save the weights; None if unknown.
 
         `like` has the weights on the meta device, in the dtypes they are saved in.
         """
@@ -173,9 +173,9 @@ class CausalModel(nn.Module):
     def compile_blocks(self, *, recompute: bool = True) -> None:
         """Compile each block; equal blocks are compiled once. Shapes are static.
 
-        With `recompute`, the backward pass recomputes the results of elementwise operators, in kernels that read their
-        inputs anyway, which saves a quarter of the memory at the same speed. With activation checkpointing, blocks need
-        less memory without it. The setting applies to the whole process.
+        With `recompute`, the backward pass recomputes elementwise operators in kernels that read their inputs anyway,
+        which saves a quarter of the memory at the same speed. With activation checkpointing, blocks need less memory
+        without `recompute`. The setting applies to the whole process.
         """
         import torch._functorch.config as partitioner
 
@@ -195,7 +195,7 @@ class CausalModel(nn.Module):
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context that puts a module in eval mode (no dropout), and restores its mode afterwards."""
+    """Context in which a module is in eval mode (no dropout)."""
     training = module.training
     module.eval()
     try:

@@ -6,8 +6,8 @@ Model folders may come from untrusted sources. Only these files are read:
     model.safetensors               or the files of this folder that model.safetensors.index.json lists
     adapter_model.safetensors       instead, in a folder with adapter_config.json
 
-Pickles (pytorch_model.bin, .pt, …) are not read: loading one can run any code. This module does not import torch, so an
-unusable folder is refused quickly.
+Pickles (pytorch_model.bin, .pt, …) are not read: loading one can run arbitrary code. This module does not import torch,
+so an unusable folder is refused quickly.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -84,7 +84,7 @@ class ModelFiles:
 def check_folder(folder: Path) -> None:
     """Raise `DataError` unless a model folder contains only folders and regular files.
 
-    Links must not leave the folder, except that those in the Hugging Face cache point from snapshots/ to blobs/.
+    Links must stay within the folder, except that the Hugging Face cache links from snapshots/ to blobs/.
     """
     try:
         root = folder.resolve()
@@ -100,12 +100,12 @@ def check_folder(folder: Path) -> None:
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
     except RuntimeError as error:
-        # Before Python 3.13, raised for a cycle of links.
+        # Before Python 3.13, a cycle of links raises this error.
         raise DataError(f"{folder}: cannot be read ({one_line(str(error))})") from None
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a model folder."""
+    """Read a JSON object from a file in a model folder."""
     try:
         config = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def check_headers(folder: Path) -> None:
-    """Raise `DataError` if a folder is neither a model nor adapters, judging only by its file types and headers."""
+    """Raise `DataError` if a folder contains neither a model nor adapters; check only file types and headers."""
     check_folder(folder)
     if is_adapter(folder):
         read_config(folder / ADAPTER_CONFIG)
@@ -223,7 +223,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def model_type(folder: Path) -> str:
-    """The `model_type` of a model folder's config.json."""
+    """The `model_type` in a model folder's config.json."""
     name = read_config(folder / CONFIG).get("model_type")
     if not isinstance(name, str):
         raise DataError(
@@ -233,7 +233,7 @@ def model_type(folder: Path) -> str:
 
 
 def check_sizes(files: ModelFiles) -> None:
-    """Raise `DataError` if the config of a model has sizes that its weights cannot have."""
+    """Raise `DataError` if the sizes in a model's config are impossible for its weights."""
     largest = max((number for tensor in files.tensors.values() for number in tensor.shape), default=0)
     for key, value in _numbers(files.config):
         name = key.rpartition(".")[2]
@@ -252,7 +252,7 @@ def check_sizes(files: ModelFiles) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The layer counts and sizes in a config and its nested configs; null means transformers' default."""
+    """The layer counts and sizes in a config and its nested configs; null means the transformers default."""
     return ((key, value) for key, value in _named(config, LAYER_COUNTS | SIZES) if value is not None)
 
 

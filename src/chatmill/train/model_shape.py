@@ -1,4 +1,4 @@
-"""Build the model of a config without its weights: on the meta device, from sizes and file headers only."""
+"""Build the model in a config on the meta device, from sizes and file headers only, without reading weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class WeightShape:
-    """One weight, or a buffer, of a model."""
+    """One weight or buffer of a model."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,11 +48,11 @@ class WeightShape:
         return self.size * self.bytes_each
 
     def rows(self, ranks: int) -> int:
-        """The rows that a rank holds if the weight is sharded by rows; the first ranks hold the most."""
+        """The number of rows that the first rank holds if the weight is sharded by rows; no rank holds more."""
         return -(-self.shape[0] // ranks) if self.shape else 1
 
     def share(self, ranks: int) -> float:
-        """The largest share of the weight that a rank holds."""
+        """The largest share of the weight that any rank holds."""
         return self.rows(ranks) / self.shape[0] if self.shape and self.shape[0] else 1.0
 
 
@@ -66,7 +66,7 @@ class ModelShape:
 
 
 def shape_of_model(config: TrainConfig, vocab_size: int | None, *, compute: torch.dtype | None) -> ModelShape:
-    """Build the model that a config trains without reading weights; raise `UsageError` if its vocabulary is unknown."""
+    """Build the model in a config without reading weights; raise `UsageError` if its vocabulary size is unknown."""
     if config.init_from_model is None:
         size = config.vocab_size or vocab_size
         if size is None:
@@ -147,7 +147,7 @@ def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[i
 
 
 def _adapter_shape(folder: Path, compute: torch.dtype | None) -> ModelShape:
-    """The shape of existing adapters that are trained further, with their base model."""
+    """The shape of existing adapters with their base model, for training the adapters further."""
     from chatmill.train.hf import HFModel
     from chatmill.train.lora import LoraModel, base_folder, trained_on
 
@@ -190,7 +190,7 @@ def layers_of(model: CausalModel) -> Sequence[nn.Module]:
 
 
 def _by_headers(files: ModelFiles, weights: WeightPrecision, rank: int) -> Iterator[WeightShape]:
-    """The weights in the file headers, and an adapter of rank `rank` for each matrix of a layer."""
+    """The weights in the file headers, and an adapter of rank `rank` for each matrix in a layer."""
     for name, tensor in files.tensors.items():
         number = LAYER.search(name)
         layer = None if number is None else int(number[1])

@@ -3,8 +3,8 @@
     forward    block 0 | block 1 | block 2            backward   block 2 | block 1 | block 0
     copies       in 0      in 1      in 2  to host    copies       in 1      in 0            to the GPU
 
-Copies run on a separate CUDA stream and overlap with computation. At most two inputs are on the GPU at once: that of
-the current block and the one being copied for the next.
+Copies run on a separate CUDA stream and overlap with computation. At most two inputs are on the GPU at once: the input
+of the current block, and the one being copied for the next block.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ActivationOffload:
         return self._streams[device]
 
     def _buffer(self, size: int, device: torch.device) -> Tensor:
-        """Return a free buffer of at least `size` bytes; if all are too small, a new one replaces one of them."""
+        """Return a free buffer of at least `size` bytes; if all are too small, a new buffer replaces one of them."""
         fitting = [index for index, buffer in enumerate(self._free) if buffer.nbytes >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
@@ -88,10 +88,10 @@ class ActivationOffload:
 
 
 class SavedInput:
-    """An input in a host buffer; it is also on the device until `drop`, and again from `fetch` to `take`.
+    """An input in a host buffer; it is also on the device until `drop`, and between `fetch` and `take`.
 
-    Device memory is allocated and freed on the compute stream, which waits for a copy before it reads or frees that
-    memory, so the memory of a running copy is never reused.
+    Device memory is allocated and freed on the compute stream, which waits for a copy before it reads or frees the
+    copy's memory, so the memory of a running copy is never reused.
     """
 
     previous: Callable[[], SavedInput | None]
@@ -127,7 +127,7 @@ class SavedInput:
         self._tensor = None
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        # Wait until the source is computed, or until the target's memory is no longer used.
+        # Wait until the source has been computed, or until the target's memory is no longer in use.
         self._stream.wait_stream(self._device.current_stream(self._where))
         with self._device.stream(self._stream):
             target.copy_(source, non_blocking=True)

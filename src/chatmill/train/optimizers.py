@@ -63,7 +63,7 @@ def check_optimizer(state: Mapping[str, Any], settings: OptimizerConfig, place: 
 
 
 def state_fault(kind: str, values: Tensor, *, steps: int) -> str | None:
-    """Why these values cannot be a weight or optimizer state after `steps` steps of a run; None if they can."""
+    """Why these values are impossible for a weight or optimizer state after `steps` steps; None if they are valid."""
     if not values.is_floating_point():
         return None
     if not bool(values.isfinite().all()):
@@ -106,7 +106,7 @@ def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimize
     if name in ("adamw8bit", "adamw_bf16"):
         return LowPrecisionAdamW(_groups(trained, settings), **adam, eight_bit=name == "adamw8bit")
     if name == "adafactor":
-        # foreach would hold float32 copies of all gradients at once.
+        # `foreach` would hold float32 copies of all gradients at once.
         return torch.optim.Adafactor(_groups(trained, settings), lr=lr, foreach=False)
     if name == "muon":
         inside = {id(weight) for block in model.blocks() for weight in block.parameters() if weight.ndim == 2}
@@ -118,7 +118,7 @@ def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimize
             )
         # Muon computes its matrix products in bfloat16.
         usable_precision(torch.bfloat16)
-        # Scale its updates to the RMS of AdamW's, so that both share one learning rate.
+        # Scale Muon's updates to the RMS of AdamW updates, so that both use the same learning rate.
         muon = torch.optim.Muon(
             matrices, lr=lr, weight_decay=float(settings.weight_decay), adjust_lr_fn="match_rms_adamw"
         )

@@ -1,4 +1,4 @@
-"""Turn out-of-memory errors of GPU and host into one line that suggests what to reduce."""
+"""Turn GPU and host out-of-memory errors into one line that suggests what to reduce."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutOfMemoryError(RankError):
 
 @contextmanager
 def memory_errors(config: TrainConfig, world: World) -> Iterator[None]:
-    """Raise `OutOfMemoryError` for the out-of-memory errors of torch and Python."""
+    """Raise `OutOfMemoryError` for out-of-memory errors from torch and Python."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -64,7 +64,7 @@ def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfM
 
 
 def _smaller(config: TrainConfig) -> str:
-    """Suggest a smaller optimizer, for full fine-tuning with a larger one."""
+    """Suggest a smaller optimizer if the run fine-tunes all weights with a larger one."""
     if config.lora is not None or config.optimizer == SMALLEST:
         return ""
     mine, other = OPTIMIZER_BYTES[config.optimizer], OPTIMIZER_BYTES[SMALLEST]

@@ -17,7 +17,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
-    """Plot the loss of every step and of every evaluation, for a mix also by source."""
+    """Plot the loss of every step and evaluation; for a mix, also the loss of each source."""
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
     back = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
@@ -26,12 +26,12 @@ def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the axes and curves; nothing if no loss is finite."""
+    """Draw the axes and curves; draw nothing if no loss is finite."""
     train = _thinned([(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None])
     names = dict.fromkeys(name for line in metrics for name in line if name == VAL or name.startswith(f"{VAL}/"))
     val = {name: [(line["step"], line[name]) for line in metrics if line.get(name) is not None] for name in names}
     curves = [("train", "#2563eb", train), ("val", "#dc2626", val.pop(VAL, []))]
-    # Curves of sources are thinner and have their label at the end.
+    # Curves of sources are thinner, with their label at the end.
     by_source = [(name.removeprefix(f"{VAL}/"), "#f59e0b", curve) for name, curve in val.items()]
     points = [point for _, _, curve in [*curves, *by_source] for point in curve if math.isfinite(point[1])]
     if not points:

@@ -1,4 +1,4 @@
-"""Preflight checks: make or open the model, and check that the data fits it before anything is computed."""
+"""Preflight checks: create or open the model, and check that the data fits it before anything is computed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCAN = 1 << 24
 
 
 def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
-    """Create the model of a config on the CPU, in the optimizer's precision: new, from a folder, or with new adapters.
+    """Create the model in a config on the CPU, in the optimizer's precision: new, from a folder, or with new adapters.
 
     Raises `MemoryError` if the host cannot hold a new model; the memory for training is estimated earlier.
     """
@@ -69,7 +69,7 @@ def weights_hash(folder: Path) -> str:
 def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *, tokenizer_sha256: str | None) -> None:
     """Raise `DataError` with all reasons why the model cannot be trained on this data.
 
-    `tokenizer_sha256` is the tokenizer that the model was trained with, if known.
+    `tokenizer_sha256` is the hash of the tokenizer that the model was trained with, if known.
     """
     faults = list(unknown_ids(loader.dataset_dir, loader.sources, model))
     if not faults and (pad := padding_of(loader)) >= model.vocab_size:
@@ -92,7 +92,7 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *,
 
 
 def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
-    """The tokenizer hash of the initial model of a config, if known."""
+    """The tokenizer hash of the config's initial model, if known."""
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)
@@ -107,7 +107,7 @@ def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
 
 
 def unknown_ids(dataset_dir: Place, sources: Sequence[DataSource], model: CausalModel) -> Iterator[str]:
-    """Yield an error if the data has ids outside of the model's vocabulary."""
+    """Yield an error message if the data has ids outside the model's vocabulary."""
     size = data_vocab_size(sources)
     if size > model.vocab_size:
         yield (
@@ -136,7 +136,7 @@ def _largest(source: DataSource) -> int:
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
-    """Read training.json of a model folder; empty if another program wrote the folder."""
+    """Read training.json from a model folder; empty if another program wrote the folder."""
     path = folder / TRAINING
     training = read_optional(path, "remove it, or save the model again")
     if not isinstance(training, dict) or not isinstance(training.get("tokenizer_sha256"), str | None):
@@ -147,7 +147,7 @@ def trained_with(folder: Path) -> dict[str, Any]:
 
 
 def base_of(folder: Path) -> dict[str, str] | None:
-    """Folder and weight hash of the base model of adapters; None if the adapter folder does not record them."""
+    """Folder and weight hash of the adapters' base model; None if the adapter folder does not record them."""
     match trained_with(folder).get("base"):
         case None:
             return None
@@ -173,7 +173,7 @@ def read_optional(path: Path, advice: str) -> Any:
 
 
 def about_model(loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | None = None) -> dict[str, bytes]:
-    """Files for a model folder that make it possible to render prompts exactly as in training.
+    """The files in a model folder that describe how to render prompts exactly as in training.
 
     `base` identifies the base model of adapters.
     """

@@ -78,7 +78,7 @@ def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterat
     except ChatmillError:
         raise
     except Exception as error:
-        # gloo has no error class; its messages start with the file that raised them.
+        # gloo has no error class; its messages start with the name of the source file that raised them.
         is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         watching = watch()
         if watching is not None and (is_collective or watching.has_fault) and (lost := watching.explain()):
@@ -91,7 +91,7 @@ def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterat
 
 
 def _local_gpu(device: torch.device) -> torch.device:
-    """The GPU of this rank, among those of its node."""
+    """Select this rank's GPU on its node; other devices are returned unchanged."""
     if device.type != "cuda":
         return device
     index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()

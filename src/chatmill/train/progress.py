@@ -23,7 +23,7 @@ class TrainProgress:
         self._is_terminal = self._stream.isatty()
         self._shown = 0.0
         self._epoch: float | None = None
-        # Exponential moving averages, each divided by that of ones to correct the bias of the first steps.
+        # Exponential moving averages; dividing by the average of ones corrects the bias of the first steps.
         self._means = dict.fromkeys(("seconds", "tokens", "trained", "ones"), 0.0)
 
     def step(

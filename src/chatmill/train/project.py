@@ -29,7 +29,7 @@ TokenizerHash = Callable[[str], str | None]
 
 
 def project_settings() -> dict[str, Any]:
-    """Read the settings of `chatmill.toml`, if it exists; raise one `UsageError` for all its problems."""
+    """Read the settings in `chatmill.toml`, if it exists; raise one `UsageError` that lists all its problems."""
     settings, faults = read_settings()
     if faults:
         raise UsageError("; ".join(faults))
@@ -37,7 +37,7 @@ def project_settings() -> dict[str, Any]:
 
 
 def project_keys(settings: Mapping[str, Any], dataset_dir: object) -> dict[str, Any]:
-    """Convert the settings to keys of a training config; `dataset_dir` is that of the flags or config file, if any."""
+    """Convert the settings to training config keys; `dataset_dir` comes from the flags or config file, if set."""
     keys: dict[str, Any] = {}
     if SEED in settings:
         keys |= {"seed": settings[SEED], "epoch_seed": settings[SEED]}
@@ -47,7 +47,7 @@ def project_keys(settings: Mapping[str, Any], dataset_dir: object) -> dict[str, 
             keys["max_positions"] = settings[CONTEXT]
     if CACHE_ROOT in settings:
         keys["dataset_dir"] = settings[CACHE_ROOT]
-    # One dataset is not mixed.
+    # A single dataset is not mixed.
     if MIXED in settings and not _is_source(Path(str(dataset_dir or settings.get(CACHE_ROOT, CACHES)))):
         keys["mix_sft"] = settings[MIXED]
     return keys
@@ -60,7 +60,7 @@ def _is_source(folder: Path) -> bool:
 def compare_tokenizer(
     settings: Mapping[str, Any], config: TrainConfig, tokenizer_sha256: TokenizerHash | None
 ) -> Iterator[str]:
-    """Raise `DataError` if a cache was built with a different tokenizer than that of the settings.
+    """Raise `DataError` if a cache was built with a different tokenizer than the one in the settings.
 
     If they cannot be compared, return the reason as a note.
     """
@@ -68,7 +68,8 @@ def compare_tokenizer(
         return
     path, caches = local_path(settings[TOKENIZER]), list(_caches(config))
     if path.is_file() and all(cache.meta.tokenizer_sha256 == file_info(path).sha256 for cache in caches):
-        # The hash of the file equals that of the tokenizer unless tokens are added; opening a tokenizer takes a while.
+        # Without added tokens, the file's hash is the tokenizer's hash, so the tokenizer, which is slow to open, is not
+        # needed.
         return
     named = f"{FILE}: {TOKENIZER} is {one_line(str(path))}"
     if str(path) != "bytes" and not path.exists():

@@ -1,8 +1,8 @@
-"""4-bit linear layers for the base models of QLoRA: NF4 of bitsandbytes with double quantization.
+"""4-bit linear layers for QLoRA base models: bitsandbytes NF4 with double quantization.
 
 transformers quantizes a model layer by layer while loading it, on the GPU if there is one. This module computes with
-the packed weights: matrix products run in the autocast dtype or that of the input, and dequantized weights are not kept
-for the backward pass.
+the packed weights: matrix products run in the autocast dtype or the dtype of the input, and dequantized weights are not
+kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BLOCK, SCALE_BLOCK = 64, 256
 
 
 def nf4_config() -> Any:
-    """The `quantization_config` for transformers."""
+    """The `quantization_config` to pass to transformers."""
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
 def use_nf4(lm: nn.Module) -> int:
-    """Turn the 4-bit layers of a model into `NF4Linear`; returns their number."""
+    """Turn the 4-bit layers of a model into `NF4Linear`; return their number."""
     layers = [module for module in lm.modules() if type(module) is bnb.nn.Linear4bit]
     for module in layers:
         module.__class__ = NF4Linear
@@ -36,7 +36,7 @@ def use_nf4(lm: nn.Module) -> int:
 def dequantize(lm: Any, dtype: torch.dtype | None = None) -> None:
     """Dequantize a 4-bit model in place, layer by layer, and move it to the CPU.
 
-    `dtype` is the dtype of the dequantized weights; None: the dtype that they were quantized from.
+    `dtype` is the dtype of the dequantized weights; None restores the dtype they had before quantization.
     """
     for name, module in list(lm.named_modules()):
         if isinstance(module, bnb.nn.Linear4bit):
@@ -45,7 +45,7 @@ def dequantize(lm: Any, dtype: torch.dtype | None = None) -> None:
                 if module.source_cls is nn.Linear:
                     plain = nn.Linear(module.in_features, module.out_features, bias=False)
                 else:
-                    # This is a Conv1D of transformers, whose weight is transposed.
+                    # This is a transformers Conv1D, whose weight is transposed.
                     plain, weight = module.source_cls(module.out_features, module.in_features), weight.T.contiguous()
             plain.weight = nn.Parameter(weight, requires_grad=False)
             plain.bias = module.bias
@@ -103,7 +103,8 @@ def packed_product(
     x: Tensor, packed: Tensor, scales: Tensor, scale: Tensor, code: Tensor, offset: Tensor, shape: Any
 ) -> Tensor:
     """x Wᵀ with a packed W."""
-    # One fused op instead of `unpack` and a matmul: torch.compile would keep the dequantized weight for backward.
+    # One fused op instead of `unpack` and a matmul: torch.compile would keep the dequantized weight for the backward
+    # pass.
     return torch.ops.bitsandbytes.gemm_4bit.default(
         x, packed, shape, scale, BLOCK, "nf4", absmax_8bit=scales, absmax_code=code, absmax_offset=offset
     )

@@ -1,4 +1,4 @@
-"""Checks of all ranks together: the store, shared folders, and collectives."""
+"""Checks that involve all ranks: the store, shared folders, and collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ABANDONED: list[threading.Thread] = []
 
 
 def limited(work: Callable[[], T], seconds: float) -> T:
-    """Call a function in a thread; raise `TimeoutError` if it takes longer, while its thread keeps running."""
+    """Call a function in a thread; raise `TimeoutError` if it takes too long, but leave the thread running."""
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -56,7 +56,7 @@ def limited(work: Callable[[], T], seconds: float) -> T:
 
 
 class Rendezvous:
-    """Exchanges JSON values between ranks through the c10d store, with a time limit; one process has no store."""
+    """Exchange JSON values between ranks through the c10d store, with a time limit; a single process needs no store."""
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size, self.seconds = rank, size, seconds
@@ -94,7 +94,7 @@ class Rendezvous:
         if self.rank == 0:
             self.store.set(key, json.dumps(value))
             return value
-        # Rank 0 may be waiting for another rank until its own limit.
+        # Rank 0 may wait for another rank until its own time limit.
         return self._get(key, 2 * self.seconds + VISIBLE_SECONDS)
 
     def _get(self, key: str, seconds: float) -> Any:
@@ -110,7 +110,7 @@ class Rendezvous:
 
 
 def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) -> Iterator[CheckRow]:
-    """Check that all ranks see the files that each of them writes into a folder; return the rows on rank 0.
+    """Check that every rank sees the files that all ranks write into a folder; return the rows on rank 0.
 
     Files are written like checkpoints: to a temporary name, synced, and renamed.
     """
@@ -159,7 +159,7 @@ def _listing(folder: Path) -> str:
 
 
 def _compare(folder: Path, about: Mapping[str, str], mine: Path) -> str:
-    """Return why this rank sees a different folder, if it does."""
+    """If this rank sees a different folder, return the reason."""
     try:
         if about["fault"]:
             same = not about["listing"] or _listing(folder) == about["listing"]
@@ -235,7 +235,7 @@ def _reduce(rendezvous: Rendezvous, device: str, *, cuda: bool) -> dict[str, Any
 
     if not dist.is_initialized():
         assert rendezvous.store is not None
-        # Longer than the limit of the check: NCCL ends the process when its timeout expires.
+        # The timeout is longer than the check's limit, because NCCL ends the process when its timeout expires.
         patience = timedelta(seconds=3 * rendezvous.seconds + 60)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         store = dist.PrefixStore("group", rendezvous.store)
@@ -246,7 +246,7 @@ def _reduce(rendezvous: Rendezvous, device: str, *, cuda: bool) -> dict[str, Any
     if device == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(where)
-    # Use gloo: a barrier of torch may choose a GPU, the same one for all ranks.
+    # Use gloo: torch's barrier may choose a GPU, possibly the same one for all ranks.
     ready = torch.zeros(1)
     numbers = torch.empty(REDUCED[device], device=where)
     seconds, is_right = [], True
@@ -262,7 +262,7 @@ def _reduce(rendezvous: Rendezvous, device: str, *, cuda: bool) -> dict[str, Any
 
 
 def leave_group() -> None:
-    """Destroy the process group of the checks, unless a check still waits in it."""
+    """Destroy the process group of the checks, unless a check is still waiting in it."""
     import torch.distributed as dist
 
     if dist.is_initialized() and not ABANDONED:

@@ -1,4 +1,4 @@
-"""TCP sockets between ranks: on the network of MASTER_ADDR, closed soon after the other node becomes unreachable."""
+"""TCP sockets between ranks on the network of MASTER_ADDR, which close soon after a node becomes unreachable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNREACHABLE_SECONDS = 15
 
 
 def listen(address: str, size: int) -> socket.socket:
-    """Create a listening socket on the interface of an address, or on all interfaces if this node does not have it."""
+    """Create a socket that listens on this address or, if the node does not have the address, on all interfaces."""
     for family, _, _, _, where in _addresses(address):
         with suppress(OSError):
             return _bound(family, where[0], size)
@@ -23,7 +23,7 @@ def _addresses(address: str) -> list[Any]:
         known = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    # The host name of a node may resolve to 127.0.1.1, which others cannot reach.
+    # The host name of a node may resolve to 127.0.1.1, which other nodes cannot reach.
     local = ("127.", "::1")
     is_local = address.startswith((*local, "localhost"))
     return [each for each in known if is_local or not str(each[4][0]).startswith(local)]
@@ -47,7 +47,7 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {
         "TCP_KEEPIDLE": UNREACHABLE_SECONDS // 3,
-        "TCP_KEEPALIVE": UNREACHABLE_SECONDS // 3,  # the name on macOS
+        "TCP_KEEPALIVE": UNREACHABLE_SECONDS // 3,  # the macOS name
         "TCP_KEEPINTVL": UNREACHABLE_SECONDS // 6 or 1,
         "TCP_KEEPCNT": 4,
         "TCP_USER_TIMEOUT": 1000 * UNREACHABLE_SECONDS,

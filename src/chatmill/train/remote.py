@@ -1,4 +1,4 @@
-"""Data and models at URLs: what a run stores about them, and the progress of downloads."""
+"""Data and models at URLs: what a run stores about them, and download progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 5.0
 
 
 def storable_config(config: TrainConfig, data: Place) -> TrainConfig:
-    """The config as it is stored: without passwords or signatures in URLs."""
+    """The config to store, without passwords or signatures in URLs."""
     if isinstance(model := place(config.init_from_model or ""), Url) and str(model) != model.address:
         raise UsageError(
             f"{model}: init_from_model is a URL with credentials, which are not stored; download the model and "
@@ -38,7 +38,7 @@ def configure_cache(config: TrainConfig, data: Place) -> None:
 
 @contextmanager
 def shown_downloads(loader: EpisodeLoader | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Print the progress of a loader's downloads every few seconds within the context, until they are done."""
+    """Context that prints the progress of a loader's downloads every few seconds until they are done."""
     if loader is None or loader.downloads is None:
         yield
         return

@@ -1,7 +1,8 @@
 """Rotary position embeddings, and a fused GPU kernel that splits a joint QKV projection into rotated heads.
 
-`split_heads` makes one pass over the projection in the forward and one in the backward pass; separate operations (norm,
-rotation, copies and their gradients) would make seven. It is a custom torch operator, so compiled layers can call it.
+`split_heads` reads the projection once in the forward and once in the backward pass; separate operations (norm,
+rotation, copies and their gradients) would need seven passes. It is a custom torch operator, so compiled layers can
+call it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ def split_heads(
     """Split a joint projection (rows, length, width) into queries, keys and values (rows, length, heads, size).
 
     Queries and keys are normalized if `weights` are given, then rotated. `heads` are the numbers of query, key and
-    value heads. It launches one kernel in the forward and one in the backward pass; tensors must be on a GPU.
+    value heads. This function launches one kernel in the forward and one in the backward pass; tensors must be on a
+    GPU.
     """
     q, k, v = _SplitHeads.apply(qkv, *(weights or (None, None)), cos, sin, heads, eps)
     return q, k, v
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Writes the gradients of queries, keys and values directly into one tensor."""
+    """Write the gradients of queries, keys and values directly into one tensor."""
 
     @staticmethod
     def forward(
@@ -81,7 +83,7 @@ def rotated(
     heads: list[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Normalized and rotated queries and keys (rows, length, heads, size); `heads` has the number of heads of each."""
+    """Normalized and rotated queries and keys (rows, length, heads, size); `heads` has both numbers of heads."""
     from chatmill.train.rotary_kernel import forward
 
     return forward(qkv.contiguous(), q_weight, k_weight, cos.contiguous(), sin.contiguous(), heads, eps)
@@ -112,7 +114,7 @@ def rotated_backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the projection and of both norm weights (2, size), given those of queries, keys and values."""
+    """Gradients of the projection and of both norm weights (2, size), from those of queries, keys and values."""
     from chatmill.train.rotary_kernel import backward
 
     parts = [grad.contiguous() for grad in grads]

@@ -11,7 +11,7 @@ from chatmill.config import BELOW_ONE, SHARE, Config, ValueCheck, integer, key, 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """The keys of the optimizer and of the learning-rate schedule."""
+    """Config keys for the optimizer and the learning-rate schedule."""
 
     optimizer: Literal["adamw", "adamw8bit", "adamw_bf16", "adafactor", "muon"] = key(
         "adamw",
@@ -47,7 +47,7 @@ REPORT_TO = ValueCheck(f"a list of {', '.join(TRACKERS)}, each at most once, or 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """The keys for the initial model, the device, checkpoints and logs of a run."""
+    """Config keys for the initial model, device, checkpoints and logs of a run."""
 
     init_from_model: str | None = key(
         None, "model folder to start from: one that chatmill wrote, or a Hugging Face model"

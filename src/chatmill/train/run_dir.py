@@ -4,8 +4,8 @@ checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  trackers.json  ste
 
 The training loop and the rollout loop use the same functions to start, resume and write runs.
 
-Each line of a log is a JSON object with its step; a resumed run first removes the lines after its checkpoint. Progress
-is printed to stderr without a library, because training needs only numpy, torch and safetensors.
+Each line of a log is a JSON object that contains its step; a resumed run first removes the lines after its checkpoint.
+Progress is printed to stderr without a library, because training needs only numpy, torch and safetensors.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def open_resumed(
 ) -> Checkpoint | None:
     """Open the checkpoint that a run resumes from; return None for a new run, whose folder must not contain a run yet.
 
-    `otherwise` is what the error suggests instead of `--resume auto`; `logs` are further files that the run writes.
-    All ranks call this.
+    `otherwise` is what errors suggest if the folder cannot be used; `logs` are further files that the run writes. All
+    ranks call this.
     """
 
     def choose() -> Path | None:
@@ -81,7 +81,7 @@ LATER_KEYS = {"quantize": "none"}
 
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Differences between the configs of a checkpoint and of the run; keys missing in the checkpoint are skipped."""
+    """Differences between a checkpoint's config and the run's config; keys missing in the checkpoint are skipped."""
     old, new = {**LATER_KEYS, **checkpoint.state.get("config", {})}, json.loads(json.dumps(config))
     return [
         f"{name} was {one_line(json.dumps(old.get(name)))}, now it is {one_line(json.dumps(new[name]))}"
@@ -91,7 +91,7 @@ def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Ite
 
 
 class RunDir:
-    """The logs and the progress of a run, written by rank 0; every rank writes its own rows."""
+    """The logs and progress of a run, written by rank 0, except that every rank writes its own rows."""
 
     def __init__(
         self,
@@ -192,9 +192,9 @@ class RunDir:
             self.print(note)
 
     def log_rows(self, step: int, rows: Sequence[RowLoss] | None) -> None:
-        """Add the losses of a step's conversations, if they are logged."""
+        """Log the losses of a step's conversations, if logging them is enabled."""
         if self._rows is not None and self._data is not None:
-            # Store columns, because most of a line is numbers.
+            # Store columns instead of rows, because most of a line is numbers.
             columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
             self._rows.add({"step": step, "data": self._data._asdict(), **dict(zip(COLUMNS, columns, strict=True))})
 
@@ -229,11 +229,11 @@ class RunDir:
             self._progress.close()
 
     def discard(self) -> None:
-        """Close the logs of a run that trained nothing; if the run is new, remove what it wrote."""
+        """Close the logs of a run that did not train; if the run is new, remove the files it wrote."""
         self.close()
         if self._new_folders is not None:
             written = [self.folder / name for name in WRITTEN]
-            # Innermost folders first: only empty folders can be removed.
+            # Remove innermost folders first, because only empty folders can be removed.
             within = [path for folder in written for path in sorted(folder.rglob("*"), reverse=True)]
             files.remove_all([*within, *written, *self._new_folders])
 
@@ -258,7 +258,7 @@ class MetricsLog:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Remove the lines of a file after a step, and an incomplete last line of a killed run."""
+    """Remove the lines after a step from a file, and an incomplete last line that a killed run left."""
     if path.exists():
         kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
         files.write_file(path, b"".join(kept), overwrite=True)
@@ -270,7 +270,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class RowsData(NamedTuple):
-    """The data that episode numbers refer to: a run may resume with other data."""
+    """The data that episode numbers refer to; a run may resume with different data."""
 
     dataset_dir: str
     dataset_sha256: str
@@ -278,12 +278,12 @@ class RowsData(NamedTuple):
 
 
 def read_rows(folder: Path, step: int) -> list[RowLoss]:
-    """Read the losses of all conversations of a step; raise `DataError` if the run did not write them."""
+    """Read the losses of all conversations in a step; raise `DataError` if the run did not write them."""
     return [row for _, rows in _of_step(folder, step) for row in rows]
 
 
 def rows_data(folder: Path, step: int) -> RowsData:
-    """The data that the episode numbers of a step refer to; raises `DataError` if the run did not write it."""
+    """The data that the episode numbers in a step refer to; raise `DataError` if the run did not record it."""
     return _of_step(folder, step)[0][0]
 
 

@@ -1,10 +1,10 @@
-"""The number of steps of a run on its data: `max_iters`, `epochs`, or one pass.
+"""The number of steps in a run: `max_iters`, `epochs`, or one pass over the data.
 
     epochs 2.5, packed:  steps of epoch 0 + steps of epoch 1 + half of those of epoch 2
 
-Packing differs in each epoch, so the steps of an epoch are counted from the plan. A mix has no end. One epoch of a mix
-has as many episodes as all its sources together, drawn by its weights; with `mix_epochs`, it has the given epochs of
-each source.
+Packing differs between epochs, so the steps in an epoch are counted from the plan. A mix has no end. One epoch of a mix
+has as many episodes as all its sources together, drawn according to the mix weights; with `mix_epochs`, it has the
+given number of epochs of each source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chatmill.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class RunLength:
-    """The steps of a run on its data."""
+    """The number of steps in a run."""
 
     steps: int
     left_out: int = 0
@@ -32,7 +32,7 @@ class RunLength:
     notes: Sequence[str] = ()
 
     def left_out_note(self, loader: EpisodeLoader) -> Iterator[str]:
-        """A note about episodes that do not fill a batch."""
+        """A note about episodes that are left out because they do not fill a batch."""
         if self.left_out:
             which = "the epoch" if self.whole_epochs == 1 else f"epoch {self.whole_epochs:,}"
             yield (
@@ -52,7 +52,7 @@ class RunLength:
 
 
 def run_length(config: TrainConfig, loader: EpisodeLoader) -> RunLength:
-    """The length of a run on this data; in post-training at most one epoch."""
+    """The length of a run on this data; post-training is limited to one epoch."""
     if config.max_iters is not None and not config.post_training:
         return RunLength(config.max_iters)
     plan = loader.plan(loader.split)
@@ -85,7 +85,7 @@ def _has_no_epochs(config: TrainConfig, plan: LoadPlan) -> UsageError:
 
 
 def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
-    """Count the steps of all whole epochs and of the remaining fraction, rounded up."""
+    """Count the steps in all whole epochs and in the remaining fraction, rounded up."""
     # Parse the decimal text, so that 0.1 is exactly one tenth.
     exact = Fraction(str(epochs))
     whole, share = divmod(exact, 1)
@@ -99,12 +99,12 @@ def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
 
 
 def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
-    """The steps of an epoch, and its rows that do not fill a batch; raises `UsageError` if there are no steps."""
+    """The numbers of steps and of leftover rows in an epoch; raise `UsageError` if there are no steps."""
     return plan.num_steps(epoch), plan.count_rows(epoch) % plan.config.batch_size
 
 
 def _of_mix(epochs: float, plan: LoadPlan, order: MixedOrder) -> RunLength:
-    """Count the steps of a mix with as many episodes as `epochs` passes over its sources."""
+    """Count the steps in a mix with as many episodes as `epochs` passes over its sources."""
     episodes = math.ceil(Fraction(str(epochs)) * plan.pass_episodes)
     rows, size = plan.rows_of_episodes(episodes), plan.config.batch_size
     steps = rows // size if plan.drop_last else -(-rows // size)

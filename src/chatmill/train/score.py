@@ -1,7 +1,7 @@
 """Score a model on a dataset: its loss on the trained tokens and its answers, for each source.
 
 A prompt consists of the stored ids before a trained answer and is never rendered again: the model gets the exact prompt
-it was trained with, whatever format, template or program wrote it.
+it was trained with, regardless of which format, template or program produced it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | 
     segment   <usr> Hi <eot> <asst>   Hello <eot>
               prompt -------------    answer ----
 
-    Other answers are counted in `left_out` by reason: partly trained, unfinished, or with nothing before them.
+    Other answers are counted in `left_out` by reason: only partly trained, unfinished, or without a prompt.
     """
     reasons = left_out if left_out is not None else Counter()
     for segment in range(len(rows.origins)):
@@ -77,9 +77,9 @@ def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | 
 
 
 def _answers(spans: Table) -> Iterator[tuple[int, int]]:
-    """Yield the span ranges of a conversation's trained answers: assistant turns without their header.
+    """Yield the span ranges of a conversation's trained answers, which are assistant turns without their headers.
 
-    In data without roles, which other programs wrote, every trained span is an answer.
+    In data from other programs, which has no roles, every trained span is an answer.
     """
     trained = np.flatnonzero(spans["weight"] > 0)
     if not len(trained):
@@ -99,7 +99,7 @@ def _answers(spans: Table) -> Iterator[tuple[int, int]]:
 
 
 class RowOrigin(NamedTuple):
-    """Where a conversation came from."""
+    """The origin of a conversation."""
 
     source: str
     place: str
@@ -128,7 +128,7 @@ def origins(rows: Rows, unnamed: str) -> list[RowOrigin | None]:
 
 @dataclass
 class EvalScore:
-    """Counts and sums over conversations."""
+    """Counts and loss sums over conversations."""
 
     conversations: int = 0
     loss_sum: float = 0.0
@@ -166,7 +166,7 @@ class ScoredAnswer:
 
 @dataclass
 class EvalReport:
-    """The score of each source, and of all conversations together."""
+    """The score of each source, and the total over all conversations."""
 
     sources: dict[str, EvalScore] = field(default_factory=dict)
     answers: list[ScoredAnswer] = field(default_factory=list)
@@ -197,19 +197,19 @@ def score_model(
 ) -> EvalReport:
     """Compute losses and greedy answers on a split; `limit` is the number of prompts, spread evenly over the split.
 
-    In a folder of caches, every cache is a source; the report lists those without episodes in the split. `token_dtype`
-    is as in `open_dataset`. `progress` is called with the number of conversations read and of prompts answered.
+    In a folder of caches, every cache is a source; the report lists those without episodes in the split. See
+    `open_dataset` for `token_dtype`. `progress` is called with the numbers of conversations read and prompts answered.
     """
     every = open_all(dataset, token_dtype)
     for fault in unknown_ids(place(dataset), every, model):
         raise DataError(fault)
-    # If no source has any, opening the first raises the error.
+    # If no source has episodes, opening the first source raises the error.
     sources = [source for source in every if split in source] or every[:1]
     report = EvalReport(empty_sources=[source.name for source in every if source not in sources])
     places: list[RowOrigin | None] = []
     prompts: list[EvalPrompt] = []
     ends = end_ids(sources)
-    # No row is longer; with a single shape, all batches run the same kernels.
+    # Pad all batches to the longest row: with a single shape, all batches run the same kernels.
     longest = max(int(source.episodes(split).lengths.max()) for source in sources)
     block = min(max(2, longest) - 1, model.max_positions)
     for source, rows in ((each, rows) for each in sources for rows in each.episodes(split).sweep()):
@@ -252,7 +252,7 @@ def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
 
 
 def open_all(dataset: str | Place, token_dtype: str | None = None) -> Sequence[DataSource]:
-    """Open a dataset, a cache, or all caches in a folder, without a config; all must have the same tokenizer."""
+    """Open a dataset, a cache, or all caches in a folder, without a config; all caches must have the same tokenizer."""
     folder = place(dataset)
     inside = [path.name for path in folder.glob("[!.]*") if _is_source(path)] if isinstance(folder, Path) else []
     mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(folder) else None
@@ -269,7 +269,7 @@ def end_ids(sources: Sequence[DataSource]) -> list[int]:
 
 
 def check_tokenizer(model: str | Place, source: DataSource) -> None:
-    """Raise `DataError` if the data was prepared with a different tokenizer than the model's."""
+    """Raise `DataError` if the data was not prepared with the model's tokenizer."""
     theirs, mine = trained_with(model_folder(model)).get("tokenizer_sha256"), source.tokenizer_sha256
     if theirs is not None and mine is not None and theirs != mine:
         raise DataError(
@@ -282,7 +282,7 @@ def check_tokenizer(model: str | Place, source: DataSource) -> None:
 def conversation_losses(
     model: CausalModel, rows: Rows, block_size: int, progress: Callable[[int], None]
 ) -> NDArray[np.float64]:
-    """Σ weight · loss and Σ weight of every row, (2, rows).
+    """Σ weight · loss and Σ weight for every row, (2, rows).
 
     A row is one conversation; if it is too long, its last tokens are kept.
     """
@@ -297,7 +297,7 @@ def conversation_losses(
             batch = collate(packed[start : start + size], pad_token_id=0, length=block_size + 1)
             inputs = Inputs.of(batch, model.device)
             count = batch.episode_ids.shape[1]
-            # One more column for padding, which is not a conversation.
+            # Add a column for padding, which is not a conversation.
             sums = by_segment(model(*inputs), inputs.targets, inputs.segments, count + 1)
             where = bins.order[slice(*packed.first_segment[[start, start + size]])]
             for out, values in zip(losses, sums, strict=True):

@@ -1,7 +1,7 @@
-"""Set up a run: open its data, model and optimizer, for a new run or from a checkpoint.
+"""Set up a run: open its data, model and optimizer, either new or from a checkpoint.
 
-A run has stages. A stage starts with the first step on a dataset, or when post-training is turned on or off; the data
-order and the learning rate schedule start from there.
+A run consists of stages. Changing the dataset, or turning post-training on or off, starts a new stage; the data order
+and the learning rate schedule restart with each stage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from chatmill.train.untrained import check_trained
 
 @dataclass(frozen=True)
 class Stage:
-    """The steps of a run on one dataset."""
+    """A stage: the steps of a run on one dataset."""
 
     start: int
     """Steps of the run before this stage."""
@@ -128,12 +128,12 @@ class TrainState:
 
     @property
     def stopped_early(self) -> str | None:
-        """Why early stopping ends the run here, if it does."""
+        """Why early stopping ends the run now, if it does."""
         is_early = self.step < self.stage.stop and self.best.stops(self.config)
         return self.best.reason(self.config) if is_early else None
 
     def to_json(self) -> dict[str, Any]:
-        """The state of the run that a checkpoint stores. All ranks call this if there is an audit log."""
+        """The state of the run that a checkpoint stores. If there is an audit log, all ranks must call this."""
         return {
             "step": self.step,
             "stage": self.stage.to_json(),
@@ -142,7 +142,7 @@ class TrainState:
             "config": self.config.to_json(),
             "loader": self.loader.state_dict(),
             "audit": None if self.audit is None else self.audit.checkpoint(),
-            # Random numbers depend only on the seed, the step and the rank.
+            # The seed is enough: random numbers depend only on the seed, the step and the rank.
             "seed": self.config.seed,
             "vocab_size": self.stepper.model.vocab_size,
             "tokenizer_sha256": self.loader.sources[0].tokenizer_sha256,
@@ -161,9 +161,9 @@ def open_run(
     resume: str | None,
     model: CausalModel | None,
 ) -> Iterator[TrainState]:
-    """Open data and model; if the run resumes, both are restored from the checkpoint.
+    """Open the data and the model; if the run resumes, restore both from the checkpoint.
 
-    The audit log is opened last, and removed if no step finishes, so that a refused run leaves none.
+    The audit log is opened last and removed if no step finishes, so a refused run does not leave one.
     """
     checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
     if checkpoint is not None and "stage" not in checkpoint.state:
@@ -247,14 +247,14 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
             )
     yield from stage.length.notes
     if not same_data:
-        # Within a stage, the note was already printed, and the order cannot change.
+        # Within a stage, the order cannot change, and the note has already been printed.
         yield from stage.length.left_out_note(loader)
 
 
 def _open_data(
     config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
-    """Open the loader, at the checkpoint's position if the stage is the same; also return whether it is."""
+    """Open the loader, at the checkpoint's position if the stage continues; also return whether it does."""
     pin = world.device.type == "cuda"
     loader = world.together(
         lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
@@ -328,7 +328,7 @@ def _open_model(
 
 
 def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] | None:
-    """The base model of adapters; raises `UsageError` if the checkpoint was trained on a different one."""
+    """The adapters' base model; raise `UsageError` if the checkpoint was trained on a different one."""
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)

@@ -1,4 +1,4 @@
-"""Load a model in shards: no rank holds more than its own rows and one tensor at a time.
+"""Load a model in shards: each rank holds only its own rows, and one whole tensor at a time.
 
     1. build the model with its parameters on the meta device, which takes no memory; buffers are allocated
     2. shard it with FSDP: each rank gets an empty range of rows of every parameter
@@ -52,7 +52,7 @@ class OpenedModel:
 
 
 def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, world: World) -> OpenedModel:
-    """Open the model of a config with parameters on the meta device; all ranks call this.
+    """Open the model in a config with parameters on the meta device; all ranks call this.
 
     Raises `MemoryError` or `DataError` if the host does not have enough memory for a rank's shard.
     """
@@ -71,7 +71,7 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
 
 
 def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of a function, or why a model cannot be loaded in shards; all ranks agree on the outcome."""
+    """Return the function's result, or why a model cannot be loaded in shards; all ranks agree on which."""
 
     def tried() -> tuple[T | None, str | None]:
         try:
@@ -79,7 +79,7 @@ def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
         except (ChatmillError, OSError, MemoryError):
             raise
         except Exception as error:
-            # Catch any error of transformers or peft: loading the whole model will report what is wrong.
+            # Catch any error from transformers or peft: loading the whole model will report what is wrong.
             return None, one_line(str(error) or type(error).__name__, 200)
 
     result, reason = world.together(tried)
@@ -90,7 +90,7 @@ def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
 def _open(config: TrainConfig, vocab_size: int, compute: torch.dtype | None, world: World) -> OpenedModel:
     torch.manual_seed(config.seed)
     size = OPTIMIZER_BYTES[config.optimizer]
-    # With a GPU, rows are in host memory only while they are read.
+    # With a GPU, rows are in host memory only while they are being read.
     bytes_each = size.total if world.device.type == "cpu" else size.weight
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
@@ -114,7 +114,7 @@ def _open(config: TrainConfig, vocab_size: int, compute: torch.dtype | None, wor
 
 def _adapted(model: CausalModel, adapters: LoraSizes, folder: Path) -> CausalModel:
     if isinstance(model, GPT):
-        # This raises the error that `GPT` does not support adapters.
+        # Raise the error that `GPT` does not support adapters.
         return model.with_lora(adapters, folder)
     from chatmill.train.hf_shards import adapters_on_cpu, check_adapters
 
@@ -125,7 +125,7 @@ def _adapted(model: CausalModel, adapters: LoraSizes, folder: Path) -> CausalMod
 
 
 def open_folder(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, world: World) -> OpenedModel:
-    """Open the model of a folder with parameters on the meta device; raises `NotShardableError` if impossible."""
+    """Open the model in a folder with parameters on the meta device; raise `NotShardableError` if impossible."""
     check_model(folder)
     check_folder(folder)
     if is_adapter(folder):

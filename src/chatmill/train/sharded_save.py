@@ -1,4 +1,4 @@
-"""Write the model folder of a sharded model as Hugging Face shards, without gathering the model on any rank.
+"""Write a sharded model as a folder of Hugging Face shards, without gathering the whole model on any rank.
 
     model-00001-of-00003.safetensors     whole tensors are assigned to files, in order
     model-00002-of-00003.safetensors     file i is written by rank i modulo the number of ranks
@@ -36,14 +36,14 @@ SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One file of the weights, and the parts of the model in it."""
+    """One weight file, and the parts of the model in it."""
 
     name: str
     parts: tuple[SavedPart, ...]
 
 
 def can_save_in_shards(model: CausalModel) -> bool:
-    """Whether a model is sharded over ranks and saved as a whole model."""
+    """Whether a model is sharded over ranks and saved in full, not only its adapters."""
     parameters = list(model.parameters())
     return all(each.requires_grad for each in parameters) and any(map(is_sharded, parameters))
 
@@ -53,12 +53,12 @@ def save_in_shards(
 ) -> dict[str, tuple[int, str]] | None:
     """Write a model into an existing folder; return this rank's files with sizes and hashes. All ranks call this.
 
-    Returns None and writes nothing if the parts of this model are not known. Files are not synced.
+    If the parts of this model are unknown, return None and write nothing. Files are not synced.
     """
     state = model.state_dict(keep_vars=True)
     dtypes = {name: saved_dtype(model, name, tensor, save_dtype) for name, tensor in state.items()}
     world.together(lambda: _check_float16(state, dtypes))
-    # Tied weights are one tensor.
+    # Tied weights are a single tensor.
     on_meta: dict[int, Tensor] = {}
     for name, tensor in state.items():
         on_meta.setdefault(id(tensor), torch.empty(tensor.shape, dtype=dtypes[name], device="meta"))
@@ -76,7 +76,7 @@ def save_in_shards(
         try:
             return dict(_write(folder, weight_files[world.rank :: world.size], arriving, model, like))
         finally:
-            # Continue after an error, because the other ranks wait for the rows of this rank.
+            # Continue after an error, because the other ranks wait for this rank's rows.
             for _ in arriving:
                 pass
 
@@ -103,7 +103,7 @@ def _check_float16(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype
 
 
 def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[WeightFile]:
-    """Distribute parts over files, in order."""
+    """Distribute the parts over files, in order."""
     groups: list[list[SavedPart]] = [[]]
     size = 0
     for part in parts:
@@ -123,7 +123,7 @@ def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[Weig
 def _exchange(
     queues: Sequence[Sequence[SavedPart]], state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], world: World
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the full weights of this rank's next part in each round; all ranks send their rows of every part."""
+    """In each round, yield the full weights of this rank's next part; all ranks send their rows of every part."""
     for turns in zip_longest(*queues):
         mine: dict[str, Tensor] = {}
         for owner, part in enumerate(turns):
@@ -134,7 +134,7 @@ def _exchange(
 
 
 def _gather(name: str, tensor: Tensor, dtype: torch.dtype, owner: int, world: World, mine: dict[str, Tensor]) -> None:
-    """Send the rows of a tensor to one rank, which stores the full tensor in `mine`, in host memory."""
+    """Send the rows of a tensor to one rank, which stores the full tensor in `mine` in host memory."""
     rows = local(tensor).to(dtype).cpu().contiguous()
     if world.rank != owner:
         if is_sharded(tensor) and rows.numel():
@@ -170,7 +170,7 @@ def _write(
 
 
 def _saved(file: WeightFile, arriving: Iterator[dict[str, Tensor]], model: CausalModel) -> Iterator[Tensor]:
-    """The tensors of a file; no reference to a tensor is kept while the next one arrives."""
+    """Yield the tensors of a file; no reference to a tensor is kept while the next one arrives."""
     for part in file.parts:
         tensors = model.saved_tensors(part, next(arriving))
         while tensors:

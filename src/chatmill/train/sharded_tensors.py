@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, whole or as ranges of rows, so that any number of ranks can write or read them.
+"""Store tensors in safetensors files, whole or as ranges of rows, so that any number of ranks can write or read them.
 
 For each part of a tensor, the header of its file records the first row and the number of rows of the whole tensor.
 """
@@ -39,7 +39,7 @@ class TensorRows(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """Name, shape and dtype of one tensor of a file; its values are supplied when the file is written."""
+    """Name, shape and dtype of one tensor in a file; its values are supplied when the file is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -128,12 +128,12 @@ class ShardedTensors:
         return TORCH_DTYPES[part.get_dtype()]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows of a tensor; a scalar is read whole."""
+        """Read rows of a tensor, or a whole scalar."""
         parts = sorted(self._parts[name], key=lambda part: part[0].start)
         _, first_part = parts[0]
         if not first_part.get_shape():
             return first_part[...]
-        # Start with zero rows: a rank may hold no rows of a short tensor.
+        # Start with zero rows, because a rank may not hold any rows of a short tensor.
         slices, at = [torch.empty(0, *first_part.get_shape()[1:], dtype=TORCH_DTYPES[first_part.get_dtype()])], start
         for rows, part in parts:
             first, last = (min(max(edge - rows.start, 0), part.get_shape()[0]) for edge in (at, stop))

@@ -1,4 +1,4 @@
-"""Loss spikes: steps whose loss is far above that of the previous steps, and the conversations that caused them."""
+"""Loss spikes: steps whose loss is far above the loss of previous steps, and the conversations that caused them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPIKE = "spike"
 
 @dataclass
 class LossSpikes:
-    """Finds loss spikes of a run. All ranks see the same losses and find the same spikes."""
+    """Find loss spikes in a run. All ranks see the same losses and find the same spikes."""
 
     loader: EpisodeLoader
     world: World
@@ -61,9 +61,9 @@ class LossSpikes:
         return cls(state.loader, state.world, run_dir.print, after, deque(losses, maxlen=WINDOW), count)
 
     def follow(self, step: int, result: StepResult) -> dict[str, float]:
-        """If a step is a spike, print a line and return the entry for its metrics; else return an empty entry.
+        """If a step is a spike, print a line and return the entry for its metrics; otherwise return an empty entry.
 
-        All ranks call this, with every step that has a loss.
+        All ranks call this for every step that has a loss.
         """
         loss, before = result.loss, sorted(self.recent)
         self.recent.append(loss)
@@ -84,12 +84,12 @@ class LossSpikes:
 
 
 def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
-    """Which conversations of a step have a loss that is not finite, and what to do about it. All ranks call this."""
+    """Which conversations in a step have a loss that is not finite, and what to do about it. All ranks call this."""
     loader, world = state.loader, state.world
     wrong, count = map(int, world.sums([sum(not math.isfinite(row.loss) for row in rows), len(rows)]))
     names = worst(rows, loader, world)
     if not wrong:
-        # Only the gradient is not finite.
+        # All losses are finite; only the gradient is not.
         highest = f"its highest losses: {', '.join(names)}; inspect them" if names else "it has no trained tokens"
         return f"{highest}, or lower learning_rate"
     shown = ", ".join(names[:wrong]) + (f" and {wrong - len(names):,} more" if wrong > len(names) else "")
@@ -99,7 +99,7 @@ def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
 
 
 def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
-    """The conversations of all ranks that raise the loss above `usual` the most; losses that are not finite first."""
+    """The conversations on all ranks that raise the loss above `usual` the most; non-finite losses come first."""
 
     def key(row: RowLoss) -> tuple[float, int, int]:
         above = (row.loss - usual) * row.weight if math.isfinite(row.loss) else math.inf

@@ -14,7 +14,7 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 class NonAnswers(NamedTuple):
-    """Tokens of the train split that are trained although they are not answers, because use_loss_mask is false."""
+    """Tokens in the train split that are trained although they are not answers, because use_loss_mask is false."""
 
     non_answers: int
     """Trained tokens that the loss mask does not mark."""
@@ -33,9 +33,9 @@ class NonAnswers(NamedTuple):
 
 
 def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
-    """Count the non-answer tokens that an epoch trains; None if there are none, or no source has a mask.
+    """Count the non-answer tokens trained in an epoch; None if there are none, or if no source has a mask.
 
-    The counts are in the metadata; for datasets without metadata, the masks are read.
+    The counts come from the metadata or, for datasets without metadata, from the masks.
     """
     sources = [source for source in loader.sources if source.has_mask]
     if loader.config.use_loss_mask or not sources:
@@ -46,7 +46,7 @@ def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
 
 
 def _conversations(source: DataSource, split: str) -> int:
-    """Number of conversations in a split; an episode of a packed row has several."""
+    """Number of conversations in a split; an episode that is a packed row has several."""
     metadata = source.dataset.metadata
     if metadata is None:
         return len(source.episodes(split))
@@ -54,7 +54,7 @@ def _conversations(source: DataSource, split: str) -> int:
 
 
 def cache_lengths(loader: EpisodeLoader) -> Iterator[str]:
-    """Yield notes about caches whose `T_max` differs from `block_size`, with the effect on their rows."""
+    """Yield notes about caches whose `T_max` differs from `block_size`, which describe the effect on their rows."""
     block_size = loader.config.block_size
     caches = [source.dataset for source in loader.sources if isinstance(source.dataset, PrimerCache)]
     others = [cache for cache in caches if cache.meta.T_max != block_size]

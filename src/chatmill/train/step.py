@@ -1,6 +1,6 @@
-"""One optimizer step on the mean loss over all trained tokens of the global batch, however the batch is split.
+"""One optimizer step on the mean loss over all trained tokens in the global batch, regardless of how it is split.
 
-The result of a step is read one step later, so the host never waits for work it has just launched.
+The result of a step is read one step later, so that the host never waits for work it has just launched.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StepResult(NamedTuple):
     """The losses of this rank's conversations, if requested."""
 
     def rows(self) -> list[RowLoss]:
-        """The loss of each conversation of this rank that has trained tokens."""
+        """The loss of each conversation on this rank that has trained tokens."""
         losses = []
         for ids, totals, weights in self.sums or ():
             trained = (ids >= 0) & (weights > 0)
@@ -112,14 +112,14 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(batch: Batch, count: int, device: torch.device) -> list[MicroBatch]:
-    """Split a rank's rows of a batch into `count` micro-batches, on its device."""
+    """Split a rank's rows of a batch into `count` micro-batches on the rank's device."""
     return [MicroBatch(Inputs.of(part, device), part.episode_ids) for part in batch.split(count)]
 
 
 def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
-    """Count a rank's rows of a batch, on the host."""
+    """Count tokens in a rank's rows of a batch, on the host."""
     real = batch.episode_ids[:, 0] >= 0
-    # Segments after a row's episodes are padding.
+    # Segments after the last episode of a row are padding.
     tokens = (batch.segments < (batch.episode_ids >= 0).sum(dim=1)[:, None]).sum()
     return StepCounts(
         weight=math.fsum(part.inputs.targets.weight for part in parts),
@@ -130,7 +130,7 @@ def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
 
 
 def unknown_id(batch: Batch, vocab_size: int) -> str | None:
-    """Describe the first id of a batch outside of the vocabulary, with its episode; None if there is no such id."""
+    """Describe the first id in a batch that is outside the vocabulary, with its episode; None if there is none."""
     x, y = torch.as_tensor(batch.x), torch.as_tensor(batch.y)
     if int(x.max()) < vocab_size and int(x.min()) >= 0 and int(y.max()) < vocab_size:
         return None
@@ -144,7 +144,7 @@ def unknown_id(batch: Batch, vocab_size: int) -> str | None:
 
 
 class Pending:
-    """The result of a step while it is copied from the device."""
+    """The result of a step while it is being copied from the device."""
 
     def __init__(self, device: torch.device, numbers: Tensor, rows: RowSums | None) -> None:
         self._numbers = _to_host(numbers)
@@ -170,7 +170,7 @@ class Stepper:
     """A model with its optimizer, on all ranks."""
 
     def __init__(self, model: CausalModel, module: nn.Module, world: World, settings: OptimizerConfig) -> None:
-        """`module` is called instead of the model and averages gradients; the optimizer starts without state."""
+        """`module` is called instead of the model and averages gradients; the optimizer state is empty at first."""
         self.model, self.module, self.world = model, module, world
         self.optimizer = make_optimizer(model, settings)
         self._grad_clip = settings.grad_clip
@@ -184,7 +184,7 @@ class Stepper:
     ) -> Pending:
         """Take one optimizer step; `weight` is the total weight of the global batch.
 
-        `key` seeds stochastic rounding: the run's seed and the step, the same on all ranks.
+        `key` seeds stochastic rounding with the run's seed and the step, and is the same on all ranks.
         """
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -202,8 +202,8 @@ class Stepper:
     def gradients(
         self, parts: Sequence[MicroBatch], *, weight: float, rows: bool = False
     ) -> tuple[Tensor, RowSums | None]:
-        """Compute the gradient of the global batch; return its mean loss, and sums by conversation."""
-        # Gradients are averaged over ranks, but each rank has only its part of the sum.
+        """Compute the gradient of the global batch; return its mean loss, and the sums of each conversation."""
+        # Multiply by the world size, because gradients are averaged over ranks but should be summed.
         scale = self.world.size / weight if weight else 0.0
         total: Any = 0.0
         by_row: RowSums | None = [] if rows else None
@@ -214,7 +214,7 @@ class Stepper:
             total = total + losses.total.detach()
             if by_row is not None:
                 count = part.episode_ids.shape[1]
-                # One more column for padding, which has no episode.
+                # Add a column for padding, which has no episode.
                 sums = by_segment(losses, part.inputs.targets, part.inputs.segments, count + 1)
                 by_row.append((part.episode_ids, *(values[:, :count] for values in sums)))
         if self.world.size > 1:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a run finishes its step, writes a checkpoint, and ends."""
+"""Handle SIGINT and SIGTERM: a run finishes its step, writes a checkpoint, and ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME_SECONDS = 2.0
 
 
 class StopRequest:
-    """The first SIGINT or SIGTERM, after which the run ends with a checkpoint; `by` is None if there was none."""
+    """The first SIGINT or SIGTERM, after which the run ends with a checkpoint; `by` is None until a signal arrives."""
 
     def __init__(self) -> None:
         self.by: str | None = None
@@ -34,7 +34,7 @@ class StopRequest:
         self._arrived.set()
 
     def finished_step(self) -> None:
-        """Called when a step has finished: from now on, saving may take as long as it needs."""
+        """Called when a step has finished; from now on there is no time limit, because saving may take long."""
         if self.by is not None:
             self._finished.set()
 
@@ -45,7 +45,7 @@ class StopRequest:
     def _end_if_stuck(self) -> None:
         """Terminate a run that cannot finish its step.
 
-        A signal to all processes of a run, as `timeout` sends, also ends the processes that compile its model, and
+        A signal to all processes of a run, such as `timeout` sends, also ends the processes that compile its model, and
         torch may then wait for them forever.
         """
         self._arrived.wait()
@@ -68,7 +68,7 @@ def _is_of_compiler(error: Exception) -> bool:
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """Record the first signal; the second has its usual effect."""
+    """Record the first signal; a second signal has its usual effect."""
     request = StopRequest()
     previous: dict[signal.Signals, Any] = {}
     first = 0.0

@@ -1,4 +1,4 @@
-"""Refuse or stop runs that have no trained tokens, and explain why."""
+"""Refuse or stop runs without trained tokens, and explain why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNFINISHED = "answer_unfinished"
 
 
 def check_trained(loader: EpisodeLoader) -> list[str]:
-    """Return notes about sources of a mix without trained tokens; raise `DataError` if no source has any."""
+    """Return notes about sources in a mix without trained tokens; raise `DataError` if no source has trained tokens."""
     if not loader.config.use_loss_mask:
         return []
     split = loader.split
@@ -49,14 +49,14 @@ def check_trained(loader: EpisodeLoader) -> list[str]:
 
 
 def has_trained(source: DataSource, split: str) -> bool:
-    """Whether the loss mask of a split marks any token, from its metadata or, without metadata, from the mask."""
+    """Whether the loss mask of a split marks any token, according to its metadata or, without metadata, its mask."""
     if not source.is_foreign:
         return marked_tokens(source, split) > 0
     episodes = source.episodes(split)
     with reading():
         for shard in range(len(episodes.shards)):
             mask = episodes.array(shard, MASK)
-            # Stops at the first marked token.
+            # This stops at the first marked token.
             if any(mask[at : at + SCAN].any() for at in range(0, len(mask), SCAN)):
                 return True
             check_mapped(mask)
@@ -64,7 +64,7 @@ def has_trained(source: DataSource, split: str) -> bool:
 
 
 def _empty_reason(source: DataSource, split: str) -> str:
-    """Why a split has no trained tokens, and what to do about it."""
+    """Explain why a split has no trained tokens, and what to do about it."""
     why = f"its loss mask marks none of its {source.episodes(split).num_tokens:,} tokens"
     metadata = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
     if metadata is None:
@@ -85,7 +85,7 @@ class UntrainedSteps:
     """Cursor of the last such step."""
 
     def check(self, counts: StepCounts, step: int, cursor: Cursor, loader: EpisodeLoader) -> None:
-        """Raise `DataError` at the `LIMIT`th such step. Post-training skips such steps without a limit."""
+        """Raise `DataError` at the `LIMIT`th consecutive step without trained tokens. Post-training has no limit."""
         self.count = 0 if counts.trained else self.count + 1
         self.cursor = self.cursor if counts.trained else cursor
         if self.count == LIMIT and not loader.config.reads_blocks:
@@ -101,7 +101,7 @@ class UntrainedSteps:
 
 
 def untrained_reason(loader: EpisodeLoader, cursor: Cursor) -> str:
-    """Why the step at a cursor has no trained tokens, and what to do about it, from its stored episodes."""
+    """Explain, from the stored episodes, why the step at a cursor has no trained tokens, and what to do about it."""
     plan = loader.plan(loader.split)
     config, capacity = plan.config, plan.capacity
     episodes = plan.step(cursor).episodes[:EXAMINED]

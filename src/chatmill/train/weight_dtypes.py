@@ -1,4 +1,4 @@
-"""The dtypes in which the weights of a model are loaded and saved: those of its files, or one for all."""
+"""The dtypes in which a model's weights are loaded and saved: the dtypes in its files, or one dtype for all weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened_dtype(stored: str, weights: WeightPrecision) -> torch.dtype:
 
 @dataclass(frozen=True)
 class WeightDtypes:
-    """The dtype of each weight by name: that of the first matching pattern, or `default`."""
+    """The dtype of each weight by name: the dtype of the first matching pattern, or `default`."""
 
     default: torch.dtype = torch.float32
     exceptions: tuple[tuple[str, torch.dtype], ...] = ()
@@ -45,14 +45,14 @@ class WeightDtypes:
         return self.default == torch.float32 and not self.exceptions
 
     def plan(self) -> dict[str, torch.dtype]:
-        """The dtypes as a plan for transformers, in which * matches every name."""
+        """The dtypes as a transformers dtype plan, in which * matches every name."""
         return {**dict(self.exceptions), "*": self.default}
 
 
 def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
     """The dtypes in which the weights of a folder are loaded; `model` maps the names of the model's weights to dtypes.
 
-    Most weights of a folder share one dtype, and a few have a wider one. If one of those few has a different name in
+    Most weights in a folder share one dtype, and a few have a wider one. If one of those few has a different name in
     the model and cannot be matched, all weights are loaded as float32, which loses no precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):
@@ -72,7 +72,8 @@ def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: 
     if not others.keys() <= model.keys() or (most == torch.float32 and not others):
         return WeightDtypes()
     for name, dtype in others.items():
-        # One pattern for all layers: a weight that is wider in one layer is loaded wider in all.
+        # Use one pattern for all layers: a weight that is wider in one layer is loaded with the wider dtype in all
+        # layers.
         pattern = _pattern(name)
         exceptions[pattern] = torch.promote_types(exceptions.get(pattern, dtype), dtype)
     return WeightDtypes(most, tuple(exceptions.items()))
@@ -85,7 +86,7 @@ def _pattern(name: str) -> str:
 
 @contextmanager
 def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
-    """Make transformers load weights in these dtypes, and everything else of a model in float32.
+    """Make transformers load weights in these dtypes, and everything else in a model in float32.
 
     The `dtype=` argument of transformers would also round values that a model computes from its config, such as the
     embedding scale.
@@ -98,7 +99,7 @@ def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
         return
 
     def plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # The plan of transformers comes first: it lists weights that the architecture requires in float32.
+        # Put transformers' own plan first: it lists weights that the architecture requires in float32.
         return {**of_library(model, dtypes.default), **dtypes.plan()}
 
     PreTrainedModel._get_dtype_plan = plan
@@ -116,7 +117,7 @@ def saved_dtype(model: CausalModel, name: str, tensor: Tensor, save_dtype: str =
 
 
 def saved_state(model: CausalModel) -> dict[str, Tensor]:
-    """The weights of a model in the dtypes in which they are saved."""
+    """The weights of a model, cast to the dtypes in which they are saved."""
     return cast_state(model, lambda name, tensor: saved_dtype(model, name, tensor))
 
 

@@ -13,7 +13,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The description of a run that a tracker gets when the run starts."""
+    """The description of a run that a tracker receives when the run starts."""
 
     name: str
     folder: Path
@@ -27,7 +27,7 @@ class TrackedRun:
 
 
 class SampleAnswer(NamedTuple):
-    """An answer of the model to a prompt of the validation split, as text."""
+    """The model's answer to a prompt in the validation split, as text."""
 
     prompt: str
     """The end of the prompt."""
@@ -38,7 +38,7 @@ class SampleAnswer(NamedTuple):
 class Tracker(Protocol):
     """An experiment tracker. All methods are called in order from one thread, which is not the training thread.
 
-    If `start` raises `UsageError`, the run is refused. For any other error, the run prints the first one and continues.
+    If `start` raises `UsageError`, the run is refused. The run prints the first of any other errors and continues.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Tracker(Protocol):
 
 
 def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
-    """Flatten nested mappings; names are joined.
+    """Flatten nested mappings; nested names are joined.
 
     >>> flat({"lora": {"r": 16}, "seed": 1})
     {'lora.r': 16, 'seed': 1}
@@ -81,7 +81,7 @@ def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a line of metrics except its step; those of nested objects are named `name/inner`.
+    """The numbers in a line of metrics, except its step; numbers in nested objects are named `name/inner`.
 
     >>> numbers({"step": 3, "loss": None, "lr": 0.1, "rollouts": {"matched": 2}})
     {'lr': 0.1, 'rollouts/matched': 2}

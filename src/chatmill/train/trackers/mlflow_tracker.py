@@ -27,7 +27,7 @@ LONGEST_NAME, LONGEST_VALUE = 250, 6000
 
 
 class MlflowTracker:
-    """An MLflow run, created with the low-level client: no source, user or system metrics are recorded."""
+    """An MLflow run, created with the low-level client, which records no source, user or system metrics."""
 
     name = "mlflow"
     _client: Any
@@ -40,7 +40,7 @@ class MlflowTracker:
             from mlflow.exceptions import MlflowException
         except ImportError as error:
             raise UsageError(f"mlflow cannot be imported ({one_line(str(error), 200)}); reinstall it") from None
-        # mlflow logs the creation of its tables, and a traceback of every database error, which it also raises.
+        # mlflow logs the creation of its tables, and a traceback for every database error that it raises.
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)
         warnings.filterwarnings("ignore", module=r"mlflow\.")
         try:
@@ -81,7 +81,7 @@ class MlflowTracker:
     def _log_config(self, run: TrackedRun) -> None:
         """Log the config as parameters.
 
-        Parameters cannot change: those that differ after resuming are logged as one tag.
+        Parameters are immutable: values that differ after resuming are logged as one tag.
         """
         from mlflow.entities import Param
 

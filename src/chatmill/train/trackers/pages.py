@@ -1,4 +1,4 @@
-"""Report pages of the data, which trackers log as artifacts."""
+"""Report pages about the data, which trackers log as artifacts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def report_pages(
     write: Callable[[str, str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Write the page of each dataset: `write` gets its file name and text, `note` prints why a page is missing.
+    """Write the page of each dataset: `write` gets its file name and text, and `note` prints why a page is missing.
 
     The pages are written after training, so an error in a page does not fail the run.
     """

@@ -3,7 +3,7 @@
     run ── log, log_samples, … ──▶ queue ──▶ thread of a tracker ──▶ its client ──▶ files or a server
 
 Each tracker has its own thread. Failed calls are counted, and the first error is shown in one line. The run waits only
-for the start of a tracker: a missing client, a wrong setting or missing credentials refuse the run.
+while a tracker starts: it is refused if the client or credentials are missing or a setting is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chatmill.train.trackers.tensorboard_tracker import TensorBoardTracker
 from chatmill.train.trackers.wandb_tracker import WandbTracker
 
 TRACKERS: Mapping[str, Callable[[], Tracker]] = {
-    # Trackers start in this order: the first ones may refuse the run, the last one only writes files.
+    # Trackers start in this order: the first ones may refuse the run; the last one only writes files.
     "mlflow": MlflowTracker,
     "wandb": WandbTracker,
     "tensorboard": TensorBoardTracker,
@@ -43,7 +43,7 @@ WAITING = 10_000
 
 
 def named_trackers(report_to: Sequence[str] | str) -> list[Tracker]:
-    """The trackers of `report_to`; `UsageError` if a client is not installed."""
+    """The trackers in `report_to`; raise `UsageError` if a client is not installed."""
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in names:
         spec = find_spec(name)
@@ -96,7 +96,7 @@ class Reporter:
             worker.finish(status)
         now = monotonic()
         for worker in self._workers:
-            # A tracker that has not started yet gets less time.
+            # Wait less for a tracker that has not started yet.
             seconds = FINISH_SECONDS[status if worker.has_started else "failed"]
             worker.join(now + seconds - monotonic())
 
@@ -173,7 +173,7 @@ class _Worker:
     def join(self, seconds: float) -> None:
         self._thread.join(max(seconds, 0.0))
         if self._thread.is_alive():
-            # Count failed and queued calls and the current one; the last one in the queue only ends the thread.
+            # Count failed and queued calls and the current call; the last call in the queue only ends the thread.
             lost = min(self._made, self._failed + self._calls.qsize() - (not self.has_started))
             self._note(f"has not finished in time; up to {lost:,} of {self._made:,} reports are lost")
         elif self._failed > 1:

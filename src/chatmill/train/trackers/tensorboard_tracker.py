@@ -16,7 +16,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Logs scalars and texts. Files are not logged: the run folder has them already."""
+    """Logs scalars and texts. Files are not logged, because they are already in the run folder."""
 
     name = "tensorboard"
     _writer: Any
@@ -27,7 +27,7 @@ class TensorBoardTracker:
         except ImportError as error:
             raise UsageError(f"tensorboard cannot be imported ({one_line(str(error), 200)}); reinstall it") from None
         files.make_folder(run.folder / FOLDER)
-        # Make TensorBoard ignore what was logged after the checkpoint.
+        # Make TensorBoard ignore everything logged after the checkpoint.
         self._writer = SummaryWriter(str(run.folder / FOLDER), purge_step=run.step + 1)
         self._add_text("config", json.dumps(flat(run.config), indent=1), run.step)
 
@@ -48,5 +48,5 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _add_text(self, tag: str, text: str, step: int) -> None:
-        # Texts are Markdown; an indented text is shown verbatim.
+        # TensorBoard renders texts as Markdown, which shows indented text verbatim.
         self._writer.add_text(tag, indent(text, "    ", lambda line: True), step)

@@ -72,7 +72,7 @@ class WandbTracker:
         return str(self._run.id)
 
     def _init_or_stay_offline(self, run: TrackedRun, settings: Any, *, online: bool) -> Any:
-        """Start the run; without a connection, keep it on disk."""
+        """Start the run; without a connection, store it on disk."""
         try:
             return self._init(run, settings, online=online)
         except self._wandb.errors.CommError as error:
@@ -93,7 +93,7 @@ class WandbTracker:
             dir=str(run.folder) if own_folder else None,
             config=dict(run.config),
             id=run.id,
-            # An offline run with the same id gets another folder; `wandb sync` merges both into one run.
+            # An offline run with the same id gets a second folder; `wandb sync` merges both into one run.
             resume="allow" if online and run.id is not None else None,
             mode=settings.mode if online or settings.mode == "disabled" else "offline",
             reinit="create_new",
