@@ -78,7 +78,7 @@ def _example(example: RemovedExample) -> str:
 
 
 def _text(example: RemovedExample) -> str:
-    """Return the first text of a removed record that is not a system message."""
+    """Return the text of the first non-system message of a removed record."""
     messages = example.record.messages if example.record is not None else ()
     texts = [message.content for message in messages if message.content and message.role != "system"]
     return texts[0] if texts else ""

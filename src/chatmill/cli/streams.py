@@ -99,7 +99,7 @@ def _in_json(text: str) -> str:
 
 
 def _escape_unencodable(error: UnicodeError) -> tuple[str, int]:
-    r"""Replace characters that cannot be encoded with JSON escapes such as `\udcff`."""
+    r"""Write JSON escapes such as `\udcff` for characters that cannot be encoded."""
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 

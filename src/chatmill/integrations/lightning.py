@@ -96,7 +96,7 @@ class EpisodeDataModule(LightningDataModule):
                 f"the trainer has {self.trainer.world_size} processes, and torch.distributed {processes}; each would "
                 f"train the rows of others too: set devices and num_nodes of Trainer to {processes} processes"
             )
-        # Data parallel ranks only; a strategy may also have other ranks.
+        # Count only data parallel ranks; a strategy may also have other ranks.
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         self._loader = EpisodeLoader(
             self._dataset_dir, self._config, rank=ranks["rank"], world_size=ranks["num_replicas"]

@@ -71,7 +71,7 @@ class TransformersPeer:
 
 
 def main() -> None:
-    """Run the fork server for these processes."""
+    """Run the fork server for processes that run transformers."""
     from chatmill.format.template.process.fork_server import run_server
 
     os.environ.update(ENVIRONMENT)

@@ -46,8 +46,8 @@ def build_dir(
 ) -> Iterator[BuildDir]:
     """Lock and create the build folders; whatever is not published is removed when the block ends.
 
-    An error in the input removes everything; any other error keeps the units for --resume. `name` is the name of the
-    dataset in errors, if it is not built where it is published.
+    After an error in the input, everything is removed; after any other error, the units are kept for --resume. `name`
+    is the dataset name to show in errors, if the dataset is not built where it is published.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))

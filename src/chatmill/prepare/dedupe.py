@@ -1,8 +1,8 @@
 """Find duplicates and near-duplicates among all records, from the columns staged by `dedupe_columns`.
 
 Near-duplicates are found band by band: records with the same band key are candidates, and each pair of candidates is
-verified by its signatures. Verified pairs are merged into groups, of which one record is kept. Memory use is a few
-bytes per record; signatures stay in the staged files.
+verified by its signatures. Verified pairs are merged into groups, and one record of each group is kept. Memory use is a
+few bytes per record; signatures stay in the staged files.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Files:
                 yield slice(*self.start[at : at + 2].tolist()), column[unit.record[record_begins(unit)]]
 
     def signatures(self, numbers: Numbers) -> NDArray[np.uint8]:
-        """Return the signatures of records, given in ascending order."""
+        """Return the signatures of the given records, which must be in ascending order."""
         out = np.empty((len(numbers), VALUES), dtype=np.uint8)
         border = np.searchsorted(numbers, self.start)
         for at in np.flatnonzero(np.diff(border)).tolist():

@@ -50,7 +50,7 @@ RecordTest = Callable[[Record], bool]
 
 
 def reason(name: str) -> str:
-    """Return the name under which the ledger and the list of removed records show a filter."""
+    """Return the name of a filter as shown in the ledger and in the list of removed records."""
     return "excluded" if name == EXCLUDE else f"filter {name}"
 
 
@@ -132,7 +132,7 @@ def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
 def record_tests(
     filters: tuple[Filters, ...], predicates: tuple[Predicate, ...] = ()
 ) -> tuple[tuple[str, RecordTest], ...]:
-    """Return the record filters that are set: the name and a function that returns whether a record passes.
+    """Return the record filters that are set, each as a name and a function that returns whether a record passes.
 
     The function raises `RecordError` if a predicate fails.
     """

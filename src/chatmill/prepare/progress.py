@@ -14,7 +14,7 @@ from chatmill.remote.urls import place
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """Progress of a build: `step` is check (units to resume), render (bytes of input) or write (tokens).
+    """Progress of a build. `step` is check, render or write, measured in resumed units, bytes of input, and tokens.
 
     If a job has several sources, rendering is reported per source: all numbers refer to `source`.
     """

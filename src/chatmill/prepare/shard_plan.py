@@ -53,7 +53,7 @@ def plan_shards(split: str, chosen: Iterable[Chosen], job: Job) -> Iterator[Shar
 
 
 def by_source(chosen: Iterable[Chosen], job: Job) -> Iterator[tuple[str | None, Iterator[Chosen]]]:
-    """Yield each source that the dataset stores, with its rows; or None with all rows, if it stores no sources."""
+    """Yield each stored source with its rows, or None with all rows if the dataset stores no sources."""
     return itertools.groupby(chosen, key=lambda part: job.source_name(part.file.source))
 
 

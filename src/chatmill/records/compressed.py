@@ -155,7 +155,7 @@ class _Streams(io.RawIOBase):
         return count
 
     def _more(self, size: int) -> bool:
-        """Decompress some more; False at the end of the file."""
+        """Decompress the next bytes; return False at the end of the file."""
         is_zstd = self._compression == ".zst"
         waits = self._stream is not None and not is_zstd and not self._stream.needs_input
         if not self._input and not waits:

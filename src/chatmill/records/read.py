@@ -332,7 +332,7 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
         with closing(units.lines(path, limit=limit)) as numbered:
             first = next(_readable(numbered), (0, b""))[1]
         if stops and len(first) > limit and b"<|" not in first:
-            # Too long both as a line and as a unit of a stream.
+            # The record is too long, both as a line and as a unit of a stream.
             return replace(part, shape="transcript-lines", why="by its first line")
         # A text file of JSON objects is JSON Lines with a different suffix.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):

@@ -1,4 +1,4 @@
-"""Report on the keys of another trainer's config: imported, equal to a default, without counterpart, or unknown."""
+"""Report on the keys of another trainer's config: imported, equal to a default, without a counterpart, or unknown."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class Translation:
         self.results.append(KeyResult(key, value, "default", {}, note))
 
     def none(self, key: str, value: Any, note: str) -> None:
-        """Report a key without counterpart; `note` states the effect."""
+        """Report a key without a counterpart; `note` states the effect."""
         self.results.append(KeyResult(key, value, "none", {}, note))
 
     def refuse(self, key: str, value: Any, reason: str) -> None:

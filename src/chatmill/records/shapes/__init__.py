@@ -138,7 +138,7 @@ def _object(data: bytes, key: str | None) -> Object:
 
 @dataclass(frozen=True)
 class ShapeParser:
-    """Parses the bytes of records of one shape and one file.
+    """Parses records of one shape from the bytes of one file.
 
     It never raises: an invalid record is returned as a `RecordError` among the records, with its origin and first
     bytes.
@@ -245,7 +245,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
 
 
 def _columns_hint(record: Object) -> str:
-    """Return the `--columns` that would read a record with a question and an answer.
+    """Return the `--columns` value that would read a record with a question and an answer.
 
     If the record has a system text or a history, the names are those of the `alpaca` shape, which reads both.
     """
@@ -257,7 +257,7 @@ def _columns_hint(record: Object) -> str:
 
 
 def _refuse_other_data(file: str, line: int, record: Object) -> None:
-    """Raise if the keys show data that cannot be trained as text, or a format that `--columns` cannot map."""
+    """Raise if the keys indicate data that cannot be trained as text, or a format that `--columns` cannot map."""
     keys = KeyReader("the record", "", record, {})
     try:
         keys.refuse_media()
