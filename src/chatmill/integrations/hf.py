@@ -120,7 +120,7 @@ def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_ba
 
 
 class RunCallback(TrainerCallback):
-    """Rejects arguments that would train other rows, saves the data position in checkpoints, and writes the audit log.
+    """Rejects arguments that would change the rows, saves the data position in checkpoints, and writes the audit log.
 
     The position is stored in `chatmill_state.json`. A resumed run must have the same dataset and order; the trainer
     itself skips the rows that were already trained.

@@ -49,10 +49,10 @@ class EpisodeDataModule(LightningDataModule):
     """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
 
     A batch is a dict of the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is false. Its
-    `step_weight`, from which `causal_lm_loss` computes the loss for `training_step`, is the weight of all trained
-    tokens of the step, divided by the number of batches that Lightning averages over (ranks times
-    `accumulate_grad_batches`). In validation, which reads every row of `val` once, `step_weight` is the weight of the
-    batch. `flatten` concatenates the rows of a batch, which FlashAttention needs for packed rows.
+    `step_weight`, by which `causal_lm_loss` divides in `training_step`, is the total weight of the trained tokens of
+    the step, divided by the number of batches that Lightning averages over (ranks times `accumulate_grad_batches`). In
+    validation, which reads every row of `val` once, `step_weight` is the weight of the batch. `flatten` concatenates
+    the rows of a batch, which FlashAttention needs for packed rows.
 
     One trainer epoch is one epoch of the dataset; with `limit_train_batches`, the next trainer epoch continues where
     the last one stopped. With an `audit_dir`, rank 0 writes an audit log of the trained steps.
@@ -170,7 +170,7 @@ class EpisodeDataModule(LightningDataModule):
         return None if self.plan.order.length is None else self.plan.num_steps(0) * self.accumulation
 
     def train_batches(self) -> Iterator[Any]:
-        """Yield batches from the current position; never ends."""
+        """Yield batches from the current position, indefinitely."""
         loader, (step, parts) = self.loader, divmod(self.trained_batches, self.accumulation)
         if parts:
             raise UsageError(

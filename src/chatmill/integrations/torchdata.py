@@ -39,11 +39,11 @@ def stateful_loader(
     listener: Listener | None = None,
     **options: Any,
 ) -> StatefulBatches:
-    """Return the batches of one rank: each a `Batch`, or Hugging Face columns. Without `epochs`, they never end.
+    """Return the batches of one rank: each a `Batch`, or Hugging Face columns. Without `epochs`, the loader never ends.
 
-    `ranks` is (rank, number of ranks) over which each batch is sharded, by default from torch.distributed or torchrun;
-    pass it if several ranks train the same rows. `listener` may be an audit log. `options` are passed on to
-    `StatefulDataLoader`; options for batching or sampling are rejected.
+    `ranks` is (rank, world size) for sharding each batch, by default from torch.distributed or torchrun; pass it if
+    several ranks train the same rows. `listener` may be an audit log. `options` are passed on to `StatefulDataLoader`;
+    options for batching or sampling are rejected.
 
     >>> from chatmill.integrations.torchdata import stateful_loader
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))

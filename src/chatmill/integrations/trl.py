@@ -52,7 +52,8 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
 
 
 class SFTRows(Dataset):
-    """The rows of a run or of val as a `datasets.Dataset`, the only map-style dataset that `SFTTrainer` accepts.
+    """The rows of a run or of the val split as a `datasets.Dataset`, the only map-style dataset that `SFTTrainer`
+    accepts.
 
     Rows are read from `TrainRows` or `EvalRows`; the Arrow table is empty.
     """

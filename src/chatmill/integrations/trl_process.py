@@ -117,7 +117,7 @@ class _Preparation:
         opened.chat_template = named if settings["with_tools"] else settings["template"]
 
     def _import_all(self) -> None:
-        """Use everything once: some modules are imported at first use, and the process cannot import them later."""
+        """Use everything once: some modules are imported on first use, and the process cannot import them later."""
         for template in (REFUSING, WARM_UP):
             self._tokenizer.chat_template = template
             with suppress(Exception):

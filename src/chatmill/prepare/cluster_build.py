@@ -55,8 +55,8 @@ class ClusterBuild:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect to the cluster. Staged units are removed when the block ends or the input is invalid; other errors
-        keep them for --resume.
+        """Connect to the cluster. Staged units are removed when the block ends or the input is invalid; after other
+        errors, they are kept for --resume.
         """
         with self.engine.connected():
             try:
@@ -68,7 +68,7 @@ class ClusterBuild:
             self.remove_units()
 
     def run(self, units: Sequence[Unit], job: Job, renderer: Renderer) -> Generator[Done, None, None]:
-        """Like `Engine.run`, with staged objects; a resumed build reuses existing ones."""
+        """Like `Engine.run`, but units are staged as objects; a resumed build reuses existing objects."""
         return self.engine.run(units, job, renderer, self.units, resume=self.resume)
 
     def staged(self, unit: Unit, done: Done, lines_before: int, folder: Path) -> Iterator[StagedFile]:
@@ -89,7 +89,7 @@ class ClusterBuild:
         ledger: Ledger,
         on_tokens: Callable[[int], None],
     ) -> dict[str, SplitInfo]:
-        """Like `assemble`, with every shard written and uploaded by a separate task."""
+        """Like `assemble`, but the shards are written and uploaded by tasks."""
         per_task = self._shards_per_task(job, ledger)
         write = partial(self.engine.write_shards, target=self.target, vocab_size=vocab_size, per_task=per_task)
         return assemble_by_shard(staged, chosen, job, write=write, ledger=ledger, on_tokens=on_tokens)
@@ -97,8 +97,8 @@ class ClusterBuild:
     def _shards_per_task(self, job: Job, ledger: Ledger) -> int:
         """Return the number of shards per task: one, unless rows are packed and there are far more shards than CPUs.
 
-        The rows of a packed shard are spread over 2^20 rows, so a task reads nearly all of them. Writing several shards
-        in one task reads these rows only once.
+        A packed shard takes its rows from a window of 2^20 rows, so its task reads nearly all of them. Writing several
+        shards in one task reads these rows only once.
         """
         shards = ledger.total("rendered", "repeated").tokens // job.shard_tokens
         return 1 if job.pack is None else max(1, shards // (TASKS_PER_CPU * self.engine.num_cpus()))

@@ -39,7 +39,7 @@ MEMBERS = 2**18
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Values for each record that has rows, in input order."""
+    """Duplicates among the records that have rows, in input order."""
 
     twin: Numbers
     """Number of the record that is kept instead; -1 for a record that is not a duplicate.
@@ -177,7 +177,8 @@ def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
 
 def _candidates(files: _Files, band: int, twin: Numbers) -> Iterator[Pairs]:
     """Yield pairs of records with the same band key, without exact duplicates; at most `COMPARED` + 1 per record."""
-    # Key in the upper half and number in the lower half, so sorting also orders numbers with the same key.
+    # Put the key in the upper half and the number in the lower half, so that sorting also orders numbers with the same
+    # key.
     keyed, filled = np.empty(files.count, dtype=np.uint64), 0
     for here, keys in files.column("bands", band=band):
         numbers = np.flatnonzero((keys != NOT_COMPARED) & (twin[here] < 0))

@@ -191,7 +191,7 @@ def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint6
 
 
 def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
-    """Return `VALUES` MinHash values for each set of hashes; an empty set has the largest value everywhere."""
+    """Return `VALUES` MinHash values for each set of hashes; for an empty set, all of them are the largest value."""
     library = _minhash()
     values = np.empty((len(start) - 1, VALUES), dtype=np.uint32)
     for at in range(0, len(values), _ROWS):
@@ -203,7 +203,7 @@ def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
 
 
 def band_size(threshold: float) -> int:
-    """Return the largest band size that finds conversations of this similarity with probability `RECALL`.
+    """Return the largest band size that finds conversations of the given similarity with probability `RECALL`.
 
     >>> band_size(0.8), band_size(0.5)
     (6, 3)

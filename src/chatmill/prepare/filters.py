@@ -190,9 +190,9 @@ class _MatchTimeError(Exception):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `_MatchTimeError` in the block after `seconds`; only in the main thread, which receives signals.
+    """Raise `_MatchTimeError` in the block after `seconds`. Works only in the main thread, which receives signals.
 
-    No other thread runs during a regular expression match, so this is the only way to stop one that never ends.
+    No other thread runs during a regular expression match, so this is the only way to stop a match that never ends.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -236,7 +236,7 @@ def check_languages(job: Job) -> None:
 
 
 def _language_is_of(record: Record, languages: Sequence[str]) -> bool:
-    """Whether the answers are in one of these languages. Answers without letters always pass."""
+    """Whether the answers are in one of the given languages. Answers without letters always pass."""
     answers = "\n".join(
         message.content for message in record.messages if message.role == "assistant" and message.content
     )

@@ -14,7 +14,7 @@ from chatmill.remote.urls import place
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """Progress of a build. `step` is check, render or write, measured in resumed units, bytes of input, and tokens.
+    """Progress of a build. `done` counts units (in the step check), bytes of input (render) or tokens (write).
 
     If a job has several sources, rendering is reported per source: all numbers refer to `source`.
     """
@@ -31,7 +31,7 @@ class BuildProgress:
 
 
 def source_title(source: InputSource) -> str:
-    """Return the name of a source, or its first input if it has none."""
+    """Return the name of a source, or its first input if it has no name."""
     return source.name or shown(place(source.inputs[0]))
 
 

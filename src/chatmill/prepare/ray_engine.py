@@ -151,7 +151,7 @@ def _places(ray: Any) -> list[str]:
     hangs.
     """
     if ray.util.client.ray.is_connected():
-        # This process is connected through a Ray client server, and Ray itself reports its loss.
+        # This process is connected through a Ray client server, and Ray itself reports when that server is lost.
         return []
     context = ray.get_runtime_context()
     here = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]

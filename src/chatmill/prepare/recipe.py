@@ -94,7 +94,7 @@ def _input_name(text: str) -> str:
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:
-    """Return the table in a file."""
+    """Read a recipe file and return its top-level table."""
     try:
         if (size := check_plain(path)) > LIMIT:
             raise DataError(f"{name}: has {size:,} bytes; expected at most {LIMIT:,}")

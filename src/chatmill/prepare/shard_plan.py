@@ -92,7 +92,7 @@ class _PlannedRows:
     """Input file of each conversation, as an index into `names`."""
 
     def cut(self, start: int, stop: int) -> _PlannedRows:
-        """Return rows [start, stop), with only their staged files."""
+        """Return rows [start, stop), with only the staged files that they need."""
         first = None if self.first is None else self.first[start : stop + 1]
         begin, end = (start, stop) if first is None else first[[0, -1]].tolist()
         used, of = np.unique(self.of[begin:end], return_inverse=True)

@@ -15,7 +15,7 @@ def known_sets() -> dict[str, str]:
 
 
 def snippet(names: Sequence[str]) -> str:
-    """Return a recipe with these datasets as sources."""
+    """Return a recipe with the named datasets as sources."""
     tables = _tables()
     for name in names:
         if name not in tables:

@@ -5,7 +5,7 @@
 Arrays with one or a few numbers per row come first: the beginning of a file, its *head*, is all that assembly needs to
 plan shards. Tokens and spans follow.
 
-A file is renamed when it is complete. It is not synced; after a power loss the checksum tells whether it is intact.
+A file is renamed when it is complete. It is not synced; after a power loss, the checksum shows whether it is intact.
 Objects in an object store appear atomically.
 """
 

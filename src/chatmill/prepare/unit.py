@@ -76,7 +76,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a unit besides its staged files; small enough to send to the main process."""
+    """The result of a unit, apart from its staged files; small enough to send to the main process."""
 
     number: int
     files: int
@@ -94,7 +94,7 @@ class Done:
 
 
 def job_renderer(job: Job) -> Renderer:
-    """Open the renderer of a job; answers that follow no user turn are masked later, when rows are truncated."""
+    """Open the renderer of a job; answers without a preceding user turn are masked later, when rows are truncated."""
     template = TemplateOptions(
         chat_template=job.chat_template,
         arguments=job.template_args,
@@ -158,7 +158,7 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """Return the rows to stage, and for each the index of its rendered row. Assembly makes blocks from whole rows."""
+    """Return the rows to stage, and the rendered row that each comes from. Assembly makes blocks from whole rows."""
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
     fit = partial(truncate_with_sources, rule=job.fit, ledger=ledger, require_terminators=job.require_terminators)

@@ -65,7 +65,7 @@ class ChatColumns(Sequence[Record]):
         return [self.data[start:stop].decode() for start, stop in ranges]
 
     def keys(self) -> bytes:
-        """The `record_key` of each record, concatenated."""
+        """Return the `record_key` of each record, concatenated."""
         data, start, keys = memoryview(self.data), 0, []
         for stop in self.record_stop.tolist():
             keys.append(hashlib.sha256(data[start:stop]).digest()[:16])
@@ -98,5 +98,5 @@ def parse(
 
 
 def keys_of(records: Sequence[Record]) -> bytes:
-    """The `record_key` of each record, concatenated."""
+    """Return the `record_key` of each record, concatenated."""
     return records.keys() if isinstance(records, ChatColumns) else b"".join(map(record_key, records))

@@ -49,7 +49,7 @@ def expand(inputs: Sequence[str | Place]) -> list[Place]:
 
 
 def refuse_repeated(names: Iterable[str | Place]) -> None:
-    """Raise `UsageError` if standard input is named twice."""
+    """Raise `UsageError` if standard input is given twice."""
     if sum(str(name) == NAME for name in names) > 1:
         raise UsageError(f"{NAME}: given twice, but standard input can be read only once; remove one")
 
@@ -139,7 +139,7 @@ def check_text(path: Place) -> None:
             raise DataError(f"{shown(path)}: is not UTF-8 text; expected conversations as text") from None
 
 
-# Expanding names to files.
+# Expand names to files.
 
 
 def _matches(name: str | Place) -> list[Place]:

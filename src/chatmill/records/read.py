@@ -92,8 +92,8 @@ def read_records(
     ['chat-000', 'chat-001']
 
     Names and globs that match no file, and shapes that cannot be detected, raise an error before the first record. With
-    `on_error` "stop" the first invalid record raises; with "skip" invalid records are passed to `on_reject` and reading
-    continues. A file that changes while it is read raises a `DataError` after the last record.
+    `on_error` "stop", the first invalid record raises an error; with "skip", invalid records are passed to `on_reject`
+    and reading continues. A file that changes while it is read raises a `DataError` after the last record.
     """
     on_fault = _fault_handler(on_error, on_reject)
     before = InputFiles([[inputs] if isinstance(inputs, str | Path | Url) else inputs])

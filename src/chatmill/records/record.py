@@ -49,9 +49,7 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, repr_o
 
     @property
     def arguments_text(self) -> str:
-        """The arguments as written in the record; an object is formatted as by `json.dumps` and the `tojson` template
-        filter.
-        """
+        """The arguments as written in the record, or formatted like `json.dumps` and `tojson` do if they are an object."""
         return self.raw_arguments or spaced_json(msgspec.json.decode(self.arguments))
 
 
@@ -83,7 +81,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
 
 
 class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
-    """A conversation and its origin: the `source` under which it is mixed, and the `file` and `line` of its text.
+    """A conversation and its origin: the `source` it is mixed under, and the `file` and `line` it was read from.
 
     >>> record = chatmill.Record([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
     >>> record.messages[1].content

@@ -33,7 +33,8 @@ def is_standard_input(path: Any) -> bool:
 def standard_input() -> Path:
     """Copy standard input to a file named `stdin` plus the suffix of its format, and return the path.
 
-    The file exists until `remove_standard_input`."""
+    The file exists until `remove_standard_input` is called.
+    """
     global _folder
     if _folder is None:
         if sys.stdin is None or sys.stdin.closed:

@@ -24,7 +24,7 @@ MAX_ROWS = 1024
 
 @dataclass(frozen=True)
 class Unrolled:
-    """A conversation as rows. Each trained message is trained only in the first row that contains it."""
+    """A conversation unrolled into rows. Each trained message is trained only in the first row that contains it."""
 
     record: Record
     rows: Sequence[Record]

@@ -104,7 +104,7 @@ def _revision(keys: TheirKeys) -> str:
 
 
 def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> bool:
-    """Choose the rendering: plain text, a chat template, or a prompt style. Return true for plain text."""
+    """Choose the rendering: plain text, a chat template, or a prompt style. Return whether it is plain text."""
     template, jinja = keys.text("chat_template"), keys.text("chat_template_jinja")
     if "text" in layout.kinds and len(layout.kinds) > 1:
         other = layout.kinds.get("chat") or layout.kinds["style"]

@@ -243,7 +243,7 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
 def _take_user_defined(
     translation: Translation, keys: TheirKeys, kind: Mapping[str, Any], number: int, layout: Layout
 ) -> None:
-    """Read a type that is a table of field names and prompt formats."""
+    """Read a `type` that is a table of field names and prompt formats."""
     table = TheirKeys(kind, translation, f"{keys.path('type')}.")
     translation.sources[number]["shape"] = "alpaca"
     columns: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`import_llamafactory`: converts dataset_info.json and the config of a run to a recipe and a train config.
+"""`import_llamafactory`: converts dataset_info.json and a run config to a recipe and a train config.
 
 Follows LLaMA-Factory's source at ff6d4d1: `hparams`, and `parser.py`, `converter.py`, `template.py` in `data`.
 """
@@ -55,9 +55,9 @@ def import_llamafactory(
 ) -> ImportedConfig:
     """Convert a dataset_info.json, a run config, or both in any order, with a report on each key.
 
-    If only the config of a run is given, dataset_info.json is looked up in its `dataset_dir`. If only dataset_info.json
-    is given, the recipe has the named `datasets`, or all that are for SFT. `ranks` is the number of GPUs, and `model`
-    is a folder with the base model.
+    If only a run config is given, dataset_info.json is looked up in its `dataset_dir`. If only dataset_info.json is
+    given, the recipe has the named `datasets`, or all datasets for SFT. `ranks` is the number of GPUs, and `model` is a
+    folder with the base model.
     """
     info, run = _which(path, train)
     values = read_config(run, "a config of LLaMA-Factory in YAML") if run is not None else {}

@@ -153,7 +153,9 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Read which tokens are trained. By default TRL trains whole conversations, and completions without prompts."""
+    """Read which tokens are trained. By default, TRL trains whole conversations, or only the completion if there is a
+    prompt.
+    """
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)

@@ -28,7 +28,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A config of another trainer, converted to a recipe and a train config."""
+    """Another trainer's config, converted to a recipe and a train config."""
 
     trainer: str
     place: str
@@ -174,7 +174,8 @@ def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
 
 def _pair(name: str, value: Any, origin: str | None) -> str:
     comment = f"  # {one_line(origin, 100)}" if origin else ""
-    # JSON may contain characters that YAML rejects or reads as line breaks; both have the same escapes for them.
+    # JSON may contain characters that YAML rejects or reads as line breaks; the escapes for them are the same in JSON
+    # and YAML.
     text = "".join(
         character if character.isprintable() else f"\\U{ord(character):08x}"
         for character in json.dumps(value, ensure_ascii=False)

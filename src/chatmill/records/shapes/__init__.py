@@ -200,7 +200,7 @@ def _id(data: bytes) -> str | None:
     return str(name) if type(name) in (str, int) else None
 
 
-# Detecting the shape of a file from the keys of its first records.
+# Detect the shape of a file from the keys of its first records.
 
 
 def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | None = None) -> tuple[str, str]:

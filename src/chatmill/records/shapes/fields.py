@@ -171,7 +171,7 @@ class KeyReader:
                 self.take(key)
 
     def refuse_masks(self) -> None:
-        """Raise if the record selects the messages to train with a key of another trainer."""
+        """Raise if the record selects the messages to train with a key from another trainer."""
         if type(mask := self.peek("mask")) is str and mask.lower() == "user":
             self.take("mask")
         elif type(mask) is str:
