@@ -1,4 +1,4 @@
-"""Errors at the command line: one line on standard error and an exit code, never a traceback."""
+"""Report errors on the command line: one line on standard error and an exit code, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of commands that read and render records, and the summary of rejected records."""
+"""Options for commands that read and render records, and the summary of rejected records."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Output(Styled):
 
 
 class ErrorOutput(Styled):
-    """Standard error. If writing fails, the command continues without it."""
+    """Standard error. If writing to it fails, the command continues."""
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _open_closed() -> None:
-    """Reopen closed standard streams, as with `>&-`: otherwise the next opened file would get their file descriptor."""
+    """Reopen standard streams closed with `>&-`; otherwise the next opened file would get their file descriptor."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)

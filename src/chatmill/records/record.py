@@ -49,7 +49,7 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, repr_o
 
     @property
     def arguments_text(self) -> str:
-        """The arguments as written in the record, or formatted like `json.dumps` and `tojson` do if they are an object."""
+        """The arguments as written in the record; an object is formatted as `json.dumps` and `tojson` do."""
         return self.raw_arguments or spaced_json(msgspec.json.decode(self.arguments))
 
 
