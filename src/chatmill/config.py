@@ -4,8 +4,8 @@
     class LoadConfig(Config):
         batch_size: int = key(8, "rows per optimizer step", integer(1))
 
-Files (JSON that may inherit, TOML), environment variables, command-line flags and help all use these declarations.
-Configs are plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
+Config files (JSON, which may inherit, or TOML), environment variables, command-line flags and help texts all use these
+declarations. Configs are plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def integer(least: int, most: int | None = None) -> ValueCheck:
 
 
 def number(least: float) -> ValueCheck:
-    """Accept finite numbers of at least `least`."""
+    """Accept finite numbers that are at least `least`."""
     return ValueCheck(f"a number of at least {least:g}", lambda value: _is_number(value) and least <= value <= LARGEST)
 
 
@@ -164,7 +164,7 @@ def _read_keys(config: type[Any]) -> dict[str, Key]:
 
 
 class Misfit(NamedTuple):
-    """A value that its key does not accept."""
+    """A value that is invalid for its key."""
 
     name: str
     value: Any
@@ -175,7 +175,7 @@ class Misfit(NamedTuple):
 
 
 def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
-    """Return the values that their keys do not accept."""
+    """Return the values that are invalid for their keys."""
     return [
         Misfit(name, value, keys[name].check.expected)
         for name, value in values.items()
@@ -282,7 +282,7 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
-        # Raises for numbers and nesting that Python could not print in a later error.
+        # Raise now for numbers and nesting that Python could not print in a later error.
         repr(table)
         return table
     except OSError as reason:
@@ -309,7 +309,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(local_path(path).read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
-        # A failure of the system is not a usage error.
+        # A system failure is not a usage error.
         kind = DataError if error.errno in SYSTEM_FAILURES else UsageError
         raise kind(f"{path}: cannot be read ({error.strerror}); expected a JSON file of settings") from None
     except (ValueError, RecursionError) as error:
@@ -328,7 +328,7 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parent_path(parent: Any, child: Path) -> Path:
-    """Locate an inherited file: in the working directory, else in the folder of the file that names it."""
+    """Locate an inherited file, first in the working directory and then in the folder of the file that names it."""
     if not isinstance(parent, str) or not parent:
         raise UsageError(f'{child}: "{INHERITS}" is {_shown(parent)}; expected the name of a file')
     places = [local_path(parent), child.parent / parent]

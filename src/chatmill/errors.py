@@ -27,7 +27,7 @@ class ChatmillError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        # Messages contain names of files, keys and records, which may have any characters.
+        # Messages contain names of files, keys and records, which may contain any characters.
         return one_line(super().__str__(), None)
 
 
@@ -59,7 +59,7 @@ class RecordError(DataError):
         """The beginning of the record, as in the file."""
 
     def at(self, file: str, line: int, id: str | None = None) -> RecordError:
-        """Add the file and line, which the reader knows and the parser does not."""
+        """Add the file and line, which are known to the reader but not to the parser."""
         self.file, self.line, self.id = file, line, id
         return self
 

@@ -1,6 +1,7 @@
-"""Local paths, and safe reading of untrusted files: only regular files of a bounded size, without blocking.
+"""Check local paths and read untrusted files safely: only regular files of a bounded size, without blocking.
 
-Opening a FIFO waits for a writer, and reading a device may never end. Here both raise an `OSError` immediately.
+Opening a FIFO waits for a writer, and reading a device may never end. These functions raise an `OSError` immediately
+instead.
 """
 
 from __future__ import annotations

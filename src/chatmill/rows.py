@@ -314,8 +314,8 @@ def as_bytes(table: Table) -> Table:
 def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
     """Set the weight of every span with the rule ROLE. Tool results are never trained.
 
-    `last` trains the last assistant message of each conversation, `last-exchange` all that follow its last user
-    message.
+    `last` trains the last assistant message of each conversation; `last-exchange` trains all assistant messages after
+    its last user message.
     """
     role, decided = spans["role"], spans["rule"] == Rule.ROLE
     trained = (role != Role.TOOL) & (role != Role.NONE) if train_on == "all" else role == Role.ASSISTANT
@@ -323,16 +323,14 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
         # The last assistant message counts even if its own flag excludes it; no earlier one replaces it.
         trained &= spans["message"] == _last_message(spans, first_span, trained)
     elif train_on == "last-exchange":
-        # Without a user message the number is -1, which selects all.
+        # Without a user message the number is -1, which selects all messages.
         of_user = (role == Role.USER) & (spans["message"] != NO_MESSAGE)
         trained &= spans["message"] > _last_message(spans, first_span, of_user)
     spans["weight"] = np.where(decided, trained * _record_weights(spans, first_span, decided), spans["weight"])
 
 
 def _record_weights(spans: Table, first_span: Index, decided: NDArray[np.bool_]) -> NDArray[np.float32] | float:
-    """For each span, return the weight of its record: the weight of the spans of its segment that are trained by
-    role.
-    """
+    """Return the weight of each span's record: that of the spans in its segment that are trained by role."""
     weight = np.where(decided, spans["weight"], np.float32(0))
     if not np.any((weight != 0) & (weight != 1)):
         return 1.0
@@ -377,7 +375,7 @@ def run_positions(lengths: NDArray[Any], *, width: int = 0, dtype: DTypeLike = n
 
 
 def mask_runs(mask: NDArray[np.bool_], edges: Index) -> Index:
-    """Return the starts of runs of equal mask, with a new run at every edge, followed by the end.
+    """Return the starts of runs of equal mask values, followed by the end; every edge starts a new run.
 
     mask [0 1 1 1], edges [0 2 4]  ->  [0 1 2 4]
     """
@@ -388,7 +386,7 @@ def mask_runs(mask: NDArray[np.bool_], edges: Index) -> Index:
 
 
 def rows_from_mask(ids: Ids, mask: NDArray[Any], lengths: ArrayLike) -> Rows:
-    """Build rows from ids and a mask: each run of equal mask within a row becomes one span."""
+    """Build rows from ids and a mask: each run of equal mask values within a row becomes one span."""
     trained, row_start = mask > 0, offsets(np.asarray(lengths))
     start = mask_runs(trained, row_start)
     spans = np.zeros(len(start) - 1, dtype=SPAN)

@@ -88,7 +88,7 @@ static void put_ids(uint8_t *restrict to, const uint8_t *from, int64_t count, in
         }
 }
 
-/* Record the weight of positions [begin, stop), and a label for each if `has_label`. */
+/* Record the weight of positions [begin, stop) and, if `has_label`, a label for each of them. */
 static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weight, int has_label) {
     for (int64_t n = begin; has_label && n < stop;)
         if (n % 8 || stop - n < 8)

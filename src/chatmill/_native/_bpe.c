@@ -101,7 +101,7 @@ static int note_odd(PyObject *odd, Py_ssize_t number) {
 
 static PyObject *answer(Encoder *self, PyObject *odd) {
     const char *ids = self->out.data ? (char *)self->out.data : "";
-    // Not "y#": if built with the headers of Python 3.13, it fails in older versions with the same limited API.
+    // Do not use "y#": if built with the headers of Python 3.13, it fails in older versions with the same limited API.
     return Py_BuildValue("(NNN)", PyBytes_FromStringAndSize(ids, (Py_ssize_t)self->out.size),
                          PyBytes_FromStringAndSize((char *)self->offsets.data, (Py_ssize_t)self->offsets.size), odd);
 }

@@ -14,7 +14,7 @@ static const uint64_t ONE = 1;
 typedef struct {
     uint64_t letter, upper, number, space, blank, line, other, control, quote, slash; /* sets of ASCII characters */
     uint64_t inside; /* bytes that belong to the text */
-    int known;       /* number of ASCII bytes before the first other byte */
+    int known;       /* number of ASCII bytes before the first non-ASCII byte */
     int ends;        /* whether the text ends in the window */
 } Window;
 
@@ -90,7 +90,7 @@ static inline uint64_t starts_of_numbers(uint64_t number, int digits) {
     return starts;
 }
 
-/* For all patterns except GPT-2, which differ in what they add to runs of letters, spaces and other characters. */
+/* All patterns except GPT-2 use this function; they differ in what they add to runs of characters. */
 static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int pattern) {
     Window w = window_at(at, left, pattern);
     uint64_t tabs = w.space & ~w.line; /* spaces that are not line ends */

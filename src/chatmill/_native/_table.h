@@ -11,7 +11,7 @@
 #endif
 
 #define LONGEST 512           /* a power of two */
-#define MERGES (1u << 22)     /* so that a rank and a position in a word fit into 32 bits */
+#define MERGES (1u << 22)     /* a rank and a position in a word must fit into 32 bits */
 #define SHORT 15
 #define FEW 3
 #define MOST (1u << 16)       /* maximum number of words in addition to the initial ones */
@@ -115,7 +115,7 @@ static inline uint32_t pair_at(const Table *self, const uint32_t *ids, uint32_t 
     return merge->rank == UINT32_MAX ? UINT32_MAX : merge->rank * LONGEST | at;
 }
 
-/* Merge the first pair of lowest rank until no pair can be merged. */
+/* Repeatedly merge the first pair with the lowest rank, until no pair can be merged. */
 static uint32_t merged(const Table *self, const uint8_t *word, uint32_t size, uint32_t *ids) {
     uint32_t pair[LONGEST], into[LONGEST], count = 0;
     uint16_t next[LONGEST + 1], before[LONGEST + 1];
@@ -225,7 +225,7 @@ static int begin(Table *self, int with_vocabulary) {
 
 static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
     uint32_t ids[LONGEST];
-    /* If the table is full, reset it, to bound the memory it uses. Words that need no merging must be restored. */
+    /* If the table is full, reset it to bound its memory use. Words that need no merging must be restored. */
     int full = self->num_words >= self->most_words || self->bytes.size + self->ids.size >= self->most_bytes;
     if (full && !begin(self, self->whole)) return 0;
     return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));

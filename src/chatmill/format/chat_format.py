@@ -39,7 +39,7 @@ DEFAULT_BODY = {
 
 
 class TurnMarkers(NamedTuple):
-    """Control tokens and text before and after a message."""
+    """The control tokens and text before and after a message."""
 
     open: str
     close: str

@@ -150,7 +150,7 @@ def _date(date: str | None) -> datetime:
 
 
 def control_tokens_from_json(stored: Any) -> dict[str, str]:
-    """Return the control tokens of a stored format by key; empty if it does not list them."""
+    """Return the control tokens of a stored format by key, or an empty dict if it does not list them."""
     if isinstance(stored, str) and stored in PRESETS:
         return dict(load_format(stored).tokens)
     tokens = stored.get("tokens") if isinstance(stored, dict) else None

@@ -87,7 +87,7 @@ def content_place(body: Body) -> tuple[int, int]:
 
 
 def record_texts(record: Record) -> Iterator[str]:
-    """Yield all texts of a conversation, to train a tokenizer on."""
+    """Yield all texts of a conversation, for training a tokenizer."""
     yield from record.tools
     for message in record.messages:
         yield from filter(None, (message.reasoning, message.content, *map(call_text, message.tool_calls)))
@@ -157,7 +157,7 @@ def split_bodies(
 
 
 def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
-    """Return each turn as text, in the order of the rendered row.
+    """Return the text of each turn, in the order of the rendered row.
 
     Raise a `RecordError` if a text contains a marker of the format, because the text would look like a turn.
     """

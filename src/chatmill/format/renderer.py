@@ -56,8 +56,7 @@ class Renderer(Protocol):
     ) -> Iterator[Record]:
         """Yield the records that can be rendered. Pass errors to `on_reject`, or raise them if it is None.
 
-        With `last_only`, only the last assistant message is trained, so the exact answers of earlier ones are not
-        needed.
+        With `last_only`, only the last assistant message is trained, so earlier ones need no exact answer boundaries.
         """
 
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
@@ -94,7 +93,7 @@ def apply_record_weights(records: Sequence[Record], spans: Table, first_span: In
         return
     factor = np.repeat(np.array(weights, dtype=np.float32), np.diff(first_span))
     spans["weight"] *= factor
-    # A record with weight 0 stays untrained even if other roles are trained later.
+    # A record with weight 0 stays untrained even if `train_on` is changed later.
     spans["rule"][(factor == 0) & (spans["rule"] == Rule.ROLE)] = Rule.FLAG
 
 

@@ -1,12 +1,12 @@
-"""`--format text`: records of one text, or of a prompt and its completion, without turns.
+"""`--format text`: records that consist of one text, or of a prompt and its completion, without turns.
 
     <s> Once upon a time … </s>
 
 The text is surrounded by the tokens that the tokenizer itself adds, and by the EOS token of its folder.
 
 A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. Some
-tokenizers add a space before every text, and would also add one before the completion. With these tokenizers both are
-encoded as one text, and a token that spans the boundary is not trained.
+tokenizers add a space before every text, and would also add one before the completion. With these tokenizers, the
+prompt and its completion are encoded as one text, and a token that spans the boundary is not trained.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     tokens     The  answer  is 4 .
     weight     own    0     own
 
-A token that contains characters of several weights gets the lowest weight, so it is trained only if all its characters
-are. If ranges train some of a token's characters and do not cover the others, the role decides. Such tokens are
-counted.
+A token whose characters have different weights gets the lowest weight, so it is trained only if all its characters are.
+If ranges train some of a token's characters and do not cover the others, the role decides. The ledger counts these
+tokens.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def by_byte(text: str, weights: CharWeights) -> CharWeights:
 
 
 def apply_ranges(rows: Rows, weights: TokenWeights, ledger: Ledger | None) -> Rows:
-    """Apply the weights per token to `rows`, splitting spans where the weights change."""
+    """Apply the token weights to `rows`, splitting spans where the weights change."""
     spans = rows.spans
     span_of = np.repeat(np.arange(len(spans)), spans["length"])
     rule, own = spans["rule"][span_of], spans["weight"][span_of]

@@ -101,7 +101,7 @@ class TurnRenderer:
         return ControlTokens(self.tokenizer.control_ids)
 
     def _count_control_texts(self, records: Sequence[Record]) -> int:
-        """Count the records whose text contains a control token literally; it is encoded as text."""
+        """Count the records whose text contains the literal text of a control token, which is encoded as text."""
         texts = ([message.content for message in record.messages] for record in records)
         return sum(map(self._control_tokens.any_in, texts))
 

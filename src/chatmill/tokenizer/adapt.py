@@ -25,7 +25,7 @@ _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()
 
 
 def text_tokenizer(tokenizer: Any, *families: Mapping[str, str]) -> TextTokenizer:
-    """Wrap a tokenizer of any library as an object with `encode` and `special_token_ids`.
+    """Wrap a tokenizer from any library as an object with `encode` and `special_token_ids`.
 
     `families` are sets of control tokens by key; the first set that is completely in the vocabulary is used.
     """

@@ -96,7 +96,7 @@ class Backend(Protocol):
 
 
 def is_markup(token: str) -> bool:
-    """Whether a token looks like a control token: `<think>`, `[INST]`. Some vocabularies do not mark these special."""
+    """Whether a token looks like a control token (`<think>`, `[INST]`), even if it is not marked as special."""
     return len(token) > 2 and token[0] in "<[" and token[-1] in ">]"
 
 
@@ -104,7 +104,7 @@ def aliases(control: Mapping[str, int]) -> dict[str, str]:
     """Return, for each control token, a name that no text can contain.
 
     Removing a token from a vocabulary would renumber the tokens after it; a renamed token keeps its id and never
-    matches text. The secret is new in every process, so no message can contain it, and no id depends on it. No alias
+    matches text. Every process generates a new secret, so no message can contain it, and no id depends on it. No alias
     is a prefix of another.
     """
     secret = secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""Byte-level BPE in C, for tokenizer.json files that split words with a pattern of `split_pattern`.
+"""Byte-level BPE in C, for tokenizer.json files that split words with a pattern in `split_pattern`.
 
 Texts with a very long word, a rare character or an added token are passed to a fallback engine. The C engine is not
 available if it was not compiled, or for other kinds of files.
@@ -79,7 +79,7 @@ class ByteBpe:
 def with_left(
     encoded: tuple[bytes, bytes, list[int]], texts: Sequence[str], encode_left: Encode
 ) -> tuple[Ids, Offsets]:
-    """Return ids and offsets of all texts; encode the texts that the encoder skipped with `encode_left`."""
+    """Return the ids and offsets of all texts; texts that the encoder skips are encoded with `encode_left`."""
     ids, offsets, left = np.frombuffer(encoded[0], np.uint32), np.frombuffer(encoded[1], np.int64), encoded[2]
     if not left:
         return ids, offsets
@@ -112,7 +112,7 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
     vocab, alphabet = model["vocab"], byte_alphabet()
     merges = pairs(model["merges"])
     twice = len({tuple(merge) for merge in merges}) < len(merges) or len({*vocab.values()}) < len(vocab)
-    # Merges given as lines of text may be comments.
+    # If merges are lines of text, some of the lines may be comments.
     comments = any(isinstance(merge, str) and merge.startswith("#version") for merge in model["merges"])
     if not vocab.keys() >= alphabet.keys() or twice or comments or len(merges) >= MAX_MERGES:
         return None
@@ -135,7 +135,7 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
 
 
 def engine_file() -> Path | None:
-    """Return the file of the C engine; None if it is not compiled."""
+    """Return the path of the compiled C engine; None if it is not compiled."""
     return Path(_bpe.__file__) if _bpe is not None and _bpe.__file__ else None
 
 

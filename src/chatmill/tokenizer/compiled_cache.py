@@ -1,6 +1,6 @@
 """Cache of compiled tokenizers: the input of the C engine for a tokenizer.json and its control tokens.
 
-It also stores whether two ways of encoding agree on the probe, because that takes as long to compute.
+It also stores whether two ways of encoding agree on the probe, because finding out takes just as long.
 
     <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
 
@@ -59,7 +59,7 @@ class _Header(msgspec.Struct):
 
 
 def cache_key(raw: bytes, *about: object) -> str | None:
-    """Return the cache key for a tokenizer.json and `about`, which must be JSON values; None without a cache."""
+    """Return the cache key for a tokenizer.json and `about`, which must be JSON values; None if there is no cache."""
     engine = engine_file()
     if engine is None or os.environ.get(SWITCH) == "0":
         return None

@@ -3,9 +3,9 @@
 Text tokens are control tokens that may also come from text: added tokens that are not special, such as `<think>`.
 
 There are two ways to encode. By sections, the fast engine encodes the text between two control tokens separately. As a
-whole, `tokenizers` encodes everything at once, with control tokens replaced by aliases that no text can contain.
-Sections are used if they give the same ids on a probe. Encoding as a whole is always exact and also gives the offset of
-each token, but it is slower.
+whole, `tokenizers` encodes everything at once, with control tokens replaced by aliases that no text can contain. Texts
+are encoded by sections if that gives the same ids on a probe. Encoding as a whole is always exact and also gives the
+offset of each token, but it is slower.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class ControlEncoder:
         return start, stop
 
     def is_normal(self, text: str) -> bool:
-        """Whether normalization leaves the text unchanged, so that text tokens can be searched in it directly."""
+        """Whether normalization leaves the text unchanged, so that it can be searched for text tokens directly."""
         return self.normalized is None or text.isascii() or self.normalized(text) == text
 
     @cached_property
@@ -195,7 +195,7 @@ class ControlEncoder:
             return engine
 
     def _sections_agree(self) -> bool:
-        """Whether sections give the same ids as the whole, for texts around a sample of the control tokens."""
+        """Whether both ways to encode give the same ids, for texts around a sample of the control tokens."""
         texts = [text for text in PROBE if not any(token in text for token in self.ids)]
         for number, token in enumerate(list(self.ids)[:: max(1, len(self.ids) // 12)]):
             parts = [texts[(number * 3 + at) % len(texts)] for at in range(5)]

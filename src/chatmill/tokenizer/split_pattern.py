@@ -1,4 +1,4 @@
-"""Patterns that split text into words before merging, as supported by the C engine.
+"""The patterns for splitting text into words before merging that the C engine supports.
 
 A pattern is recognized by its exact regular expressions in the `pre_tokenizer` of a tokenizer.json, not by the name of
 a model. The engine does not run regular expressions: it has code for each pattern, and a table with the class of every
@@ -29,7 +29,7 @@ class Pattern(IntEnum):
 
 
 class Class(IntEnum):
-    """Character classes; must match `_words.h`. A pattern that does not distinguish some of them uses the first."""
+    """Character classes; must match `_words.h`. If a pattern does not distinguish some classes, it uses the first."""
 
     LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN = range(11)
 

@@ -18,7 +18,8 @@ RANK_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]+)\r?")
 
 _PUBLISHED = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
-# Special tokens of tekken files before version 11, which do not list them; other special ids are fillers.
+# Special tokens of tekken files before version 11, which do not list their special tokens; other special ids are
+# fillers.
 _TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -57,7 +58,7 @@ class Tiktoken:
 
 
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
-    """Load a rank file. Published ones are recognized by their hash; others use the pattern of cl100k, with a warning.
+    """Load a rank file. Published files are recognized by hash; other files use the cl100k pattern, with a warning.
 
     `special` are the control tokens that the file's folder declares.
     """
@@ -126,7 +127,7 @@ def _published(place: str, sha256: str) -> dict[str, Any] | None:
 def _definition(place: str, name: str) -> tuple[str, dict[str, Any]]:
     """Return the rank file's hash, and the pattern and special tokens of an encoding in the installed tiktoken.
 
-    The constructors of tiktoken download the ranks. This runs one with a loader that only records the hash.
+    tiktoken's constructors download the ranks; this function runs one with a loader that only records the hash.
     """
     _tiktoken(place)
     hashes = []

@@ -78,7 +78,7 @@ class TokenizerJson:
         return "tokenizers" if self._encode == self._slow_batch else "fastokens"
 
     def compiled(self) -> Compiled | None:
-        """Return the data that lets another process open the file quickly; None if it does not use the C engine."""
+        """Return the data that lets another process open the file quickly; None if the C engine is not used."""
         if not isinstance(self._encode, ByteBpe):
             return None
         columns = dict(self._encode.columns)
@@ -132,7 +132,7 @@ class TokenizerJson:
 
     @cached_property
     def _not_native(self) -> Encode:
-        """`fastokens` if it loads the file and agrees on the probe; else `tokenizers`, with a warning."""
+        """Use `fastokens` if it loads the file and agrees on the probe; else `tokenizers`, with a warning."""
         place, instead = self._place, "using tokenizers instead, which is slower but gives the same ids"
         try:
             with faults_of(place, "fastokens cannot load the file", instead):

@@ -31,7 +31,7 @@ class ControlTokens:
         return sorted({bisect_right(starts, place) - 1 for place in places})
 
     def any_in(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts contains a control token; fast if none does."""
+        """Whether any of the texts contains a control token; fast if none does."""
         first = self._first_characters
         return any(character in text and self.pattern.search(text) for text in texts for character in first)
 

@@ -143,7 +143,7 @@ class _RowEncoder:
     """Number of tokens that span the boundary of an answer."""
 
     def by_sections(self, laid_out: Sequence[LaidOut]) -> tuple[Rows, NDArray[np.bool_]]:
-        """Encode all rows together. Also return which rows have a boundary without an exact token position."""
+        """Encode all rows together. Also return which rows have a boundary that is not at an exact token position."""
         laid_out, inexact = self._with_text_tokens(laid_out)
         rows = self.tables.rows([*map(_LAYOUT, laid_out)])
         table = rows.table
@@ -208,7 +208,7 @@ class _RowEncoder:
         return _Sections(ids, first, last, size, literal_bytes, stripped)
 
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
-        """Give rows whose texts contain text tokens their own layouts.
+        """Create separate layouts for rows whose texts contain text tokens.
 
         Also return which rows must be encoded as a whole, because a text token spans a boundary or the text is
         normalized before it is searched for tokens. Texts in columns contain no text tokens.

@@ -41,7 +41,7 @@ class HFFolder:
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
-    """Read the folder except its vocabulary; `chat_template` is a file to use instead of the folder's template."""
+    """Read everything but the vocabulary; `chat_template` is a file to use instead of the folder's template."""
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     is_folder = tokenizer != "bytes" and path.is_dir()
     files = [_json(path / name) for name in ("special_tokens_map.json", "tokenizer_config.json")] if is_folder else []
@@ -72,7 +72,7 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the `bos_token`, `eos_token` and so on that a folder defines."""
+    """Return the special tokens that a folder defines: `bos_token`, `eos_token` and so on."""
     files = [_json(folder / name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
     config: dict[str, Any] = {key: value for file in files for key, value in file.items()}
     return {name: token for name in SPECIAL_NAMES if (token := _token(config.get(name))) is not None}

@@ -1,4 +1,4 @@
-"""Conversations in columns with their layouts, which are shared by shape; most never become `Record`s."""
+"""Conversations in columns with their layouts, one per shape; most are never converted to `Record`s."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ColumnSearch:
 
 
 def conversation(columns: ChatColumns, row: int, texts: Sequence[str]) -> Record:
-    """Return the record of a row, without its id, which columns do not store."""
+    """Return the record of a row without its id, because columns do not store ids."""
     first, stop = columns.first_message[row : row + 2].tolist()
     roles = columns.roles[first:stop].tolist()
     messages = [new_message(ROLES[role], text) for role, text in zip(roles, texts, strict=True)]
@@ -101,7 +101,7 @@ def lay_out_columns(
 
 
 def _up_to_refused(columns: ChatColumns, laid_out: Sequence[LaidOut], fault: RecordError) -> list[Record]:
-    """Return the laid-out records, then the rejected one, then the remaining ones unchanged."""
+    """Return the laid-out records, then the rejected record, then the remaining records unchanged."""
     records: list[Record] = [
         laid_out_record(record, one if one.slots is not None else one._replace(slots=columns.texts(row)))
         for row, (record, one) in enumerate(zip(columns, laid_out, strict=False))

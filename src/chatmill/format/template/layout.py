@@ -138,7 +138,7 @@ def token_layout(
     """Return the layout of a record with derived answers; `text_tokens` are the `tokens` that may come from text.
 
     Without `encoder` the layout is for this conversation only, with its slots filled. With `encoder`, the slots stay
-    open, and sections without slots are encoded here, once.
+    open, and sections without slots are encoded once, here.
     """
     cells: list[_Cell] = []
     for cell in _CellSplitter(record, derived, tokens, text_tokens, filled=encoder is None).cells():
@@ -268,7 +268,7 @@ def _layout(
 
 
 class _CellSplitter:
-    """Splits a rendering at each change of the kind of its characters."""
+    """Splits a rendering wherever the kind of its characters changes."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class _CellSplitter:
         return SpanKind(self.roles[message], part, Rule.EARLIER_ROW if context else Rule.HEADER, message)
 
     def _part(self, number: int, answer: AnswerSpan) -> int:
-        """Return the part of an answer's piece; a literal has the part of the next field, else of the previous one."""
+        """Return the part of a piece of an answer; literals take the part of the next field, or of the previous one."""
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):
             source = self.pieces[at].source

@@ -88,7 +88,7 @@ class LayoutTable:
 
 
 class LayoutTables:
-    """Builds the layout table of each batch and keeps it for the next: most rows share a few layouts."""
+    """Builds the layout table of each batch and keeps it for the next one, because most rows share a few layouts."""
 
     def __init__(self) -> None:
         self._kept: tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]] | None = None
@@ -102,7 +102,7 @@ class LayoutTables:
         return RowCells(table, np.array([numbers[key][0] for key in map(id, layouts)], dtype=np.int64))
 
     def _with(self, by_id: dict[int, TokenLayout]) -> tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]:
-        """Return the kept table with new layouts added, or a table of only the new ones if it would grow too large."""
+        """Return the kept table with new layouts added, or a table of only these layouts if it would grow too large."""
         every = {key: layout for key, (_, layout) in self._kept[1].items()} | by_id if self._kept else by_id
         if sum(len(layout.tokens) for layout in every.values()) > MAX_KEPT:
             every = by_id

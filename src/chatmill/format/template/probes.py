@@ -1,6 +1,6 @@
 """Small conversations that show how a chat template behaves, one for each shape of records.
 
-The words of every message are unique, so that text of one message that appears in another is noticed.
+The words of every message are unique, so that text that appears in the wrong message is noticed.
 """
 
 from __future__ import annotations

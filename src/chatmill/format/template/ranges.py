@@ -29,8 +29,8 @@ LEAVE_OUT = "remove train_ranges, or use a template that writes the content unch
 def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | None:
     """Return the weight of each character of the rendering; None if no answer has ranges.
 
-    Raise `RecordError` if the template changes a character in a range. Whitespace that it trims from the ends of the
-    content has no tokens.
+    Raise `RecordError` if the template changes a character in a range. Whitespace that the template trims from the ends
+    of the content has no tokens.
     """
     answers = {answer.message for answer in derived.answers}
     by_message = {at: char_weights(record.messages[at]) for at in answers if record.messages[at].train_ranges}

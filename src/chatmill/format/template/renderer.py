@@ -283,7 +283,7 @@ class TemplateRenderer:
         return check_answers(derived, self.control_tokens, turns, allow_no_end=self.allow_no_end)
 
     def turn_marks(self, with_tools: bool) -> TurnMarks:
-        """Return how the template for conversations with or without tools opens and ends turns."""
+        """Return the turn marks of the template that is used with or without tools."""
         number = self.templates[with_tools].number
         if number not in self._turn_marks:
 
@@ -369,7 +369,7 @@ class TemplateRenderer:
         return replace(derived, notes=derived.notes + self.check(record, derived))
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOut:
-        """Lay out a record by its own derivation, without a cached trace."""
+        """Lay out a record from its own derived answers, without a cached trace."""
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
         expected, weights = self._headers.expected(derived), rendered_weights(record, derived)
         return LaidOut(layout, [], notes + derived.notes, expected, weights)

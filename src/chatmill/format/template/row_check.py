@@ -3,7 +3,7 @@
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …
                                header of the prompt         trained, ends with an end token
 
-The check is independent of how answers are derived: it reads what is trained from the spans of the rows.
+The check is independent of how answers are derived: it reads the loss mask from the spans of the rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEARBY = 64
 
 @dataclass(frozen=True, eq=False)
 class ExpectedAnswers:
-    """What must precede the answers of a row.
+    """The headers that must precede the answers of a row.
 
     Text at the end of a header may be tokenized differently in a row, because an answer follows, so the size of that
     text is compared instead of its ids.
@@ -51,7 +51,7 @@ class ExpectedAnswers:
 
 
 def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
-    """Return what must precede answers with these contexts.
+    """Return the headers that must precede answers with these contexts.
 
     `rewrites` means that the tokenizer normalizes text, so that the bytes of its tokens differ from the text.
     `strips` means that some control tokens remove the whitespace before them (lstrip).
@@ -70,7 +70,7 @@ def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: b
 
 
 class RowCheck:
-    """Checks rows against the token ids with which a template opens and ends turns."""
+    """Checks rows against the token ids that open and end turns in a template."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RowCheck:
             raise _fault(records[other[0]], "the answers in its row differ from the derived ones", "foreign_text")
         if not len(answers.row):
             return
-        # For each answer of a row, its index among the answers of all distinct `expected`.
+        # For each answer of a row, its index in the concatenated answers of the distinct `expected`.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
         ids, places = rows.ids, self._places(rows.ids)
         for broken, what, kind in (
@@ -221,7 +221,7 @@ def _fault(record: Record, what: str, kind: str) -> RecordError:
 
 
 def header_ids(headers: Collection[str], encode: Encode) -> tuple[tuple[int, ...], ...]:
-    """Encode headers, without a text token at the end, which may be part of a longer token in a row."""
+    """Encode headers without the text token at the end, because it may be part of a longer token in a row."""
     out = []
     for header in headers:
         ids, is_control, _ = encode(header)

@@ -85,7 +85,7 @@ class ChatTemplate:
         """Find the form in which the template expects contents and tool calls.
 
         Tool arguments are passed as an object, like servers do, unless the template cannot handle one: it fails, drops
-        the arguments, or outputs the object's Python repr. Such a template gets the arguments as a string.
+        the arguments, or outputs the object's Python repr. In these cases, the arguments are passed as a string.
         """
         parts = next((parts for parts in (False, True) if self._written(QUESTION, Style(parts))), False)
         for probe in (CALL, CALL_WITHOUT_RESULT):

@@ -56,7 +56,7 @@ class TemplateHeaders:
     _check: tuple[tuple[int, ...], RowCheck] | None = field(default=None, init=False)
 
     def expected(self, derived: DerivedAnswers) -> ExpectedAnswers | None:
-        """Return what must precede the answers of a row; None if generation tags mark them."""
+        """Return the headers that must precede the answers of a row; None if generation tags mark the answers."""
         if not derived.contexts:
             return None
         rewrites = not self.encoder.by_sections or self.encoder.normalizes

@@ -1,4 +1,4 @@
-"""Records as the variables that a chat template is rendered with.
+"""Convert records to the variables of a chat template.
 
 The shape of a record is everything except its texts: roles, which fields are present, keys and numbers in tool calls,
 and the tools. Two records of one shape differ only in their texts.
@@ -93,7 +93,7 @@ def _unchanged(text: str, source: FieldPath) -> str:
 
 
 def build_input(record: Record, style: Style, text_of: TextOf, of_shape: TextOf) -> TemplateInput:
-    """Build the variables; `text_of` maps the texts of the record, `of_shape` those that belong to its shape."""
+    """Build the variables; `text_of` converts the record's texts, `of_shape` the texts that belong to its shape."""
     messages = [_message(message, number, style, text_of, of_shape) for number, message in enumerate(record.messages)]
     tools = [
         _json_value(_DECODE(tool), OUTSIDE, ("tools", at), of_shape, of_shape) for at, tool in enumerate(record.tools)

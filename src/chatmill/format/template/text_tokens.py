@@ -1,8 +1,9 @@
 """Learn which added tokens may come from the text of messages.
 
 A token that the tokenizer marks special never comes from text, nor does one that the template uses in the header of a
-role or as the end of a turn (DeepSeek's `<｜User｜>` is not special). All others are tags inside answers: `<think>`,
-`<tool_call>`. Headers and ends are learned from small conversations whose texts are words that no template contains:
+role or as the end of a turn (DeepSeek's `<｜User｜>` is not special). All other added tokens are tags inside answers,
+such as `<think>` and `<tool_call>`. Headers and ends are learned from small conversations whose texts are words that no
+template contains:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
@@ -82,7 +83,7 @@ class _Turns:
 
     def learn(self) -> frozenset[str]:
         if not ("QzUser0" in self.row and "QzAssistant1" in self.row):
-            # Nothing can be learned from this template, so no token may come from text.
+            # Nothing can be learned from this template, so assume that no token comes from text.
             return frozenset(self.tokens.ids)
         final = self._names(_after(self.render(_DIALOG, 2, False), "QzAssistant1"))
         closing, user_header = self._closing_and_header(_DIALOG, "QzUser2")
@@ -108,7 +109,7 @@ class _Turns:
         return between[:size], between[size:]
 
     def _ends(self, closing: Sequence[str]) -> list[str]:
-        """Return the tokens that end a turn; those before a special one are tags (`</response><|im_end|>`)."""
+        """Return the tokens that end a turn; tokens before a special token are tags (`</response><|im_end|>`)."""
         last = max((at for at, token in enumerate(closing) if token in self.special), default=-1)
         return [*closing[last + 1 :]]
 
@@ -122,7 +123,7 @@ class _Turns:
         shared = _common(self._names(prompt), ends)
         header = self._names(prompt)[shared:]
         if size == 0 and header and self._word_before(prompt, shared):
-            # Headers are plain words without tokens.
+            # The headers are plain words without control tokens.
             header = []
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
 

@@ -101,7 +101,7 @@ def _user_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _tool_header(render: Render, tokens: ControlTokens) -> str:
-    """Return the text between a tool call and its result, without the text that follows a call at the end."""
+    """Return the text between a tool call and its result, without the text that also follows a final call."""
     try:
         alone, row = render(CALL, 2, False), render(CALL, 4, False)
         call = re.search(r"(?s)Lisbon(?!.*Lisbon)(.*)", alone.split("Rain?", 1)[1])

@@ -9,7 +9,7 @@ stretches of literals is part of the prompt; the answer starts where they diverg
                      common                              | trained
 
 The answer ends with the last control token among the literals that the template writes for this message after its last
-field. Earlier messages may differ between prompt and rendering: only the literals in between count.
+field. Earlier messages may differ between the prompt and the rendering, because only these literals are compared.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def answers_by_origin(
 
     `prompts` lists the numbers of messages after which a prompt may show the usual header.
 
-    With `prompt_ends`, a prompt is not traced if an earlier prompt had the same end and its answer the same start.
+    With `prompt_ends`, a prompt is not traced if an earlier prompt ended the same way and its answer started the same
+    way.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]
@@ -213,7 +214,7 @@ class _OriginSearch:
         return prompt_end[self._common(prompt_end, without) :]
 
     def _anchor(self, message: int, source: FieldPath | None, own: int) -> int:
-        """Return the last piece before the answer that comes from the last field of the prompt."""
+        """Return the last piece before the answer that the prompt's last field produced."""
         if source is None:
             return -1
         anchor = max((at for at in self.fields if at < own and self.pieces[at].source == source), default=None)
@@ -234,7 +235,7 @@ class _OriginSearch:
         matches = self.tokens.find(closing) or self.tokens.find(own or "")
         is_tag = bool(matches) and matches[-1][0].startswith("</") and matches[-1][0] not in (*self.ends, self.eos)
         if own is not None and (is_tag if matches else not own.strip()):
-            # Text after the loop, or of the next message, may close the answer. A closing tag does not.
+            # Text after the loop, or of the next message, may close the answer, but a closing tag does not.
             further = self.tokens.find(self._closing(message, start, literals))[len(matches) :]
             if further and not literals[len(own) : further[0].start()].strip():
                 matches = further[:1]
@@ -307,7 +308,7 @@ class _OriginSearch:
         alone = self._alone(message)
         source, tail = _tail(alone, of=message)
         if source is None:
-            # The output has no field of this message: take the text after its start.
+            # The output contains no field of this message, so take the text after its start.
             tail = alone.text[start:] if alone.text.startswith(self.full.text[:start]) else ""
         closing = literals[: self._common(literals, tail)]
         try:

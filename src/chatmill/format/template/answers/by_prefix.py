@@ -34,7 +34,7 @@ def answers_by_prefix(
     ends: Collection[str],
     eos: str | None = None,
 ) -> list[PrefixAnswer]:
-    """Return the answer of each message in `assistants`, if prefixes match; a server stops at the tokens `ends`.
+    """Return the answer of each message in `assistants`, if prefixes match; a server stops at the tokens in `ends`.
 
     `prompts` lists the numbers of messages after which a prompt may show the usual header.
     """

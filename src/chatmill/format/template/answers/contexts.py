@@ -7,8 +7,9 @@ row, the answer starts where this header ends:
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
                               context              |answer
 
-Whitespace before the header may differ. If row and prompt diverge after it (only one of them has `<think>\\n`), the
-answer starts where they diverge. Text before the header is not compared, because templates rewrite earlier messages.
+Whitespace before the header may differ. If the row and prompt diverge after the header (only one of them has
+`<think>\\n`), the answer starts where they diverge. Text before the header is not compared, because templates rewrite
+earlier messages.
 
 This module uses only plain renderings. It shares no code with the derivations and does not depend on how they find an
 answer.
@@ -122,7 +123,7 @@ class ContextFinder:
         return None if at < 0 else (at, at + common_prefix(self.literals[at:stop], header, self.token))
 
     def continued(self, message: int, start: int) -> Context:
-        """Return the context of a further turn of an answer, which starts after a repeated header."""
+        """Return the context of another turn of the same answer, which starts after a repeated header."""
         return self._common_with(self.headers.assistant, message, start)
 
     def _prompt(self, message: int) -> tuple[str | None, str]:
@@ -149,7 +150,7 @@ class ContextFinder:
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """Return the part of the header that row and prompt share; raise if they do not share its core."""
+        """Return the part of the header that the row and the prompt share; raise if they do not share its core."""
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)
@@ -186,8 +187,8 @@ class ContextFinder:
     def _without_header(self, message: int, start: int, prompt: str, added: str) -> tuple[Context, tuple[str, ...]]:
         """Return the context if a prompt adds no header: the text after the last field, starting at its last token.
 
-        `added` is the text that the prompt adds instead. Only literals of the row are compared, because message text
-        differs.
+        `added` is the text that the prompt adds instead of a header. Only literals of the row are compared, because the
+        text of messages differs.
         """
         before = self.text[:start]
         tail = before[self.literals.rfind(FIELD, 0, start) + 1 :]

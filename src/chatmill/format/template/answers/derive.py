@@ -107,7 +107,7 @@ def derive(
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
         prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends, eos)
         for answer, prefix in zip(answers, prefixes, strict=True):
-            # In plain text, a control token quoted in a message looks like one of the template.
+            # In plain text, a control token quoted in a message looks like a control token of the template.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)

@@ -1,4 +1,4 @@
-"""Guards that keep a cached trace valid for other conversations: the derivation by prefix must give the same result.
+"""Guards under which a cached trace is valid for another conversation: the derivation by prefix gives the same result.
 
 Usually the literals determine whether one rendering is a prefix of another; if the text in a slot matters, a guard is
 added.

@@ -1,6 +1,6 @@
 """Certificates of chat templates.
 
-certificate      the lines of a certificate, in their order
+certificate      the lines of a certificate, in order
 finding          one line of a certificate: PASS, WARN, FAIL or SKIP
 observe          renders the conversations that are checked
 plain_check      compares finished rows with prompts, as plain text; shares no code with answers/

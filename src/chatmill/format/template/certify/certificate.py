@@ -1,6 +1,6 @@
 """Certificates of chat templates: one line for each property that training relies on.
 
-Every line is checked on one conversation per shape of records and, if given, on the user's records.
+Every line is checked on one conversation per record shape and, if given, on the user's records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Render conversations to observe a chat template: one per shape of records, and the user's records."""
+"""Render conversations to observe a chat template: one per record shape, and the user's records."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compare finished rows with the prompts of the template, as plain text: the independent check of a certificate.
 
-It uses the ids of a row, which of them are trained, and the text that the template renders. It does not use the
+It uses only the ids of a row, the loss mask, and the text that the template renders. It does not use the
 derivation of answers, so it can find errors in the derivation.
 
     prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
@@ -151,7 +151,7 @@ class PlainCheck:
         return header[: tokens[1].start() if len(tokens) > 1 else None].partition("\n")[0].rstrip()
 
     def answers(self, record: Record, rows: Rows, text_of: TextOf) -> list[CheckedAnswer]:
-        """Check the trained runs of tokens in the single row of a record."""
+        """Check the runs of trained tokens in a record's row."""
         runs = list(self._runs(rows))
         text, marked = text_of(len(record.messages), False), "".join(run.marked for run in runs)
         decoded = marked.replace(MARK, "")
@@ -229,7 +229,7 @@ class PlainCheck:
             return "header_not_in_prompt", False
         sides = (self._mark(prompt), self._mark(header))
         if not header.strip() or self._opener(own) not in header:
-            # Not an assistant header: the turn continues, as after a tool result in some templates.
+            # This is not an assistant header: the turn continues, as after a tool result in some templates.
             sides = (self._mark(prompt), self._mark(_after_words(prompt, record.messages[:message])))
             if _ends_alike(before, after, *sides):
                 return "space_before_header", False
@@ -242,7 +242,7 @@ class PlainCheck:
         return "differs", False
 
     def _goes_on(self, before: str) -> Relation:
-        """Check that an answer continues after the header of a further turn."""
+        """Check that an answer continues after the header of another turn."""
         opener = self._mark(self._opener(self.header))
         gap = before[before.rindex(opener) :] if opener and opener in before else None
         return "differs" if gap is None or _WORD.search(gap.removeprefix(opener)) else "several_turns"

@@ -26,7 +26,7 @@ RELATIONS = {
 
 
 def _plain_refused(seen: Observations, line: str) -> Finding | None:
-    """Return a FAIL for `line` if it reports the rejection of a plain conversation; else None."""
+    """Return a FAIL if `line` is the one that reports the rejection of a plain conversation; else None."""
     for record in PLAIN:
         if (fault := seen.faults.get(record.id)) is not None and line_of(fault) == line:
             details = {"refused": record.id, "kind": fault.kind}

@@ -1,4 +1,4 @@
-"""The process that runs chat templates, because a template is untrusted code.
+"""Chat templates are untrusted code, so they run in a separate process.
 
     renderer ── requests ──> template process      a fork of the server, locked down before it reads a template
        │  <── plain data ──        │

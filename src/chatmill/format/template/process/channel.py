@@ -131,7 +131,7 @@ class Channel:
         self.pid, self.protections = ready.pid, ready.protections
 
     def exchange(self, frame: bytes, *, seconds: float, limit: int) -> bytes:
-        """Send a request and receive its response, within limits on seconds and bytes."""
+        """Send a request and receive its response, within limits on time and size."""
         clock = _Clock(self.pid, seconds)
         for part in (HEADER.pack(len(frame)), frame):
             data = memoryview(part)

@@ -1,6 +1,6 @@
-"""The renderer's side of a template process: it starts one, sends requests, and kills it at a limit.
+"""The renderer's side of a template process: start it, send requests, and kill it when it reaches a limit.
 
-The limits of a request are enforced here, independently of the process: CPU time, response size, and memory. A process
+The limits on a request (CPU time, response size and memory) are enforced here, independently of the process. A process
 is started with a memory limit that fits the conversation. A process that reaches a limit is killed and replaced. After
 a few kills no more requests are sent for the template.
 """
@@ -147,12 +147,12 @@ class TemplateProcess:
     __del__ = close
 
     def after_fork(self) -> None:
-        """In a forked child: drop the connection without killing the parent's template process."""
+        """Drop the connection in a forked child, without killing the parent's template process."""
         self._lock = threading.Lock()
         self.close()
 
     def _request(self, request: messages.RenderText | messages.Derive) -> messages.Response:
-        """Send a request about one record; raise its errors as `RecordError` or `DataError`."""
+        """Send a request about one record; raise the errors it returns as `RecordError` or `DataError`."""
         try:
             frame = messages.encode(request)
         except UnicodeEncodeError:
@@ -184,7 +184,7 @@ class TemplateProcess:
             except (EOFError, OSError):
                 code = self._end()
                 if code in (None, -signal.SIGKILL, -signal.SIGXCPU) and not attempt:
-                    # Killed from outside: by the out-of-memory killer, or at its total CPU limit.
+                    # The process was killed from outside: by the out-of-memory killer, or at its total CPU limit.
                     continue
                 raise EndedError(f"its process ended with {_shown_exit(code)}") from None
             except BaseException:

@@ -111,7 +111,7 @@ class TemplateEngine:
             try:
                 messages.encode(steps)
             except (OverflowError, TypeError):
-                # Numbers too large for a message, as in `content[:10 ** 30]`.
+                # The steps contain numbers that are too large for a message, as in `content[:10 ** 30]`.
                 steps = None
         return messages.Derived(
             derived.rendering.pieces, derived.answers, derived.prefixes, derived.contexts, steps, derived.notes

@@ -29,7 +29,7 @@ Service = Callable[[bytes], bytes]
 
 
 def run_server(start: Callable[..., Service]) -> None:
-    """Fork a process for every byte on standard input, until its other end is closed.
+    """Fork a process for every byte on standard input, until the other end is closed.
 
     Each process calls `start` to get its service, and is locked down before it reads a request.
     """
@@ -107,7 +107,7 @@ def _fork(channel: int, highest: int, start: Callable[..., Service]) -> int:
 
 
 def _read() -> bytes:
-    """Return the next frame; empty at the end."""
+    """Return the next frame; empty at the end of the stream."""
     header = _read_exactly(HEADER.size)
     return _read_exactly(HEADER.unpack(header)[0]) if header else b""
 

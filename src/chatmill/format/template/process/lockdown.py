@@ -1,7 +1,7 @@
 """Restrict a template process before it reads a template, without needing privileges.
 
 Each protection is applied if the system supports it; `lock_down` returns those in force. The system call filter
-(seccomp) allows only what computing and answering need: memory, locks, clocks, and the one socket. The process cannot
+(seccomp) allows only the calls for memory, locks, clocks, and the one socket. The process cannot
 open files, create sockets, start programs or see other processes.
 """
 
@@ -170,11 +170,11 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 
 
 def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
-    """Return a BPF program that allows these calls, without executable memory; any other call fails with EPERM."""
+    """Return a BPF program that allows these calls but no executable memory; any other call fails with EPERM."""
     names = sorted(allowed, key=lambda name: allowed[name])
     executable = [allowed[name] for name in ("mmap", "mprotect")]
     others = [allowed[name] for name in names if allowed[name] not in executable]
-    # The comparisons are followed by the check of the memory protection and by the results.
+    # The check of the memory protection follows the comparisons.
     checks = len(others) + len(executable)
     instructions = [
         (LOAD, 0, 0, ARCHITECTURE),

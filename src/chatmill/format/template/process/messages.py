@@ -110,13 +110,13 @@ class RecordFault(msgspec.Struct, tag="record", frozen=True):
 
 
 class TemplateFault(msgspec.Struct, tag="template", frozen=True):
-    """A `DataError` because the template cannot be used."""
+    """A `DataError`, raised because the template cannot be used."""
 
     what: str
 
 
 class Stopped(msgspec.Struct, tag="stopped", frozen=True):
-    """A limit was reached, at this line of the template."""
+    """The template reached a limit at this line."""
 
     limit: Literal["time", "memory"]
     place: str

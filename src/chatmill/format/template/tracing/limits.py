@@ -1,7 +1,7 @@
 """Limits on the steps, characters and CPU time of one rendering.
 
 Exceeding a limit stops the template with an error that names the line. If the template is busy inside a single
-operation, the process that waits for it stops it (`chatmill.format.template.process`).
+operation, the waiting process stops it (`chatmill.format.template.process`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LimitError(TemplateError):
 
 
 class TimeLimitError(Exception):
-    """The template ran for too long. Not a `RecordError`, which derivations would treat as the template's decision."""
+    """The template ran for too long. Not a `RecordError`, which would mean that the template rejects the record."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Compiled templates, plain and traced. Errors inside them name the line of the template.
+"""Compiled templates, plain and traced. An error inside a template names the line.
 
 A traced rendering records the origin of every character: the literals of the template become `TracedStr` before it is
 compiled, and filters that would lose the origin of a text are wrapped. Loops over messages record the current message.
@@ -57,7 +57,7 @@ class Program:
                 try:
                     meter.check_size(written)
                 except LimitError as error:
-                    # Raise it inside the template, so that the line is known.
+                    # Raise the error inside the template, so that its line is known.
                     texts.throw(error)
                 yield text
         except (ChatmillError, MemoryError):
@@ -238,7 +238,7 @@ class TracedSandbox(Sandbox):
     def tojson(
         self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> TracedStr:
-        """Encode as JSON whose strings keep their origin: encode placeholders, then insert the traced texts."""
+        """Encode a value as JSON whose strings keep their origin: encode placeholders, then insert the traced texts."""
         mark, texts = os.urandom(8).hex(), list[TracedStr]()
 
         def with_placeholders(value: Any) -> Any:
@@ -273,7 +273,7 @@ class TracedSandbox(Sandbox):
         self._message_of_loop.pop(loop, None)
 
     def owner(self) -> int:
-        """Return the message of the innermost loop over messages."""
+        """Return the current message of the innermost loop over messages."""
         return next(reversed(self._message_of_loop.values()), OUTSIDE)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805

@@ -2,7 +2,8 @@
 
 Templates see only plain data and cannot change it. They can use only the attributes in `ATTRIBUTES`; using another
 existing attribute is an error, so that the output never differs silently from transformers. Before a template is
-compiled, its syntax tree is rewritten so that loops count steps; reading other files and autoescape are rejected.
+compiled, its syntax tree is rewritten so that loops count steps; templates that read other files or use autoescape are
+rejected.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise LimitError(f"it requests a width or count of {value}")
 
     def _check_growth(self, name: str, subject: str, args: tuple[Any, ...]) -> None:
-        """Check the maximum length of a method's result before calling it."""
+        """Check the maximum length of a method's result before calling the method."""
         if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
             self.meter.check_size(_size(subject) + str.count(subject, args[0]) * _size(args[1]))
         elif name == "join" and args and isinstance(args[0], list | tuple):

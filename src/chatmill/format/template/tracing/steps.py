@@ -81,7 +81,7 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 def begins_with(*args: Any) -> bool:
     """Whether the text of one pattern begins with that of another; the preceding arguments fill their Nones, in order.
 
-    It builds only as much of the first text as it compares, because it runs at every replay.
+    Only the compared part of the first text is built, because this function runs at every replay.
     """
     *values, pattern, other = args
     given = iter(values)
@@ -149,7 +149,7 @@ LENGTHS = {name: f"length_{name}" for name in ("eq", "ne", "lt", "lteq", "gt", "
 """Function names for Jinja's comparisons of a length with a number."""
 
 STEP_FUNCTIONS: dict[str, StepFunction] = {
-    # Functions from texts to a text.
+    # Functions that map texts to one text.
     "fill_pattern": StepFunction(fill_pattern, gives=Kind.TEXT),
     **{name: StepFunction(getattr(str, name), gives=Kind.TEXT, growth=3) for name in MAPPED},
     **{name: StepFunction(getattr(str, name), gives=Kind.TEXT) for name in STRIPPED},
@@ -157,12 +157,12 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
     "at": StepFunction(operator.getitem, gives=Kind.TEXT),
     "escape_json": StepFunction(escape_json, gives=Kind.TEXT, growth=12),
     "escape_html": StepFunction(escape_html, gives=Kind.TEXT, growth=5),
-    # Functions that split a text into several, and the selection of one of these.
+    # Functions that split a text, and a function that selects one of the results.
     **{name: StepFunction(getattr(str, name), gives=Kind.PARTS) for name in SPLIT},
     "part": StepFunction(operator.getitem, Kind.PARTS, Kind.TEXT),
     "cut_pattern": StepFunction(cut_pattern, gives=Kind.CUTS),
     "cut_text": StepFunction(_cut_text, Kind.CUTS, Kind.TEXT),
-    # Observations of a template.
+    # Observations that a template makes.
     **{name: StepFunction(getattr(str, name)) for name in OBSERVED},
     **{name: StepFunction(getattr(operator, name)) for name in ("eq", *ORDERED, "contains")},
     **{
@@ -180,7 +180,7 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
 }
 
 
-# Character ranges of the results of string methods.
+# Functions that return the character ranges of a string method's results.
 
 
 def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: bool = True) -> list[Range]:

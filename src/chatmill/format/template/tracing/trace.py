@@ -7,7 +7,7 @@ A rendering is a function of the conversation. A trace records what it computed 
               "</think>" in slot 1: False   a guard: a result that the template observed
 
 Another conversation of the same shape for which all guards give the same results is rendered the same way, with its
-own texts in the slots. chatmill therefore runs the steps on these texts instead of running the template again.
+own texts in the slots. Its steps are therefore run on these texts instead of running the template again.
 
 `TracedPiece` is a piece of text with its origin. Traces and pieces are plain data that can be sent between processes.
 """
@@ -23,7 +23,7 @@ from chatmill.format.template.tracing.steps import SPLIT, STEP_FUNCTIONS, Range,
 
 
 class TraceStep(NamedTuple):
-    """`function(*slots, *args)`: a guard with its expected result, or the value of the next slot."""
+    """A call of `function(*slots, *args)`: a guard with its expected result, or the value of the next slot."""
 
     function: str
     """A key of `STEP_FUNCTIONS`."""
@@ -133,7 +133,7 @@ class FieldPath(NamedTuple):
 
 
 class TracedPiece(NamedTuple):
-    """Consecutive characters of one origin: a literal of the template, or (a slice of) a field."""
+    """Consecutive characters with the same origin: a literal of the template, or (a slice of) a field."""
 
     text: str
     line: int = 0

@@ -1,7 +1,7 @@
 """Traced texts that a template has marked with `safe` or escaped. They behave like Jinja's Markup.
 
 Templates in transformers do not autoescape, but text joined with a safe text is escaped: `('a' | safe) + '<'` is
-`a&lt;`. A text stays safe until it is output, or joined by `~`, a filter or a plain text.
+`a&lt;`. A text stays safe until it is output, or joined by `~`, by a filter or by the `join` of a plain text.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def escaped(text: str) -> TracedMarkup:
 
 
 def mapped(text: TracedStr, function: str, *args: Any) -> TracedStr:
-    """Apply a function of `STEP_FUNCTIONS` that maps each character independently."""
+    """Apply a function in `STEP_FUNCTIONS` that maps each character independently."""
     call = STEP_FUNCTIONS[function].call
     if text.trace is None:
         return made([piece.changed(call(piece.text, *args)) for piece in text.pieces], None)

@@ -139,7 +139,7 @@ class TracedStr(str):
         return str.__hash__(self)
 
     def observe(self, function: str, *args: Any) -> Any:
-        """Return the result of a function of `STEP_FUNCTIONS`, guarded if it may differ for another conversation."""
+        """Return the result of a function in `STEP_FUNCTIONS`, guarded if it may differ for another conversation."""
         traces = [part.trace for part in texts_in((self, args)) if part.trace is not None]
         result = STEP_FUNCTIONS[function].call(self.plain(), *untraced(args))
         if traces:
@@ -204,7 +204,7 @@ class TracedStr(str):
 
 
 def _added(left: TracedStr, right: TracedStr) -> TracedStr:
-    """Like `joined`, but faster for two texts, which templates add thousands of times."""
+    """Like `joined`, but faster for two texts: templates concatenate texts thousands of times."""
     text = str.__new__(TracedStr, str.__add__(left, right))
     text.pieces = tuple([piece for piece in left.pieces + right.pieces if piece.text or piece.slot is not None])
     text.trace = left.trace or right.trace

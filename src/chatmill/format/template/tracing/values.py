@@ -57,7 +57,7 @@ def _check_name(name: object) -> None:
 
 
 class TemplateDict:
-    """`dict` as a function, without the attributes of the type."""
+    """`dict` as a plain function, which does not expose the attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
