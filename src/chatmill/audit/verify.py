@@ -59,7 +59,7 @@ def verify_log(
     states: Mapping[str, SavedState] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AuditResult:
-    """Recompute every line of a log from a dataset, by default the one it names, and check every byte of the dataset.
+    """Recompute every line of a log from its dataset, or from the given one, and check every byte of that dataset.
 
     `heads` maps the name of each checkpoint to the hash stored in it. `states` maps the name to the whole saved state,
     which `saved_states` returns; every field of the state must match the log. `progress` is called with the number of

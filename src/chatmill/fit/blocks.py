@@ -92,7 +92,7 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Return the blocks after token `at`, and where they end; a partial block only if these rows are the `last`."""
+    """Return the blocks after token `at`, and where they end; only the `last` rows may end with a partial block."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):
@@ -147,7 +147,7 @@ class _Cuts(NamedTuple):
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
-    """Return the bounds of the blocks after token `at`; a partial block only if these turns are the `last`."""
+    """Return the bounds of the blocks after token `at`; only the `last` turns may end with a partial block."""
     states = turns.states
     users = np.flatnonzero(states.role == Role.USER)
     system = turns.system[users]
@@ -156,7 +156,7 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
     system[system_length + 2 > block_size] = -1
     injected = 1 + np.where(system >= 0, system_length, 0)
 
-    # The only loop, once per block. It uses lists, because numpy is slow for single numbers.
+    # This is the only loop; it runs once per block. It uses lists, because numpy is slow for single numbers.
     user_start, user_stop = states.start[users].tolist(), states.stop[users].tolist()
     row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
     taken: list[tuple[int, int, int]] = []

@@ -10,7 +10,7 @@ from chatmill.rows import Index, Part, Role, Rows
 
 
 def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
-    """Return how many turns of each row fit, with the system turn, and how many tokens they have; 0 if no answer fits.
+    """Return how many turns of each row fit, including the system turn, and their token counts; 0 if no answer fits.
 
         system user asst | user asst | user asst      each part must fit; the first that does not ends the row
 

@@ -36,7 +36,7 @@ class Bins:
 
 
 def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: Seed | None = None) -> Bins:
-    """Assign rows to bins of at most `capacity` tokens by best fit decreasing, exactly.
+    """Assign rows to bins of at most `capacity` tokens by exact best-fit decreasing.
 
     [3] [2] [4], capacity 5  ->  [4] [3 2]        order 2 0 1, first 0 1 3
 

@@ -165,7 +165,7 @@ def _plan(cut: Truncation) -> GatherPlan:
 
 
 def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Truncation, NDArray[np.bool_]]:
-    """Cut the long rows by the rule; also return whether each new row starts or ends inside an answer, as (2, rows)."""
+    """Cut the long rows by the rule; also return whether each new row starts and ends inside an answer: (2, rows)."""
     if rule == "error":
         raise _too_long(rows, int(long[0]), capacity)
     few = rows.take(long)
@@ -223,7 +223,7 @@ def _exchanges(rows: Rows, capacity: int) -> Truncation:
 
 
 def _turns(rows: Rows, capacity: int) -> Truncation:
-    """Cut every row to at most `capacity` tokens, by exchanges first.
+    """Cut every row to at most `capacity` tokens, removing whole exchanges first.
 
         system | user asst | user asst | user asst | user        too long by a little
         system             | user asst | user asst | user        drop the oldest exchange

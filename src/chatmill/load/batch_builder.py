@@ -127,7 +127,7 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
 
 
 def _groups(steps: Iterator[PlannedStep], most: int) -> Iterator[list[PlannedStep]]:
-    """Yield lists of 1, 2, 4 … steps, up to `most`. If a step cannot be planned, yield those before it first."""
+    """Yield lists of 1, 2, 4 … steps, up to `most`. If a step raises an error, yield the earlier steps first."""
     group: list[PlannedStep] = []
     size = 1
     fault = ChatmillError  # Local, because a loader that was not closed may outlive the globals at interpreter exit.

@@ -86,7 +86,7 @@ class LoadConfig(Config):
         return "mix_sft" if self.mix_epochs is None else "mix_epochs"
 
     def order_part(self) -> dict[str, Any]:
-        """Return the keys that determine which episodes are in which batch: runs with equal values have equal order."""
+        """Return the keys that determine which episodes are in which batch; runs with equal values agree on this."""
         names = [
             "batch_size",
             "batch_sampling_mode",

@@ -63,8 +63,8 @@ def _weight_fault(name: str, weight: object, key: str) -> str | None:
 def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fraction] | None = None) -> dict[str, int]:
     """Return integer row counts per period, with a sum of at most 2^16, that give each source its share.
 
-    To share tokens or trained tokens instead of rows, `row_size` is their average number per row of each source. The
-    result is exact if the sum allows it; otherwise each source is within one row in 2^16 of its share.
+    To mix by tokens or trained tokens instead of rows, pass their average number per row of each source as `row_size`.
+    The result is exact if the sum allows it; otherwise each source is within one row in 2^16 of its share.
 
     >>> from chatmill.load import row_weights, shares
     >>> row_weights(shares({"a": 0.5, "b": 1.5}))
@@ -293,7 +293,7 @@ class MixedOrder(Order):
         return {name: Fraction(weight, self.schedule.period) for name, weight in weights}
 
     def passes(self, stop: int) -> dict[str, float]:
-        """Return the number of passes over each source that the positions before `stop` make."""
+        """Return the number of passes over each source in the positions before `stop`."""
         counts = self.schedule.counts(stop) / np.diff(self._first)
         return dict(zip(self.sources, counts.tolist(), strict=True))
 

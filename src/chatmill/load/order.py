@@ -1,7 +1,7 @@
 """Orders: pure functions that map each position of an epoch to an episode.
 
-An order has no state: `at` computes any position of any epoch. Its name includes a version and never changes its
-meaning, so the name, the seed and the number of episodes define an order permanently.
+An order has no state: `at` computes any position of any epoch. Its name includes a version, and the meaning of a name
+never changes, so the name, the seed and the number of episodes define an order permanently.
 """
 
 from __future__ import annotations

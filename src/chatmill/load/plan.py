@@ -253,8 +253,8 @@ class LoadPlan:
     def passes(self, at: Cursor) -> float | None:
         """Return the fractional number of passes over the data before a cursor; None for the order `random`.
 
-        One pass over a mix has as many episodes as all its sources together, or as `mix_epochs` sets. All rows of a
-        window count equally.
+        One pass over a mix has as many episodes as all its sources together, or as many as `mix_epochs` sets. All rows
+        of a window count equally.
         """
         if self.config.batch_sampling_mode == "random":
             return None

@@ -96,7 +96,7 @@ class ArraySlices(NamedTuple):
     dtype: np.dtype[Any]
 
     def read(self, first: int = 0, last: int | None = None) -> NDArray[Any]:
-        """Return the slices first to last, concatenated."""
+        """Return the slices `first` to `last`, concatenated."""
         arrays, chosen = self.arrays, slice(first, last)
         columns = zip(self.which[chosen], self.start[chosen], self.stop[chosen], strict=True)
         return np.frombuffer(b"".join([arrays[of][a:b] for of, a, b in columns]), dtype=self.dtype)
@@ -203,7 +203,7 @@ class EpisodeReader:
         return _without(spans, cut) if cut.any() else spans
 
     def untiled(self, episodes: StoredEpisodes, which: int) -> DataError:
-        """Return the error for one of these episodes whose spans do not have as many tokens as the episode."""
+        """Return the error for an episode whose spans do not have as many tokens as the episode."""
         return self._damaged(int(episodes.shard[which]), SPANS, "spans do not tile the tokens of their rows")
 
     def _stored_spans(self, places: Places) -> StoredSpans:

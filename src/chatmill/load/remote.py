@@ -28,7 +28,7 @@ def is_remote(plan: LoadPlan) -> bool:
 
 
 def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefetch, str | None] | None:
-    """Start downloading the data of `steps` batches after a cursor (None means an epoch); None if all data is local.
+    """Start downloading the data of the next `steps` batches, or of an epoch; return None if all data is local.
 
     Also returns a warning if the data does not fit in the cache, else None.
     """

@@ -171,8 +171,9 @@ def open_sources(
     """Open the sources of a run, and complete its config with their mix and padding token.
 
     `dataset_dir` is a dataset, the cache of one source, or a folder that contains the sources of `mix_sft` or
-    `mix_epochs`. In a dataset of several sources, these keys select some of its sources; without them it is mixed as
-    its recipe specifies, or read as one source if it has no mix or `stored_mix` is false. Sources are sorted by name.
+    `mix_epochs`. In a dataset of several sources, these keys select some of its sources. Without these keys, the
+    dataset is mixed as its recipe specifies, or read as one source if it has no mix or `stored_mix` is false. Sources
+    are sorted by name.
     """
     folder = place(dataset_dir)
     if isinstance(folder, Url):

@@ -6,10 +6,11 @@
       partial/, locks/          downloads in progress, and their locks
       evicted                   its modification time is that of the last eviction
 
-An object is downloaded to a temporary file, hashed on the way and renamed, so a killed download never leaves an
-incomplete object. One process downloads it, and the others wait. The least recently used objects are removed when the
-cache exceeds $CHATMILL_CACHE_SIZE; access times record when objects were used. The modification time of an object is
-derived from its hash: any other time means that the file was modified, and it is hashed again before it is used.
+An object is downloaded to a temporary file, hashed at the same time, and then renamed, so a killed download never
+leaves an incomplete object. One process downloads it, and the others wait. The least recently used objects are removed
+when the cache exceeds $CHATMILL_CACHE_SIZE; access times record when objects were used. The modification time of an
+object is derived from its hash: any other time means that the file was modified, and it is hashed again before it is
+used.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _mark(sha256: str) -> int:
 
 
 def _touch(path: Path) -> None:
-    """Record that a file was used now."""
+    """Record the current time as the time of last use of a file."""
     with suppress(OSError):
         os.utime(path, (time.time(), path.stat().st_mtime))
 
@@ -228,7 +229,7 @@ def _make_room(folder: Path, size: int, partial: Path) -> None:
 
 
 def _evict(folder: Path, size: int) -> bool:
-    """Evict the least recently used objects of `size` bytes in total; return whether anything was evicted."""
+    """Evict least recently used objects with a total of `size` bytes; return whether anything was evicted."""
     with _locked(folder, "room"):
         return _remove_oldest(folder, size)
 

@@ -51,7 +51,7 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
     try:
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The default folder also contains other caches of chatmill, and may have been created group-writable.
+        # The default folder also contains other chatmill caches, and may have been created group-writable.
         _check_own(path, may_change=not named)
         for name in parts:
             _check_own(path / name)

@@ -2,7 +2,7 @@
 
 A call is retried after transient errors: a broken connection, a truncated response, "slow down", a server error.
 Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds if there were at least two attempts. Errors that a
-retry cannot fix (a name, a permission, a credential) are reported immediately.
+retry cannot fix (a wrong name, permission or credential) are reported immediately.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Cleaned:
 
 
 def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -> Cleaned:
-    """Remove the leftovers of builds at a URL that are older than `older_than` seconds."""
+    """Remove build leftovers at a URL that are older than `older_than` seconds."""
     if url.scheme in READ_ONLY:
         raise UsageError(
             f"{url}: objects at {url.scheme}:// cannot be removed; use s3://, gs://, az:// or a local path"

@@ -102,12 +102,12 @@ class Diff:
 
     @property
     def same(self) -> bool:
-        """Whether both have the same conversations, in any order and packing."""
+        """Whether both datasets have the same conversations, in any order and packing."""
         return not any(kind.count for kind in self.kinds.values())
 
 
 def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | None = None) -> Diff:
-    """Compare two datasets by conversation and return the changes from `one` to `other`; both have `token_dtype`."""
+    """Compare two datasets by conversation and return what changed from `one` to `other`; `token_dtype` is for both."""
     a, b = (_Conversations(open_dataset(path, token_dtype=token_dtype)) for path in (one, other))
     by_key = a.has_keys and b.has_keys
     if not by_key:
@@ -135,7 +135,7 @@ def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | No
 
 
 class _Examples:
-    """Counts conversations, and keeps the lowest of their numbers as examples."""
+    """Counts conversations, and keeps those with the lowest numbers as examples."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -286,7 +286,7 @@ def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: i
 
 
 def _settings(metadata: Metadata) -> dict[tuple[str, str], Any]:
-    """Return everything that may cause a difference, by part and name."""
+    """Return all settings and inputs that may cause a difference, by part and name."""
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
     config = {name: value for name, value in metadata.config.items() if name not in WITHOUT_EFFECT}
     listed = config.get("sources")

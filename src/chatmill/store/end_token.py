@@ -176,7 +176,7 @@ def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
 
 
 def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
-    """Return the id that a value denotes: an id, a text, a Hugging Face token object, or the first of a list."""
+    """Return the id that a value denotes: an id, a text, a Hugging Face token object, or the first item of a list."""
     if isinstance(value, list):
         value = value[0]
     if isinstance(value, dict):

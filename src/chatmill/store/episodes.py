@@ -217,7 +217,7 @@ class Episodes:
         return DataError(f"{place}: {what}; it was changed, see chatmill verify {self.stored.path} --full")
 
     def check(self, shards: Iterable[int]) -> None:
-        """Raise `DataError` if a file of these shards has changed since it was mapped; call it after reading."""
+        """Raise `DataError` if a file of these shards has changed since it was mapped; call this after reading."""
         for number in set(shards):
             for file in self._mapped.get(number, ()):
                 file.check()

@@ -151,7 +151,7 @@ class _Raw(io.RawIOBase):
 
 
 def create(path: Path, *, hurry: bool = False) -> BinaryIO:
-    """Create a buffered file, not synced; `hurry` makes the system write its bytes to disk early."""
+    """Create a buffered file, which is not synced; with `hurry`, the system writes its bytes to disk early."""
     return io.BufferedWriter(_Raw(path, hurry), BUFFER)
 
 

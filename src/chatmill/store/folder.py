@@ -118,7 +118,7 @@ class OpenFolder:
             os.close(fd)
 
     def was_replaced(self) -> bool:
-        """Return whether the path now refers to another folder, or to none."""
+        """Return whether the path now refers to another folder, or no longer exists."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.absolute.stat())
         except OSError:

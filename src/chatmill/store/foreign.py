@@ -85,7 +85,7 @@ def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # chatmill's state may lack one key, because a flipped bit damages at most one.
+    # chatmill's state may lack one key, because a flipped bit damages at most one key.
     return isinstance(state, dict) and len(state.keys() & STATE_KEYS) < len(STATE_KEYS) - 1 and names_tokens(state)
 
 
@@ -208,7 +208,7 @@ def metadata_width(metadata: Any, *, place: str) -> int | None:
 
 
 def _types(node: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int | None]]:
-    """Yield the token types in metadata, each with its bytes; None for another byte order."""
+    """Yield the token types in metadata, each with its size in bytes; None for another byte order."""
     if not isinstance(node, dict) or depth > 3:
         return
     for name, value in node.items():

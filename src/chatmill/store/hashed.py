@@ -87,7 +87,7 @@ class Manifest:
                     yield f"{path}: sha256 {sha256[:12]}…; {self.source} has {info.sha256[:12]}…; it was changed"
 
     def unlisted_faults(self, folder: OpenFolder, splits: Iterable[str]) -> Iterator[str]:
-        """Yield faults for files in the folders of these splits, or of listed files, that are not listed."""
+        """Yield faults for unlisted files in the folders of these splits and of listed files."""
         listed = {path for path, _ in self.files}
         places = {*(folder.path / name for name in splits), *(path.parent for path in listed)} - {folder.path}
         for path in sorted(place / name for place in places for name in folder.names(place)):

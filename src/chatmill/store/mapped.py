@@ -114,7 +114,7 @@ class MappedFile:
     def check(self) -> None:
         """Raise `DataError` if the file has changed since it was mapped; call this after reading its bytes.
 
-        Truncation is always detected; overwritten bytes are detected after 2 ms for each mapped file.
+        Truncation is always detected; overwritten bytes are detected with a delay of 2 ms per mapped file.
         """
         if not self.size:
             return
@@ -208,7 +208,7 @@ _READING = _Reading()
 
 
 class _SigAction(ctypes.Structure):
-    """`struct sigaction` of Linux (glibc, musl) and macOS, 64-bit."""
+    """`struct sigaction` on 64-bit Linux (glibc, musl) and macOS."""
 
     _fields_ = [
         ("handler", ctypes.c_void_p),

@@ -116,7 +116,7 @@ def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes)
 
 
 def is_chatmill_metadata(raw: bytes) -> bool:
-    """Return whether this metadata, possibly damaged since, was written by `write_metadata`.
+    """Return whether `write_metadata` wrote this metadata, which may have been damaged since then.
 
     Checks the schema and two other keys, so that one flipped bit cannot make a damaged dataset look like a dataset from
     another program, which may have its own schema.

@@ -81,7 +81,7 @@ class CacheSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMeta:
-    """The content of `meta.json`, with the names of the specification."""
+    """The content of `meta.json`, with the names from the specification."""
 
     source: str
     format: str
@@ -131,7 +131,7 @@ def cache_folder(out: P, source: str) -> P:
 
 
 def check_place(out: Path, source: str, *, overwrite: bool) -> Path:
-    """Return the folder of a cache to be written; raise, before any work is done, if it cannot be written."""
+    """Return the folder for a new cache; raise an error, before any work is done, if it cannot be written."""
     target = cache_folder(out, source)
     recover(target, CACHE)
     check_target(target, overwrite=overwrite, kind=CACHE)
@@ -277,7 +277,7 @@ def parse_meta(raw: bytes, *, place: str) -> CacheMeta:
     data = parse_hashed(raw, place=place, schema=SCHEMA, version=SCHEMA_VERSION)
     try:
         meta = _meta(data)
-        # Sums, sizes and the hash are recomputed: an inconsistent file is not what was written.
+        # Recompute sums, sizes and the hash: an inconsistent file was changed after it was written.
         unchanged = meta.to_bytes() == raw
     except (ChatmillError, AttributeError, KeyError, TypeError, ValueError, struct.error):
         unchanged = False

@@ -117,7 +117,7 @@ def names_of(paths: Sequence[str]) -> str:
 
 
 def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
-    """Raise, before any work is done, if nothing can be published at `target`."""
+    """Raise an error, before any work is done, if no build can be published at `target`."""
     if local_path(target).name in ("", ".."):
         raise UsageError(f"{target}: has no name; give the folder of the {kind.name} as NAME or DIR/NAME")
     if target.is_symlink():
@@ -153,7 +153,7 @@ def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
 
 
 def refuse_inside(target: Path, reads: Iterable[Path]) -> None:
-    """Raise if one of the paths that a command reads is inside the folder that it would replace."""
+    """Raise an error if one of the paths that a command reads is inside the folder that it would replace."""
     for path in reads:
         if files.real(target) in files.real(path).parents:
             raise DataError(f"{target}: contains {path}, which the command reads; use another folder")
@@ -304,7 +304,7 @@ def building(
     source: Place | None = None,
     reads: Iterable[Path] = (),
 ) -> Iterator[Path]:
-    """Yield a locked folder next to `target` to build in; it is published when the block ends, removed if it fails.
+    """Yield a locked folder next to `target` to build in; publish it when the block ends, or remove it on failure.
 
     Leftovers of a killed process are removed first. `source` is the dataset that the block reads; it must not overlap
     with `target`. `reads` are other files that the block reads.
@@ -363,5 +363,5 @@ def _take_lock(fd: int, path: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    # The previous lock holder may have published or removed the file after this process opened it.
+    # The previous lock holder may have published or removed `path` after this process opened it.
     return path.exists() and os.path.samestat(os.fstat(fd), path.stat())

@@ -44,7 +44,7 @@ class RemoteFiles:
     """The files of an open dataset at a URL; has the interface of `StoredFiles`. It can be pickled."""
 
     def __init__(self, url: Url, files: Mapping[Place, FileInfo], *, by_hash: bool) -> None:
-        """`files` have URLs as in a folder; `by_hash` is true if the objects are named by hash."""
+        """`files` are keyed by their URLs in a plain folder; `by_hash` is true if the objects are named by hash."""
         self.path = url
         self._files = dict(files)
         self._by_hash = by_hash

@@ -51,7 +51,7 @@ class RemoteTarget:
 
 
 def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
-    """Raise, before any work is done, if nothing can be published at a URL."""
+    """Raise an error, before any work is done, if no dataset can be published at a URL."""
     objects.check_writable(url)
     if not url.address.partition("://")[2].partition("/")[2].strip("/"):
         raise UsageError(f"{url}: has no name; use {url.scheme}://BUCKET/NAME")
@@ -84,7 +84,7 @@ def _check_others(url: Url) -> None:
 
 
 class Uploads:
-    """Uploads files of a dataset in threads while it is built; leaving the block waits for them."""
+    """Uploads files of a dataset in threads while it is built; leaving the `with` block waits for the uploads."""
 
     def __init__(self, target: RemoteTarget) -> None:
         self._target = target
@@ -99,7 +99,7 @@ class Uploads:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, info: FileInfo) -> None:
-        """Upload a file with this size and hash, unless its object exists. Raises earlier failures."""
+        """Upload a file with this size and hash, unless its object exists. Raises the failures of earlier uploads."""
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
         if info.sha256 not in self._running:
@@ -149,7 +149,7 @@ def publish_remote(folder: Path, target: RemoteTarget, uploads: Uploads) -> None
 
 
 def publish_metadata(target: RemoteTarget, text: bytes) -> None:
-    """Make a completely uploaded dataset visible; `DataError` if another was published in the meantime."""
+    """Make an uploaded dataset visible; raise `DataError` if another one was published in the meantime."""
     try:
         objects.write(target.url / METADATA, text, new=target.version is None, replaces=target.version)
     except ExistingObjectError:
@@ -160,7 +160,7 @@ def publish_metadata(target: RemoteTarget, text: bytes) -> None:
 
 
 def scratch_folder(url: Url) -> Path:
-    """Return the local folder in which a dataset for a URL is built: fixed, for --resume, and private to this user."""
+    """Return the local folder to build a dataset for a URL in: private to this user, and the same for --resume."""
     folder = Path(tempfile.gettempdir()) / f"chatmill-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -171,7 +171,7 @@ def scratch_folder(url: Url) -> Path:
 
 @contextmanager
 def building_remote(url: Url, doing: str, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a local folder to build in; it is published at a URL when the block ends. Like `building`, for URLs."""
+    """Yield a local folder to build in; it is published at a URL when the block ends. Like `building`, but for URLs."""
     target, local = check_remote_target(url, overwrite=overwrite), scratch_folder(url)
     with building_aside(local, doing) as staging, Uploads(target) as uploads:
         yield staging

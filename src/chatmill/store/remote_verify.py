@@ -68,5 +68,5 @@ class Downloads:
 
 
 def _named(path: Place, url: Url) -> str:
-    """Describe an object and, unless its name shows it, the file that it contains."""
+    """Describe an object and, if its name is a hash, the file that it contains."""
     return str(url) if url == path else f"{url} ({'/'.join(str(path).rsplit('/', 3)[1:])})"

@@ -20,7 +20,7 @@ PIECE = 2**20
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """The location of a record: a line of a file of a source."""
+    """The location of a record: its source, file and line."""
 
     source: str
     file: str

@@ -123,7 +123,7 @@ class _Reweigher:
     def _shard(self, episodes: Episodes, number: int, folder: Path, info: ShardInfo) -> ShardInfo:
         files.make_folder(folder)
         source = episodes.shards[number].folder
-        # Spans first: a folder with spans but without metadata is an unfinished build.
+        # Write spans first: a folder with spans but without metadata is an unfinished build.
         trained, read = 0, hashlib.sha256()
         with HashedFile(folder / SPANS) as spans, HashedFile(folder / MASK) as mask:
             for table, first_span in _span_chunks(episodes, number):
@@ -205,7 +205,7 @@ def changed(path: Place) -> DataError:
 
 
 def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: LedgerEntry) -> Ledger:
-    """Return the ledger of the parent with the trained tokens of the new mask."""
+    """Return the parent's ledger, with the trained tokens of the new mask."""
     ledger = Ledger()
     for bucket, reason, entry in parent:
         if bucket != "stored" and (bucket, reason) != UNTRAINED:

@@ -1,4 +1,4 @@
-"""Write rows to shards in any number of `append` calls: each file is written once, in order, and hashed on the way.
+"""Write rows to shards in any number of `append` calls: each file is written once, in order, and hashed meanwhile.
 
 The calling thread converts rows to bytes; another thread hashes and writes them in order, and syncs finished shards.
 """
@@ -34,7 +34,7 @@ class SplitWriter:
     """Writes the rows of one split to `folder/shard_00000`, `shard_00001` …
 
     A shard ends where the next row would exceed `shard_tokens`; a longer row gets its own shard. The bytes depend only
-    on the rows, not on how they are distributed over calls of `append`. As a context manager, it closes its files if
+    on the rows, not on how they are distributed over calls to `append`. As a context manager, it closes its files if
     the block fails; `close` completes the split.
 
     Another process may write a later part of the split if that part starts with a new shard: `first` is the number of
@@ -128,7 +128,7 @@ class SplitWriter:
 
 
 class FileTable:
-    """Numbers input files in the order in which rows first refer to them, for rows with any file tables."""
+    """Numbers input files in the order in which rows first refer to them, for rows with different file tables."""
 
     def __init__(self, numbers: Mapping[File, int] = MappingProxyType({})) -> None:
         self._numbers = dict(numbers)
@@ -193,7 +193,7 @@ class _ShardWriter:
         self._thread = thread
         self._folder = folder
         self._dtype = dtype
-        # Spans first: a folder with spans but without metadata is an unfinished build.
+        # Write spans first: a folder with spans but without metadata is an unfinished build.
         self._parts = {name: HashedFile(folder / name, hurry=True) for name in (SPANS, ORIGINS, INDEX, MASK, TOKENS)}
         self.num_episodes = self.num_tokens = self._trained = self._spans = self._segments = 0
         self._shortest, self._longest = 2**62, 0
@@ -237,7 +237,7 @@ class _ShardWriter:
         return info
 
     def abandon(self) -> None:
-        """Close the files; their contents are not used."""
+        """Close the files, whose contents are discarded."""
         for part in self._parts.values():
             try:
                 part.close()
