@@ -105,7 +105,7 @@ def _send_all(session: ChatSession, prompts: list[str], *, as_json: bool) -> Non
     """Send the prompts given on the command line and print only the answers."""
     answers = []
     for text in prompts:
-        # With --json, each answer is printed as a whole when it is complete.
+        # With --json, all answers are printed together at the end.
         reply = session.send(text, (lambda text: None) if as_json else _write)
         answers.append({"prompt": text, "answer": reply.text, "tokens": reply.tokens, "stopped": reply.stopped})
         if not as_json:

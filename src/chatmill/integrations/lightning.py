@@ -243,7 +243,7 @@ class EpisodeDataModule(LightningDataModule):
                 f"one length; give Trainer max_epochs=-1, max_steps={total}"
             )
 
-    # The audit log.
+    # Audit log.
 
     def _open_audit(self, folder: str | Path) -> None:
         """Start an audit log, or continue the one from the checkpoint or from the last `fit`."""

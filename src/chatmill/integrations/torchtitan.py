@@ -157,7 +157,7 @@ class EpisodeDataLoader(BaseDataLoader):
         self._audit, self._is_audited = None, False
         self._loader.close()
 
-    # The audit log.
+    # Audit log.
 
     def _open_audit(self) -> None:
         """Start an audit log, or continue the one from the checkpoint.

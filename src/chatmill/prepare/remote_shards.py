@@ -27,7 +27,7 @@ from chatmill.store.remote_publish import RemoteTarget, Uploads
 
 
 def write_remote_shards(plans: Sequence[ShardPlan], target: RemoteTarget, *, vocab_size: int) -> list[ShardInfo]:
-    """Write the files of some shards and upload them under names made from their hashes."""
+    """Write the files of some shards and upload them under names that contain their hashes."""
     infos = []
     with tempfile.TemporaryDirectory(prefix="chatmill-") as name, Uploads(target) as uploads:
         folder = Path(name)

@@ -75,7 +75,7 @@ def _place(file: File) -> str:
 
 
 class _Twins:
-    """Locations of the records that are kept instead of duplicates, in a few bytes each."""
+    """Stores the locations of the records that are kept instead of duplicates, in a few bytes per record."""
 
     def __init__(self, staged: Sequence[StagedFile], selection: Selection) -> None:
         numbers = np.concatenate([np.empty(0, np.int64), *(part.twin for part in selection.removed)])

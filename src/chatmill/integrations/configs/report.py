@@ -52,7 +52,7 @@ class KeyResult:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that the config does not set: the trainer's default, or an assumption."""
+    """A value that the imported config does not set, taken from the trainer's default or assumed."""
 
     ours: Mapping[str, Any]
     note: str

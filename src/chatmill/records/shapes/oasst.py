@@ -69,8 +69,8 @@ def _conversation(tree: Object, root: Any, replies: dict[str, list[Object]], *, 
 
 
 def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tuple[int, bytes], None, None]:
-    """Yield units in which the flat messages of a tree are joined into one JSON list, numbered by the line of the
-    first.
+    """Yield units in which the flat messages of a tree are joined into one JSON list; its line is that of the first
+    message.
 
     a1 a2 b1 tree a3  ->  [a1,a2] [b1] tree [a3]
     A broken line is passed on alone, and its tree continues without it.
