@@ -181,7 +181,7 @@ class RandomOrder(Order):
 
 
 def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:
-    """Return one or more numbers as an array; raise `UsageError` if any is not from 0 to limit - 1."""
+    """Return one or more numbers as an array; raise `UsageError` if any is outside 0 to limit - 1."""
     chosen = np.array(numbers, dtype=np.int64, ndmin=1)
     if chosen.size and (chosen.min() < 0 or (limit is not None and chosen.max() >= limit)):
         wrong = chosen.min() if chosen.min() < 0 else chosen.max()

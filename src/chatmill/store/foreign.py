@@ -293,7 +293,7 @@ def _end(entries: Table) -> int:
     if not len(entries):
         return 0
     ends = entries["start"] + entries["length"]
-    # An end that overflows 64 bits is the largest.
+    # An end that overflows 64 bits counts as the largest.
     overflows = ends < entries["start"]
     furthest = int(overflows.argmax() if overflows.any() else ends.argmax())
     start, length = entries[furthest].item()

@@ -104,7 +104,7 @@ def release(array: NDArray[Any]) -> None:
 
 
 def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
-    """Return the first index, at least `low`, of a sorted column whose value is at least `value`, in O(log n).
+    """Find the first index in a sorted column, starting at `low`, with a value of at least `value`, in O(log n).
 
     `np.searchsorted` would copy the whole column first, because it is strided in the mapped file.
     """
