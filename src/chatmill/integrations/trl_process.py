@@ -96,7 +96,7 @@ def _service(tokenizer: str, settings: str) -> Callable[[bytes], bytes]:
 
 
 class _Preparation:
-    """The part of an SFTTrainer that prepares a dataset, without a model."""
+    """The dataset preparation of an SFTTrainer, without a model."""
 
     def __init__(self, tokenizer: Path, settings: dict[str, Any]) -> None:
         import trl

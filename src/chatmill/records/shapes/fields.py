@@ -182,7 +182,7 @@ class KeyReader:
             raise RecordError(what, "remove the key, and use --train-on last", kind="keys")
 
     def only(self, known: Sequence[str]) -> None:
-        """Raise if there is any other key."""
+        """Raise if there is a key that is not `known`."""
         if unknown := [key for key in self._values if key not in known]:
             noun = "key" if len(unknown) == 1 else "keys"
             what = f"{self.owner} has the unknown {noun} {keys_shown(unknown)}"
