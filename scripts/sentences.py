@@ -26,7 +26,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PHRASES = Path(__file__).with_name("phrases.txt")
 KINDS = ("docs", "docstring", "comment", "string")
-# Files that contain phrases to avoid on purpose.
+# Files that intentionally contain phrases to avoid.
 QUOTES_PHRASES = frozenset({"scripts/phrases.txt", "tests/test_sentences.py"})
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"(])")
 C_COMMENT = re.compile(r"/\*(.*?)\*/|//([^\n]*)", re.DOTALL)

@@ -204,8 +204,8 @@ COLUMNS = {
 def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None) -> Iterable[str]:
     """Return a table of settings: means, and paired differences from further fine-tuning with 95 % intervals.
 
-    `tokens`: trained tokens, relative to those of further fine-tuning. `before` and `further` are the F1, or the other
-    compared metric, of stage 1 and of further fine-tuning.
+    `tokens`: trained tokens, relative to those of further fine-tuning. `before` and `further` are the F1, or another
+    metric if one is compared, of stage 1 and of further fine-tuning.
     """
     chosen = [line for line in results if seeds is None or line["seed"] in seeds]
     controls = {(line["kind"], line["seed"]): line for line in chosen if line["name"] == "control"}

@@ -152,7 +152,7 @@ class JsonObject:
         return DataError(f"{self._place}: {key} is {one_line(json.dumps(value))}; expected {expected}")
 
     def check(self, name: str, right: bool, expected: str) -> Any:
-        """Return the value under `name`; raise `DataError` unless it is `right`."""
+        """Return the value under `name`; raise `DataError` with the `expected` value if `right` is false."""
         value = self.value.get(name)
         if not right:
             raise self.fault(name, value, expected)
