@@ -4,7 +4,7 @@
     class LoadConfig(Config):
         batch_size: int = key(8, "rows per optimizer step", integer(1))
 
-Config files (JSON, which may inherit, or TOML), environment variables, command-line flags and help texts all use these
+Config files (TOML, or JSON with inheritance), environment variables, command-line flags and help texts all use these
 declarations. Configs are plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
 """
 

@@ -351,7 +351,7 @@ def _last_message(spans: Table, first_span: Index, chosen: NDArray[np.bool_]) ->
 
 
 def offsets(lengths: NDArray[Any]) -> Index:
-    """Return the start offset of each item of these lengths, followed by the total length.
+    """Return the start offsets of items with these lengths, followed by the total length.
 
     [2 3]  ->  [0 2 5]
     """

@@ -102,7 +102,7 @@ static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weig
         }
 }
 
-/* Complete the message to hash for a complete row. Return its start, and set `blocks` to its number of blocks. */
+/* Finish the message to hash when its row is complete. Return its start, and set `blocks` to its number of blocks. */
 static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t *blocks) {
     const Message *message = &row->message;
     int64_t last = row->size - 1, labels = row->y[last] != IGNORED ? 2 : 0, episodes = 0, at = 6;

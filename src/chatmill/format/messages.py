@@ -184,7 +184,7 @@ EXTENDED = 8
 
 @dataclass(frozen=True)
 class MessageColumns:
-    """All messages of some records, ready to be encoded."""
+    """The messages of several records, ready to be encoded."""
 
     records: Sequence[Record]
     messages: Sequence[Message]

@@ -221,7 +221,7 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
         starts[here] = compiled.starts[roles, piece] + len(flat)
         parts[here] = PARTS[piece]
         rules[here] = compiled.rules[piece]
-    # `begin` belongs to the first message of a conversation only, `end` to the last.
+    # Only the first message of a conversation has `begin`, and only the last has `end`.
     is_first, is_last = np.zeros((2, len(roles)), dtype=bool)
     is_first[first_message[:-1]] = True
     is_last[first_message[1:] - 1] = True

@@ -1,4 +1,4 @@
-"""The patterns for splitting text into words before merging that the C engine supports.
+"""The patterns that the C engine supports for splitting text into words before merging.
 
 A pattern is recognized by its exact regular expressions in the `pre_tokenizer` of a tokenizer.json, not by the name of
 a model. The engine does not run regular expressions: it has code for each pattern, and a table with the class of every

@@ -41,9 +41,9 @@ class LaidOut(NamedTuple):
     notes: tuple[str, ...]
     """Reasons to note in the ledger."""
     expected: ExpectedAnswers | None
-    """What must precede the answers; None if generation tags mark them."""
+    """The headers that must precede the answers; None if generation tags mark the answers."""
     char_weights: CharWeights | None = None
-    """Weights from `train_ranges` by character of the rendering; None without ranges."""
+    """The weight of each character of the rendering from `train_ranges`; None without ranges."""
 
 
 class LaidOutRecord(Record, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ class HFFolder:
     marked_special: frozenset[str] = frozenset()
     """The tokens that tokenizer_config.json and special_tokens_map.json mark as special."""
     declared: tuple[dict[str, Any], ...] = ()
-    """Added tokens of tokenizer_config.json, which may be missing in tokenizer.json."""
+    """Added tokens from tokenizer_config.json, which may be missing from tokenizer.json."""
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:

@@ -34,7 +34,7 @@ PARTS = {"content": Part.CONTENT, "reasoning": Part.REASONING, "tool_calls": Par
 
 
 MAX_SECTION = 2**13
-"""Maximum number of cells between two control tokens; encoding takes quadratic time in it."""
+"""Maximum number of cells between two control tokens; encoding time is quadratic in this number."""
 MAX_SPLITS = 8
 """Maximum number of cached layouts with text tokens per trace."""
 
@@ -70,9 +70,9 @@ class SimpleSections(NamedTuple):
     literal_bytes: Index
     """Size of the literals of each section, in bytes."""
     border_bytes: Index
-    """Size of the literals before each border, in bytes."""
+    """Size of the literals before each boundary, in bytes."""
     after_text: NDArray[np.bool_]
-    """Whether the slot's text comes before each border."""
+    """Whether the slot's text comes before each boundary."""
     takes_columns: bool
     """Whether texts of the conversation are encoded unchanged: none is computed or stripped, and none can form a text
     token together with the literals around it."""
@@ -93,7 +93,7 @@ class TokenLayout:
     section: Index
     """The section of each cell, or -1 if its ids are known."""
     border: Index
-    """The border at the end of each cell, or -1 at the end of a section."""
+    """The boundary at the end of each cell, or -1 at the end of a section."""
     ids: Ids
     """The known ids of all cells, concatenated."""
     lengths: Index
@@ -101,13 +101,13 @@ class TokenLayout:
     starts: Index
     """Offset in `ids` of the known ids of each cell."""
     border_section: Index
-    """The section of each border; a border lies between two cells of a section."""
+    """The section of each boundary; a boundary separates two cells of a section."""
     border_text: tuple[tuple[TextItem, ...], ...]
-    """The text of the section before each border."""
+    """The text of the section before each boundary."""
     border_bytes: Index
-    """Byte offset of each border in its section; -1 if it depends on slots."""
+    """Byte offset of each boundary in its section; -1 if it depends on slots."""
     border_of_answer: NDArray[np.bool_]
-    """Whether an answer starts or ends at each border."""
+    """Whether an answer starts or ends at each boundary."""
     first_cell: Index
     """The first cell of each span; one more entry for the end."""
     spans: Table

@@ -140,7 +140,7 @@ def _call(call: ToolCall, at: FieldPath, style: Style, text_of: TextOf, of_shape
 
 
 def _json_value(value: Any, number: int, path: tuple[str | int, ...], text_of: TextOf, of_shape: TextOf) -> Any:
-    """Replace the strings in a JSON value; keys belong to the shape."""
+    """Replace the strings in a JSON value, but not its keys, which belong to the shape."""
     if isinstance(value, str):
         return text_of(value, FieldPath(number, path))
     if isinstance(value, dict):

@@ -108,7 +108,7 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
 
 
 def _without_common(whole: Items, prefix: Items) -> tuple[Items, Items]:
-    """Remove the common prefix of the two."""
+    """Remove the common prefix of `whole` and `prefix`."""
     one, other = list(whole), list(prefix)
     while one and other:
         if one[0] == other[0]:

@@ -1,4 +1,4 @@
-"""Compare finished rows with the prompts of the template, as plain text: the independent check of a certificate.
+"""The independent check of a certificate: compare finished rows with the template's prompts, as plain text.
 
 It uses only the ids of a row, the loss mask, and the text that the template renders. It does not use the
 derivation of answers, so it can find errors in the derivation.

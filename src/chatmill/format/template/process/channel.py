@@ -19,7 +19,7 @@ from chatmill.format.template.process import messages
 WAITING = 20.0
 """Maximum wall-clock time of a process as a multiple of its CPU time limit; the machine may be busy."""
 GRACE = 1.0
-"""Extra seconds before a process is killed; one that stops itself can report the line of the template."""
+"""Extra seconds before a process is killed, because a process that stops itself can report the line of the template."""
 START_SECONDS = 600.0
 """Maximum time for a fork server to start; the machine may be busy."""
 POLL_SECONDS = 0.1
@@ -46,7 +46,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         paths = [str(Path(__file__).resolve().parents[4]), *(str(Path(path).absolute()) for path in sys.path if path)]
         options = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-        # Python may not start without the loader's paths.
+        # Python might not start without the paths of the dynamic loader.
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         try:
             with theirs:

@@ -1,4 +1,4 @@
-"""The work of a template process: open the templates of one renderer and answer requests about records."""
+"""The code that runs in a template process: open the templates of one renderer and answer requests about records."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ decode_setup = msgspec.msgpack.Decoder(Setup).decode
 
 
 class BrokenResponseError(ValueError):
-    """A process sent a response that a template process never sends."""
+    """The process sent an invalid response."""
 
 
 def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswers:
@@ -191,7 +191,7 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 
     def add(counts: list[dict[int, int]], held: dict[int, int], step: TraceStep, growth: int, limit: int) -> bool:
-        """Count the value of a step; return whether all values together are within the limit."""
+        """Add the size of a step's value; return whether the total is within the limit."""
         total = {-1: sum(map(_characters, step.args))}
         held[-1] += total[-1]
         for slot in step.slots:

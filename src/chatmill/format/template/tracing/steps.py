@@ -1,4 +1,4 @@
-"""Functions that trace steps may call, by name. All are plain functions of texts.
+"""The functions that a step of a trace may call, by name. All are plain functions of texts.
 
 A trace is data: the process that runs the template records it, and another process replays it. Replaying can call only
 these functions.

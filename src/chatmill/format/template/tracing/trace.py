@@ -1,6 +1,7 @@
 """Traces of template renderings, replayed for other conversations if their guards hold, as in TorchDynamo.
 
-A rendering is a function of the conversation. A trace records what it computed from the texts of one conversation:
+A rendering is a function of the conversation. A trace records what a rendering computed from the texts of one
+conversation:
 
     texts     slot 0   slot 1  …            the texts of the conversation
     steps     slot n = lstrip(slot 1)       a text computed from others
@@ -98,7 +99,7 @@ def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
 
 
 def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
-    """Extend `texts` to all slots and return it; None if the conversation of these texts does not follow the trace.
+    """Append the other slots to `texts` and return it; None if the conversation does not follow the trace.
 
     A conversation does not follow a trace if a guard fails, or if a function raises, like `index` without a match.
     """
