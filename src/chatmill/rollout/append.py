@@ -34,7 +34,7 @@ Run = tuple[TextPart, ...]
 
 
 class Stretch(NamedTuple):
-    """A run, the number of coordinates that follow it, and the separators to cycle through between them."""
+    """A run, the number of coordinates that follow it, and the separators between them, repeated cyclically."""
 
     run: Run
     separators: tuple[str, ...] = ()

@@ -101,7 +101,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
 
     @property
     def generation_size(self) -> int:
-        """Number of prompts per call to the generator, which fill whole generation batches."""
+        """Number of prompts per call to the generator; they fill whole generation batches."""
         groups = max(1, self.generate_batch_size // self.beams)
         return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
 

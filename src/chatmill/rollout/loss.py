@@ -1,6 +1,6 @@
 """The loss of rollout targets, computed from the logits at trained text and coordinate positions.
 
-Text is trained with cross entropy. A coordinate is a position on an axis of 1000, where a near miss costs little:
+Text is trained with cross entropy. Coordinates are positions on an axis, and their loss has three terms:
 
     soft         cross entropy to a Gaussian around the true position, over coordinates
     wasserstein  Wasserstein-1 distance to that Gaussian; the length of the axis is 1
@@ -41,7 +41,7 @@ class TermWeights:
 
 
 class TermLosses(NamedTuple):
-    """The losses of the trained positions, and their terms."""
+    """The losses at the trained positions, and their terms."""
 
     total: Tensor
     """Σ weight · (weighted sum of the terms): the training loss."""
@@ -96,7 +96,7 @@ def rollout_loss(
 
 
 class RolloutLoss:
-    """The loss function of rollout targets, which also sums its terms over the passes of a step."""
+    """The loss function for rollout targets; it also sums its terms over the forward passes in a step."""
 
     def __init__(self, axis: Axis | None, weights: TermWeights) -> None:
         self._axis, self._weights = axis, weights

@@ -64,7 +64,7 @@ def match_objects(
 
 
 def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
-    """Match each predicted object with the first remaining equal true one, compared as JSON."""
+    """Match each predicted object to the first unmatched true object that is equal as JSON."""
     left: dict[Any, list[int]] = {}
     for number in range(len(truth) - 1, -1, -1):
         left.setdefault(_identity(truth[number]), []).append(number)
@@ -76,7 +76,7 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Return the IoU of each predicted object with each true one; shapes without area overlap only equal shapes."""
+    """Return the IoU of each predicted object with each true one; a shape without area overlaps only equal shapes."""
     out = np.zeros((len(predicted), len(truth)))
     mine, true, overlap = _near_overlaps(predicted, truth)
     out[mine, true] = overlap

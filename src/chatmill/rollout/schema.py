@@ -174,7 +174,7 @@ def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """Return x1, y1, x2, y2 … of a polygon, given flat or as pairs."""
+    """Return a polygon as a flat list x1, y1, x2, y2 …; the input is flat or a list of pairs."""
     if isinstance(items, list | tuple) and items and all(isinstance(item, list | tuple) for item in items):
         if any(len(item) != 2 for item in items):
             raise UnfitError("length")

@@ -35,7 +35,7 @@ NO_SLOTS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Target:
-    """An answer to train on, and how it was made."""
+    """An answer to train on, and how it was built."""
 
     ids: list[int]
     """The kept prefix, the appended tokens, and EOS."""
@@ -94,8 +94,8 @@ def build_target(
     `eos_id` defaults to the end-of-turn token of the format that the tokenizer was opened for, and `stop_ids` to that
     token. Without `train_values`, the texts of appended entries are not trained. With `train_cut`, tokens that replace
     a split token, or the whole prefix, are trained as structure. `border` sets how tokens are chosen at the start of
-    the appended text, and `weights` the loss weight of each kind of token. Any rollout is accepted; a true object that
-    does not fit the schema raises `DataError`.
+    the appended text, and `weights` sets the loss weight of each kind of token. Any rollout is accepted; a true object
+    that does not fit the schema raises `DataError`.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -160,7 +160,7 @@ def build_answer(
     eos_id: int | None = None,
     train_values: bool = True,
 ) -> Rows:
-    """Build a complete answer with these objects, all of it trained: the target for SFT before rollouts."""
+    """Build a complete answer with these objects, trained in full: the target for SFT before rollouts."""
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     answer = encode_answer(truth, schema, vocabulary)
@@ -186,7 +186,7 @@ Border = Literal["shorter", "canonical", "joined", "masked"]
     shorter    the appended text is encoded separately; a token that the cut splits is replaced by a shorter one
     masked     the same, and the first appended token is not trained
     joined     the appended text is encoded together with the last token of the prefix
-    canonical  the prefix is cut back to the last token border that the tokenizer also has in the whole text,
+    canonical  the prefix is cut back to the last token boundary that the tokenizer also has in the whole text,
                and the tokens of the whole text follow from there
 """
 
@@ -346,7 +346,7 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """Return the true coordinates in the order of the predicted ones; None if they do not correspond.
+    """Return the true coordinates in the order of the predicted ones; None if the two shapes differ in kind or length.
 
     A polygon may start at any corner and go in either direction: the order that is nearest to the prediction is used.
     """

@@ -54,7 +54,7 @@ def open_task(
     """Open a task whose entries have these fields; by default, a description and a box or polygon.
 
     The default format is the chat template in the tokenizer's folder if it has one, else chatml. Boxes and polygons
-    require coordinate tokens: a folder whose tokenizer lacks them is refused, because its model does too.
+    require coordinate tokens: a folder whose tokenizer lacks them is refused, because its model also lacks them.
     """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     if (name := resolve_format(format, tokenizer)) == TEMPLATE:
@@ -112,7 +112,7 @@ def _turn_prompts(records: Sequence[Record], renderer: TurnRenderer) -> Rows:
 
 
 def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
-    """Plan rows that each consist of two pieces (rows, 2), and take the origin of the row with the same index."""
+    """Plan rows of two pieces each, given by `start` and `stop` (rows, 2); row i keeps origin i."""
     numbers = np.arange(len(start) + 1, dtype=np.int64)
     return GatherPlan(
         start=start.ravel(), stop=stop.ravel(), first_piece=2 * numbers, origin=numbers[:-1], first_segment=numbers
@@ -215,7 +215,7 @@ class Health:
         }
 
 
-# Rows for many records.
+# Building rows for many records.
 
 
 def target_rows(

@@ -123,7 +123,7 @@ class Vocabulary:
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Return ids that encode the first bytes of a token; None if there are none."""
+        """Return ids that encode the first bytes of a token; None if impossible."""
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):

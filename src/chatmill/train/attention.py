@@ -104,7 +104,7 @@ def _blocks(number: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-    """Attention of (rows, length, heads, size) under a mask; keys and values may have fewer heads than queries."""
+    """Masked attention over (rows, length, heads, size); keys and values may have fewer heads than queries."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):

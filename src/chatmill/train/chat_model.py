@@ -82,7 +82,7 @@ class Reply:
 
 @dataclass
 class ChatSession:
-    """A conversation with a model so far."""
+    """An ongoing conversation with a model."""
 
     model: ChatModel
     max_tokens: int
@@ -129,8 +129,8 @@ def open_chat_model(
 ) -> ChatModel:
     """Open the model in a model folder, checkpoint or run, with the tokenizer and format it was trained with.
 
-    `tokenizer` and `format` override those recorded in the model folder. A folder that records no format is a Hugging
-    Face model, whose chat template is used. `base` and `base_model` are for adapters; see `open_ready`.
+    `tokenizer` and `format` override those recorded in the model folder. A folder without a recorded format is treated
+    as a Hugging Face model, and its chat template is used. `base` and `base_model` are for adapters; see `open_ready`.
     """
     folder = model_folder(path)
     # Check this first: it is quick, and its error is clearer than one from the tokenizer or format.

@@ -328,7 +328,7 @@ def choose(folder: Path, resume: str) -> Path | None:
 
 
 def open_checkpoint(path: Path, world: World) -> Checkpoint:
-    """Open a checkpoint and check all its hashes; a `DataError` suggests the previous checkpoint."""
+    """Open a checkpoint and check all its hashes; errors suggest the previous checkpoint."""
 
     def check() -> Checkpoint:
         try:

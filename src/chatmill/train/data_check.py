@@ -1,4 +1,4 @@
-"""`verify`: hash the files that a run reads at the start, once per epoch in the background, and at the end.
+"""`verify`: hash a run's data files at the start, once per epoch in the background, and at the end.
 
 A checkpoint is verified if a later pass over the data finds every file unchanged. If a file has changed, the run stops
 at the next step; it can resume from the last verified checkpoint once the data is restored.
@@ -68,7 +68,7 @@ class DataCheck:
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
         """Record when a pass has ended on all ranks, and start a new pass in each epoch.
 
-        `saved` is the last checkpoint. If the order has no epochs, an epoch is as many rows as there are episodes.
+        `saved` is the last checkpoint. If the order has no epochs, an epoch counts as one row per eligible episode.
         """
         if self._thread is not None and all_done:
             self._thread.join()

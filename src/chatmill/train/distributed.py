@@ -97,7 +97,7 @@ class World:
     ) -> nn.Module:
         """Move a model to the device; return the module to call instead of it, which averages gradients over all ranks.
 
-        `values` yields the values of parameters on the meta device, which sharded models may have.
+        A sharded model may have parameters on the meta device; `values` yields their values.
         """
         if sharded and dist.is_initialized():
             return _shard(model, self, compute, values)

@@ -1,7 +1,6 @@
-"""Cross entropy on a GPU: each row is a program that reads the logits twice (the second time from cache) and writes
-once.
+"""Cross entropy on a GPU: one program per row reads its logits twice (the second time from cache) and writes them once.
 
-Imported only on machines with a GPU, because only CUDA builds of torch include triton.
+Import this module only on a machine with a GPU, because only CUDA builds of torch include triton.
 """
 
 from __future__ import annotations

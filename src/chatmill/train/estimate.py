@@ -196,7 +196,7 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Bytes kept for one row, by each layer and outside layers; also why they are only approximate, if they are.
+    """Bytes kept for one row, by each layer and outside layers; also the reason if they are only approximate.
 
     `recompute` is the argument of `CausalModel.compile_blocks`.
     """
@@ -301,7 +301,7 @@ def _peak(
         return sum(each.bytes * each.share(shards) for each in trained if chosen(each))
 
     gradients = gradients_of(lambda each: True)
-    # Gradients that exist before the backward pass: sums over micro-batches, and the buckets of DDP.
+    # Gradients that exist before the backward pass: sums over micro-batches, and DDP buckets.
     early = config.gradient_accumulation_steps > 1 or (ranks > 1 and not sharded)
     checkpointing = _checkpoints(config)
     # FSDP casts weights when it gathers them, and frees the cast copies.
@@ -394,7 +394,7 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
         case "adafactor":
             return 12.0 * largest
         case "muon":
-            # float32 updates, and four bfloat16 matrices of the Newton-Schulz iteration.
+            # float32 updates, and four bfloat16 matrices for the Newton-Schulz iteration.
             return 12.0 * matrix
         case "adamw8bit" | "adamw_bf16" if not on_gpu:
             return 40.0 * min(largest, 1 << 20)

@@ -62,7 +62,7 @@ class Evaluation(NamedTuple):
         return values
 
     def by_source(self, sources: Sequence[DataSource]) -> dict[str, Mapping[str, float | None] | None]:
-        """The loss of each of these sources, None for a source that was not evaluated; empty without a mix."""
+        """The loss of each of these sources, or None if it was not evaluated; empty without a mix."""
         parts = {
             name: {"loss": each.loss, "perplexity": each.perplexity, "trained": each.trained}
             for name, each in self.sources.items()

@@ -50,7 +50,7 @@ class Change:
     estimate: Estimate
 
     def flags(self, ranks: int) -> str:
-        """The command-line flags for this change, for a run on `ranks` ranks."""
+        """The command-line flags that apply this change to a run on `ranks` ranks."""
         values = (
             (name, json.dumps(value) if not isinstance(value, str) else value) for name, value in self.keys.items()
         )
@@ -187,7 +187,7 @@ def _changes(estimator: Estimator, config: TrainConfig, ranks: int, available: f
 
 
 def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: float) -> Iterator[Change]:
-    """Find a combination of changes with which the run fits: add changes one by one, then remove unnecessary ones."""
+    """Find a combination of changes that makes the run fit: add changes one by one, then remove unnecessary ones."""
 
     def fitting(keys: Mapping[str, Any]) -> Change | None:
         made = _change(estimator, config, keys, ranks)
@@ -250,7 +250,7 @@ def _change(estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], 
 
 
 def _first_fitting(changes: Iterator[Change | None], available: float) -> Iterator[Change]:
-    """The first change with which the run fits; if there is none, the last change."""
+    """The first change that makes the run fit; if there is none, the last change."""
     last = None
     for each in changes:
         last = each or last

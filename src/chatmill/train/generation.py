@@ -218,8 +218,7 @@ def _search(
                 finished += alive
             ranked = [(beam.score / length**length_penalty, beam.ids) for beam in finished]
             best[row] = max([best[row], *ranked], key=itemgetter(0))
-            # Log-likelihoods only decrease, so a beam's final rank is best if it ends with the next token or at
-            # max_tokens.
+            # Log-likelihoods only decrease, so a beam's best possible score is at the next token or at max_tokens.
             ends = (length + 1, max_tokens) if length < max_tokens else ()
             if any(alive[0].score / end**length_penalty > best[row][0] for end in ends):
                 kept[row] = alive

@@ -98,7 +98,7 @@ def is_half(tensor: Tensor | None) -> bool:
 
 @contextmanager
 def widened(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which half-precision weights are float32; the weights of a block only while the block runs."""
+    """Context in which half-precision weights are converted to float32; each block's weights only while it runs."""
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(parameters: Iterable[nn.Parameter]) -> None:

@@ -54,7 +54,7 @@ class HFModel(CausalModel):
         compute: torch.dtype | None = None,
         separates: bool | None = None,
     ) -> None:
-        """`separates` is whether the architecture separates packed conversations; if it is None, this is tested."""
+        """`separates` tells whether the architecture separates packed conversations; if it is None, a test decides."""
         super().__init__()
         self.lm = lm
         self.training = lm.training
@@ -205,7 +205,7 @@ class HFModel(CausalModel):
         for group in fused if len(parts) < len(saved) else ():
             tensors = self._reverted({name: like[name] for name in group})
             parts.append(SavedPart(group, tuple(tensors), is_converted=True))
-        # List each tensor that transformers would write once.
+        # List the tensors that transformers would write, without duplicates.
         written = [name for part in parts for name in part.saved]
         return parts if len(written) == len(set(written)) and set(written) == saved.keys() else None
 

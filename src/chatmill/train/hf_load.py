@@ -36,7 +36,7 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
-    """Load a causal language model with transformers; code and pickles in the folder are not read.
+    """Load a causal language model with transformers; never run code or read pickles in the folder.
 
     Files, sizes and memory are first checked from the file headers. A missing weight is an error: transformers would
     initialize it at random. With nf4 weights, the model is quantized on the GPU if there is one, and stays there.
@@ -173,7 +173,7 @@ def faults_of(folder: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress progress bars and warnings of transformers; chatmill reports what matters as errors."""
+    """Suppress progress bars and warnings from transformers; chatmill reports serious problems as errors."""
     from transformers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -297,7 +297,7 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
             for target in source.targets:
                 if target not in meta.parameters:
                     dtype = dtype_of(target, state[target].dtype)
-                    # Copy: the tensor of safetensors may be a view of the memory-mapped file.
+                    # Make a copy: the safetensors tensor may be a view of the memory-mapped file.
                     values = _rows(source, target, rows, dtype)[...].to(dtype, copy=True)
                     module, _, name = target.rpartition(".")
                     meta.lm.get_submodule(module)._buffers[name] = values

@@ -1,4 +1,4 @@
-"""The training loop: batches in, checkpoints out.
+"""The training loop, from batches to checkpoints.
 
     train_model(config, model_name="my_sft_model", dataset_dir="data/chat_sft")
 
@@ -72,11 +72,11 @@ def train_model(
 ) -> TrainResult:
     """Train a model on a dataset, by default the one in the config, and write the run to out_dir/model_name.
 
-    `resume` is `auto` (the newest checkpoint, if any) or the folder of a checkpoint. `model` replaces the model of the
-    config, and `loss` the weighted cross entropy. `watch` is called after every step, `on_eval` after every evaluation.
-    Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in addition to those in
-    `report_to`; at the end, it also reports the page that `report_page` returns. `notes` are printed when the run
-    starts. With `quiet`, nothing is printed.
+    `resume` is `auto` (the newest checkpoint, if any) or the folder of a checkpoint. `model` replaces the model in the
+    config, and `loss` replaces weighted cross entropy. `watch` is called after every step, `on_eval` after every
+    evaluation. Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in addition to
+    those in `report_to`; at the end, it also reports the page that `report_page` returns. `notes` are printed when the
+    run starts. With `quiet`, nothing is printed.
 
     A run that fails before it finishes its first step leaves neither a folder nor an audit log.
 

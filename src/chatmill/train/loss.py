@@ -31,8 +31,8 @@ MULTIPLE = 128
 class TrainedPositions:
     """The trained positions of a batch, computed on the host, so that the host never waits for the device.
 
-    Positions of weight 0 are added to pad their number to a multiple of MULTIPLE. There is always at least one
-    position, so a batch without trained tokens has zero loss and zero gradients.
+    They are padded to a multiple of MULTIPLE with positions of weight 0. There is always at least one position, so a
+    batch without trained tokens has zero loss and zero gradients.
     """
 
     index: Tensor
@@ -186,7 +186,7 @@ def _chunked_loss(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a matrix product to a float32 sum; on a GPU, without rounding it to the dtype of its factors first."""
+    """Add a matrix product to a float32 sum; on a GPU, the product is not rounded to the dtype of its factors."""
     if a.is_cuda and torch.version.hip is None and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

@@ -1,9 +1,9 @@
 """Detect within seconds that a run has lost a rank, and end the other ranks.
 
-Every rank keeps a TCP connection to two ranks, the hubs: rank 0, and one on another node if there is one. When a
-process ends for any reason, the operating system closes its connections; TCP keep-alive closes those to an unreachable
-node. A rank that is slow, compiling, or stopped in a debugger keeps its connections, because it does not have to send
-anything.
+Every rank keeps a TCP connection to two ranks, the hubs: rank 0, and a rank on another node if the run has several
+nodes. When a process ends for any reason, the operating system closes its connections; TCP keep-alive closes those to
+an unreachable node. A rank that is slow, compiling, or stopped in a debugger keeps its connections, because it does not
+have to send anything.
 
     rank 0 ── rank 1, rank 2, rank 3, …      a hub sends all others the ranks that are lost;
     hub b  ── rank 0, rank 1, rank 2, …      the first remaining hub prints one line
@@ -305,7 +305,7 @@ class RankWatch:
             self._listener = None
 
     def _note(self, message: Mapping[str, Any]) -> None:
-        """Record a loss or a failure, and send it to all others if this rank is a hub."""
+        """Record that a rank is lost or has failed; if this rank is a hub, notify all other ranks."""
         if "lost" in message:
             rank = int(message["lost"])
             if rank in self._fault.lost or rank == self._rank:

@@ -150,7 +150,7 @@ def _cpus() -> int:
 
 
 def open_files() -> Iterator[CheckRow]:
-    """Check the limit of open files: a rank connects to all other ranks and maps the files of a dataset."""
+    """Check the limit on open files: a rank connects to all other ranks and maps the files of a dataset."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     size = os.environ.get("WORLD_SIZE", "1")
     needed = 512 + 4 * (int(size) if size.isdigit() else 1)

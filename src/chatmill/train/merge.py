@@ -131,7 +131,7 @@ def _dequantized(base: Path, save_dtype: str) -> Any:
 
 
 def _difference(lm: Any, folder: Path, base: Path) -> LogitDifference:
-    """Compare the logits of the merged model with those of the quantized base model with adapters."""
+    """Compare the merged model's logits with those of the quantized base model plus adapters."""
     merged = probe_logits(lm)
     trained = load_lm(base, weights="nf4")
     read_adapters(folder, trained)

@@ -145,7 +145,7 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the model into an existing folder: safetensors and JSON. `state` replaces the model's weights."""
+        """Write the model into an existing folder, as safetensors and JSON. `state` replaces the model's weights."""
 
     def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
         """Write a model folder without weights, and return the parts in which to save the weights; None if unknown.

@@ -61,7 +61,7 @@ KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementatio
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a safetensors header."""
+    """One tensor in a safetensors header."""
 
     dtype: str
     shape: tuple[int, ...]

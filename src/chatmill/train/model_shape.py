@@ -1,4 +1,4 @@
-"""Build the model in a config on the meta device, from sizes and file headers only, without reading weights."""
+"""Build a config's model on the meta device, from sizes and file headers only, without reading weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModelShape:
 
 
 def shape_of_model(config: TrainConfig, vocab_size: int | None, *, compute: torch.dtype | None) -> ModelShape:
-    """Build the model in a config without reading weights; raise `UsageError` if its vocabulary size is unknown."""
+    """Build a config's model without reading weights; raise `UsageError` if its vocabulary size is unknown."""
     if config.init_from_model is None:
         size = config.vocab_size or vocab_size
         if size is None:
@@ -119,7 +119,7 @@ def _hugging_face_shape(
 
 
 def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[int]]:
-    """Build the transformers model; also return the ids of its 4-bit weights. None if it cannot be built."""
+    """Build the transformers model; also return the ids of its 4-bit weights. Return None if this fails."""
     check_sizes(files)
     if weights == "nf4" and files.config.get("quantization_config"):
         raise DataError(f"{files.folder / CONFIG}: has a quantization_config; nf4 requires a model without one")

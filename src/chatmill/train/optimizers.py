@@ -97,7 +97,7 @@ AnyOptimizer: TypeAlias = torch.optim.Optimizer | OptimizerPair
 
 
 def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimizer:
-    """Create the optimizer of a config for all trainable parameters; only matrices have weight decay."""
+    """Create the optimizer that a config selects, for all trainable parameters; only matrices have weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # AdamW rejects ints, and a config may contain 0 instead of 0.0.
     lr, eps, *betas = map(float, (settings.learning_rate, settings.adam_eps, settings.beta1, settings.beta2))

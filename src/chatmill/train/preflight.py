@@ -38,7 +38,7 @@ SCAN = 1 << 24
 
 
 def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
-    """Create the model in a config on the CPU, in the optimizer's precision: new, from a folder, or with new adapters.
+    """Create the config's model on the CPU, in the optimizer's precision: new, from a folder, or with new adapters.
 
     Raises `MemoryError` if the host cannot hold a new model; the memory for training is estimated earlier.
     """
@@ -161,7 +161,7 @@ def base_of(folder: Path) -> dict[str, str] | None:
 
 
 def read_optional(path: Path, advice: str) -> Any:
-    """Read the JSON value of a file; an empty object if the file does not exist."""
+    """Read the JSON value in a file; return an empty object if the file does not exist."""
     try:
         return json.loads(read_plain(path))
     except FileNotFoundError:

@@ -72,7 +72,7 @@ def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Ite
 
 @contextmanager
 def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterator[None]:
-    """Report in one line that another rank is lost, instead of the error that this caused on this rank."""
+    """Report in one line that another rank is lost, instead of the resulting error on this rank."""
     try:
         yield
     except ChatmillError:

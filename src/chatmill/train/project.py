@@ -91,7 +91,7 @@ def _caches(config: TrainConfig) -> Iterator[PrimerCache]:
     """The caches that a run reads; the loader reports missing ones."""
     root = place(config.dataset_dir or CACHES)
     if isinstance(root, Url):
-        # URLs never contain caches.
+        # Only local folders contain caches.
         return
     folders = [root] if _is_source(root) else [cache_folder(root, name) for name in config.mix or MIX_SFT]
     yield from (open_cache(folder) for folder in folders if is_cache(folder))

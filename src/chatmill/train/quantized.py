@@ -103,7 +103,7 @@ def packed_product(
     x: Tensor, packed: Tensor, scales: Tensor, scale: Tensor, code: Tensor, offset: Tensor, shape: Any
 ) -> Tensor:
     """x Wᵀ with a packed W."""
-    # One fused op instead of `unpack` and a matmul: torch.compile would keep the dequantized weight for the backward
+    # Use one fused op: with `unpack` and a matmul, torch.compile would keep the dequantized weight for the backward
     # pass.
     return torch.ops.bitsandbytes.gemm_4bit.default(
         x, packed, shape, scale, BLOCK, "nf4", absmax_8bit=scales, absmax_code=code, absmax_offset=offset

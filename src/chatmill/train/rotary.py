@@ -83,7 +83,7 @@ def rotated(
     heads: list[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Normalized and rotated queries and keys (rows, length, heads, size); `heads` has both numbers of heads."""
+    """Normalized and rotated queries and keys (rows, length, heads, size); `heads` holds their head counts."""
     from chatmill.train.rotary_kernel import forward
 
     return forward(qkv.contiguous(), q_weight, k_weight, cos.contiguous(), sin.contiguous(), heads, eps)

@@ -1,7 +1,7 @@
 """Triton kernels for RMSNorm and rotary embedding of queries and keys; one program processes all heads of a token.
 
-The two halves of each head, which the rotary embedding mixes, are two tiles (heads, size / 2). Import this module only
-on a machine with a GPU: triton comes only with CUDA builds of torch.
+The two halves of each head, which the rotary embedding mixes, are loaded as two tiles (heads, size / 2). Import this
+module only on a machine with a GPU: triton comes only with CUDA builds of torch.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     epochs 2.5, packed:  steps of epoch 0 + steps of epoch 1 + half of those of epoch 2
 
-Packing differs between epochs, so the steps in an epoch are counted from the plan. A mix has no end. One epoch of a mix
-has as many episodes as all its sources together, drawn according to the mix weights; with `mix_epochs`, it has the
-given number of epochs of each source.
+Packing differs between epochs, so the steps in an epoch are counted from the plan. Sampling from a mix never ends. One
+epoch of a mix has as many episodes as all its sources together, drawn according to the mix weights; with `mix_epochs`,
+it has the given number of epochs of each source.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def open_run(
 
 
 def _steps_ahead(config: TrainConfig, loader: EpisodeLoader) -> int | None:
-    """Remaining steps of max_iters; None if max_iters is not set."""
+    """Number of steps left until max_iters; None if max_iters is not set."""
     return None if config.max_iters is None else max(0, config.max_iters - loader.cursor().step)
 
 

@@ -52,7 +52,7 @@ class OpenedModel:
 
 
 def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, world: World) -> OpenedModel:
-    """Open the model in a config with parameters on the meta device; all ranks call this.
+    """Open the model that a config describes, with parameters on the meta device; all ranks call this.
 
     Raises `MemoryError` or `DataError` if the host does not have enough memory for a rank's shard.
     """
@@ -71,7 +71,7 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
 
 
 def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the function's result, or why a model cannot be loaded in shards; all ranks agree on which."""
+    """Return the function's result, or why a model cannot be loaded in shards; if one rank fails, all ranks do."""
 
     def tried() -> tuple[T | None, str | None]:
         try:

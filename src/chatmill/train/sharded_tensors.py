@@ -85,7 +85,7 @@ def file_info(path: Path) -> FileInfo:
 
 
 class ShardedTensors:
-    """The tensors of several files, by name and rows."""
+    """Tensors in several files, accessed by name and rows."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._parts: dict[str, list[tuple[TensorRows, Any]]] = {}

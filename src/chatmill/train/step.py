@@ -253,7 +253,7 @@ class LRSchedule:
 
     @classmethod
     def of(cls, settings: OptimizerConfig, *, warmup: int, total: int) -> Self:
-        """Create the schedule of a config."""
+        """Create the schedule that a config describes."""
         peak = settings.learning_rate
         return cls(peak, peak * settings.min_lr_ratio, warmup, total, settings.lr_schedule)
 

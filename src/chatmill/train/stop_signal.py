@@ -34,7 +34,7 @@ class StopRequest:
         self._arrived.set()
 
     def finished_step(self) -> None:
-        """Called when a step has finished; from now on there is no time limit, because saving may take long."""
+        """Called when a step has finished; the time limit no longer applies, because saving may take a long time."""
         if self.by is not None:
             self._finished.set()
 

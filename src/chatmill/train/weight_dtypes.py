@@ -52,7 +52,7 @@ class WeightDtypes:
 def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
     """The dtypes in which the weights of a folder are loaded; `model` maps the names of the model's weights to dtypes.
 
-    Most weights in a folder share one dtype, and a few have a wider one. If one of those few has a different name in
+    Most weights in a folder share one dtype, and a few have a wider one. If one of these few has a different name in
     the model and cannot be matched, all weights are loaded as float32, which loses no precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):

@@ -38,7 +38,8 @@ class SampleAnswer(NamedTuple):
 class Tracker(Protocol):
     """An experiment tracker. All methods are called in order from one thread, which is not the training thread.
 
-    If `start` raises `UsageError`, the run is refused. The run prints the first of any other errors and continues.
+    If `start` raises `UsageError`, the run is refused. After any other error, the run continues; only the first error
+    is printed.
     """
 
     name: str

@@ -23,7 +23,7 @@ def report_pages(
 ) -> None:
     """Write the page of each dataset: `write` gets its file name and text, and `note` prints why a page is missing.
 
-    The pages are written after training, so an error in a page does not fail the run.
+    Pages are written after training, and an error in a page does not make the run fail.
     """
     if report_page is None:
         note("no report page about the data for the trackers; `chatmill train` writes one")

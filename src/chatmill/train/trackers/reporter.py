@@ -120,7 +120,7 @@ class Reporter:
 
 
 def read_ids(path: Path) -> dict[str, str]:
-    """Read the id of the run in each tracker, by the tracker's name."""
+    """Read the run's id in each tracker, keyed by tracker name."""
     try:
         ids = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -149,7 +149,7 @@ class _Worker:
         self._thread.start()
 
     def wait_for_start(self, seconds: float) -> ChatmillError | None:
-        """Wait until the tracker has started; return the error that refuses the run, if there is one."""
+        """Wait until the tracker has started; return the error that causes the run to be refused, if any."""
         if not self._ready.wait(seconds):
             self._note(f"has not started after {seconds:g} seconds; the run continues")
         return self._refusal

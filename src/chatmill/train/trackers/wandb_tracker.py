@@ -40,7 +40,7 @@ REPORT_NOTHING_ELSE: Mapping[str, Any] = {
 
 
 class WandbTracker:
-    """A W&B run. Each line of metrics becomes a row of its history, with the run's step as the x axis."""
+    """A W&B run. Each line of metrics becomes a row in the W&B history, with the training step as the x axis."""
 
     name = "wandb"
     _run: Any
