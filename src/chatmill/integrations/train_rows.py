@@ -84,7 +84,7 @@ class TrainRows(Dataset[ModelInputs]):
         self._digests: Tensor | None = None
         if audit_dir is not None:
             batches = self.steps * self.config.gradient_accumulation_steps
-            # Shared with the worker processes that read the rows.
+            # The digests are shared with the worker processes that read the rows.
             self._digests = torch.zeros((batches, 3 + len(self.loader.sources)), dtype=torch.int64).share_memory_()
         self._no_counts = np.zeros(len(self.loader.sources), dtype=np.int64)
         self._world: tuple[int, int] | None = None
@@ -264,7 +264,7 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """Return the weight factor of the batch with row `first`, which has `size` rows over all ranks."""
+        """Return the weight factor of the batch that contains row `first`; `size` counts its rows on all ranks."""
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))
