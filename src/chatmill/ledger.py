@@ -4,8 +4,8 @@
     tokens:   rendered + repeated + injected + padding = stored + truncated + dropped
     rows:     rendered + repeated = stored + dropped        (a row here is a conversation, packed or not)
 
-Functions that render, truncate, drop or store rows add to it; it is merged across processes and written next to the
-data.
+Functions that render, truncate, drop or store rows add to the ledger, which is merged across processes and written next
+to the data.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ static inline Bytes64 folded(Bytes64 bytes) {
     return bytes;
 }
 
-/* NEON has no movemask, so each byte keeps the bit of its position modulo 8, and adjacent bytes are added thrice. */
+/* NEON has no movemask: each byte keeps the bit of its position modulo 8, and adjacent bytes are added three times. */
 static inline uint64_t bits_between(Bytes64 bytes, int first, int count) {
     static const uint8_t PLACES[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
     uint8x16_t place = vld1q_u8(PLACES), found[4];

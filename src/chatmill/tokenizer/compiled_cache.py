@@ -1,6 +1,6 @@
 """Cache of compiled tokenizers: the input of the C engine for a tokenizer.json and its control tokens.
 
-It also stores whether two ways of encoding agree on the probe, because finding out takes just as long.
+It also stores whether two ways of encoding agree on the probe, because this check takes as long as compiling.
 
     <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
 

@@ -2,10 +2,10 @@
 
 Text tokens are control tokens that may also come from text: added tokens that are not special, such as `<think>`.
 
-There are two ways to encode. By sections, the fast engine encodes the text between two control tokens separately. As a
-whole, `tokenizers` encodes everything at once, with control tokens replaced by aliases that no text can contain. Texts
-are encoded by sections if that gives the same ids on a probe. Encoding as a whole is always exact and also gives the
-offset of each token, but it is slower.
+A text can be encoded by sections or as a whole. By sections means that the fast engine encodes the text between two
+control tokens separately. As a whole means that `tokenizers` encodes everything at once, with control tokens replaced
+by aliases that no text can contain. Texts are encoded by sections if that gives the same ids on a probe. Encoding as a
+whole is always exact and also gives the offset of each token, but it is slower.
 """
 
 from __future__ import annotations
