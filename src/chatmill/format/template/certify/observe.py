@@ -24,7 +24,7 @@ class Peer(Protocol):
     """Another program that renders records, such as transformers."""
 
     def __call__(self, record: Record, *, null_content: bool = False) -> Sequence[int]:
-        """Return the ids of a record, empty if rejected; `null_content` passes empty content of tool calls as null."""
+        """Return the ids of a record, empty if rejected; `null_content` makes empty content with tool calls null."""
 
 
 class Rendered(NamedTuple):

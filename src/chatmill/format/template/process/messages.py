@@ -186,7 +186,7 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     if len(steps) > MAX_STEPS:
         return False
     # For each slot, how many times it may contain each text of the conversation and, under the key -1, how many
-    # characters of the template. `grown` also counts the growth of the functions.
+    # characters of the template. `grown` also counts the characters that functions may add.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 

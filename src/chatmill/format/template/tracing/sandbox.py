@@ -188,7 +188,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def attribute(self, obj: Any, name: str) -> Any:
         """Return an attribute, never an item; undefined if it does not exist. Raise if templates may not use it."""
         if isinstance(obj, Undefined):
-            # This error names the undefined variable.
+            # This error names the undefined value.
             obj._fail_with_undefined_error()
         # Traced and safe texts are treated as plain texts.
         type_ = str if isinstance(obj, str) else type(obj)
