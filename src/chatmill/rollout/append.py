@@ -25,7 +25,7 @@ DETECTION = Detection()
 SPACE = " \t\n\r"
 OPENING, CLOSING = TextPart("{", STRUCTURE), TextPart("}", int(Part.BRACE))
 RANKED = np.array([Part.PREFIX, Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE], dtype=np.uint8)
-"""A token with bytes of several parts counts as the last of them in this order."""
+"""A token that contains bytes of several parts counts as the last of these parts in this order."""
 RANK = np.zeros(256, dtype=np.uint8)
 RANK[RANKED] = range(len(RANKED))
 COORD = bytes([Part.COORD])

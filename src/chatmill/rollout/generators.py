@@ -72,14 +72,14 @@ class TextServer(Server):
     """Any OpenAI-compatible server; it returns text, which the task's tokenizer encodes.
 
     `api` is "completions", which sends the prompt as text, or "chat", which sends the record's messages for the server
-    to render. The number of prompt tokens that the server reports must match the prompt in training. A complete answer
-    ends with the task's end-of-turn token. The tokens may differ from those that the model generated.
+    to render. The server must report the same number of prompt tokens as in training. A complete answer ends with the
+    task's end-of-turn token. The tokens may differ from those that the model generated.
     """
 
     task: Task
     api: Literal["completions", "chat"]
     counts: Counter[str] = field(default_factory=Counter)
-    """`as_text`: answers; `retokenized`: those for which the server reported a different number of tokens."""
+    """`as_text` counts answers; `retokenized` counts those for which the server reported another number of tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -55,7 +55,7 @@ from chatmill.train.trackers.reporter import named_trackers
 
 ROLLOUTS = "rollouts.jsonl"
 MAY_CHANGE = {"max_iters", "save_interval", "keep_checkpoints", "log_interval", "device", "replay", "report_to"}
-"""Keys of the config that may differ when a run resumes."""
+"""Config keys that may change when a run resumes."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class _RolloutRun:
         return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
     def _answers(self, generator: Generator, prompts: list[list[int]], records: list[Record]) -> list[list[int]]:
-        """Return an answer to each prompt. Ranks take whole batches, so answers do not depend on the world size."""
+        """Return an answer to each prompt. Ranks generate whole batches, so answers do not depend on the world size."""
         size = self.config.generation_size
         starts = range(0, len(prompts), size)
 

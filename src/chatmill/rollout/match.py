@@ -44,7 +44,7 @@ class Matching:
     false_positives: tuple[int, ...]
     missed: tuple[int, ...]
     gated: int = 0
-    """Pairs that overlap, but less than the gate."""
+    """Number of pairs whose overlap is above zero but below the gate."""
 
 
 def match_objects(
@@ -291,7 +291,7 @@ class DetectionScore(NamedTuple):
     """Object counts, summed over any number of answers."""
 
     correct: int = 0
-    """Predicted objects with the description of a true one and enough overlap."""
+    """Predicted objects that match a true one in description and overlap enough."""
     predicted: int = 0
     true: int = 0
 

@@ -58,7 +58,7 @@ class ParsedEntry(NamedTuple):
     number: int | None
     """n, if the key is object_{n}."""
     largest: int
-    """The largest n of all such keys in the entry, including nested ones; -1 if there are none."""
+    """The largest n of all keys object_{n} in the entry, including nested ones; -1 if there are none."""
     start: int
     value_start: int
     stop: int
@@ -66,7 +66,7 @@ class ParsedEntry(NamedTuple):
     """Whether the value starts as an object."""
     complete: bool
     box: tuple[str, list[int], list[int]] | None = None
-    """The description, the coordinates and their byte offsets, if the entry is written exactly as boxes are."""
+    """The description, coordinates and byte offsets, if the entry is formatted exactly as chatmill writes boxes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Scan:
     data: bytes
     """The bytes of the tokens before the stop token or text."""
     token_start: Index
-    """The byte offset of each token, followed by that of the end."""
+    """The byte offset of each token, followed by the offset of the end."""
     root: int
     """The byte offset of the opening brace of the root; -1 if there is no root object."""
     entries: tuple[ParsedEntry, ...]

@@ -43,7 +43,7 @@ class EntryText(NamedTuple):
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()
     separators: tuple[str, ...] = ()
-    """Texts between the coordinates, used cyclically."""
+    """Texts between the coordinates, repeated cyclically."""
     tail: TextPart = NO_TEXT
 
 

@@ -20,7 +20,7 @@ from chatmill.errors import DataError, UsageError, one_line
 RETRIED = {408, 429, 500, 502, 503, 504}
 """HTTP status codes after which a request is retried."""
 REJECTED = {400, 404, 405, 422}
-"""HTTP status codes of a server that does not support the path or a field of a request."""
+"""HTTP status codes with which a server rejects a path or request field that it does not support."""
 MAX_REPLY_BYTES = 64 << 20
 """Maximum size of a reply."""
 READ_BYTES = 1 << 16
@@ -57,11 +57,11 @@ class Server:
     """Maximum seconds for one answer."""
     attempts: int = 4
     pause: float = 0.5
-    """Seconds before the second attempt; the pause doubles each time."""
+    """Seconds before the first retry; the pause doubles each time."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Headers of every request, such as Authorization. Their values are removed from error messages."""
     advice: ClassVar[str] = ""
-    """Hint for the case that the server rejects a request."""
+    """Hint to show if the server rejects a request."""
 
     def __post_init__(self) -> None:
         check_server_url(self.url)

@@ -40,9 +40,9 @@ class Target:
     ids: list[int]
     """The kept prefix, the appended tokens, and EOS."""
     prefix_ids: list[int]
-    """The tokens that were kept, including those that replace a token that was cut."""
+    """The kept tokens, including those that replace a split token."""
     prefix_text: str
-    """The text up to the cut; with the borders `canonical` and `joined`, its end may follow after `prefix_ids`."""
+    """The text up to the cut; if `border` is `canonical` or `joined`, it may extend beyond `prefix_ids`."""
     appended_text: str
     start_index: int
     """n of the first appended key object_{n}."""
@@ -55,14 +55,14 @@ class Target:
     missed: tuple[int, ...]
     """Indices of the true objects that were appended."""
     truncated: bool
-    """Whether the tokens of the rollout ended before its answer was complete."""
+    """Whether the rollout ended before its answer was complete."""
     fallback: str | None
-    """Why nothing of the rollout was kept (empty, no_brace, array_root, text_before or no_cut), or None."""
+    """Why no part of the rollout was kept (empty, no_brace, array_root, text_before or no_cut), or None."""
     target_is_json: bool
     kept: int
     """Number of rollout tokens that were kept unchanged."""
     slots: int
-    """Number of rollout coordinates that are trained toward a true value."""
+    """Number of rollout coordinates with a true value as their target."""
     gated: int
     """Number of pairs of a predicted and a true object with too little overlap to be matched."""
     rows: Rows = field(repr=False)

@@ -161,14 +161,14 @@ class Health:
     dropped: Counter[str] = field(default_factory=Counter)
     """Entries that are not valid objects, by reason."""
     truncated: int = 0
-    """Rollouts whose tokens ended before the answer was complete."""
+    """Rollouts that ended before the answer was complete."""
     fallback: Counter[str] = field(default_factory=Counter)
-    """Rollouts of which nothing was kept, by reason."""
+    """Rollouts of which no part was kept, by reason."""
     broken: int = 0
-    """Targets that are not JSON, because a kept body is not."""
+    """Targets that are not valid JSON, because they contain a kept entry that is not."""
     matched: int = 0
     missed: int = 0
-    """`matched` true objects, and those that were missed and appended."""
+    """True objects: `matched` ones, and those that were missed and appended."""
     false_positives: int = 0
     gated: int = 0
     """Pairs with too little overlap."""

@@ -24,13 +24,13 @@ class PartWeights:
     """The loss weight of each kind of trained token."""
 
     slot: float = 1.0
-    """Coordinates of matched objects, trained toward the true values."""
+    """Coordinates of matched objects, with the true values as targets."""
     append: float = 1.0
     """Objects that the rollout missed."""
     end: float = 1.0
     """The closing brace and EOS."""
     surplus: float = 0.0
-    """Closing the answer where the rollout continues although all true objects were found."""
+    """The token that closes the answer where the rollout continues although all true objects were found."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -18,7 +18,7 @@ COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 CACHED = 1 << 16
 """Maximum number of texts whose ids are cached."""
 UNSEEN, MISSING = -1, -2
-"""Sizes of ids that were not looked up yet, and of ids that the tokenizer does not have."""
+"""Markers used as sizes: the id has not been looked up yet, or the tokenizer does not have it."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 

@@ -31,8 +31,8 @@ from chatmill.train.quiet import quiet_logs
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_grouped_mm")
 """Operators whose results a compiled layer does not recompute; the same holds for custom operators."""
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
-"""Attention operators, whose results are not recomputed either. On a GPU, a custom operator computes their inputs, so
-these are not recomputed.
+"""Attention operators, whose results are not recomputed either. On a GPU, a custom operator computes their inputs,
+which are therefore not recomputed.
 """
 OUTSIDE = -1
 """The key for tensors that no layer creates."""
@@ -48,7 +48,7 @@ class LayerBytes:
     compiled: int
     """Bytes of activations if the layer is compiled, which recomputes the results of elementwise operators."""
     compiled_inputs: int
-    """Like `compiled`, with the inputs of matrix products kept too, which is torch's default."""
+    """Like `compiled`, but the inputs of matrix products are also kept, which is torch's default."""
     input: int
     """Bytes of the layer's input, which is all that activation checkpointing keeps."""
     casts: int
@@ -69,7 +69,7 @@ class ActivationBytes:
 def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: bool) -> ActivationBytes:
     """Count the bytes that a forward pass over (rows, length) tokens keeps. The model's weights are discarded.
 
-    With `on_gpu`, count as for FlexAttention, which GPUs use and which does not materialize the mask.
+    With `on_gpu`, assume FlexAttention, which does not materialize the mask.
     """
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
@@ -149,9 +149,9 @@ class _Recorder(TorchDispatchMode):
         self._stored: set[int] = set()
         """Tensors that a compiled layer does not recompute."""
         self._multiplied: set[int] = set()
-        """Inputs of matrix products, which a compiled layer materializes too."""
+        """Inputs of matrix products, which a compiled layer also materializes."""
         self._same: dict[int, int] = {}
-        """Maps repeated casts of a tensor to the first one; a compiled layer casts only once."""
+        """Maps repeated casts of a tensor to the first cast; a compiled layer casts only once."""
         self._cast_to: dict[tuple[int, torch.dtype], int] = {}
         self._weights = {self._key(each) for each in chain(model.parameters(), model.buffers())}
         self._casts: set[int] = set()

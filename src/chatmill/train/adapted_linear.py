@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from chatmill.train.half_weights import HalfLinear
 
 PEFT_LAYERS = ("Linear", "Linear4bit")
-"""Layer classes of peft whose forward pass is replaced."""
+"""peft layer classes whose forward pass is replaced."""
 
 
 def use_adapted_linear(module: nn.Module) -> None:

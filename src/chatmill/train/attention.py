@@ -22,11 +22,11 @@ MIN_HEAD_SIZE = 16
 """Smallest head dimension that FlexAttention accepts."""
 
 MAX_SHAPES = 64
-"""Maximum number of input shapes for which FlexAttention is compiled outside of compiled layers."""
+"""Maximum number of input shapes for which FlexAttention is compiled outside compiled layers."""
 
 HOPPER_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3}
-"""FlexAttention's tiles on Hopper GPUs: with conversations of mean length 590, the forward pass takes 0.86 of the time
-that it takes with the default tiles (H200, heads of 128)."""
+"""FlexAttention tile sizes for Hopper GPUs: with conversations of mean length 590, the forward pass takes 14% less time
+than with the default tiles (H200, head size 128)."""
 
 MAX_HEAD_BYTES = 256
 """Larger heads do not fit into shared memory with these tiles."""

@@ -53,7 +53,7 @@ from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRo
 from chatmill.train.weight_dtypes import check_float16, saved_dtype
 
 LEFT = ".left"
-"""Suffix of checkpoints that are later than the one a run resumed from."""
+"""Suffix of checkpoints that are later than the one from which a run resumed."""
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 

@@ -50,7 +50,7 @@ class DataCheck:
         self.fault: str | None = None
         """One line about the first file that has changed."""
         self.verified: Path | None = None
-        """The last checkpoint that is verified."""
+        """The last verified checkpoint."""
 
     def check(self) -> None:
         """Hash all files now; raise `DataError` for the first file that has changed."""

@@ -27,12 +27,12 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES, fresh_state, make_optimiz
 
 GIB = 2**30
 KEPT_BY_COMPILED = 1.02
-"""Activations that a compiled layer keeps, relative to the counted bytes. Fitted on the line 0.6b-own-adamw of
+"""Activations that a compiled layer keeps, relative to the counted bytes. Fitted to the run 0.6b-own-adamw in
 benchmarks/results/gpu.json.
 """
 BACKWARD = 0.03
-"""Gradients and temporary tensors in the backward pass of a layer, relative to the activations it keeps. Fitted on the
-line 8b-hf-lora.
+"""Gradients and temporary tensors in the backward pass of a layer, relative to the activations it keeps. Fitted to the
+run 8b-hf-lora.
 """
 CUDA_CONTEXT = 0.6 * GIB
 """GPU memory of the CUDA context, which torch does not count."""
@@ -42,7 +42,7 @@ ENTROPY_COPIES = 5
 """float32 copies of a chunk of logits in the loss on a CPU; on a GPU one kernel works in place."""
 KEPT_BY_FLOAT8 = 0.8
 """Activations that a compiled layer with float8 products keeps, relative to one without: torch recomputes more of them.
-Fitted on the line 1.7b-own-fp8.
+Fitted to the run 1.7b-own-fp8.
 """
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, WORKSPACE, GATHERED, CONTEXT = "activations", "workspace", "gathered", "CUDA"
@@ -123,7 +123,7 @@ class _Counted:
     state: dict[str, tuple[int, int]]
     """Bytes of optimizer state of each trained weight: tensors with as many rows as the weight, and scalars."""
     layers: tuple[_Layer, ...]
-    """For one row."""
+    """Byte counts for one row."""
     outside: float
     head: WeightShape
     """The weight of the output head, (vocabulary, width)."""

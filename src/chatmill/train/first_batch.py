@@ -27,7 +27,7 @@ from chatmill.train.step import StepCounts
 from chatmill.train.untrained import LIMIT, untrained_reason
 
 SHOWN = 3
-"""Answers that are shown."""
+"""Number of answers to show."""
 ANSWER, PROMPT = 160, 60
 """Maximum characters shown of an answer, and of the end of its prompt."""
 TOKENS_PER_CHARACTER = 4

@@ -31,7 +31,7 @@ class Sampling:
 
     temperature: float = 0.0
     top_k: int = 0
-    """Sample from the k most likely tokens; 0: from all tokens."""
+    """Sample from the k most likely tokens; 0 disables the limit."""
     top_p: float = 1.0
     """Sample from the fewest tokens whose probabilities add up to this."""
     seed: int = 0
@@ -192,7 +192,7 @@ class _Beam(NamedTuple):
     """Log-likelihood."""
     ids: list[int]
     parent: int
-    """The beam of its prompt that it extends."""
+    """The index of the beam that this beam extends, among the beams of its prompt."""
 
 
 def _search(

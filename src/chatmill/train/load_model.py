@@ -23,8 +23,8 @@ Load = Callable[..., CausalModel]
 BaseWeights = Literal["trained", "original"]
 """Base model of adapters: as in training (4-bit if it was quantized), or as stored on disk."""
 MODEL_FAMILIES: dict[str, str | Load] = {"chatmill-gpt": "chatmill.train.gpt:GPT"}
-"""Model families by the `model_type` of a folder's config.json: a class with `load`, named as MODULE:CLASS so that it
-is imported when it is used, or a function `load(folder, *, compute, weights)`. To add a family, add it here."""
+"""Model families by the `model_type` of a folder's config.json: a class with `load`, given as MODULE:CLASS so that it
+is imported only when used, or a function `load(folder, *, compute, weights)`. To add a family, add it here."""
 
 
 def open_model(

@@ -22,7 +22,7 @@ class LogitDifference:
     max: float
     mean: float
     same_top: float
-    """Share of positions at which both models predict the same token."""
+    """Fraction of positions at which both models predict the same token."""
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor) -> LogitDifference:

@@ -312,7 +312,7 @@ class _Loop:
         self.evaluation = evaluation
         more: dict[str, float] = {}
         lines: list[str] = []
-        # A sharded model generates only if all ranks take part.
+        # All ranks must take part when a sharded model generates.
         if state.world.is_first and state.stepper.is_whole:
             if self._samples is not None:
                 answers = self._samples.answer(model)

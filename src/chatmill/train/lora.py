@@ -30,7 +30,7 @@ from chatmill.train.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_fo
 from chatmill.train.preflight import base_of, weights_hash
 
 ADAPTER_BASE = "base.json"
-"""File with the precision of the base model in training, if that was not the stored one (QLoRA)."""
+"""File that records the base model's precision in training, if it differs from the stored precision (QLoRA)."""
 
 
 class LoraModel(HFModel):

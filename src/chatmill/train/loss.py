@@ -38,11 +38,11 @@ class TrainedPositions:
     index: Tensor
     """int64[N]: row * length + column of each trained position."""
     ids: Tensor
-    """int64[N]: the token to predict there."""
+    """int64[N]: the target token of each position."""
     weights: Tensor
-    """float32[N]: its weight; 0 for padding."""
+    """float32[N]: the weight of each position; 0 for padding."""
     count: int
-    """Trained positions, without padding."""
+    """Number of trained positions, without padding."""
     weight: float
     """The sum of the weights."""
 

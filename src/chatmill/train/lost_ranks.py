@@ -46,7 +46,7 @@ FAILED_SECONDS = 5.0
 same error.
 """
 WAKE = signal.SIGURG
-"""The signal that interrupts the main thread; without a handler the system ignores it."""
+"""The signal that interrupts the main thread; it is ignored if no handler is installed."""
 MOST_BYTES = 1 << 14
 """The longest message that is read."""
 MOST_UNKNOWN = 64
@@ -101,7 +101,7 @@ class _Fault:
 
 
 class RankWatch:
-    """This rank's connections to others, watched by a thread until `close`."""
+    """This rank's connections to other ranks, watched by a thread until `close`."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Connect to the hubs, whose addresses are in the store; all ranks call this."""

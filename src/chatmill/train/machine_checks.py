@@ -29,7 +29,7 @@ GIB = 1 << 30
 LOW_MEMORY = 4 * GIB
 LOW_SHM = GIB
 PACKAGES = {"numpy": "", "safetensors": "train", "torch": "train"}
-"""Packages that training needs, and the extra of chatmill that installs each."""
+"""Packages that training needs, and the chatmill extra that installs each."""
 OPTIONAL = {
     "transformers": "hf",
     "peft": "lora",

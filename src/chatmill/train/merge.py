@@ -56,7 +56,7 @@ class Merged:
     size: int
     """Bytes of the weights."""
     difference: LogitDifference | None = None
-    """Difference from the trained model, if adapters of a quantized base model were merged into the original one."""
+    """Difference from the trained model, if QLoRA adapters were merged into the original base model."""
 
 
 def merge_adapters(

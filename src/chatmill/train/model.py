@@ -148,7 +148,7 @@ class CausalModel(nn.Module):
         """Write the model into an existing folder, as safetensors and JSON. `state` replaces the model's weights."""
 
     def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
-        """Write a model folder without weights, and return the parts in which to save the weights; None if unknown.
+        """Write a model folder without weights; return the parts in which weights are saved, or None if unknown.
 
         `like` has the weights on the meta device, in the dtypes they are saved in.
         """

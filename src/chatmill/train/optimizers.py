@@ -41,7 +41,7 @@ OPTIMIZER_BYTES = {
     "adafactor": OptimizerBytes(4, 0),
     "muon": OptimizerBytes(4, 4),
 }
-"""The bytes for each `optimizer`. With muon, the embedding, the head and vectors have AdamW's state of 8 bytes."""
+"""The bytes for each `optimizer`. With muon, the embedding, the head and vectors have AdamW state of 8 bytes."""
 NOT_NEGATIVE = {"exp_avg_sq", "exp_avg_scale", "exp_avg_rms_scale", "row_var", "col_var", "variance"}
 """Optimizer state that is never negative: second moments and scales."""
 

@@ -11,7 +11,7 @@ from chatmill.errors import one_line
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 56, 16, 40, 44
 MOST = 1500
-"""Maximum points of a curve; more are averaged."""
+"""Maximum number of points per curve; longer curves are averaged."""
 VAL = "val_loss"
 Points = Sequence[tuple[float, float]]
 

@@ -16,7 +16,7 @@ from chatmill.train.launcher import place_in_world
 from chatmill.train.lost_ranks import LostRankError, RankWatch
 
 TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for a rank that is alive, for example for rank 0 while it writes a checkpoint."""
+"""How long ranks wait for a rank that is still alive, such as rank 0 while it writes a checkpoint."""
 
 
 @contextmanager

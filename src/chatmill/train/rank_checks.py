@@ -30,7 +30,7 @@ REDUCED = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Number of float32 values in the all-reduce, by device type."""
 ROUNDS = 3
 ABANDONED: list[threading.Thread] = []
-"""Threads of checks that did not end in time."""
+"""Threads whose checks did not end in time."""
 
 
 def limited(work: Callable[[], T], seconds: float) -> T:

@@ -39,7 +39,7 @@ class TrainResult:
     total: int
     """Steps of the whole run."""
     loss: float | None
-    """The loss of the last step that had trained tokens; None if no step had any."""
+    """The loss of the last step with trained tokens; None if there was no such step."""
     val_loss: float | None
     val_perplexity: float | None
     val_sources: Mapping[str, Mapping[str, float | None] | None]
@@ -58,11 +58,11 @@ class TrainResult:
     non_answer_tokens: int
     """Trained tokens of the train split that are not answers, because use_loss_mask is false."""
     loss_spikes: int
-    """Steps of the whole run whose loss was far above that of the previous steps."""
+    """Steps in the whole run whose loss was far above the loss of the previous steps."""
     seconds: float
     """Duration of this process's steps, without evaluations and checkpoints."""
     data_wait: float
-    """Seconds of these spent waiting for batches."""
+    """The part of `seconds` spent waiting for batches."""
     stopped_by: str | None
     """The signal that ended the run early, if one did."""
     stopped_early: str | None

@@ -135,7 +135,7 @@ class EvalScore:
     weight: float = 0.0
     questions: int = 0
     exact: int = 0
-    """Answers equal to the trained ones, to the last token."""
+    """Answers that equal the trained answer in every token."""
     stopped: int = 0
     """Answers that reached an end token."""
 

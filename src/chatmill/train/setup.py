@@ -105,7 +105,7 @@ class TrainState:
     stepper: Stepper
     stage: Stage
     step: int = 0
-    """Finished steps."""
+    """Number of finished steps."""
     totals: Totals = field(default_factory=Totals)
     best: BestEval = field(default_factory=BestEval)
     saved: Path | None = None
@@ -115,7 +115,7 @@ class TrainState:
     notes: list[str] = field(default_factory=list)
     """Messages to print when the run starts."""
     non_answers: NonAnswers | None = None
-    """Trained tokens outside of answers, if the data has a loss mask that is not used."""
+    """Trained tokens outside answers, if the data has a loss mask that is not used."""
     has_trained: bool = False
     """Whether this process has finished a step."""
     data_check: DataCheck | None = None

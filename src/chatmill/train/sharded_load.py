@@ -46,7 +46,7 @@ class OpenedModel:
     values: Values | None = None
     """The values of the parameters on the meta device; None if the model is fully loaded."""
     test: Callable[[], bool] | None = None
-    """Tests with the weights of the files whether the architecture separates the conversations of a packed row."""
+    """Tests, with the weights in the files, whether the architecture separates the conversations in a packed row."""
     note: str | None = None
     """Why the model was not loaded in shards."""
 

@@ -5,7 +5,7 @@
     model-00003-of-00003.safetensors     all ranks send their rows of a tensor to the rank that writes it
     model.safetensors.index.json
 
-In each round, every rank receives its next tensor, then all ranks write. A small model is written as one
+In each round, every rank receives its next tensor and then writes it. A small model is written as one
 model.safetensors.
 """
 

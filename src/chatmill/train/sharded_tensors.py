@@ -26,7 +26,7 @@ from chatmill.train.model_files import INDEX, WEIGHTS, ModelFiles, TensorInfo, r
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 Rows: TypeAlias = Any
-"""A tensor, or a tensor of a safetensors file that is read when it is indexed: `rows[start:stop]` is a tensor."""
+"""A tensor, or a tensor in a safetensors file that is read when it is indexed: `rows[start:stop]` is a tensor."""
 PARTS = "pieces"
 """The key of a file's metadata that lists its partial tensors."""
 
@@ -45,7 +45,7 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows: TensorRows | None = None
-    """Which rows of the tensor; None for the whole tensor."""
+    """The rows of the tensor that the file contains; None for the whole tensor."""
 
 
 def write_tensors(

@@ -18,7 +18,7 @@ from chatmill.train.setup import TrainState
 from chatmill.train.step import RowLoss, StepResult
 
 WINDOW = 64
-"""Number of previous losses that a loss is compared with."""
+"""Number of previous losses with which a loss is compared."""
 LEAST = 32
 """Minimum number of previous losses for a step to count as a spike."""
 SPREADS = 6.0
@@ -47,7 +47,7 @@ class LossSpikes:
     recent: deque[float]
     """The losses of the last steps."""
     count: int
-    """Spikes of the whole run."""
+    """Number of spikes in the whole run."""
     printed: int = 0
 
     @classmethod

@@ -52,7 +52,7 @@ class StepCounts(NamedTuple):
     stop: float = 0.0
     """Ranks that received a stop request."""
     unknown_ids: float = 0.0
-    """Ranks whose rows contain an id outside of the vocabulary."""
+    """Ranks whose rows contain an id outside the vocabulary."""
     damaged: float = 0.0
     """Ranks that found a changed data file."""
     checking: float = 0.0
@@ -70,7 +70,7 @@ class RowLoss(NamedTuple):
 
 
 RowSums = list[tuple[Tensor, Tensor, Tensor]]
-"""For each micro-batch: episode ids, Σ weight · loss and Σ weight of each conversation."""
+"""The episode ids of each micro-batch, and Σ weight · loss and Σ weight of each conversation."""
 
 
 class StepResult(NamedTuple):
@@ -202,7 +202,7 @@ class Stepper:
     def gradients(
         self, parts: Sequence[MicroBatch], *, weight: float, rows: bool = False
     ) -> tuple[Tensor, RowSums | None]:
-        """Compute the gradient of the global batch; return its mean loss, and the sums of each conversation."""
+        """Compute the gradient of the global batch; return its mean loss, and the loss sums of each conversation."""
         # Multiply by the world size, because gradients are averaged over ranks but should be summed.
         scale = self.world.size / weight if weight else 0.0
         total: Any = 0.0

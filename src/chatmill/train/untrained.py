@@ -82,7 +82,7 @@ class UntrainedSteps:
 
     count: int = 0
     cursor: Cursor = Cursor()  # noqa: RUF009
-    """Cursor of the last such step."""
+    """Cursor of the last step without trained tokens."""
 
     def check(self, counts: StepCounts, step: int, cursor: Cursor, loader: EpisodeLoader) -> None:
         """Raise `DataError` at the `LIMIT`th consecutive step without trained tokens. Post-training has no limit."""

@@ -33,7 +33,7 @@ TRACKERS: Mapping[str, Callable[[], Tracker]] = {
     "tensorboard": TensorBoardTracker,
 }
 IDS = "trackers.json"
-"""File in the run folder with the tracker's id for the run, by tracker."""
+"""File in the run folder that stores the run's id in each tracker."""
 START_SECONDS = 30.0
 """How long a run waits for a tracker to start."""
 FINISH_SECONDS: Mapping[Status, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
