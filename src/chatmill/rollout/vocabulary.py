@@ -205,5 +205,5 @@ def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
 
 @lru_cache(maxsize=8)
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """Return the vocabulary of a tokenizer; it is created once, to keep its caches."""
+    """Return the vocabulary of a tokenizer; it is created only once, so that its caches are kept."""
     return Vocabulary(tokenizer)

@@ -5,8 +5,8 @@ step_00000500/
   state-00000-of-00001.safetensors   weights and optimizer state: all from rank 0, or one file from each rank
   checkpoint.json                    the state of the run; size and hash of every file, and of itself; written last
 
-The format is safetensors, not torch.distributed.checkpoint, whose metadata is a pickle: reading a checkpoint must not
-run code. Files that checkpoint.json does not list are not read.
+The format is safetensors instead of torch.distributed.checkpoint, whose metadata is a pickle, because reading a
+checkpoint must not run code. Files that checkpoint.json does not list are not read.
 """
 
 from __future__ import annotations

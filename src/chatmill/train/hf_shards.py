@@ -274,7 +274,7 @@ def _check_sources(lm: Any, files: ModelFiles, sources: Sequence[TensorSource], 
 
 
 def _dtypes(lm: Any, dtypes: WeightDtypes) -> Callable[[str, torch.dtype], torch.dtype]:
-    """The dtype of each weight when transformers loads the model under `opened_as`, given the model in float32."""
+    """The dtype in which transformers loads each weight within `opened_as`, given the model in float32."""
     if dtypes.are_float32:
         return lambda name, dtype: dtype
     from transformers.core_model_loading import build_glob_alternation

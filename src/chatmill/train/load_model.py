@@ -38,8 +38,8 @@ def open_model(
 
     `weights` is the precision of the weights in memory; "stored" keeps the dtype of the files.
 
-    For an adapter folder, this is the base model with the adapters applied; `base_model` is the folder of the base
-    model, if it has moved. The model in a checkpoint is opened only if its files match the recorded hashes.
+    For an adapter folder, return the base model with the adapters applied; `base_model` is its folder, if it has moved.
+    The model in a checkpoint is opened only if its files match the recorded hashes.
 
     >>> import tempfile
     >>> from chatmill.train import GPT, GPTSizes

@@ -251,7 +251,7 @@ class _Loop:
         self._finish_step()
         self.launched = launched
         if world.device.type == "cpu":
-            # On a CPU, the step is already computed; reading its result later would attribute its time to the wrong
+            # On a CPU, the step is already finished; reading its result later would attribute its time to the wrong
             # step.
             self._finish_step()
         return counts.stop > 0

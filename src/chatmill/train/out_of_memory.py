@@ -27,7 +27,7 @@ class OutOfMemoryError(RankError):
 
 @contextmanager
 def memory_errors(config: TrainConfig, world: World) -> Iterator[None]:
-    """Raise `OutOfMemoryError` for out-of-memory errors from torch and Python."""
+    """Convert out-of-memory errors from torch and Python to `OutOfMemoryError`."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -62,7 +62,7 @@ def compare_tokenizer(
 ) -> Iterator[str]:
     """Raise `DataError` if a cache was built with a different tokenizer than the one in the settings.
 
-    If they cannot be compared, return the reason as a note.
+    If the tokenizers cannot be compared, yield a note with the reason.
     """
     if TOKENIZER not in settings or not config.check_tokenizer:
         return

@@ -211,7 +211,7 @@ def _folder_rows(
 
 
 def all_reduces(rendezvous: Rendezvous, hosts: Sequence[str], *, cuda: bool) -> Iterator[CheckRow]:
-    """All-reduce known numbers with gloo and, if every rank has a GPU, with NCCL; return the rows on rank 0."""
+    """Test all-reduce with gloo and, if every rank has a GPU, with NCCL; return the table rows on rank 0."""
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
         if device == "cuda" and not cuda:
             return
