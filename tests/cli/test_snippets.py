@@ -176,4 +176,4 @@ def test_snippets_are_listed_and_an_unknown_name_is_reported_in_one_line(run):
     assert (code, json.loads(out)) == (0, {"names": ["dolly"], "yaml": snippet(["dolly"])})
     code, out, err = run("recipe", "snippet", "alpaca")
     assert (code, out) == (2, "")
-    assert err == 'chatmill: no snippet "alpaca"; there are oasst, dolly, ultrachat, openhermes, tulu3, glaive\n'
+    assert err == 'chatmill: no snippet "alpaca"; expected oasst, dolly, ultrachat, openhermes, tulu3, glaive\n'

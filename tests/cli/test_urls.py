@@ -25,6 +25,7 @@ view v1 --audit URL
 view v1 --config URL
 view v1 --records URL
 view v1 --index URL
+view v1 --run URL
 doctor --shared URL
 train --model_name m --dataset_dir v1 --out_dir URL
 train --model_name m --config_file heir.json

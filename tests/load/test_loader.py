@@ -213,7 +213,7 @@ def test_a_padding_token_outside_the_vocabulary_is_refused(dataset):
 def test_an_invalid_rank_or_world_size_is_refused(dataset, rank, world_size, what):
     with pytest.raises(UsageError, match=what):
         EpisodeLoader(dataset, SMALL, rank=rank, world_size=world_size)
-    with pytest.raises(UsageError, match="by 2 ranks in 4 accumulation steps each; expected a multiple of 8"):
+    with pytest.raises(UsageError, match="across 2 ranks with 4 accumulation steps each; expected a multiple of 8"):
         EpisodeLoader(dataset, {**SMALL, "gradient_accumulation_steps": 4}, world_size=2)
 
 
@@ -275,7 +275,7 @@ def test_a_batch_is_split_for_gradient_accumulation(dataset):
     batch = EpisodeLoader(dataset, SMALL, tensors=False).get_batch()
     parts = batch.split(2)
     assert same(Batch(*map(np.concatenate, zip(*parts, strict=True))), batch)
-    with pytest.raises(ValueError, match="4 rows in 3 parts"):
+    with pytest.raises(ValueError, match="4 rows into 3 equal parts"):
         batch.split(3)
 
 
@@ -341,7 +341,7 @@ def test_an_epoch_beyond_the_last_seed_fails_only_when_it_is_reached(dataset, ah
     loader = EpisodeLoader(dataset, config, tensors=False, ahead=ahead)
     first = list(EpisodeLoader(dataset, config, epochs=1, tensors=False))
     assert all(map(same, [loader.get_batch() for _ in first], first))
-    with pytest.raises(UsageError, match="seed 4294967295 and epoch 1 add up to 4294967296"):
+    with pytest.raises(UsageError, match="seed 4294967295 plus epoch 1 is 4294967296"):
         loader.get_batch()
     assert loader.cursor().step == len(first)
 
