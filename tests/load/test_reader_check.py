@@ -62,7 +62,7 @@ def accelerate(library, monkeypatch):
     ("world_size", "line"),
     [
         (2, "accelerator.prepare gives batches of this EpisodeLoader, rank 0 of 2, to 2 ranks, and rows would be lost"),
-        (1, "accelerator.prepare gives each of 2 ranks whole batches of this EpisodeLoader, and a step would train 2"),
+        (1, "accelerator.prepare gives each of 2 ranks a full batch from this EpisodeLoader, so one step would"),
     ],
 )
 def test_sharding_a_second_time_is_refused_before_and_at_the_first_batch(dataset, accelerate, world_size, line):

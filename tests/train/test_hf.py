@@ -249,7 +249,7 @@ def test_folders_that_transformers_cannot_open_are_a_one_line_error(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     for broken in (config | {"model_type": "nonesuch"}, {"model_type": "vit"}):
         (folder / "config.json").write_text(json.dumps(broken))
-        with pytest.raises(DataError, match="transformers cannot open it as a causal model") as caught:
+        with pytest.raises(DataError, match="transformers cannot load it as a causal language model") as caught:
             open_model(folder)
         assert "\n" not in str(caught.value)
     (folder / "config.json").write_text(json.dumps(config))

@@ -271,7 +271,7 @@ def test_accelerate_does_not_shard_a_loader_a_second_time(two_ranks):
         for (world_size, *_), line in result["refusals"].items():
             what = f"rank {rank} of 2, to 2 ranks, and rows would be lost"
             if world_size == 1:
-                what = "each of 2 ranks whole batches of this EpisodeLoader, and a step would train 2 of them"
+                what = "each of 2 ranks a full batch from this EpisodeLoader, so one step would train on 2 batches"
             assert what in line
             assert "use chatmill.integrations.accelerate.train_loader" in line
 

@@ -36,7 +36,7 @@ def key_options(config: type[Any]) -> OptionGroup:
 
 
 def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
-    """Mark a parameter that receives config flags as text; each flag can be spelled with underscores or hyphens.
+    """Return the options of a parameter that receives config flags as strings, with underscores or hyphens.
 
     The help shows the key `first` before all others.
     """

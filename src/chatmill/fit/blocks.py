@@ -147,7 +147,10 @@ class _Cuts(NamedTuple):
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
-    """Return the bounds of the blocks after token `at`; only the `last` turns may end with a partial block."""
+    """Return the bounds of the blocks from token `at` on, and where they stop.
+
+    A partial final block is allowed only if `last` is true.
+    """
     states = turns.states
     users = np.flatnonzero(states.role == Role.USER)
     system = turns.system[users]

@@ -106,7 +106,10 @@ class BatchBuilder:
 
 
 def trained_weights(plan: LoadPlan, step: PlannedStep, size: int) -> tuple[Index, NDArray[np.float64]]:
-    """Return the trained positions per `size` rows of a step and the sum of their weights, without reading tokens."""
+    """Return the number of trained positions in each group of `size` rows of a step, and the sum of their weights.
+
+    Reads no tokens.
+    """
     rows = pad_rows(step.rows(0, step.num_rows), plan.config.batch_size)
     return row_table(plan, rows).trained_weights(size)
 

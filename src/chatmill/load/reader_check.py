@@ -56,7 +56,7 @@ def _refuse_sharding(rank: int, world_size: int) -> None:
     if (ranks := _ranks()) == 1:
         return
     consequence = (
-        f"each of {ranks} ranks whole batches of this EpisodeLoader, and a step would train {ranks} of them"
+        f"each of {ranks} ranks a full batch from this EpisodeLoader, so one step would train on {ranks} batches"
         if world_size == 1
         else f"batches of this EpisodeLoader, rank {rank} of {world_size}, to {ranks} ranks, and rows would be lost"
     )

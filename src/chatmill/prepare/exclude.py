@@ -5,7 +5,8 @@
     chat.jsonl:812                         the same as the first
     oasst-17                               the same as the second, if it does not end in a colon and a number
 
-Empty lines, lines that begin with # and other keys are ignored. The `removed.jsonl` of a dataset also has this format.
+Empty lines and lines that begin with # are ignored, as are other JSON keys. The `removed.jsonl` of a dataset also has
+this format.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def _never_first(trained: Mask) -> Mask:
 def _mask_differences(
     row: Rows, peer: PeerRow, start: int, peer_start: int, ours: Mask, theirs: Mask, clues: Clues
 ) -> Iterator[TokenDifference]:
-    """Runs of equal ids, within one span, that only one library trains or that the other has cut off."""
+    """Yield runs of equal ids, within one span, that only one library trains or that the peer has truncated."""
     gone = np.arange(peer_start, peer_start + len(ours)) >= peer.kept
     differs = (ours != theirs) | gone
     if not differs.any():

@@ -230,5 +230,5 @@ class StoredFiles:
         return DataError(f"{self.path}: was replaced while it was read; open it again")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle; the folder is compared and mapped again in the other process."""
+        """Return the state to pickle; the process that unpickles it checks the folder for changes and maps it again."""
         return {**vars(self), "_held": None}

@@ -47,7 +47,7 @@ def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
         _check_can_quantize(files)
     auto_config, auto_model = auto_classes(folder)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with quiet(), faults_of(folder, "transformers cannot open it as a causal model"):
+    with quiet(), faults_of(folder, "transformers cannot load it as a causal language model"):
         config = auto_config.from_pretrained(folder, **local)
         dtypes = check_shapes(files, config, weights)
         if weights == "nf4":

@@ -127,7 +127,7 @@ def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[i
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise UsageError(f"{files.folder}: is a Hugging Face model; pip install 'chatmill[hf]' to train it") from None
-    with quiet(), faults_of(files.folder, "transformers cannot open it as a causal model"):
+    with quiet(), faults_of(files.folder, "transformers cannot load it as a causal language model"):
         config = AutoConfig.from_pretrained(files.folder, local_files_only=True, trust_remote_code=False)
         try:
             with META:

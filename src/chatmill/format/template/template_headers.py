@@ -18,7 +18,7 @@ TemplateTextIds = tuple[list[int], list[bool], str]
 def template_text_ids(
     text: str, encoder: ControlEncoder, control_tokens: ControlTokens, text_tokens: ControlTokens
 ) -> TemplateTextIds:
-    """Encode a text of the template, such as a header, the same way as in a row."""
+    """Encode literal text from the template, such as a header, exactly as it is encoded in a row."""
     parts: list[tuple[str, bool]] = []
     start = 0
     for match in control_tokens.find(text):

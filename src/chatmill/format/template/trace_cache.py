@@ -86,7 +86,7 @@ class TraceCache:
         return None
 
     def plain(self, key: ShapeKey) -> CachedTrace | None:
-        """Return the trace that all conversations of a shape without empty texts follow; None if no trace matches."""
+        """Return the trace shared by all conversations of this shape that have no empty texts, or None."""
         return self._plain.get(key)
 
     def may_add(self, key: ShapeKey, num_messages: int) -> bool:
