@@ -142,7 +142,7 @@ class ControlEncoder:
         return list(self._reference.encode(text, add_special_tokens=False).ids) if self.can_encode_whole else None
 
     def strip(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
-        """Strip the whitespace that adjacent tokens absorb; also return how many characters were removed at the start."""
+        """Strip the whitespace that adjacent tokens absorb; also return the number removed at the start."""
         removed = 0
         if before in self.rstrip:
             removed = len(text) - len(text.lstrip(SPACE))
