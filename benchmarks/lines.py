@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Results = dict[str, Any]
@@ -70,21 +70,41 @@ def _render(found: Any) -> list[Line]:
 
 
 def _prepare(found: Any) -> list[Line]:
-    peer = found.get("trl")
-    bare = sum(found["bare"].values())
+    peers = found.get("peers", {})
     with_template = "" if found["template"] == "chatml" else f" with `{found['template']}`"
-    return [
-        Line(
-            f"prepare {found['conversations']:,} conversations{with_template}, packed",
-            seconds(found["seconds"]),
-            f"bare decode, encode and write, {seconds(bare)}",
-            found["share_of_bare"],
-            f"TRL {found['versions']['trl']}" if peer else "",
-            seconds(peer["seconds"]) if peer else "",
-            found.get("times_trl"),
-            tuple(found["memory"].values()),
-        )
+    first = Line(
+        f"prepare {found['conversations']:,} conversations{with_template}, packed",
+        seconds(found["seconds"]),
+        f"bare decode, encode and write, {seconds(sum(found['bare'].values()))}",
+        found["share_of_bare"],
+        memory=(found["memory"]["chatmill"],),
+    )
+    if not peers:
+        return [first]
+    trl = f"TRL {found['versions']['trl']}"
+    fastest = min((name for name in peers if name != "datatrove"), key=lambda name: float(peers[name]["seconds"]))
+    batched = "" if fastest == "trl" else ", rows tokenized by a batched `datasets.map`"
+    compared = [
+        _compared(first, "", trl, peers["trl"]),
+        _compared(
+            first,
+            "; TRL in its fastest way",
+            f"{trl}{batched}, {peers[fastest]['processes']} processes",
+            peers[fastest],
+        ),
     ]
+    if "datatrove" in peers:
+        named = f"datatrove {found['versions']['datatrove']} `DocumentTokenizer`"
+        compared.append(_compared(first, "; the peer only tokenizes", named, peers["datatrove"]))
+    return compared
+
+
+def _compared(line: Line, how: str, peer: str, found: Any) -> Line:
+    """Return a line with one of several peers."""
+    theirs, times = seconds(found["seconds"]), found["times"]
+    return replace(
+        line, what=line.what + how, peer=peer, theirs=theirs, times=times, memory=(*line.memory, found["memory"])
+    )
 
 
 def _cores(found: Any) -> list[Line]:

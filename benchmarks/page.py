@@ -145,6 +145,7 @@ def _preparing(results: Results) -> list[str]:
         size = {"megabytes": found["bytes"] / 1e6, "mtok": found["tokens"] / 1e6}
         said.append(_say("prepare", bare=bare, at_once=seconds(found["bare_at_once"]), start_up=start, **size))
         said += _beside_trl(found, "prepare_trl")
+        said += [_say("prepare_ways")] if "peers" in found else []
     if found := results.get("prepare_template"):
         said.append(_say("prepare_template", mtok=found["tokens"] / 1e6, **found))
         said += _beside_trl(found, "prepare_template_trl")
@@ -152,9 +153,9 @@ def _preparing(results: Results) -> list[str]:
 
 
 def _beside_trl(found: Any, text: str) -> list[str]:
-    if not (peer := found.get("trl")):
+    if not (peer := found.get("peers", {}).get("trl")):
         return []
-    differ = found["differ"]
+    differ = peer["differ"]
     cut = differ["peer_alone"] and differ["peer_alone"] == differ["peer_alone_cut"]
     why = _say("prepare_cut") if cut else ""
     start = seconds(peer["start_up"])
@@ -237,8 +238,8 @@ def _growth(results: Results) -> list[str]:
     ]
     names = [f"{size['conversations']:,}" for size in sizes]
     said = [_say("growth")]
-    if peer := results.get("prepare", {}).get("trl"):
-        memory = megabytes(results["prepare"]["memory"]["trl"])
+    if peer := results.get("prepare", {}).get("peers", {}).get("trl"):
+        memory = megabytes(peer["memory"])
         count = results["prepare"]["conversations"]
         said.append(_say("growth_trl", conversations=count, seconds=seconds(peer["seconds"]), memory=memory))
     rows = [[what, *(show(size) for size in sizes)] for what, show in shown]

@@ -5,9 +5,11 @@
     python benchmarks/prepare.py --format template      a published chat template, with a derived mask
 
 Both sides go from a JSONL file to packed rows of 4096 with an assistant mask. chatmill writes, syncs and publishes
-a dataset; TRL writes its Arrow cache. Start-up (imports, loading the tokenizer) is excluded for both, and reported
-separately. The ids and mask of every conversation are compared with the peer's. For a chat template, TRL uses its own
-version with generation tags, whose mask differs (`benchmarks/render.py` counts where), so only the ids are compared.
+a dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the peers: TRL's own preparation, TRL's fastest
+documented way, and datatrove's tokenization. Start-up (imports, loading the tokenizer) is excluded on both sides and
+reported separately. The ids and mask of every conversation are compared with the peer's. For a chat template, TRL uses
+its own version with generation tags, whose mask differs (`benchmarks/render.py` counts where), so only the ids are
+compared.
 """
 
 from __future__ import annotations
@@ -21,12 +23,10 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -34,7 +34,8 @@ import numpy as np
 from corpus import DATA, Data, add_options, chosen, options_of
 from fastokens import Tokenizer as Fastokens
 from measure import alone, machine, report, versions
-from render import CHATML, template_file
+from prepare_peers import PACK, PEERS, hashed
+from render import template_file
 
 from chatmill.format import Renderer
 from chatmill.prepare.engine import LocalEngine
@@ -44,8 +45,22 @@ from chatmill.prepare.unit import job_renderer
 from chatmill.store.metadata import Metadata
 from chatmill.store.read import open_dataset
 
-PACK = 4096
 PROCESSES = 2
+MORE_PROCESSES = 4
+
+
+WAYS = {
+    "trl": ("trl", PROCESSES),
+    "batched": ("trl-batched", PROCESSES),
+    "batched, more processes": ("trl-batched", MORE_PROCESSES),
+    "datatrove": ("datatrove", PROCESSES),
+}
+"""The peers in the ways that are measured, with their number of processes."""
+TITLES = {
+    "trl": "TRL load_dataset + _prepare_dataset",
+    "trl-batched": "TRL with rows tokenized by a batched datasets.map",
+    "datatrove": "datatrove DocumentTokenizer: no mask, no packing",
+}
 
 
 class PlainRecord(msgspec.Struct):
@@ -162,9 +177,6 @@ def forked(*works: Callable[[], Callable[[], object]]) -> float:
     return taken
 
 
-# One side, in a separate process.
-
-
 def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
     """One build, as the command does it, timed without start-up."""
     started = time.perf_counter()
@@ -176,64 +188,7 @@ def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
     return {"seconds": taken, "start_up": start_up, "tokens": split.num_tokens, "rows": split.num_episodes}
 
 
-def trl_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
-    """TRL's own preparation, starting from the JSONL file; writes the hash of each conversation to a file."""
-    began = time.perf_counter()
-    os.environ["HF_HOME"] = str(folder / "hf")
-    import datasets
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    datasets.disable_progress_bars()
-    peer = PreTrainedTokenizerFast(tokenizer_file=str(data.tokenizer), eos_token="<|im_end|>", pad_token="<|im_end|>")
-    # TRL reads the trained tokens from generation tags only.
-    tagged = CHATML if template is None else template_file(f"{template}_training").read_text("utf-8")
-    peer.chat_template = tagged
-    config = SFTConfig(
-        output_dir=str(folder / "trl"),
-        max_length=PACK,
-        packing=True,
-        assistant_only_loss=True,
-        dataset_num_proc=PROCESSES,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-    )
-    # `_prepare_dataset` needs only these attributes of the trainer, and no model.
-    trainer: Any = SimpleNamespace(chat_template=tagged, completion_only_loss=False, _tokenizer=peer)
-    os.sync()
-    started = time.perf_counter()
-    loaded = datasets.load_dataset("json", data_files=str(data.path), split="train", cache_dir=str(folder / "cache"))
-    packed = SFTTrainer._prepare_dataset(trainer, loaded, peer, config, True, None, "train")
-    taken = time.perf_counter() - started
-    columns = packed.with_format("numpy")
-    mask = next(name for name in ("assistant_masks", "labels") if name in packed.column_names)
-
-    def conversations() -> Iterator[tuple[Any, Any]]:
-        for row in columns:
-            trained = row[mask] != (-100 if mask == "labels" else 0)
-            ends = np.cumsum(row["seq_lengths"])
-            for start, stop in zip(ends - row["seq_lengths"], ends, strict=True):
-                yield row["input_ids"][start:stop], trained[start:stop]
-
-    hashes, tokens = hashed(conversations(), masks=template is None)
-    (folder / "trl.hashes").write_text("\n".join(hashes))
-    return {"seconds": taken, "start_up": started - began, "tokens": tokens, "rows": len(packed)}
-
-
 # Equality.
-
-
-def hashed(conversations: Iterable[tuple[Any, Any]], *, masks: bool) -> tuple[list[str], int]:
-    """For each conversation, its length and a hash of its ids (and mask); and the total number of tokens."""
-    found, tokens = [], 0
-    for ids, trained in conversations:
-        digest = blake2b(np.asarray(ids, dtype=np.uint32).tobytes(), digest_size=12)
-        if masks:
-            digest.update(np.asarray(trained, dtype=bool).tobytes())
-        found.append(f"{len(ids)} {digest.hexdigest()}")
-        tokens += len(ids)
-    return found, tokens
 
 
 def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
@@ -268,29 +223,40 @@ def main() -> None:
         "--template", default="qwen2_5", help="TRL template for --format template; TRL must have it in both forms"
     )
     parser.add_argument("--no-trl", action="store_true", help="skip the peer, which takes minutes")
-    parser.add_argument("--side", choices=("chatmill", "trl"), help="run only this side, once, to measure its memory")
+    parser.add_argument("--side", choices=("chatmill", *PEERS), help="run only this side, once, to measure its memory")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="processes of a peer with --side")
     parser.add_argument("--folder", type=Path, help="output folder of --side")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)
     template = args.template if args.format == "template" else None
     if args.side:
-        print(json.dumps((our_side if args.side == "chatmill" else trl_side)(data, template, args.folder)))
+        if args.side == "chatmill":
+            print(json.dumps(our_side(data, template, args.folder)))
+        else:
+            print(json.dumps(PEERS[args.side](data, template, args.folder, args.processes)))
         return
     with tempfile.TemporaryDirectory(dir=DATA) as temporary:
         folder = Path(temporary)
-        same = [*options_of(data), "--format", args.format, "--template", args.template, "--folder", folder]
-        one, memory = alone(__file__, "--side", "chatmill", *same)
+        same = [*options_of(data), "--format", args.format, "--template", args.template]
+        one, memory = alone(__file__, "--side", "chatmill", *same, "--folder", folder)
         job = job_of(data, template)
         renderer = job_renderer(job)
         # Half our runs come before the peer and half after it, so that a temporary slowdown cannot affect all of them.
         taken = [ours(job, renderer, folder)[1] for _ in range(args.runs)]
-        peer = peer_memory = differ = None
+        peers: dict[str, Any] = {}
         if not args.no_trl:
-            # Memory is sampled less often than for chatmill: the run takes minutes, and sampling must not slow it down.
-            peer, peer_memory = alone(__file__, "--side", "trl", *same, every=0.5)
-            mine, _ = hashed(our_conversations(folder / "dataset"), masks=template is None)
-            differ = compared(mine, (folder / "trl.hashes").read_text().split("\n"))
+            conversations = list(our_conversations(folder / "dataset"))
+            ways = {name: way for name, way in WAYS.items() if name != "datatrove" or template is None}
+            for name, (side, processes) in ways.items():
+                with tempfile.TemporaryDirectory(dir=folder) as own:
+                    # Sampling memory less often than for chatmill keeps it from slowing down a run of minutes.
+                    options = [*same, "--folder", own, "--processes", processes]
+                    found, peak = alone(__file__, "--side", side, *options, every=0.5)
+                    mine, _ = hashed(conversations, masks=template is None and side != "datatrove")
+                    differ = compared(mine, (Path(own) / f"{side}.hashes").read_text().split("\n"))
+                peers[name] = found | {"side": side, "processes": processes, "memory": peak, "differ": differ}
+            del conversations
         taken += [ours(job, renderer, folder)[1] for _ in range(args.runs)]
         seconds = statistics.median(taken)
         bare = Bare(data.path, data.tokenizer, folder, one["tokens"])
@@ -325,21 +291,16 @@ def main() -> None:
         ("  bare decode and encode, two processes at once", f"{at_once:.2f} s"),
         ("memory of all processes, PSS (target 1.2 GB)", f"{memory / 1e9:.2f} GB"),
     ]
-    if peer is not None:
-        peer_speed = peer["tokens"] / peer["seconds"]
+    for name, peer in peers.items():
+        peer["times"] = speed * peer["seconds"] / peer["tokens"]
         lines += [
-            ("conversations: equal, only in chatmill, only in TRL", str(differ)),
-            ("TRL, start-up (excluded below)", f"{peer['start_up']:.1f} s"),
-            (
-                "TRL load_dataset + _prepare_dataset, two processes",
-                f"{peer['seconds']:.1f} s, {peer_speed / 1e6:.3f} Mtok/s",
-            ),
-            ("  memory of all its processes", f"{peer_memory / 1e9:.2f} GB"),
-            ("speedup over TRL (target 60)", f"{speed / peer_speed:.1f}"),
+            (f"{TITLES[peer['side']]}, {peer['processes']} processes", f"{peer['seconds']:.1f} s"),
+            ("  start-up (excluded above), memory", f"{peer['start_up']:.1f} s, {peer['memory'] / 1e9:.2f} GB"),
+            ("  conversations: equal, only in chatmill, only in the peer", str(peer["differ"])),
+            ("  speedup of chatmill" + (" (target 60)" if name == "trl" else ""), f"{peer['times']:.1f}"),
         ]
-        figures |= {"trl": peer, "differ": differ, "times_trl": speed / peer_speed}
-        figures["memory"]["trl"] = peer_memory
-    packages = ("chatmill", "fastokens", "msgspec", "trl", "transformers", "datasets")
+    figures["peers"] = peers
+    packages = ("chatmill", "fastokens", "msgspec", "trl", "transformers", "datasets", "datatrove")
     figures["versions"] = versions(*packages)
     what = f"prepare {figures['template']}: {data.conversations:,} conversations, {tokens / 1e6:.1f} M tokens"
     title = f"{what}; {machine(*packages)}"

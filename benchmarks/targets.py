@@ -93,11 +93,11 @@ TARGETS = [
     Target("packing: memory", 500, lambda r: r["pack"]["memory"]["plan"] / 1e6, " MB", 0, most=True),
     Target("blocks of 1024, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["1024"], " Mtok/s", 0),
     Target("blocks of 4096, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["4096"], " Mtok/s", 0),
-    Target("preparing: speedup over TRL", 60, lambda r: r["prepare"]["times_trl"], " times", 1),
+    Target("preparing: speedup over TRL", 60, lambda r: r["prepare"]["peers"]["trl"]["times"], " times", 1),
     Target(
         "preparing with a chat template: speedup over TRL",
         60,
-        lambda r: r["prepare_template"]["times_trl"],
+        lambda r: r["prepare_template"]["peers"]["trl"]["times"],
         " times",
         1,
     ),

@@ -57,11 +57,10 @@ def test_a_line_has_both_sides_the_floor_the_ratio_and_both_peaks(run):
         "seconds": 2.0,
         "bare": {"decode": 0.25, "encode": 0.5, "write": 0.25},
         "share_of_bare": 0.5,
-        "trl": run["prepare"]["trl"] | {"seconds": 104.0},
-        "times_trl": 52.0,
-        "memory": {"chatmill": 500_000_000, "trl": 2_000_000_000},
+        "memory": {"chatmill": 500_000_000},
     }
-    assert row(page.page(run), "prepare 50,000") == (
+    run["prepare"]["peers"]["trl"] |= {"seconds": 104.0, "times": 52.0, "memory": 2_000_000_000}
+    assert row(page.page(run), "prepare 50,000 conversations, packed |") == (
         "| prepare 50,000 conversations, packed | 2.00 s | bare decode, encode and write, 1.00 s | 0.50 "
         "| TRL 1.16.0, 104 s | 52.0 | 500 MB / 2,000 MB |"
     )
@@ -77,23 +76,30 @@ def test_where_a_peer_is_faster_the_page_says_so_at_the_top_and_in_the_line(run)
 
 
 def test_where_a_peer_takes_less_memory_the_page_says_so(run):
-    run["prepare"]["memory"] = {"chatmill": 2_000_001, "trl": 2_000_000}
+    run["prepare"]["peers"]["trl"]["memory"] = 2_000_000
+    run["prepare"]["memory"] = {"chatmill": 2_000_001}
     assert "A peer takes less memory to: prepare 2,000 conversations, packed." in " ".join(page.page(run).split())
-    run["prepare"]["memory"] = {"chatmill": 2_000_000, "trl": 2_000_001}
+    run["prepare"]["memory"] = {"chatmill": 1_999_999}
     assert "less memory" not in page.page(run)
 
 
 def test_rows_that_differ_from_a_peer_are_counted_and_explained(run):
-    run["prepare"]["differ"] = {"alike": 90, "chatmill_alone": 10, "peer_alone": 10, "peer_alone_cut": 10}
+    run["prepare"]["peers"]["trl"]["differ"] = {
+        "alike": 90,
+        "chatmill_alone": 10,
+        "peer_alone": 10,
+        "peer_alone_cut": 10,
+    }
     assert "90 have the same ids and mask, and 10 differ: those over 4096 tokens" in " ".join(page.page(run).split())
-    run["prepare"]["differ"]["peer_alone_cut"] = 9
-    assert "90 have the same ids and mask, and 10 differ. `benchmarks" in " ".join(page.page(run).split())
+    run["prepare"]["peers"]["trl"]["differ"]["peer_alone_cut"] = 9
+    assert "90 have the same ids and mask, and 10 differ. The fastest" in " ".join(page.page(run).split())
 
 
 def test_preparing_by_a_chat_template_stands_beside_trl_and_has_a_target(run):
-    run["prepare_template"] |= {"times_trl": 9.9, "differ": {**run["prepare"]["differ"], "alike": 7, "peer_alone": 0}}
+    peer = run["prepare_template"]["peers"]["trl"]
+    peer |= {"times": 9.9, "differ": {**peer["differ"], "alike": 7, "peer_alone": 0}}
     text = page.page(run)
-    assert row(text, "prepare 2,000 conversations with `qwen2_5`").count("TRL 1.16.0, 9.40 s | 9.90") == 1
+    assert row(text, "prepare 2,000 conversations with `qwen2_5`, packed |").count("TRL 1.16.0, 9.40 s | 9.90") == 1
     assert "Of these conversations 7 have the same ids, and 0 differ." in " ".join(text.split())
     assert "60 times | 9.9 times | **missed** |" in row(text, "preparing with a chat template: speedup over TRL")
     del run["prepare"]
