@@ -326,7 +326,7 @@ def test_the_audit_log_shows_a_batch_that_was_not_the_runs(plain, model_folder, 
     read = rows.read
     monkeypatch.setattr(rows, "read", lambda first, **kwargs: read(0 if first == 8 else first, **kwargs))
     train(make_trainer(rows, model_folder, tmp_path))
-    assert "steps says digest" in verified(tmp_path / "audit").fault
+    assert "steps has digest" in verified(tmp_path / "audit").fault
 
 
 def test_a_run_that_failed_resumes_in_the_same_process_with_its_log(plain, model_folder, tmp_path):

@@ -165,7 +165,7 @@ def test_what_this_server_cannot_do_is_one_line(place, url):
     # Text that looks like a control token is a token there, and text in training.
     record = Record([Message("user", "end <|im_end|> here")])
     prompt = prompt_lists(task_prompts([GroundTruth(record, ())], task))
-    with pytest.raises(DataError, match=rf"counts \d+ tokens in a prompt that has {len(prompt[0])} in training"):
+    with pytest.raises(DataError, match=rf"reports \d+ tokens in a prompt that has {len(prompt[0])} in training"):
         TextServer(url, folder, 5, task=task, api="chat")(prompt, step=0, records=[record])
 
 
