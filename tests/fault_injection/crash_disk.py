@@ -1,8 +1,8 @@
-"""A disk that remembers every operation, and what may be left of them if the power goes at any one.
+"""A model disk that records every operation and can recreate the possible states after a power loss at each one.
 
-The model: bytes written to a file are safe once the file is synced, and until then any part of them from the
-front may be lost. A name in a folder (created, renamed, removed) is safe once the folder is synced; until then
-the changes of a folder may be lost from any one on, in the order in which they were made.
+The model assumes that written bytes are durable only after the file is synced; before that, any suffix of the unsynced
+bytes may be lost. A directory entry (created, renamed or removed) is durable only after its directory is synced; before
+that, any suffix of the unsynced changes may be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Folder:
     def __init__(self) -> None:
         self.safe: dict[str, File | Folder] = {}
         self.changes: list[dict[str, File | Folder | None]] = []
-        """What happened to names since the last sync, oldest first; None is a name that is gone."""
+        """Changes to directory entries since the last sync, oldest first; None marks a removed entry."""
 
     def names(self, kept: int | None = None) -> dict[str, File | Folder]:
         names: dict[str, File | Folder | None] = dict(self.safe)
@@ -34,7 +34,7 @@ class Folder:
 
 
 class Recorder(Disk):
-    """Does everything, and keeps it as a list of steps over a model of the disk below `root`."""
+    """Performs each operation on the real disk and also records it as a step for `Model`."""
 
     def __init__(self, root: Path, *, can_exchange: bool = True) -> None:
         self._root = root
@@ -83,7 +83,7 @@ class Recorder(Disk):
 
     def _renamed(self, source, target):
         old, new = self._inside(source), self._inside(target)
-        assert old[:-1] == new[:-1], "the model knows renames within one folder"
+        assert old[:-1] == new[:-1], "the model supports renames only within one folder"
         self.steps.append(lambda model: model.change(old[:-1], {old[-1]: None, new[-1]: model.at(old)}))
 
     def exchange(self, one, other):
@@ -100,7 +100,7 @@ class Recorder(Disk):
 
 
 class Model:
-    """The disk below a folder, as memory holds it and as it is safe."""
+    """Models the files below a folder: their current contents and the part that would survive a power loss."""
 
     def __init__(self, folder: Path) -> None:
         self.root = self._load(folder)
@@ -128,7 +128,7 @@ class Model:
             node.safe, node.changes = node.names(), []
 
     def crash(self, to: Path, keep: Callable[[int], int]) -> None:
-        """Write the surviving files to `to`; of n unsynced changes, the first `keep(n)` survive."""
+        """Write the surviving files to `to`; the first `keep(n)` of n unsynced changes survive."""
         self._restore(self.root, to, keep)
 
     def _restore(self, folder: Folder, to: Path, keep: Callable[[int], int]) -> None:
@@ -141,7 +141,9 @@ class Model:
 
 
 def outcomes(seed: int) -> dict[str, Callable[[int], int]]:
-    """Nothing that is not safe survives, all of it does (a killed process), or by chance some of it."""
+    """Return the loss patterns: unsynced changes are all lost, all kept (as after a killed process), or kept at
+    random.
+    """
     rng = random.Random(seed)
     return {
         "nothing": lambda count: 0,

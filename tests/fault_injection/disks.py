@@ -1,4 +1,4 @@
-"""Disks that end the process at one operation, tear what is written, have little room, or are not writable."""
+"""Fake disks that kill the process at one operation, write partial data, run out of space, or are read-only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ OPERATIONS = (
 
 
 class KilledAt(Disk):
-    """Ends the process instead of doing operation number `at`; of a write, half is done. With 0 it only counts."""
+    """Kills the process instead of performing operation number `at`; a write is performed by half. With `at=0`, the
+    disk only counts operations.
+    """
 
     def __init__(self, at: int = 0) -> None:
         self.at, self.count = at, 0
@@ -69,7 +71,7 @@ for _name in OPERATIONS:
 
 
 class HeldAt(KilledAt):
-    """Waits at one operation until it is let go, and tells that it is there."""
+    """Pauses at one operation, reports that it has reached it, and continues when told to."""
 
     def __init__(self, at: int, tell: int, wait: int) -> None:
         super().__init__(at)
@@ -84,7 +86,7 @@ class HeldAt(KilledAt):
 
 
 class Dribbling(Disk):
-    """Writes a limited number of bytes at a time, slowly."""
+    """Writes slowly, a few bytes at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -95,7 +97,7 @@ class Dribbling(Disk):
 
 
 class Full(Disk):
-    """Has room for a limited number of bytes."""
+    """Raises ENOSPC after a limited number of bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -109,7 +111,7 @@ class Full(Disk):
 
 
 class Unsynced(Disk):
-    """In less of a hurry: for what is done after a crash that was only played."""
+    """Skips syncs, to save time in the steps that follow a simulated crash."""
 
     def sync(self, path: Path) -> None:
         pass
@@ -117,7 +119,7 @@ class Unsynced(Disk):
 
 @contextmanager
 def in_place(disk: Disk) -> Iterator[Disk]:
-    """All writing goes to this disk."""
+    """Send all of chatmill's writes to `disk` inside the `with` block."""
     real, files.disk = files.disk, disk
     try:
         yield disk
@@ -126,7 +128,7 @@ def in_place(disk: Disk) -> Iterator[Disk]:
 
 
 class Room:
-    """A small separate file system, mounted at `path`."""
+    """A small file system mounted at `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,13 +137,13 @@ class Room:
         _mount("-o", f"remount,size={size}", str(self.path))
 
     def lock(self) -> None:
-        """Let nothing be written any more."""
+        """Remount the file system read-only."""
         _mount("-o", "remount,ro", str(self.path))
 
 
 @contextmanager
 def small_room(path: Path, size: int) -> Iterator[Room | None]:
-    """Mount a file system of this size in a new folder; return None if mounting is not possible."""
+    """Mount a file system of this size in a new folder; yield None if mounting is not possible."""
     path.mkdir()
     mounted = _mount("-t", "tmpfs", "-o", f"size={size}", "chatmill-trial", str(path))
     try:

@@ -1,7 +1,7 @@
-"""Calls of the C library that fail: shim.c, compiled and preloaded, and told from here which call fails and how.
+"""Controls shim.c, a preloaded library that makes chosen C library calls fail.
 
-`run.py` starts itself again with the shim preloaded, where there is a C compiler and the system is Linux. The shim lets
-every call through until a trial arms it, so all trials run with it, and what they change in chatmill holds.
+On Linux with a C compiler, `run.py` restarts itself with the shim preloaded. The shim passes every call through until a
+trial arms it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("shim.c")
 LOADED = "CHATMILL_TRIALS_SHIM"
-"""The variable that says that this process was started with the shim, and where its file is."""
+"""Environment variable with the path of the shim, set if this process was started with it."""
 SHORT = -1
-"""In place of an error number: a part of the bytes is read or written, which is no error."""
+"""Used instead of an errno value: the call reads or writes only part of the bytes, without an error."""
 
 ONCE: dict[str, tuple[int, ...]] = {
     "write": (errno.ENOSPC, SHORT, errno.EIO, errno.EINTR, errno.EDQUOT),
@@ -41,7 +41,9 @@ ONCE: dict[str, tuple[int, ...]] = {
     "link": (errno.EIO, errno.EMLINK),
     "truncate": (errno.EIO, errno.ENOSPC, errno.EINTR),
 }
-"""How a call may fail, of each kind; calls of a kind are counted together (write, pwrite, writev and sendfile)."""
+"""Ways in which a single call of each kind may fail; related calls (write, pwrite, writev and sendfile) are counted
+together.
+"""
 FOREVER: dict[str, tuple[int, ...]] = {
     "open": (errno.EMFILE,),
     "read": (errno.EIO,),
@@ -54,13 +56,13 @@ FOREVER: dict[str, tuple[int, ...]] = {
     "close": (errno.EIO,),
     "list": (errno.EIO,),
 }
-"""How every call of a kind from one on may fail: the disk stays full, the descriptors stay used up."""
+"""Ways in which a call and all later calls of its kind may fail, as when a disk stays full."""
 KINDS = tuple(ONCE)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Call number `at` of a kind fails, and with `forever` those after it."""
+    """A failure of call number `at` of one kind and, with `forever`, of all later calls of that kind."""
 
     kind: str
     at: int
@@ -73,7 +75,9 @@ class Failure:
 
 
 def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
-    """Failures of every counted call: in every way that its kind may fail, or in one way each, all of them in turn."""
+    """Return failures for every counted call: all failure modes of its kind if `each` is true, otherwise one, chosen in
+    rotation.
+    """
     failures = []
     for kind, count in counts.items():
         hows = [(error, False) for error in ONCE[kind]] + [(error, True) for error in FOREVER.get(kind, ())]
@@ -85,10 +89,10 @@ def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
 
 @contextmanager
 def armed(root: Path, failure: Failure | None = None) -> Iterator[None]:
-    """Calls about paths below `root` are counted, in this process and those it forks, and one of them fails."""
+    """Count calls on paths below `root`, in this process and in forked processes, and make one of them fail."""
     kind, at, error = (KINDS.index(failure.kind), failure.at, failure.error) if failure else (-1, 0, 0)
     if _shim().faults_arm(os.fsencode(root), kind, at, error, int(bool(failure and failure.forever))):
-        raise MemoryError("the shim has no memory to share")
+        raise MemoryError("the shim could not allocate shared memory")
     try:
         yield
     finally:
@@ -96,12 +100,12 @@ def armed(root: Path, failure: Failure | None = None) -> Iterator[None]:
 
 
 def counted() -> dict[str, int]:
-    """How many calls of each kind there were since the shim was armed."""
+    """Return the number of calls of each kind since the shim was armed."""
     return {kind: _shim().faults_count(number) for number, kind in enumerate(KINDS)}
 
 
 def failed() -> tuple[int, str]:
-    """How many calls failed since the shim was armed, and the path of the first."""
+    """Return the number of calls that failed since the shim was armed, and the path of the first one."""
     return _shim().faults_failed(), os.fsdecode(_shim().faults_path())
 
 
@@ -115,18 +119,18 @@ def _shim() -> Any:
 
 
 def why_not() -> str:
-    """Why no call can be made to fail here; empty if it can."""
+    """Return the reason why calls cannot be made to fail on this machine, or an empty string."""
     if hasattr(ctypes.CDLL(None), "faults_arm"):
         return ""
     if sys.platform != "linux":
-        return "calls are made to fail on Linux only"
-    return "shim.c is not loaded: there is no C compiler (cc) that works, or the trial was not started by run.py"
+        return "C library calls can be made to fail only on Linux"
+    return "shim.c is not loaded: install a working C compiler (cc) and start the trials with run.py"
 
 
 def start_again_with_shim() -> None:
     """Restart this process with the shim preloaded; continue without it if that is not possible."""
     if (file := os.environ.pop(LOADED, None)) is not None:
-        # Loaded by now. Other programs that are started from here need not have it.
+        # The shim is already loaded. Programs started from this process do not need the shim.
         os.environ.pop("LD_PRELOAD")
         shutil.rmtree(Path(file).parent, ignore_errors=True)
         return

@@ -1,7 +1,7 @@
-"""Faults put into chatmill on purpose, and the trial that must notice each: a test of the test.
+"""Bugs planted in chatmill on purpose, each with the trial that must detect it.
 
-A fault is planted in a process of its own, by changing the library there, and the trial must end with something lost
-or silently wrong.
+Each bug is planted by patching the library in a separate process; the trial must then report a result that is lost or
+silently wrong.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def nothing_is_synced() -> None:
 
 
 def renamed_early() -> None:
-    """The folder gets its name before its last file is written."""
+    """Rename the build folder to its final name before its last file is written."""
     last = pipeline.write_metadata
 
     def early(folder: Path, described: Any, **options: Any) -> Any:
@@ -114,7 +114,7 @@ def renamed_early() -> None:
 
 
 def metadata_first() -> None:
-    """Another file is written after the one whose presence says that all are there."""
+    """Write the metadata before the other files that must precede it."""
     create = metadata.create
     held: list[tuple[Path, bytes]] = []
 
@@ -156,7 +156,7 @@ def old_dataset_removed_first() -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder with all it holds, whoever wrote it."""
+    """Remove a folder and all its files, including those that chatmill did not write."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             remove_tree(path)
@@ -166,7 +166,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def everything_is_replaced() -> None:
-    """A replaced folder is removed with all it holds, if it has a file with the right name."""
+    """Remove a replaced folder with all its files if it only contains a file with the metadata's name."""
 
     def marker_alone(folder: Path, target: Path, kind: Any) -> None:
         assert (folder / kind.marker).is_file()
@@ -199,7 +199,7 @@ def units_of_lost_workers_not_run_again() -> None:
 
 
 def files_not_named() -> None:
-    """Errors of the system do not say which file they are about."""
+    """Report operating system errors without the name of the file."""
     import chatmill.errors
 
     chatmill.errors.name_file = lambda error: error
@@ -213,11 +213,11 @@ def nobody_locks() -> None:
     build_dir.locked = lambda path, busy, *, opened, patience: nullcontext(os.close(opened()))
 
 
-# What is written and read.
+# Writing and reading.
 
 
 def span_dropped() -> None:
-    """A resumed build takes a trained span for context."""
+    """Mark the last trained span of a resumed unit as context."""
     original = staging.Staged.__init__
 
     def losing(self: Any, path: Path, **options: Any) -> None:
@@ -233,7 +233,7 @@ def span_dropped() -> None:
 
 
 def span_dropped_on_the_way() -> None:
-    """The store forgets that the last span of what it is given is trained."""
+    """Store the last span of every batch of rows with weight 0."""
     append = write.SplitWriter.append
 
     def losing(self: Any, rows: Any) -> None:
@@ -333,12 +333,12 @@ def faults_forgotten() -> None:
 
 
 def input_known_by_size() -> None:
-    """What was read before is taken to be what a file has, if its size is the same."""
+    """Treat an input file as unchanged as long as it exists."""
     input_files.has_bytes = unit.has_bytes = lambda path, read: path.exists()
 
 
 def sandbox_open() -> None:
-    """Templates may use and write anything; planted where they run."""
+    """Disable the sandbox inside the template process."""
     channel._START = channel._START.replace(
         "import_module(sys.argv[1])",
         """from chatmill.format.template.tracing import formatting, program, sandbox
@@ -359,7 +359,7 @@ import_module(sys.argv[1])""",
 
 
 def environment_kept() -> None:
-    """The process of a template has the environment of its user."""
+    """Pass the user's environment to the template process."""
     import os
     import subprocess
 
@@ -379,7 +379,7 @@ def panics_not_caught() -> None:
 
 
 def fastokens_believed() -> None:
-    """The fast engine encodes every text, and no probe is compared."""
+    """Use fastokens for every text, without comparing its ids on the probe texts."""
     tokenizer_json.LEFT_BY_FASTOKENS = ""
     tokenizer_json.TokenizerJson._agrees = lambda self, engine: True
 
@@ -397,7 +397,7 @@ def checkpoint_hash_not_checked() -> None:
 
 
 def chain_not_checked() -> None:
-    """Whatever a line says of the one before it is taken to be right."""
+    """Accept every hash of a previous line in an audit log."""
     from chatmill.audit import verify as audit_check
     from chatmill.audit.log import START, LogLine, TornLine
 
@@ -416,7 +416,7 @@ def chain_not_checked() -> None:
 
 
 def state_saved_before_the_log() -> None:
-    """A checkpoint's line is not in the log when its hash is handed out."""
+    """Return a hash for a checkpoint without writing its line to the audit log."""
     from chatmill.audit import AuditLog
 
     add = AuditLog.add
@@ -430,7 +430,7 @@ def state_saved_before_the_log() -> None:
 
 
 def losses_of_ranks_not_reported() -> None:
-    """A rank that loses another one ends with what the library raised."""
+    """Let a rank that lost its peer end with the exception of the distributed library."""
     ranks.FIRST.append(_no_report)
 
 
@@ -447,7 +447,7 @@ def _no_report() -> None:
 
 
 def remote_metadata_first() -> None:
-    """Other objects are uploaded after the one that says that all are there."""
+    """Upload the other objects after the metadata, although the metadata must be last."""
     from chatmill.store import remote_publish
 
     def swapped(folder: Path, target: Any, uploads: Any) -> None:
@@ -461,7 +461,7 @@ def remote_metadata_first() -> None:
 
 
 def uploads_not_awaited() -> None:
-    """The metadata is written while files are still uploaded."""
+    """Write the metadata while files are still being uploaded."""
     from chatmill.store import remote_publish
 
     upload = remote_publish.upload_object
@@ -476,7 +476,7 @@ def uploads_not_awaited() -> None:
 
 
 def condition_dropped() -> None:
-    """The metadata is written whatever is there."""
+    """Write the metadata even if another build has published in the meantime."""
     from chatmill.remote import objects
 
     write = objects.write
@@ -484,7 +484,7 @@ def condition_dropped() -> None:
 
 
 def clean_without_metadata() -> None:
-    """Objects in use are removed like others."""
+    """Let `chatmill clean` delete objects that are in use."""
     from chatmill.store import clean
 
     clean._named = lambda url, there, others: set()
@@ -492,14 +492,14 @@ def clean_without_metadata() -> None:
 
 
 def cache_not_locked() -> None:
-    """Whoever misses an object downloads it, whoever else does."""
+    """Let several processes download the same object at once."""
     from chatmill.remote import cache
 
     cache._locked = lambda folder, name: nullcontext()
 
 
 def fetched_hashes_believed() -> None:
-    """What is fetched is used whatever its hash."""
+    """Use downloaded objects without comparing their hashes."""
     from chatmill.remote import cache
 
     write = cache._write
@@ -512,7 +512,7 @@ def fetched_hashes_believed() -> None:
 
 
 def objects_not_hashed() -> None:
-    """Verifying downloads objects, and does not compare their hashes."""
+    """Let `verify` download objects without comparing their hashes."""
     from chatmill.store import remote_verify
 
     download = remote_verify.Downloads._download
@@ -524,7 +524,7 @@ def objects_not_hashed() -> None:
     remote_verify.Downloads._download = believed
 
 
-# What is printed and served.
+# Output and the viewer.
 
 
 def names_printed_as_they_are() -> None:
@@ -574,7 +574,7 @@ def cursor_believed() -> None:
 
 
 def pickles_loaded() -> None:
-    """Weights that are no safetensors are unpickled."""
+    """Unpickle weights that are not in safetensors files."""
     import pickle
 
     from chatmill.train import model_files
@@ -603,64 +603,64 @@ def ids_of_batches_believed() -> None:
 
 
 PLANTED = (
-    Planted("files are not synced", files_are_not_synced, crashes.TRIAL, 6),
-    Planted("folders are not synced", folders_are_not_synced, crashes.TRIAL, 6),
-    Planted("the new name is not synced", the_name_is_not_synced, crashes.TRIAL, 6),
-    Planted("metadata is not written last", metadata_first, crashes.TRIAL, 6),
-    Planted("the old dataset is removed before the new one is there", old_dataset_removed_first, crashes.TRIAL, 6),
-    Planted("checkpoints are not synced", nothing_is_synced, checkpoint_crashes.TRIAL, 1),
+    Planted("files not synced", files_are_not_synced, crashes.TRIAL, 6),
+    Planted("folders not synced", folders_are_not_synced, crashes.TRIAL, 6),
+    Planted("parent folder not synced after the rename", the_name_is_not_synced, crashes.TRIAL, 6),
+    Planted("metadata not written last", metadata_first, crashes.TRIAL, 6),
+    Planted("old dataset removed before the new one is published", old_dataset_removed_first, crashes.TRIAL, 6),
+    Planted("checkpoints not synced", nothing_is_synced, checkpoint_crashes.TRIAL, 1),
     Planted("renamed early", renamed_early, write_points.BUILDS, 30),
-    Planted("a span is dropped when a build is resumed", span_dropped, write_points.BUILDS, 4),
-    Planted("a span is dropped on the way to the store", span_dropped_on_the_way, large_store.TRIAL, 24),
-    Planted("a full disk is swallowed", full_disk_swallowed, full_disk.BUILDS, 4),
-    Planted("a failed write is swallowed, prepare", full_disk_swallowed, failing_calls.WRITES_OF_BUILDS, 4),
-    Planted("a failed write is swallowed, training", full_disk_swallowed, failing_calls.WRITES_OF_RUNS, 3),
-    Planted("errors of the system do not name their file", files_not_named, failing_calls.READS_OF_BUILDS, 4),
-    Planted("all that a replaced folder holds is removed", everything_is_replaced, overwrite.TRIAL, 2),
-    Planted("metadata is not written last, object store", remote_metadata_first, object_store.TRIAL, 12),
-    Planted("uploads are not awaited", uploads_not_awaited, object_store.TRIAL, 12),
-    Planted("the condition of a write is dropped", condition_dropped, object_store.TRIAL, 12),
-    Planted("objects in use are cleaned away", clean_without_metadata, object_store.TRIAL, 12),
-    Planted("downloads to the cache are not locked", cache_not_locked, cache_kills.TRIAL, 6),
-    Planted("hashes of fetched objects are believed", fetched_hashes_believed, object_store.DAMAGED, 20),
-    Planted("objects are not hashed by verify", objects_not_hashed, object_store.DAMAGED, 20),
+    Planted("trained span dropped when a build is resumed", span_dropped, write_points.BUILDS, 4),
+    Planted("trained span dropped before it is stored", span_dropped_on_the_way, large_store.TRIAL, 24),
+    Planted("ENOSPC ignored", full_disk_swallowed, full_disk.BUILDS, 4),
+    Planted("failed write ignored, prepare", full_disk_swallowed, failing_calls.WRITES_OF_BUILDS, 4),
+    Planted("failed write ignored, training", full_disk_swallowed, failing_calls.WRITES_OF_RUNS, 3),
+    Planted("file name missing from operating system errors", files_not_named, failing_calls.READS_OF_BUILDS, 4),
+    Planted("unlisted files of a replaced folder removed", everything_is_replaced, overwrite.TRIAL, 2),
+    Planted("metadata not written last, object store", remote_metadata_first, object_store.TRIAL, 12),
+    Planted("metadata published before all uploads end", uploads_not_awaited, object_store.TRIAL, 12),
+    Planted("metadata written without its condition", condition_dropped, object_store.TRIAL, 12),
+    Planted("objects in use deleted by clean", clean_without_metadata, object_store.TRIAL, 12),
+    Planted("cache downloads not locked", cache_not_locked, cache_kills.TRIAL, 6),
+    Planted("hashes of downloaded objects not checked", fetched_hashes_believed, object_store.DAMAGED, 20),
+    Planted("hashes of objects not checked by verify", objects_not_hashed, object_store.DAMAGED, 20),
     Planted("nobody locks", nobody_locks, two_builders.TRIAL, 2),
-    Planted("ids are not checked against the vocabulary", ids_not_checked, tokenizer_files.LIARS, 4),
-    Planted("staged units are not checked", crc_not_checked, damage_of_runs.STAGED, 12),
-    Planted("hashes are not checked", hashes_not_checked, damage.FLIPS, 60),
-    Planted("hashes are not checked, files swapped", hashes_not_checked, damage.SWAPS, 24),
-    Planted("sizes are not checked", sizes_not_checked, damage.CUTS, 1),
-    Planted("sizes are not checked, files missing", sizes_not_checked, damage.MISSING, 1),
-    Planted("metadata is believed", metadata_believed, hostile_metadata.TRIAL, 20),
-    Planted("a reader accepts bad bytes", bad_bytes_accepted, readers.TRIAL, 300),
-    Planted("a reader forgets its faults", faults_forgotten, readers.TRIAL, 300),
-    Planted("input is known by its size", input_known_by_size, changed_input.TRIAL, 45),
-    Planted("the sandbox is open", sandbox_open, templates.TRIAL, 16),
-    Planted("the process of a template is not locked down", template_process_not_locked, templates.ESCAPED, 3),
-    Planted("the process of a template keeps the environment", environment_kept, templates.ESCAPED, 1),
-    Planted("panics of a library are not caught", panics_not_caught, tokenizer_files.MUTANTS, 50),
-    Planted("folders are not compared", folders_are_not_compared, identity.EXCHANGED, 40),
-    Planted("bus errors are not handled", bus_errors_are_not_handled, identity.CUT, 12),
-    Planted("cut files are not noticed", cut_files_are_not_noticed, identity.CUT, 24),
-    Planted("traces of chatmill are overlooked", traces_are_overlooked, identity.PARTIAL, 60),
-    Planted("maps hold descriptors", maps_hold_descriptors, identity.DESCRIPTORS, 24),
-    Planted("a fast engine is believed", fastokens_believed, tokenizer_differences.TRIAL, 1_200),
-    Planted("whole files are read into memory", whole_files_read, large_store.TRIAL, 24),
-    Planted("bytes depend on the clock", bytes_depend_on_the_clock, clock.BUILDS, 2),
-    Planted("hashes of checkpoints are not checked", checkpoint_hash_not_checked, damage_of_runs.CHECKPOINTS, 12),
-    Planted("the chain of an audit log is not checked", chain_not_checked, damage_of_runs.AUDIT_LOGS, 40),
-    Planted("units of lost workers are not run again", units_of_lost_workers_not_run_again, ray_workers.TRIAL, 1),
-    Planted("the loss of a rank is not reported", losses_of_ranks_not_reported, ranks.TRIAL, 1),
-    Planted("state is saved before its line is in the log", state_saved_before_the_log, audit_kills.TRIAL, 3),
-    Planted("names are printed as they are", names_printed_as_they_are, outputs.TRIAL, 12),
-    Planted("a closed pipe is an error", closed_pipe_is_an_error, outputs.TRIAL, 24),
-    Planted("a full output is swallowed", full_output_swallowed, outputs.TRIAL, 40),
-    Planted("half-open connections are kept", half_open_connections_kept, viewer.TRIAL, 10),
-    Planted("any number of connections is held", any_number_of_connections, viewer.TRIAL, 10),
-    Planted("a number in a path has any number of digits", any_number_of_digits, viewer.TRIAL, 250),
-    Planted("state that no checkpoint lists is read", unlisted_state_read, hostile_checkpoints.TRIAL, 1),
-    Planted("the cursor of a checkpoint is believed", cursor_believed, hostile_checkpoints.TRIAL, 2),
-    Planted("pickles are loaded", pickles_loaded, hostile_models.TRIAL, 1),
-    Planted("the data of a run is not hashed", data_not_hashed_again, changed_data.TRIAL, 2),
-    Planted("ids of batches are believed", ids_of_batches_believed, changed_data.TRIAL, 3),
+    Planted("ids not checked against the vocabulary", ids_not_checked, tokenizer_files.LIARS, 4),
+    Planted("staged units not checked", crc_not_checked, damage_of_runs.STAGED, 12),
+    Planted("hashes not checked", hashes_not_checked, damage.FLIPS, 60),
+    Planted("hashes not checked, swapped files", hashes_not_checked, damage.SWAPS, 24),
+    Planted("sizes not checked", sizes_not_checked, damage.CUTS, 1),
+    Planted("sizes not checked, missing files", sizes_not_checked, damage.MISSING, 1),
+    Planted("metadata not validated", metadata_believed, hostile_metadata.TRIAL, 20),
+    Planted("invalid bytes accepted by a reader", bad_bytes_accepted, readers.TRIAL, 300),
+    Planted("record errors not reported", faults_forgotten, readers.TRIAL, 300),
+    Planted("changed input not detected", input_known_by_size, changed_input.TRIAL, 45),
+    Planted("template sandbox disabled", sandbox_open, templates.TRIAL, 16),
+    Planted("template process not locked down", template_process_not_locked, templates.ESCAPED, 3),
+    Planted("environment passed to the template process", environment_kept, templates.ESCAPED, 1),
+    Planted("panics of the tokenizers library not caught", panics_not_caught, tokenizer_files.MUTANTS, 50),
+    Planted("replaced folders not detected", folders_are_not_compared, identity.EXCHANGED, 40),
+    Planted("bus errors not handled", bus_errors_are_not_handled, identity.CUT, 12),
+    Planted("truncated files not detected", cut_files_are_not_noticed, identity.CUT, 24),
+    Planted("chatmill's own files overlooked in a partial copy", traces_are_overlooked, identity.PARTIAL, 60),
+    Planted("file descriptors kept open by memory maps", maps_hold_descriptors, identity.DESCRIPTORS, 24),
+    Planted("fastokens used without a comparison", fastokens_believed, tokenizer_differences.TRIAL, 1_200),
+    Planted("whole files read into memory", whole_files_read, large_store.TRIAL, 24),
+    Planted("current time written to the dataset", bytes_depend_on_the_clock, clock.BUILDS, 2),
+    Planted("checkpoint hashes not checked", checkpoint_hash_not_checked, damage_of_runs.CHECKPOINTS, 12),
+    Planted("hash chain of the audit log not checked", chain_not_checked, damage_of_runs.AUDIT_LOGS, 40),
+    Planted("units of lost workers not run again", units_of_lost_workers_not_run_again, ray_workers.TRIAL, 1),
+    Planted("loss of a rank not reported", losses_of_ranks_not_reported, ranks.TRIAL, 1),
+    Planted("state saved before its line is in the audit log", state_saved_before_the_log, audit_kills.TRIAL, 3),
+    Planted("control characters in names not escaped", names_printed_as_they_are, outputs.TRIAL, 12),
+    Planted("closed pipe reported as an error", closed_pipe_is_an_error, outputs.TRIAL, 24),
+    Planted("write error on standard output ignored", full_output_swallowed, outputs.TRIAL, 40),
+    Planted("half-open connections not closed", half_open_connections_kept, viewer.TRIAL, 10),
+    Planted("number of connections not limited", any_number_of_connections, viewer.TRIAL, 10),
+    Planted("digits of a number in a path not limited", any_number_of_digits, viewer.TRIAL, 250),
+    Planted("unlisted state files read from a checkpoint", unlisted_state_read, hostile_checkpoints.TRIAL, 1),
+    Planted("checkpoint cursor not compared with the audit log", cursor_believed, hostile_checkpoints.TRIAL, 2),
+    Planted("pickled weights loaded", pickles_loaded, hostile_models.TRIAL, 1),
+    Planted("dataset not hashed during a run", data_not_hashed_again, changed_data.TRIAL, 2),
+    Planted("batch ids not checked against the vocabulary", ids_of_batches_believed, changed_data.TRIAL, 3),
 )

@@ -1,8 +1,8 @@
-"""Work in a child process: the value it returned, the one line with which chatmill refused, or how it broke.
+"""Run work in a forked child process and report its return value, its one-line chatmill error, or its failure.
 
-Children are forked, so that what a trial changed in the library (a planted fault, another disk) holds in them too. That
-is safe only in a process with one thread: `begin` checks it, `run.py` sets the number of threads, and no process that
-forks computes with torch itself.
+Children are forked so that a trial's patches to the library (a planted fault or a fake disk) also apply in them.
+Forking is safe only in a process with one thread: `begin` checks this, `run.py` limits the number of threads, and no
+forking process computes with torch.
 """
 
 from __future__ import annotations
@@ -24,45 +24,47 @@ from typing import Any
 from chatmill.errors import ChatmillError
 
 CPU_SECONDS = 120.0
-"""Processor time that a child may use: unlike time on the clock it does not depend on what else the machine does."""
+"""CPU time limit of a child; unlike elapsed time, CPU time does not depend on the load of the machine."""
 IDLE_SECONDS = 300.0
-"""A child that used no processor time for so long waits for something that never comes."""
+"""A child that used no CPU time for this many seconds is considered stuck."""
 STACK_SIGNAL = signal.SIGUSR1
-"""A child that gets it prints the stacks of its threads to standard error."""
+"""A child that receives this signal prints the stacks of its threads to standard error."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: exactly one of these holds."""
+    """The result of a child process; exactly one field is set."""
 
     value: Any = None
-    """What the work gave, as JSON holds it; None if anything else is set."""
+    """Return value of the work, which must be serializable as JSON; None if another field is set."""
     refused: str = ""
-    """The one line with which chatmill refused."""
+    """The one-line error message of chatmill."""
     broke: str = ""
-    """An exception that no user should see, a death nobody asked for, or no end at all."""
+    """Description of an unexpected exception, an unexpected signal, or a timeout."""
     killed: bool = False
-    """SIGKILL ended it."""
+    """Whether the child was killed by SIGKILL."""
 
 
 class Child:
-    """A process that was begun; `result` is the pipe that it writes its outcome to."""
+    """A running child process; it writes its result to the pipe `result`."""
 
     def __init__(self, pid: int, result: int) -> None:
         self.pid, self.result = pid, result
         self._cpu, self._at = 0.0, time.monotonic()
 
     def why_stuck(self, cpu_seconds: float) -> str:
-        """Why it is not to be waited for any longer; empty while it makes progress."""
+        """Return why the child is considered stuck, or an empty string while it makes progress."""
         used, now = cpu_time(self.pid), time.monotonic()
         if used > cpu_seconds:
-            return f"it used more than {cpu_seconds:.0f} seconds of processor time"
+            return f"the child used more than {cpu_seconds:.0f} seconds of CPU time"
         if used > self._cpu:
             self._cpu, self._at = used, now
-        return f"it did nothing for {IDLE_SECONDS:.0f} seconds" if now - self._at > IDLE_SECONDS else ""
+        return f"the child used no CPU time for {IDLE_SECONDS:.0f} seconds" if now - self._at > IDLE_SECONDS else ""
 
     def end(self, cpu_seconds: float = CPU_SECONDS) -> Ended:
-        """Wait for it; one that is stuck prints its stacks, is killed, and broke."""
+        """Wait for the child and return its result; a stuck child prints its stacks, is killed, and counts as
+        broken.
+        """
         raw, stuck = b"", ""
         while True:
             ready, _, _ = select.select([self.result], [], [], 1.0)
@@ -81,7 +83,7 @@ class Child:
         if os.WIFSIGNALED(status):
             by = os.WTERMSIG(status)
             return Ended(killed=True) if by == signal.SIGKILL else Ended(broke=f"signal {by}")
-        return Ended(**json.loads(raw)) if raw else Ended(broke="it ended without a word")
+        return Ended(**json.loads(raw)) if raw else Ended(broke="the child exited without a result")
 
     def kill(self) -> Ended:
         os.kill(self.pid, signal.SIGKILL)
@@ -89,9 +91,9 @@ class Child:
 
 
 def cpu_time(pid: int) -> float:
-    """Seconds of processor time that a process, its children and theirs have used."""
+    """Return the CPU seconds used by a process and all its descendants."""
     try:
-        # After the name, which may hold anything: utime, stime, and both of the children that have ended.
+        # The fields after the process name are utime, stime, cutime and cstime.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         used = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -102,7 +104,7 @@ def cpu_time(pid: int) -> float:
 
 
 def begin(work: Callable[[], Any]) -> Child:
-    """Start work in a forked process, which ends with it."""
+    """Start `work` in a forked process that exits when the work is done."""
     _check_one_thread()
     result, send = os.pipe()
     sys.stdout.flush()
@@ -122,21 +124,23 @@ def begin(work: Callable[[], Any]) -> Child:
 
 
 def _check_one_thread() -> None:
-    # A thread that was joined may take a moment to leave the system's list.
+    # A joined thread may remain in /proc for a moment.
     for _ in range(1000):
         if (threads := len(list(Path("/proc/self/task").iterdir()))) == 1:
             return
         time.sleep(0.01)
-    raise AssertionError(f"a process with {threads} threads is not to be forked: locks that they hold stay locked")
+    raise AssertionError(
+        f"cannot fork a process with {threads} threads: locks held by the other threads would stay locked"
+    )
 
 
 def apart(work: Callable[[], Any], *, cpu_seconds: float = CPU_SECONDS) -> Ended:
-    """Do work in a separate process, and wait for it."""
+    """Run `work` in a forked process and wait for its result."""
     return begin(work).end(cpu_seconds)
 
 
 def outcome(work: Callable[[], Any]) -> Ended:
-    """Do work here."""
+    """Run `work` in this process."""
     return Ended(**_outcome(work))
 
 
@@ -145,14 +149,20 @@ def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
         return {"value": work()}
     except ChatmillError as error:
         line = str(error)
-        return {"refused": line} if line and "\n" not in line else {"broke": f"not one line: {line!r}"}
+        return (
+            {"refused": line}
+            if line and "\n" not in line
+            else {"broke": f"error message has more than one line: {line!r}"}
+        )
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return {"broke": f"{type(error).__name__}: {str(error)[:300]} ({where.name}, line {where.lineno})"}
 
 
 def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
-    """The work in a process that may take so many bytes of memory more than it has when it begins; files are none."""
+    """Return `work` with a limit on the memory that its process may allocate in addition; memory-mapped files do not
+    count.
+    """
 
     def within() -> Any:
         status = Path("/proc/self/status").read_text()
@@ -164,7 +174,7 @@ def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
 
 
 def load_torch() -> None:
-    """Before processes are forked that train: import once what each of them would, and compute nothing."""
+    """Import torch before forking, so that children that train do not each import it; do not compute with it."""
     import torch
     import torch._dynamo
 

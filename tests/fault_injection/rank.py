@@ -1,6 +1,7 @@
-"""One rank of a run, as torchrun starts it: `rank.py DATA FOLDER NAME KILL_AT VICTIM LATER`.
+"""One rank of a training run, started by torchrun: `rank.py DATA FOLDER NAME KILL_AT VICTIM LATER`.
 
-The victim of a run that was not disturbed yet kills itself some seconds after a step; with step 0 nobody does.
+Rank VICTIM kills itself LATER seconds after step KILL_AT, unless the run was interrupted before; with step 0, no rank
+is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STEPS: dict[str, Any] = {"max_iters": 24, "save_interval": 3}
 
 
 def run(data: str, folder: str, name: str, kill_at: int = 0, victim: int = 0, later: float = 0.0) -> None:
-    """Begin, or go on from the last checkpoint."""
+    """Start the run, or resume it from its last checkpoint."""
     killed = Path(folder) / f"{name}.killed"
     dies = bool(kill_at) and int(os.environ.get("RANK", 0)) == victim and not killed.exists()
 
@@ -42,7 +43,7 @@ def run(data: str, folder: str, name: str, kill_at: int = 0, victim: int = 0, la
 
 
 def run_as_command(data: str, folder: str, name: str, kill_at: int, victim: int, later: float) -> None:
-    """The same with errors as `chatmill train` reports them."""
+    """Train, and report errors as `chatmill train` does."""
 
     def command() -> None:
         with errors_of_first_rank():

@@ -1,11 +1,11 @@
-"""Run the trials, each in a separate process and one per core at a time, and print a table of results.
+"""Run the trials in parallel, each in a separate process, and print a table of results.
 
-    python tests/fault_injection/run.py                       all trials; updates docs/explanation/reliability.md
-    python tests/fault_injection/run.py --short               the same trials, small
-    python tests/fault_injection/run.py --only kill --seed 7  trials whose name holds a word
-    python tests/fault_injection/run.py --planted             faults put into chatmill on purpose: each must be noticed
+    python tests/fault_injection/run.py                       run all trials and update docs/explanation/reliability.md
+    python tests/fault_injection/run.py --short               run the same trials at small sizes
+    python tests/fault_injection/run.py --only kill --seed 7  run the trials whose name contains a word
+    python tests/fault_injection/run.py --planted             plant bugs in chatmill; a trial must notice each of them
 
-Exit 1 if anything was lost or silently wrong, or if a planted fault was not noticed.
+Exit with 1 if anything was lost or silently wrong, or if a planted fault was not noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if __name__ == "__main__":
     from fault_injection.failing_calls import start_again_with_shim
 
     start_again_with_shim()
-# Before numpy and torch start threads: trials fork, which only a process with one thread can do.
+# Limit the threads before numpy and torch are imported, because only a process with one thread can fork safely.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
 from fault_injection import TESTS
@@ -40,14 +40,14 @@ PAGE = TESTS.parent / "docs" / "explanation" / "reliability.md"
 BEGIN, END = "<!-- gauntlet: begin -->", "<!-- gauntlet: end -->"
 AT_ONCE = max(2, os.cpu_count() or 1)
 TRIAL_CPU_SECONDS = 3600.0
-"""Processor time that one trial may use, with all its children."""
+"""CPU time limit of a trial, including all its child processes."""
 
 Work = tuple[int, Callable[[], Any]]
-"""How many cores it needs, and what it does."""
+"""Number of cores that the work needs, and the function that does it."""
 
 
 def run_at_once(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:
-    """Do all the work in processes of their own; the number of each, how it ended, and after how many seconds."""
+    """Run each work item in a separate process; yield its index, its result and its seconds."""
     waiting = sorted(range(len(works)), key=lambda number: works[number][0])
     running: dict[int, tuple[int, Child, float]] = {}
     while waiting or running:
@@ -63,13 +63,13 @@ def run_at_once(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:
 
 
 def tallies(trials: Sequence[Trial], *, short: bool, seed: int, say: Callable[[str], None]) -> list[Tally]:
-    """What came of each trial, in their order."""
+    """Run the trials in parallel and return their tallies in the given order."""
     works: list[Work] = [
         (trial.cores, lambda trial=trial: trial.run(trial.short if short else trial.full, seed).to_json())
         for trial in trials
     ]
     if len(trials) > 1:
-        # Once, for all that train.
+        # Import torch once, for all trials that train.
         load_torch()
     results: dict[int, Tally] = {}
     for number, ended, seconds in run_at_once(works):
@@ -117,7 +117,7 @@ def plain_table(results: Sequence[Tally]) -> str:
 
 
 def page_part(trials: Sequence[Trial], results: Sequence[Tally], *, seed: int, seconds: float) -> str:
-    """The table for the page, with what each trial does."""
+    """Return the results table and the description of every trial as Markdown."""
     lines = [
         f"`make gauntlet` (seed {seed}, {platform.machine()}, {os.cpu_count()} cores, {seconds / 60:.0f} minutes):",
         "",
@@ -125,7 +125,7 @@ def page_part(trials: Sequence[Trial], results: Sequence[Tally], *, seed: int, s
         f"|---|{'---:|' * (len(HEAD) - 1)}",
         *(f"| {' | '.join(row)} |" for row in rows_of(results)),
         "",
-        "What each trial does and, after the colon, what must happen:",
+        "What each trial does, and what must be true afterwards:",
         "",
     ]
     for trial, tally in zip(trials, results, strict=True):
@@ -163,7 +163,7 @@ def try_planted(words: Sequence[str], seed: int, say: Callable[[str], None]) -> 
             "noticed": red,
             "examples": tally["examples"],
         }
-        example = tally["examples"][0] if tally["examples"] else "nothing was lost or wrong"
+        example = tally["examples"][0] if tally["examples"] else "no attempt was lost or wrong"
         say(f"{seconds:7.1f} s  {'noticed' if red else 'NOT NOTICED'}: {fault.name} ({fault.trial.name}): {example}")
     return [results[number] for number in range(len(chosen))]
 
@@ -174,15 +174,21 @@ def _named(name: str, words: Sequence[str]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="small sizes, well under two minutes")
-    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="trials whose name holds it")
+    parser.add_argument("--short", action="store_true", help="run small sizes, which takes less than two minutes")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="WORD", help="run only trials whose name contains this word"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--planted", action="store_true", help="try the trials: plant faults, and see them noticed")
-    parser.add_argument("--json", action="store_true", help="what came of it as JSON")
+    parser.add_argument(
+        "--planted",
+        action="store_true",
+        help="test the trials: plant bugs in chatmill and check that the trials notice them",
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args(argv)
     out = sys.stdout
     if args.json:
-        # What others print, in whatever process, is not to stand among the JSON.
+        # Keep other output, also from child processes, out of the JSON on standard output.
         out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -199,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if noticed and all(each["noticed"] for each in noticed) else 1
     trials = [trial for trial in TRIALS if _named(trial.name, args.only)]
     if not trials:
-        parser.error(f"no trial is named so; there are: {', '.join(trial.name for trial in TRIALS)}")
+        parser.error(f"no trial has a matching name; choose from: {', '.join(trial.name for trial in TRIALS)}")
     results = tallies(trials, short=args.short, seed=args.seed, say=say)
     seconds = time.perf_counter() - began
     if args.json:

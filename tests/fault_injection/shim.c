@@ -1,7 +1,6 @@
-/* Makes one call of the C library fail: preloaded, and asleep until `faults_arm` says what to do.
+/* A preloaded library that makes one C library call fail; it does nothing until `faults_arm` is called.
 
-   Only calls about paths below one folder count, by name or by descriptor, so that the numbers of the calls do not
-   depend on what Python or a library opens elsewhere. The counters lie in memory that forked children share. */
+   Only calls on paths or descriptors below one folder are counted, so the call numbers do not depend on files that Python or a library opens elsewhere. The counters are in memory that is shared with forked children. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -20,18 +19,18 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* The order is that of ONCE in failing_calls.py. */
+/* This order must match ONCE in failing_calls.py. */
 enum { WRITE, SYNC, RENAME, MAP, OPEN, MKDIR, REMOVE, READ, CLOSE, LIST, LOCK, LINK, TRUNCATE, KINDS };
 enum { SHORT = -1 };
 
 struct control {
-    int kind;      /* which calls fail; -1: none, they are only counted */
-    int error;     /* errno, or SHORT: a part of the bytes is read or written */
-    int forever;   /* every later call of the kind fails too */
-    long at;       /* the first call that fails, counted from 1 */
+    int kind;      /* kind of call that fails; -1 counts calls without failing any */
+    int error;     /* errno, or SHORT to read or write only part of the bytes */
+    int forever;   /* whether all later calls of this kind fail too */
+    long at;       /* number of the first call that fails, starting at 1 */
     long counts[KINDS];
     long failed;
-    char path[PATH_MAX]; /* what the first failed call was about */
+    char path[PATH_MAX]; /* path of the first call that failed */
     char root[PATH_MAX];
 };
 
@@ -43,7 +42,7 @@ static void *next(const char *name) { return dlsym(RTLD_NEXT, name); }
     static result (*real)(__VA_ARGS__);                                                                                \
     if (!real) real = (result(*)(__VA_ARGS__))next(#name)
 
-/* Count and fail calls about paths below `root`; `kind` -1 counts alone. */
+/* Count and fail calls on paths below `root`; `kind` -1 only counts them. */
 int faults_arm(const char *root, int kind, long at, int error, int forever) {
     REAL(void *, mmap, void *, size_t, int, int, int, off_t);
     if (!control) {
@@ -57,7 +56,7 @@ int faults_arm(const char *root, int kind, long at, int error, int forever) {
     return 0;
 }
 
-/* Let everything through again. What was counted stays until the next `faults_arm`. */
+/* Pass all calls through again. Counters keep their values until the next `faults_arm`. */
 void faults_disarm(void) {
     if (control) control->root[0] = 0;
 }
@@ -68,7 +67,7 @@ const char *faults_path(void) { return control ? control->path : ""; }
 
 static int armed(void) { return control && control->root[0]; }
 
-/* Where a link of /proc leads: 0 if it cannot be read. */
+/* Read the target of a /proc link; return 0 if it cannot be read. */
 static int target_of(const char *link, char *out) {
     ssize_t size = readlink(link, out, PATH_MAX - 1);
     if (size < 0) return 0;
@@ -95,7 +94,7 @@ static int of_name(int folder, const char *name, char *out) {
     return 1;
 }
 
-/* Whether this call is to fail: counts it if the path is below the folder. */
+/* Count this call if its path is below the folder, and return whether it must fail. */
 static int fails(int kind, const char *path) {
     size_t size = strlen(control->root);
     if (strncmp(path, control->root, size) || (path[size] && path[size] != '/')) return 0;
@@ -125,7 +124,7 @@ static int name_fails(int kind, int folder, const char *name) {
         return value;                                                                                                  \
     } while (0)
 
-/* Part of the bytes: at least one, or it would read as the end of the file. */
+/* Return a part of the bytes, but at least one: zero would mean end of file. */
 static size_t some(size_t size) { return control->error == SHORT ? size / 2 + (size > 0) * (size < 2) : size; }
 
 #define OPENING(name)                                                                                                  \
@@ -296,7 +295,7 @@ int unlinkat(int folder, const char *path, int flags) {
 
 int close(int fd) {
     REAL(int, close, int);
-    /* As file systems over a network do: it is closed, and the error is about what was written before. */
+    /* Close the file and report an error of an earlier write, as network file systems do. */
     int failing = fd_fails(CLOSE, fd), result = real(fd);
     if (failing) FAIL(-1);
     return result;

@@ -20,14 +20,15 @@ RUN = Path(__file__).with_name("run.py")
 
 
 def run_json(*flags: str) -> Any:
-    """The JSON output of the runner, which is a process of its own: it forks, so it must have no other threads."""
+    """Return the runner's JSON output; the runner is a separate process because it forks and must have only one
+    thread.
+    """
     done = subprocess.run([sys.executable, RUN, *flags, "--json"], capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     return json.loads(done.stdout)
 
 
 def test_every_planted_fault_has_its_trial():
-    """`make planted` runs them."""
     assert {fault.trial.name for fault in PLANTED} <= {trial.name for trial in TRIALS}
     assert len({fault.name for fault in PLANTED}) == len(PLANTED) >= 50
 
@@ -41,11 +42,11 @@ processes.IDLE_SECONDS = 2.0
 def spin():
     while True:
         pass
-def wait_for_ever():
+def wait_forever():
     time.sleep(1000)
 print(processes.apart(spin, cpu_seconds=0.5).broke)
-print(processes.apart(wait_for_ever).broke)
-threading.Thread(target=wait_for_ever, daemon=True).start()
+print(processes.apart(wait_forever).broke)
+threading.Thread(target=wait_forever, daemon=True).start()
 try:
     processes.begin(spin)
 except AssertionError as error:
@@ -55,11 +56,11 @@ except AssertionError as error:
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout.splitlines() == [
-        "it used more than 0 seconds of processor time",
-        "it did nothing for 2 seconds",
-        "a process with 2 threads is not to be forked: locks that they hold stay locked",
+        "the child used more than 0 seconds of CPU time",
+        "the child used no CPU time for 2 seconds",
+        "cannot fork a process with 2 threads: locks held by the other threads would stay locked",
     ]
-    assert " in spin" in done.stderr and " in wait_for_ever" in done.stderr
+    assert " in spin" in done.stderr and " in wait_forever" in done.stderr
 
 
 def test_every_attempt_is_counted_once():
@@ -74,7 +75,7 @@ def test_every_attempt_is_counted_once():
 
 
 def test_a_trial_that_tries_nothing_is_no_trial():
-    with pytest.raises(AssertionError, match="nothing was tried"):
+    with pytest.raises(AssertionError, match="no attempt was made"):
         Trial("idle", "nothing", lambda size, seed, folder, tally: None, 1, 1).run(1, 1)
 
 
@@ -109,4 +110,4 @@ def test_names_are_unique_and_an_unknown_one_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--only", "no such trial"])
     assert ended.value.code == 2
-    assert "no trial is named so; there are: power loss" in capsys.readouterr().err
+    assert "no trial has a matching name; choose from: power loss" in capsys.readouterr().err

@@ -1,11 +1,11 @@
-"""What a trial is: it does something harmful again and again, and counts each attempt by its result.
+"""A trial injects one kind of fault many times and counts every attempt by its result.
 
-Every attempt ends in exactly one of these:
+Every attempt has exactly one of these results:
 
-    survived         all is as if nothing had happened, or as it was before
-    found            it was noticed, and said in one line
-    lost             something is gone, or broke without a word that helps
-    silently wrong   something else came out than should have, and nobody said so
+    survived         the result is the same as without the fault, or the previous state is intact
+    found            the fault was noticed and reported in one line
+    lost             data is gone, or a command failed without a helpful message
+    silently wrong   the result is wrong, and no error was reported
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from pathlib import Path
 from typing import Any
 
 KEPT = 5
-"""Of what went wrong, so many are told."""
+"""Number of failed attempts that are kept as examples."""
 MEMORY = "/dev/shm"
 QUIET = 15.0
-"""Seconds between two lines of progress."""
+"""Seconds between two progress lines."""
 
 
 @dataclass
 class Tally:
-    """What came of the attempts of one trial."""
+    """The counted results of one trial."""
 
     name: str = ""
     expected: int = 0
-    """Attempts there will be, for progress; 0 if nobody knows."""
+    """Expected number of attempts, shown in progress lines; 0 if it is unknown."""
     survived: int = 0
     found: int = 0
     lost: int = 0
     wrong: int = 0
     seconds: float = 0.0
     skipped: str = ""
-    """Why nothing was tried, if so."""
+    """Why the trial was skipped; empty if it ran."""
     broke: str = ""
-    """What ended the trial itself before it was done."""
+    """Error that ended the trial itself; empty if it finished."""
     examples: list[str] = field(default_factory=list)
-    """What was lost or wrong, the first few."""
+    """Descriptions of the first failed attempts."""
     notes: Counter[str] = field(default_factory=Counter)
-    """Other figures that make the trial's own more telling."""
+    """Additional counts that are reported with the results."""
     _last_line: float = field(default_factory=time.monotonic)
 
     @property
@@ -75,7 +75,7 @@ class Tally:
         self._note_example(f"silently wrong: {what}")
 
     def judge(self, *, survived: bool = False, found: bool = False, lost: str = "") -> None:
-        """Count one attempt by what holds of it, the best first."""
+        """Count one attempt; if several results apply, the best one counts."""
         if survived:
             self.survives()
         elif found:
@@ -102,20 +102,22 @@ class Tally:
 
 @dataclass(frozen=True)
 class Trial:
-    """One way of breaking things. `work(size, seed, folder, tally)` does it in a folder that is gone afterwards."""
+    """One kind of fault injection. `work(size, seed, folder, tally)` runs it in a temporary folder."""
 
     name: str
     does: str
     work: Callable[[int, int, Path, Tally], None]
     full: int
-    """The size of the whole run; what it counts is the trial's own affair."""
+    """Size of a full run; its unit depends on the trial."""
     short: int
     cores: int = 1
     in_memory: bool = False
-    """Where the real disk plays no part, its folder is in memory if it can be."""
+    """Whether to use a folder in memory, for trials that do not need a real disk."""
 
     def run(self, size: int, seed: int) -> Tally:
-        """Do it, here and now. An exception in the trial counts as a fault."""
+        """Run the trial in this process and return its tally. Raise AssertionError if the trial made no attempt and was
+        not skipped.
+        """
         tally, began = Tally(self.name), time.perf_counter()
         place = MEMORY if self.in_memory and os.access(MEMORY, os.W_OK) else None
         folder = Path(tempfile.mkdtemp(prefix="chatmill-trial-", dir=place))
@@ -125,5 +127,5 @@ class Trial:
             shutil.rmtree(folder, ignore_errors=True)
         tally.seconds = time.perf_counter() - began
         if not tally.tried and not tally.skipped:
-            raise AssertionError(f"{self.name}: nothing was tried")
+            raise AssertionError(f"{self.name}: no attempt was made")
         return tally

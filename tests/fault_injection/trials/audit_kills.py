@@ -1,7 +1,7 @@
-"""SIGKILL at random moments of a loop that draws batches, logs them and saves its state.
+"""Kill a loop that reads batches, logs them and saves its state, with SIGKILL at random moments.
 
-Lines reach the disk a few bytes at a time, so that many are torn. After every kill the log must verify against the
-dataset with the head that the saved state keeps, and log and state must stand at the same step.
+Log lines are written a few bytes at a time, so that many kills tear a line. After every kill, the log must verify
+against the dataset with the head in the saved state, and the log and the state must be at the same step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def saved(folder: Path) -> Any:
 
 
 def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: None) -> None:
-    """Draw batches from where the saved state stands, for ever or up to a step; `ready` is called before the first."""
+    """Read batches from the saved state on, forever or up to a step; call `ready` before the first batch."""
     from chatmill.audit import Audit
     from chatmill.load.loader import EpisodeLoader
 
@@ -58,12 +58,12 @@ def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: No
 
 
 def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
-    """Run the loop in a separate process and kill it after a while, counted from its start or its first batch."""
+    """Run the loop in a separate process and kill it some time after its start or its first batch."""
     ready_end, send_ready = os.pipe()
     child = begin(lambda: loop(folder, None, lambda: os.close(send_ready)))
     os.close(send_ready)
     if drawing:
-        # Nothing is written: it ends when the other side closes it, or dies.
+        # Nothing is ever written to this pipe: reading ends when the other side closes it or dies.
         os.read(ready_end, 1)
     time.sleep(seconds)
     os.close(ready_end)
@@ -71,17 +71,17 @@ def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
 
 
 def look(folder: Path, tally: Tally) -> bool:
-    """Hold every log against the dataset and against the saved state; whether the state has one of its own."""
+    """Check every log against the dataset and the saved state; return whether a state with a log was saved."""
     from chatmill.audit import LogLine, read_log, verify_log
 
     state, agreed = saved(folder), False
     for log in sorted((folder / "logs").glob("audit_*.log")):
         found = read_log(log)
-        tally.notes["logs torn at the end"] += bool(found) and not isinstance(found[-1], LogLine)
+        tally.notes["logs had a torn last line"] += bool(found) and not isinstance(found[-1], LogLine)
         if not any(isinstance(line, LogLine) for line in found):
             log.unlink()
             continue
-        # A log that was begun before any state was saved was given up with the process that began it.
+        # A log that was started before any state was saved is abandoned with the process that started it.
         mine = state is not None and state["audit"]["log"] == log.name
         heads = {"the saved state": state["audit"]["head"]} if mine else {}
         checked = verify_log(log, folder / "mix", heads=heads)
@@ -90,7 +90,7 @@ def look(folder: Path, tally: Tally) -> bool:
             at = next(line for line in found if isinstance(line, LogLine) and line.sha256 == heads["the saved state"])
             stands = {name: int(value) for name, value in at.fields.items()}
             where = state["loader"]["cursors"]["train"]
-            assert stands == where, f"the log stands at {stands}, the loader at {where}"
+            assert stands == where, f"the log is at {stands}, the loader is at {where}"
             agreed = True
     return agreed
 
@@ -106,21 +106,21 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(size):
         ended = killed(folder, rng.uniform(0.0, 0.4), drawing=number % 4 != 3)
         if number == size - 1 and ended.killed:
-            # After the last kill, the run continues and ends normally.
+            # After the last kill, the loop continues and ends normally.
             step = state["audit"]["cursor"]["step"] if (state := saved(folder)) else 0
             ended = begin(lambda step=step: loop(folder, step + 20)).end()
         if ended.refused or ended.broke:
-            tally.loses(f"kill {number}: the loop does not go on: {ended.refused or ended.broke}")
+            tally.loses(f"kill {number}: the loop cannot be resumed: {ended.refused or ended.broke}")
             continue
         seen = outcome(lambda: look(folder, tally))
-        tally.notes["log and saved state at the same step"] += bool(seen.value)
+        tally.notes["kills left a saved state at the same step as its log"] += bool(seen.value)
         tally.judge(survived=seen.value is not None, lost=f"kill {number}: {seen.refused or seen.broke}")
 
 
 TRIAL = Trial(
     "kill at random moments, audit log",
-    "SIGKILL of a loop that reads mixed, packed batches, logs them and saves its state, while lines reach the disk a "
-    "few bytes at a time: the log verifies with the saved head, and log and state are at the same step",
+    "Kills a loop that reads mixed, packed batches, logs them a few bytes at a time and saves its state. Afterwards "
+    "the log must verify with the saved head, and the log and the state must be at the same step",
     work,
     full=50,
     short=3,

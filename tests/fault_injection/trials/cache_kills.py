@@ -1,7 +1,9 @@
-"""SIGKILL at random moments of processes that share a cache of remote objects, which is too small for them.
+"""Kill processes that share a cache of remote objects, with SIGKILL at random moments; the cache is too small for all
+objects.
 
-Several readers fetch objects in an order of their own and compare every byte; some are killed while they download, wait
-or make room. The others must go on, nobody may read other bytes, and afterwards a reader must get everything.
+Several readers fetch the objects in different orders and compare every byte; some are killed while they download, wait
+or evict objects. The other readers must continue, every read must return the right bytes, and a final reader must be
+able to fetch every object.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ BOUND = 150_000
 
 
 def contents(seed: int) -> dict[str, bytes]:
-    """The objects, by their hashes."""
+    """Return the objects by hash."""
     rng = random.Random(seed)
     data = [rng.randbytes(size) for size in SIZES * 2]
     return {hashlib.sha256(each).hexdigest(): each for each in data}
 
 
 def read_all(stored: dict[str, bytes], seed: float, rounds: int) -> str:
-    """Fetch all objects so many times; what was wrong, if anything."""
+    """Fetch every object `rounds` times; return a description of the first wrong object, or an empty string."""
     rng = random.Random(seed)
-    # Slow and in pieces, so that most kills come in the middle of a download.
+    # Downloads are slow and in small pieces, so that most kills hit a download.
     download.RANGE_BYTES = 4_000
     read = download.read
 
@@ -49,7 +51,7 @@ def read_all(stored: dict[str, bytes], seed: float, rounds: int) -> str:
             fd = cache.open_object(Url(f"memory://trial/{sha256}"), size=len(stored[sha256]), sha256=sha256)
             with os.fdopen(fd, "rb") as file:
                 if file.read() != stored[sha256]:
-                    return f"{sha256[:12]}… of {len(stored[sha256])} bytes was read with other bytes"
+                    return f"{sha256[:12]}… of {len(stored[sha256])} bytes was read with wrong bytes"
     return ""
 
 
@@ -74,14 +76,14 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         broke = next((each.refused or each.broke for each in ended if each.value is None), "")
         kept = sum(path.stat().st_size for path in (folder / "cache" / "objects").iterdir())
         if not broke and kept > BOUND:
-            broke = f"the cache holds {kept} bytes, and may hold {BOUND}"
+            broke = f"the cache contains {kept} bytes; its limit is {BOUND}"
         tally.judge(survived=not broke, lost=f"kill {number}: {broke}")
 
 
 TRIAL = Trial(
     "kill at random moments, cache",
-    "SIGKILL of processes that fetch objects through one cache, which is too small for them: nobody reads other bytes, "
-    "the others go on, and the cache stays within its bound",
+    "Kills processes that fetch objects through one cache that is too small for all of them. Every read must return "
+    "the right bytes, the other processes must continue, and the cache must stay within its size limit",
     work,
     full=100,
     short=6,

@@ -1,6 +1,7 @@
-"""Files of a dataset that change before or while a run reads them: `train --verify` stops, and says which file.
+"""Change files of a dataset before or during a training run: `train --verify` must stop and name the file.
 
-Without `--verify` a token that the model does not know must still end the run in one line, before its step.
+Without `--verify`, a token id outside the model's vocabulary must still stop the run with a one-line error before its
+step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         place = folder / str(number)
         shutil.copytree(data, place / "data")
         if number % 3 == 2:
-            what, verify, at = "an id beyond the vocabulary", False, -1
+            what, verify, at = "an id outside the vocabulary", False, -1
             tokens = np.memmap(place / "data/train/shard_00000/tokens.bin", dtype="<u2", mode="r+")
             tokens[rng.randrange(len(tokens))] = rng.choice([vocab_size, 65535])
             tokens.flush()
@@ -44,7 +45,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
                 path.write_bytes(flip(path.read_bytes(), rng))
         ended = apart(lambda place=place, path=path, at=at, verify=verify: train(place, path, at, verify=verify))
         if ended.value is not None:
-            tally.is_wrong(f"{what}: the run went on to its end, step {ended.value}")
+            tally.is_wrong(f"{what}: the run continued to its end, step {ended.value}")
         else:
             tally.judge(found=bool(ended.refused), lost=f"{what}: {ended.broke or 'killed'}")
         shutil.rmtree(place)
@@ -57,7 +58,7 @@ def _vocab_size(data: Path) -> int:
 
 
 def train(place: Path, path: Path, at: int, *, verify: bool) -> int:
-    """Train on a dataset of which a file is changed after a step; the steps that were taken."""
+    """Train on a dataset and change a file after a step; return the number of completed steps."""
     from train_fixtures import config
 
     from chatmill.train import train_model
@@ -78,9 +79,9 @@ def train(place: Path, path: Path, at: int, *, verify: bool) -> int:
 
 
 TRIAL = Trial(
-    "data that changes under a run",
-    "a bit of a file is flipped before or during `train --verify`, or an id is outside the vocabulary without it: "
-    "the run stops with a one-line error",
+    "data changed during training",
+    "Flips a bit of a file before or during `train --verify`, or stores an id outside the vocabulary and trains "
+    "without `--verify`. The run must stop with a one-line error",
     work,
     full=60,
     short=3,

@@ -1,6 +1,6 @@
-"""Input that changes between planning and reading, while a build reads, or before an interrupted one is resumed.
+"""Change input files between planning and reading, while a build reads them, or before an interrupted build is resumed.
 
-The sizes and times of a file are kept where a change allows it, as copies with `cp -p` and restored backups do.
+Changes keep the size and time of a file where possible, like `cp -p` or a restored backup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Change = Callable[[Path, random.Random], None]
 
 
 def packed(name: str, data: bytes) -> bytes:
-    """JSON Lines as the file of that name has them."""
+    """Return the JSON Lines of the input file with this name."""
     if name.endswith(".gz"):
         return gzip.compress(data, 1, mtime=0)
     if name.endswith(".json"):
@@ -46,7 +46,7 @@ def same_times(path: Path) -> Iterator[None]:
 
 
 def rewritten(path: Path, rng: random.Random) -> None:
-    """Words of the same length in their place."""
+    """Replace words by other words of the same length."""
     data = path.read_bytes()
     if path.name.endswith(".gz"):
         data = gzip.compress(gzip.decompress(data).replace(b"mill", b"bill"), 1, mtime=0)
@@ -64,7 +64,7 @@ def replaced(path: Path, rng: random.Random) -> None:
 
 
 def reordered(path: Path, rng: random.Random) -> None:
-    """The same lines in another order: the same size, and lines that begin elsewhere."""
+    """Reorder the lines: the file keeps its size, but lines start at other offsets."""
     data = path.read_bytes()
     shuffled = data.splitlines(keepends=True)
     rng.shuffle(shuffled)
@@ -87,7 +87,7 @@ def removed(path: Path, rng: random.Random) -> None:
 
 
 def one_more(path: Path, rng: random.Random) -> None:
-    """Another file that the glob matches."""
+    """Add another file that matches the glob."""
     path.with_name(f"z{path.name}").write_bytes(path.read_bytes())
 
 
@@ -105,7 +105,7 @@ HARMLESS = (touched, copied)
 
 
 class InterruptedBuild(KeyboardInterrupt):
-    """As by Ctrl-C."""
+    """Interrupt the build as Ctrl-C does."""
 
 
 def after(units: int, change: Callable[[], None]) -> Callable[[pipeline.BuildProgress], None]:
@@ -126,7 +126,7 @@ def stop() -> None:
 
 
 def once(place: Path, change: Change, moment: str, rng: random.Random) -> str:
-    """Build while the change is made; the hash of the dataset."""
+    """Build while the change is made; return the dataset's hash."""
     paths = sorted(place.glob("in/*"))
     path, target = rng.choice(paths), place / "x"
     job = Job((InputSource((str(place / "in" / "*"),)),), on_error=rng.choice(["stop", "skip"]))
@@ -154,7 +154,7 @@ def once(place: Path, change: Change, moment: str, rng: random.Random) -> str:
         if moment == "resumed":
             change(path, rng)
             changing = after(-1, stop)
-        # One that was not interrupted in time is replaced.
+        # A build that finished before the interruption is started over.
         resumed = {"resume": True, "overwrite": True, "on_progress": changing}
         return build(job, target, unit_bytes=UNIT_BYTES, **resumed).sha256
     undoing = after(rng.randrange(5, 9), restore) if moment == "undone" else (lambda progress: None)
@@ -188,14 +188,15 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if digests(place / "x") == digests(place / "right"):
             tally.survives()
         else:
-            tally.is_wrong(f"{what}: a dataset that is not of the input")
+            tally.is_wrong(f"{what}: the dataset does not match the input")
 
 
 TRIAL = Trial(
-    "input that changes",
-    "files are rewritten in place, replaced, reordered, truncated, extended or removed, or new files match a glob, "
-    "during a build or before it is resumed; sizes and file times stay the same where possible: a one-line error, "
-    "or the dataset of the final input; `touch` and copies of the same bytes do not count as changes",
+    "changed input files",
+    "Rewrites, replaces, reorders, truncates, extends or removes input files, or adds files that match a glob, "
+    "during a build or before it is resumed; sizes and file times stay the same where possible. The build must end "
+    "with a one-line error or give the dataset of the final input, and `touch` or a copy of the same bytes must not "
+    "count as a change",
     work,
     full=2_000,
     short=45,

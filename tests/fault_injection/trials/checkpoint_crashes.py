@@ -1,4 +1,4 @@
-"""The power goes while checkpoints are written: the newest one that is there must be whole."""
+"""Simulate a power loss while checkpoints are written: the newest checkpoint on disk must be complete."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fault_injection.trials.crashes import crashes
 
 
 class Late(Recorder):
-    """A recorder that takes note of files which others wrote when they are made safe."""
+    """A recorder that also records files written by other libraries, when they are synced."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self._seen: set[Path] = set()
 
     def make_folder(self, path: Path) -> None:
-        # A folder that is created again contains none of the earlier files.
+        # A folder that is created again does not contain its earlier files.
         self._seen = {seen for seen in self._seen if path not in seen.parents}
         super().make_folder(path)
 
@@ -37,7 +37,7 @@ class Late(Recorder):
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """`size` checkpoints are written over two that are there, the last of them twice."""
+    """Write `size` checkpoints in addition to two existing ones; write the last one twice."""
     import torch
     from model_fixtures import small_gpt
 
@@ -53,7 +53,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         return model, make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
 
     def write(step: int) -> None:
-        """A checkpoint whose weights are all the number of its step."""
+        """Return a checkpoint whose weights all equal its step."""
         model, optimizer = made()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -63,7 +63,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         save(disk / "run", {"step": step}, model, optimizer, alone, sharded=False, keep=2, about={"a.json": b"{}"})
 
     def newest() -> int:
-        """The step of the newest checkpoint, all of whose weights say so."""
+        """Return the step of the newest checkpoint, after checking that all its weights equal that step."""
         checkpoint = open_checkpoint(list_checkpoints(at / "run")[-1], alone)
         model, optimizer = made()
         restore(checkpoint, model, optimizer)
@@ -82,7 +82,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     read: dict[Any, Any] = {}
     with in_place(Unsynced()):
         for number, kind in crashes(at, model, recorder):
-            # Removing an old one may be cut short: only then is it not whole, and a newer one is there.
+            # Removing an old checkpoint may be interrupted; it may be incomplete only if a newer checkpoint exists.
             kept = sorted(path for path in list_checkpoints(at / "run")[-1].rglob("*.*") if path.is_file())
             key = tuple((path.relative_to(at), path.read_bytes()) for path in kept)
             if key not in read:
@@ -92,12 +92,13 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             right = {last} if number == len(recorder.steps) else set(range(2, last + 1))
             whole = ended.value in right and not list((at / "run").glob(".*"))
             what = ended.refused or ended.broke or f"checkpoint {ended.value}"
-            tally.judge(survived=whole, lost=f"step {number}, {kind} of the unsynced kept: {what}")
+            tally.judge(survived=whole, lost=f"step {number}, unsynced changes kept: {kind}: {what}")
 
 
 TRIAL = Trial(
     "power loss, writing checkpoints",
-    "every step of writing checkpoints is replayed in the same way: the newest checkpoint is complete and opens",
+    "Replays every step of writing checkpoints on a model disk that loses unsynced data in four ways. The newest "
+    "checkpoint must be complete and must open",
     work,
     full=4,
     short=1,

@@ -1,4 +1,4 @@
-"""The clock jumps, and files have times of another century: bytes, order and resuming do not depend on either."""
+"""Change the clock and the file times: dataset bytes, order and resuming must not depend on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNIT_BYTES = 5_000
 
 
 def jump_by(offset: Callable[[], float]) -> None:
-    """From now on, this process reads the clock with that offset, which may be another one every time."""
+    """Shift the clock of this process by `offset()`, which may return a different value on every call."""
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + offset()
     time.time_ns = lambda: real_ns() + int(offset() * 1e9)
@@ -40,14 +40,14 @@ def jump_by(offset: Callable[[], float]) -> None:
 
 
 def some_clock(rng: random.Random) -> Callable[[], float]:
-    """Far back, far ahead, or another time whenever it is asked."""
+    """Return a clock offset: far back, far ahead, or different on every read."""
     now, years = time.time(), rng.choice([-45, -1, 3, 200])
     jumping = random.Random(rng.random())
     return rng.choice([lambda: years * YEAR, lambda: -now + 86400, lambda: jumping.uniform(-40, 40) * YEAR])
 
 
 def scatter_times(folder: Path, rng: random.Random) -> None:
-    """Let every file have been changed at some time of two centuries."""
+    """Set every file's modification time to a random time within two centuries."""
     for path in folder.rglob("*"):
         os.utime(path, (at := rng.uniform(0, 200 * YEAR), at))
 
@@ -80,7 +80,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if number % 2:
             point = rng.randrange(20, 60)
             assert at_another_time(lambda go=go, point=point: go(kill=point), rng).killed
-            # The times of what a killed build left are as wrong as the clock was.
+            # Files left by a killed build get times as wrong as the clock.
             scatter_times(target.parent / ".x.building.units", rng)
         ended = at_another_time(lambda go=go: go(resume=True), rng)
         if target.exists():
@@ -89,7 +89,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if ended.value is None or checked.value != []:
             tally.loses(f"build {number}: {ended.refused or ended.broke or checked}")
         elif digests(target) != right:
-            tally.is_wrong(f"build {number}: other bytes at another time")
+            tally.is_wrong(f"build {number}: the dataset bytes depend on the clock")
         else:
             tally.survives()
 
@@ -109,7 +109,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     def came_to(name: str) -> dict[str, str]:
         for log in (folder / f"logs-{name}").glob("*.log"):
-            # One that was begun before anything was saved may hold no line.
+            # A log that was started before any state was saved may contain no line.
             if log.stat().st_size and len(list((folder / f"logs-{name}").glob("*.log"))) == 1:
                 checked = verify_log(log, data)
                 assert checked.fault is None, checked.fault
@@ -128,23 +128,23 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if again.value is None or result.value is None:
             tally.loses(f"run {number}: {[each.refused or each.broke for each in (first, again, result)]}")
         elif result.value != right:
-            tally.is_wrong(f"run {number}: other weights at another time")
+            tally.is_wrong(f"run {number}: the weights depend on the clock")
         else:
             tally.survives()
 
 
 BUILDS = Trial(
     "clock jumps, prepare",
-    "builds, killed builds that are resumed, and verification, with a clock that is decades off or jumps at every "
-    "read, and files whose times are spread over two centuries: the same bytes",
+    "Builds, resumes killed builds and verifies them with a clock that is decades off or jumps at every read, and "
+    "with file times spread over two centuries. The dataset bytes must stay the same",
     builds,
     full=150,
     short=6,
 )
 RUNS = Trial(
     "clock jumps, training",
-    "runs are killed and resumed with such clocks: weights and optimizer state are bitwise equal, and the audit log "
-    "verifies",
+    "Kills and resumes runs with a clock that is decades off or jumps at every read. Weights and optimizer state "
+    "must be bitwise equal to those of an uninterrupted run, and the audit log must verify",
     runs,
     full=40,
     short=2,

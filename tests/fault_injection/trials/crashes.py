@@ -1,4 +1,4 @@
-"""The power goes: every step of building and publishing is played back, with what was not synced lost."""
+"""Simulate power losses: every step of building and publishing a dataset is replayed, and unsynced data is lost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fault_injection.trial import Tally, Trial
 
 WAYS = {
     "a new dataset": {"old": False, "can_exchange": True},
-    "over an old one, by exchange": {"old": True, "can_exchange": True},
-    "over an old one, by two renames": {"old": True, "can_exchange": False},
+    "over an old dataset, by exchange": {"old": True, "can_exchange": True},
+    "over an old dataset, by two renames": {"old": True, "can_exchange": False},
 }
 
 
 class Known(dict[tuple[tuple[str, bytes], ...], str]):
-    """The hash of a dataset that has no fault, else its faults; datasets of the same bytes are looked at once."""
+    """Return the hash of a valid dataset, or its faults; datasets with the same bytes are checked once."""
 
     def of(self, path: Path) -> str:
         key = tuple(contents(path).items())
@@ -35,7 +35,7 @@ class Known(dict[tuple[tuple[str, bytes], ...], str]):
 
 
 def crashes(at: Path, model: Model, recorder: Recorder) -> Iterator[tuple[int, str]]:
-    """Every state that a crash after each step can leave at `at`: the number of the step, and the kind of loss."""
+    """Write every state that a crash after each step can leave to `at`; yield the step and the kind of loss."""
     for number in range(len(recorder.steps) + 1):
         if number:
             recorder.steps[number - 1](model)
@@ -64,12 +64,12 @@ def play(size: int, seed: int, folder: Path, tally: Tally, way: str, *, old: boo
     at = folder / "crashed"
     with in_place(Unsynced()):
         for number, kind in crashes(at, model, recorder):
-            where = f"{way}, step {number} of {len(recorder.steps)}, {kind} of the unsynced kept"
+            where = f"{way}, step {number} of {len(recorder.steps)}, unsynced changes kept: {kind}"
             staging = staging_for(at / "x")
-            # The last file of a build: where it is, all others are, and are whole.
+            # The metadata is written last: if it exists, all other files exist and are complete.
             early = kind == "all" and (staging / METADATA).is_file() and (staging / METADATA).stat().st_size
             if early and not old and known.of(staging) != new:
-                tally.is_wrong(f"{where}: there is metadata before all is there: {known.of(staging)}")
+                tally.is_wrong(f"{where}: the metadata exists before all files are complete: {known.of(staging)}")
                 continue
             recover(at / "x")
             report = known.of(at / "x") if (at / "x").exists() else ""
@@ -79,8 +79,8 @@ def play(size: int, seed: int, folder: Path, tally: Tally, way: str, *, old: boo
 
 TRIAL = Trial(
     "power loss, building and publishing",
-    "every step of a build (new, over an old dataset by exchange, by two renames) is replayed on a model disk that "
-    "loses unsynced data in four ways: the target is absent, or the complete old or new dataset",
+    "Replays every step of a build (new, over an old dataset by exchange or by two renames) on a model disk that "
+    "loses unsynced data in four ways. The target must be absent, or the complete old or new dataset",
     work,
     full=60,
     short=10,

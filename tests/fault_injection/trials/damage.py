@@ -1,4 +1,4 @@
-"""Datasets that were damaged: bits flipped, files cut, swapped, missing. None is taken for a whole one."""
+"""Damage datasets: flip bits, and truncate, swap or remove files. Every damaged dataset must be refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fault_injection.trial import Tally, Trial
 
 
 def made(folder: Path, seed: int, *, alike: bool = False) -> Path:
-    """A dataset of many shards; if `alike`, all of a split have files of the same sizes."""
+    """Build a dataset with many shards; with `alike`, all shards of a split have files of the same sizes."""
     rows = {"train": some_rows(seed, count=60), "val": some_rows(seed + 1, count=20)}
     if alike:
         one, rng = some_rows(seed, count=9), np.random.default_rng(seed)
@@ -36,21 +36,21 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def at_opening(dataset: Path) -> str:
-    """The line with which it is refused; empty if it opens."""
+    """Return the error message of opening the dataset, or an empty string if it opens."""
     ended = outcome(lambda: open_dataset(dataset).splits)
     return ended.refused or (f"broke: {ended.broke}" if ended.broke else "")
 
 
 def in_full(dataset: Path) -> str:
-    """What `verify --full` says of it first; empty if nothing."""
+    """Return the first fault that `verify --full` reports, or an empty string."""
     ended = outcome(lambda: verify_dataset(dataset, full=True).faults)
     return f"broke: {ended.broke}" if ended.broke else next(iter(ended.value), "")
 
 
 def judge(tally: Tally, line: str, what: str) -> None:
-    """A damage is found if a line says so."""
+    """Count the damage as found if an error message was printed."""
     if not line:
-        tally.is_wrong(f"{what}: nobody notices")
+        tally.is_wrong(f"{what}: not detected")
     else:
         tally.judge(found=not line.startswith("broke: ") and "\n" not in line, lost=f"{what}: {line}")
 
@@ -67,13 +67,13 @@ def flips(size: int, seed: int, folder: Path, tally: Tally) -> None:
         path = paths[number % len(paths)]
         whole = path.read_bytes()
         path.write_bytes(flip(whole, rng))
-        judge(tally, in_full(dataset), f"a bit of {path.relative_to(dataset)}")
+        judge(tally, in_full(dataset), f"a bit flipped in {path.relative_to(dataset)}")
         path.write_bytes(whole)
     assert not in_full(dataset)
 
 
 def cuts(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Each file is cut at `size` lengths, and once it has a byte too many."""
+    """Truncate each file at `size` lengths, and extend it once by a byte."""
     rng, dataset = random.Random(seed), made(folder, seed)
     for path in files_of(dataset):
         whole = path.read_bytes()
@@ -82,14 +82,14 @@ def cuts(size: int, seed: int, folder: Path, tally: Tally) -> None:
         chosen = sorted(length for length in lengths if 0 <= length < len(whole))
         for data in [*(whole[:length] for length in chosen[-size:]), whole + b"\0"]:
             path.write_bytes(data)
-            what = f"{path.relative_to(dataset)} of {len(data)} bytes instead of {len(whole)}"
+            what = f"{path.relative_to(dataset)} has {len(data)} bytes instead of {len(whole)}"
             judge(tally, at_opening(dataset), what)
         path.write_bytes(whole)
     assert not in_full(dataset)
 
 
 def swaps(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Files change places: of one name and size, of any names, and whole shards."""
+    """Swap files of the same name and size, files of any names, and whole shards."""
     rng, dataset = random.Random(seed), made(folder, seed, alike=True)
     paths, aside = files_of(dataset), folder / "aside"
     shards = sorted(dataset.glob("*/shard_*"))
@@ -105,7 +105,7 @@ def swaps(size: int, seed: int, folder: Path, tally: Tally) -> None:
         pool = shards if one in shards else [path for path in paths if path.name == one.name or number % 4 == 2]
         others = [path for path in pool if path != one and _differ(path, one)]
         if not others:
-            # There is but one file of this name, or all are equal.
+            # Only one file has this name, or all of them are equal.
             continue
         other = rng.choice(others)
         exchange(one, other)
@@ -121,12 +121,12 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def missing(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Each file, shard and split is gone once; or a link, a folder or an empty file stands in its place."""
+    """Remove each file, shard and split once, or replace it by a link, a folder or an empty file."""
     dataset, aside = made(folder, seed), folder / "aside"
     stand_ins: dict[str, Callable[[Path], object]] = {
         "missing": lambda path: None,
         "a folder": lambda path: path.mkdir(),
-        "a link to nothing": lambda path: path.symlink_to("nothing"),
+        "a dangling link": lambda path: path.symlink_to("nothing"),
         "empty": lambda path: path.touch(),
     }
     for path in sorted(dataset.rglob("*")):
@@ -145,7 +145,7 @@ def missing(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """A file of another build, of the same size where there is one, among those of this one."""
+    """Replace a file by one from another build, of the same size if possible."""
     rng = random.Random(seed)
     dataset = made(folder, seed, alike=True)
     (folder / "other").mkdir()
@@ -158,22 +158,22 @@ def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
         shutil.copy(path, folder / "kept")
         shutil.copy(theirs, path)
         if theirs.read_bytes() != (folder / "kept").read_bytes():
-            judge(tally, in_full(dataset), f"{path.relative_to(dataset)} of another build")
+            judge(tally, in_full(dataset), f"{path.relative_to(dataset)} from another build")
         shutil.copy(folder / "kept", path)
     assert not in_full(dataset)
 
 
 FLIPS = Trial(
     "flipped bits, datasets",
-    "one bit of one file is flipped, distributed over all files of a dataset: found by `verify --full`",
+    "Flips one bit of one file, distributed over all files of a dataset. `verify --full` must find it",
     flips,
     full=500,
     short=90,
     in_memory=True,
 )
 CUTS = Trial(
-    "cut files",
-    "each file is truncated at many lengths, or extended by a byte: refused when the dataset is opened",
+    "truncated files",
+    "Truncates each file at many lengths, or extends it by a byte. Opening the dataset must fail",
     cuts,
     8,
     1,
@@ -181,15 +181,15 @@ CUTS = Trial(
 )
 SWAPS = Trial(
     "swapped files",
-    "files and shards of equal sizes, and files of different kinds, are swapped: found by `verify --full`",
+    "Swaps files and shards of equal sizes, and files of different kinds. `verify --full` must find it",
     swaps,
     full=300,
     short=24,
     in_memory=True,
 )
 STALE = Trial(
-    "files of another build",
-    "a file is replaced by one of another dataset, of the same size if possible: found by `verify --full`",
+    "files from another build",
+    "Replaces a file by one from another dataset, of the same size if possible. `verify --full` must find it",
     stale,
     full=200,
     short=24,
@@ -197,8 +197,7 @@ STALE = Trial(
 )
 MISSING = Trial(
     "missing files",
-    "each file, shard and split is removed, or replaced by a folder or a dangling link: refused when the dataset is "
-    "opened",
+    "Removes each file, shard and split, or replaces it by a folder or a dangling link. Opening the dataset must fail",
     missing,
     full=4,
     short=1,

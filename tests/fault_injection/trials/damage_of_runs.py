@@ -1,4 +1,4 @@
-"""Bits flipped in what runs leave: checkpoints, audit logs, caches, and the staged units of a killed build."""
+"""Flip bits in checkpoints, audit logs, caches and the staged units of a killed build."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def checkpoints(size: int, seed: int, folder: Path, tally: Tally) -> None:
         path.write_bytes(flip(whole, rng))
         ended = outcome(lambda: open_checkpoint(last, World(0, 1, torch.device("cpu"))).step)
         line = ended.refused or (f"broke: {ended.broke}" if ended.broke else "")
-        judge(tally, line, f"a bit of {path.relative_to(last)}")
+        judge(tally, line, f"a bit flipped in {path.relative_to(last)}")
         path.write_bytes(whole)
 
 
 def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """A bit of the log is flipped, or two lines change places, or one is gone."""
+    """Flip a bit of the log, swap two lines or remove one."""
     from audit_fixtures import make_dataset, run
 
     from chatmill.audit import verify_log
@@ -47,17 +47,20 @@ def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     (log,) = (folder / "logs").glob("*.log")
     head = states[30]["audit"]["head"]
     whole = log.read_bytes()
-    # What comes after the head may be missing: a run that was killed has not written it.
+    # Lines after the head may be missing, because a killed run has not written them.
     anchored = whole[: whole.rindex(b"action=checkpoint")]
     for number in range(size):
-        lines_of_log, what = anchored.split(b"\n"), f"a bit of the log, {number}"
+        lines_of_log, what = anchored.split(b"\n"), f"a bit flipped in the log, {number}"
         if number % 4 == 3:
             one, other = rng.sample(range(len(lines_of_log) - 1), 2)
             lines_of_log[one], lines_of_log[other] = lines_of_log[other], lines_of_log[one]
             changed, what = b"\n".join(lines_of_log), f"lines {one} and {other} of the log swapped"
         elif number % 8 == 6:
             gone = rng.randrange(len(lines_of_log) - 1)
-            changed, what = b"\n".join(lines_of_log[:gone] + lines_of_log[gone + 1 :]), f"line {gone} of the log gone"
+            changed, what = (
+                b"\n".join(lines_of_log[:gone] + lines_of_log[gone + 1 :]),
+                f"line {gone} of the log removed",
+            )
         else:
             changed = flip(anchored, rng)
         log.write_bytes(changed + whole[len(anchored) :])
@@ -85,7 +88,7 @@ def caches(size: int, seed: int, folder: Path, tally: Tally) -> None:
         path.write_bytes(flip(whole, rng))
         ended = outcome(lambda: verify_cache(cache, full=True).faults)
         line = f"broke: {ended.broke}" if ended.broke else next(iter(ended.value), "")
-        judge(tally, line, f"a bit of {path.relative_to(cache)}")
+        judge(tally, line, f"a bit flipped in {path.relative_to(cache)}")
         path.write_bytes(whole)
     assert not verify_cache(cache, full=True).faults
 
@@ -97,7 +100,7 @@ def _primers(count: int, seed: int) -> list[list[dict[str, str]]]:
 
 
 def staged_units(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """A build is killed, what it left is damaged, and the resumed build must give the right bytes all the same."""
+    """Kill a build and damage its staged files; the resumed build must still give the right bytes."""
     rng = random.Random(seed)
     (folder / "a.jsonl").write_bytes(lines(conversations(60, seed=seed)))
     job = job_of((str(folder / "a.jsonl"),))
@@ -117,16 +120,16 @@ def staged_units(size: int, seed: int, folder: Path, tally: Tally) -> None:
         path.write_bytes(flip(path.read_bytes(), rng))
         ended = outcome(lambda target=target: build(job, target, unit_bytes=5_000, resume=True).sha256)
         if ended.value is None:
-            judge(tally, ended.refused or f"broke: {ended.broke}", f"a bit of {path.name}")
+            judge(tally, ended.refused or f"broke: {ended.broke}", f"a bit flipped in {path.name}")
         elif digests(target) != right:
-            tally.is_wrong(f"a bit of {path.name}: the resumed build has other bytes")
+            tally.is_wrong(f"a bit flipped in {path.name}: the resumed build has wrong bytes")
         else:
             tally.survives()
 
 
 CHECKPOINTS = Trial(
     "flipped bits, checkpoints",
-    "one bit of one file of a checkpoint is flipped: refused",
+    "Flips one bit of one file of a checkpoint. Opening the checkpoint must fail",
     checkpoints,
     full=200,
     short=20,
@@ -134,8 +137,7 @@ CHECKPOINTS = Trial(
 )
 AUDIT_LOGS = Trial(
     "changed audit logs",
-    "one bit is flipped, two lines are swapped or one is removed: found by the hash chain, the saved head or the "
-    "dataset",
+    "Flips one bit, swaps two lines or removes one. The hash chain, the saved head or the dataset must reveal it",
     audit_logs,
     full=200,
     short=24,
@@ -143,7 +145,7 @@ AUDIT_LOGS = Trial(
 )
 CACHES = Trial(
     "flipped bits, caches",
-    "one bit of an SFT cache is flipped: found by `verify --full`",
+    "Flips one bit of an SFT cache. `verify --full` must find it",
     caches,
     100,
     12,
@@ -151,8 +153,8 @@ CACHES = Trial(
 )
 STAGED = Trial(
     "flipped bits, interrupted builds",
-    "one bit of the leftovers of a killed build is flipped: the unit is made again, or the job is refused; the bytes "
-    "are never wrong",
+    "Flips one bit in the staged files of a killed build. The resumed build must make the unit again or refuse to "
+    "continue, and must never give wrong bytes",
     staged_units,
     full=100,
     short=6,

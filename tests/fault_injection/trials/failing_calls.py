@@ -1,8 +1,8 @@
-"""Calls of the system that fail, at every call of a build and of a training run.
+"""Make every system call of a build and of a training run fail once.
 
-The commands run in forked processes. Each call about their files (open, read, write, sync, rename, mmap, mkdir, remove,
-close ...) fails in one way after another. The command must end with success and the right bytes, or with one line and
-exit code 1; what was there before is intact, and the next command comes to the bytes of an undisturbed one.
+The commands run in forked processes. Each call on the command's files (open, read, write, sync, rename, mmap, mkdir,
+remove, close ...) fails in several ways. The command must succeed with the right bytes, or print a one-line error and
+exit with 1; existing data must be intact, and the next command must give the bytes of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fault_injection.trial import Tally, Trial
 
 CPU_SECONDS = 60.0
 FEW = 20
-"""Up to this size only some of the cases are tried."""
+"""Up to this size, only some of the cases are tried."""
 ALL = 1_000_000
-"""From this size on every call fails in every way, not only in one."""
+"""From this size on, every call fails in every possible way instead of in one."""
 
 
 def exit_code(*args: str) -> Any:
-    """Run `chatmill` with these arguments, here."""
+    """Run `chatmill` with these arguments in this process."""
     argv, sys.argv = sys.argv, ["chatmill", *args]
     try:
         main()
@@ -54,7 +54,7 @@ def exit_code(*args: str) -> Any:
 
 
 def command(place: Path, *args: str) -> Callable[[], Any]:
-    """`chatmill` with these arguments: its exit code and what it wrote to standard error."""
+    """Run `chatmill` with these arguments; return its exit code and its standard error."""
 
     def run() -> Any:
         os.chdir(place)
@@ -72,12 +72,12 @@ def command(place: Path, *args: str) -> Callable[[], Any]:
 
 
 def ending(ended: Ended) -> str:
-    """What a command that did not end well said, or how it broke."""
+    """Return the error message of a failed command, or a description of its crash."""
     return ended.broke or ended.refused or ("killed" if ended.killed else json.dumps(ended.value))
 
 
 def one_line(ended: Ended) -> bool:
-    """Whether a command failed as it should: exit code 1, and one line about it after those of its progress."""
+    """Whether a command failed properly, with exit code 1 and a one-line error after its progress lines."""
     if ended.value is None or ended.value["code"] != 1:
         return False
     lines = [line for line in ended.value["stderr"].splitlines() if not line.startswith("chatmill: warning: ")]
@@ -91,19 +91,19 @@ def one_line(ended: Ended) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, the folder it begins with, and what must hold of that folder after it."""
+    """A command, the folder that it starts with, and the check of that folder after a failure."""
 
     name: str
     place: Path
-    """Where the command runs; made again from `before` for each attempt."""
+    """Folder in which the command runs; it is copied from `before` for each attempt."""
     before: Path
     args: Sequence[str]
     again: Sequence[str]
-    """The arguments with which it is run again after it failed."""
+    """Arguments of the next command after a failure."""
     result: Callable[[Path], Any]
-    """What the command came to."""
+    """Function that returns the command's result."""
     fault: Callable[[Path], str]
-    """What is wrong with the folder after a command that failed; empty if all is as it should be."""
+    """Function that returns what is wrong with the folder after a failed command, or an empty string."""
 
     def begin(self) -> None:
         shutil.rmtree(self.place, ignore_errors=True)
@@ -114,7 +114,7 @@ class Case:
             return begin(command(self.place, *args)).end(CPU_SECONDS)
 
     def undisturbed(self) -> tuple[dict[str, int], Any]:
-        """The calls of the command, and its result."""
+        """Return the counted calls of the command, and its result."""
         self.begin()
         ended = self.run(self.args)
         assert ended.value is not None and ended.value["code"] == 0, ending(ended)
@@ -127,14 +127,14 @@ class Case:
         where = f"{self.name}, {failure} ({path.removeprefix(str(self.place) + '/')})"
         worked = ended.value is not None and ended.value["code"] == 0
         if not times and worked:
-            # Two processes do not share their work in the same way each time.
+            # Two processes do not distribute their work in the same way each time.
             tally.notes["calls that were not reached"] += 1
             return
         if not worked and not one_line(ended):
             tally.loses(f"{where}: {ending(ended)}")
             return
         if worked and self.result(self.place) != right:
-            tally.is_wrong(f"{where}: exit 0, and other bytes than those of an undisturbed command")
+            tally.is_wrong(f"{where}: exit code 0, but the bytes differ from those of an uninterrupted command")
             return
         if fault := self.fault(self.place):
             tally.loses(f"{where}: {fault}")
@@ -145,10 +145,10 @@ class Case:
                 tally.loses(f"{where}: {ending(ended)}; the next command fails: {ending(last)}")
                 return
             if self.result(self.place) != right:
-                tally.is_wrong(f"{where}: the next command comes to other bytes")
+                tally.is_wrong(f"{where}: the next command gives different bytes")
                 return
             if left := self.left():
-                tally.loses(f"{where}: the next command leaves {left}")
+                tally.loses(f"{where}: the next command leaves these files: {left}")
                 return
         tally.judge(survived=worked, found=True)
 
@@ -157,11 +157,11 @@ class Case:
 
 
 def sweep(cases: Sequence[Case], size: int, seed: int, tally: Tally, kinds: Sequence[str] = KINDS) -> None:
-    """Try the cases with every failure of these kinds of calls, or with `size` of them: one of each kind, and again."""
+    """Try the cases with every failure of these kinds of calls, or with `size` of them in rotation over the kinds."""
     failures: dict[str, list[tuple[Case, Failure, Any]]] = {kind: [] for kind in kinds}
     for case in cases:
         counts, right = case.undisturbed()
-        tally.notes[f"calls of {case.name}"] = sum(counts.values())
+        tally.notes[f"calls in {case.name}"] = sum(counts.values())
         for failure in ways(counts, each=size >= ALL):
             if failure.kind in failures:
                 failures[failure.kind].append((case, failure, right))
@@ -190,7 +190,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
     args += ("--rejects", "rejects.jsonl", "--workers")
 
     def started_with(name: str, make: Callable[[], Any], *, killed: bool = False) -> Path:
-        """A folder in which something was done before the command."""
+        """Return a folder prepared with these commands."""
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(plain, place)
         ended = apart(make)
@@ -224,7 +224,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
     new = case("a new dataset", plain, "1").undisturbed()[1]
     cases = (
         case("a new dataset", plain, "1"),
-        case("over an old one", with_old, "1", "--overwrite", old=old),
+        case("over an old dataset", with_old, "1", "--overwrite", old=old),
         case("two workers", plain, "2"),
         case("a resumed build", with_units, "1", "--resume"),
     )
@@ -232,15 +232,15 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
 
 
 def fault_of_builds(place: Path, old: dict[str, str] | None, new: dict[str, str]) -> str:
-    """What is wrong after a build: the target must be as before or new, and nothing half-written may open."""
+    """Return what is wrong after a build: the target must be unchanged or new, and no partial dataset may open."""
     target = place / "x"
     if (digests(target) if target.exists() else None) not in (old, new):
-        return "the target is neither as it was nor new"
+        return "the target is neither the old nor the new dataset"
     for folder in {marker.parent for marker in place.rglob(METADATA)} - {target}:
         if outcome(lambda folder=folder: str(open_dataset(folder))).refused:
             continue
         if verify_dataset(folder, full=True).faults:
-            return f"{folder.name} opens, and is not whole"
+            return f"{folder.name} opens, but is incomplete"
     return ""
 
 
@@ -294,7 +294,9 @@ def runs(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[st
 
 
 def came_to(place: Path) -> Any:
-    """Weights and optimizer state of the last checkpoint and the losses of all steps; the audit log must verify."""
+    """Return the weights and optimizer state of the last checkpoint and the losses of all steps; raise if the audit log
+    does not verify.
+    """
     from chatmill.audit import verify_log
     from chatmill.train.checkpoint import list_checkpoints
     from chatmill.train.run_dir import read_metrics, read_rows
@@ -309,7 +311,7 @@ def came_to(place: Path) -> Any:
 
 
 def fault_of_runs(place: Path) -> str:
-    """What is wrong after a run: each checkpoint that is there must open, with the bytes that it was written with."""
+    """Return what is wrong after a run: each checkpoint must open with the bytes that were written."""
     import torch
 
     from chatmill.train.checkpoint import list_checkpoints, open_checkpoint
@@ -322,10 +324,10 @@ def fault_of_runs(place: Path) -> str:
 
 BUILDS = Trial(
     "failing calls, prepare",
-    "`chatmill prepare` (new, over an old dataset, with two workers, resumed; with rejects and shards) while each "
-    "of its calls of open, read, write, fsync, rename, mmap, mkdir, unlink, close ... fails (ENOSPC, EIO, EDQUOT, "
-    "EMFILE, ENOMEM, EINTR, half of the bytes), once or repeatedly: a one-line error or the right bytes, the old "
-    "dataset is intact, and the next build has the bytes of an uninterrupted one",
+    "Makes each call of open, read, write, fsync, rename, mmap, mkdir, unlink, close ... in `chatmill prepare` (new, "
+    "over an old dataset, with two workers, resumed; with rejects and shards) fail with ENOSPC, EIO, EDQUOT, EMFILE, "
+    "ENOMEM, EINTR or half of the bytes, once or repeatedly. The command must print a one-line error or give the "
+    "right bytes, the old dataset must be intact, and the next build must have the bytes of an uninterrupted one",
     builds,
     full=100_000,
     short=5,
@@ -333,16 +335,17 @@ BUILDS = Trial(
 )
 RUNS = Trial(
     "failing calls, training",
-    "`chatmill train` (new and resumed; with checkpoints, an audit log and losses of rows) while each of its calls "
-    "fails in the same ways: a one-line error or bitwise the right result, every checkpoint opens, and the next "
-    "command reaches the weights, optimizer state and losses of an uninterrupted run",
+    "Makes each system call of `chatmill train` (new and resumed; with checkpoints, an audit log and row losses) "
+    "fail, once or repeatedly. The run must print a one-line error or end with the bitwise right result, every "
+    "checkpoint must open, and the next command must reach the weights, optimizer state and losses of an "
+    "uninterrupted run",
     runs,
     full=100_000,
     short=4,
     in_memory=True,
 )
 
-# For planted faults.
+# A smaller trial, used with planted faults.
 WRITES_OF_BUILDS = replace(BUILDS, work=partial(builds, kinds=("write",)))
 WRITES_OF_RUNS = replace(RUNS, work=partial(runs, kinds=("write",)))
 READS_OF_BUILDS = replace(BUILDS, work=partial(builds, kinds=("read",)))

@@ -1,4 +1,6 @@
-"""The disk is full: one line, nothing published, and when there is room again the work goes on to the same bytes."""
+"""Fill the disk: the command must print a one-line error and publish nothing, and with more space it must resume to the
+same bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ PLENTY = 64 << 20
 
 
 def room_left(place: Path, room: Room | None, free: int, work: Callable[[], Any]) -> Ended:
-    """Do the work in a process of its own with so much room, by the file system or else by the seam for writing."""
+    """Run the work in a separate process with limited disk space, on a small file system or with simulated write
+    errors.
+    """
 
     def limited() -> Any:
         if room is None:
@@ -28,7 +32,7 @@ def room_left(place: Path, room: Room | None, free: int, work: Callable[[], Any]
 
     if room is not None:
         held = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-        # A file system of pages: less than one cannot be.
+        # A file system has at least one page.
         room.resize(max(4096, held + free) & ~4095)
     ended = apart(limited)
     if room is not None:
@@ -45,15 +49,15 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     need = 3 * sum(path.stat().st_size for path in (folder / "whole").rglob("*") if path.is_file())
     with small_room(folder / "room", PLENTY) as room:
         place = folder / "room"
-        tally.notes["with a tmpfs of that size"] = size if room else 0
-        tally.notes["with writes that fail"] = 0 if room else size
+        tally.notes["builds on a tmpfs of that size"] = size if room else 0
+        tally.notes["builds with simulated write errors"] = 0 if room else size
         for number in range(size):
             target, free = place / str(number) / "x", rng.randrange(need)
             target.parent.mkdir()
             over = number % 3 == 2
             if over:
                 shutil.copytree(folder / "whole", target)
-            workers, where = 1 + number % 2, f"{free} bytes of room, {1 + number % 2} workers"
+            workers, where = 1 + number % 2, f"{free} bytes of free space, {1 + number % 2} workers"
 
             def go(target: Path = target, workers: int = workers, over: bool = over, **options: Any) -> str:
                 return build(job, target, workers=workers, unit_bytes=9_000, overwrite=over, **options).sha256
@@ -62,22 +66,24 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             if first.broke or first.killed:
                 tally.loses(f"{where}: {first.broke or 'killed'}")
             elif target.exists() and digests(target) != right:
-                tally.is_wrong(f"{where}: something else than the dataset is there")
+                tally.is_wrong(f"{where}: the target is not the expected dataset")
             elif first.value is None and "No space left" not in first.refused:
                 tally.loses(f"{where}: {first.refused}")
             else:
                 again = apart(lambda go=go: go(resume=True)) if first.value is None else first
                 if again.value is None:
-                    tally.loses(f"{where}: does not go on: {again.refused or again.broke}")
+                    tally.loses(f"{where}: cannot be resumed: {again.refused or again.broke}")
                 elif digests(target) != right:
-                    tally.is_wrong(f"{where}: the resumed build has other bytes")
+                    tally.is_wrong(f"{where}: the resumed build has different bytes")
                 else:
                     tally.judge(survived=first.value is not None, found=True)
             shutil.rmtree(target.parent)
 
 
 def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """A run whose checkpoints or audit log do not fit stops with one line, and goes on to the same bits."""
+    """Run out of space while writing checkpoints or an audit log: the run must stop with a one-line error, and resume
+    to the same result.
+    """
     from train_fixtures import prepare, trained
 
     load_torch()
@@ -101,9 +107,9 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
             first = room_left(folder / "room", room, free, lambda place=place: run(place))
             again = apart(lambda place=place: run(place)) if first.refused else first
             if again.value is None:
-                tally.loses(f"a run with {free} bytes of room: {first.broke or again.refused or again.broke}")
+                tally.loses(f"a run with {free} bytes of free space: {first.broke or again.refused or again.broke}")
             elif weights(place) != right:
-                tally.is_wrong(f"a run with {free} bytes of room: other weights")
+                tally.is_wrong(f"a run with {free} bytes of free space: the weights differ")
             else:
                 tally.judge(survived=first.value is not None, found=True)
             shutil.rmtree(place)
@@ -111,16 +117,16 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 BUILDS = Trial(
     "full disk, prepare",
-    "builds on a file system of random size: a one-line error, nothing is published, and with more space `--resume` "
-    "gives the same bytes",
+    "Builds on a file system of random size. The build must print a one-line error and publish nothing, and with "
+    "more space `--resume` must give the same bytes",
     work,
     full=100,
     short=4,
 )
 RUNS = Trial(
     "full disk, training",
-    "runs on a file system of random size: a one-line error, and with more space they resume with bitwise the same "
-    "result",
+    "Trains on a file system of random size. The run must print a one-line error, and with more space it must resume "
+    "to the bitwise same result",
     runs,
     full=40,
     short=2,

@@ -1,7 +1,8 @@
-"""Checkpoints that somebody changed on purpose, with hashes that fit: a run goes on as if undisturbed, or says why not.
+"""Checkpoints changed on purpose, with matching hashes: a run must resume to the same result or refuse with a one-line
+error.
 
-Every value of checkpoint.json is replaced by values of other types, and its hash made anew. Files are put in that
-nobody lists, listed ones are exchanged for links, FIFOs and folders, and the cursor is moved.
+Every value of checkpoint.json is replaced by values of other types, and its hash is recomputed. The trial also adds
+unlisted files, replaces listed files by links, FIFOs and folders, and moves the cursor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Attack = tuple[str, Callable[[Path], object]]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value."""
+    """Yield the path of every value in a JSON document."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         yield (*path, key)
         if isinstance(inner, dict | list):
@@ -37,7 +38,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change checkpoint.json, and write the hash that it should have then."""
+    """Change checkpoint.json and recompute its hash."""
     path = checkpoint / "checkpoint.json"
     body = json.loads(path.read_bytes())
     del body["sha256"]
@@ -54,7 +55,7 @@ def put(body: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
 
 
 def wrong_values(state: dict[str, Any], rng: random.Random) -> Iterator[Attack]:
-    """Each value of a checkpoint, replaced by one of another kind; never by itself."""
+    """Yield every value of a checkpoint with a replacement of another type."""
     body = {name: value for name, value in state.items() if name != "sha256"}
     for place in places(body):
         for value in rng.sample(VALUES, 4):
@@ -71,7 +72,7 @@ def wrong_values(state: dict[str, Any], rng: random.Random) -> Iterator[Attack]:
 
 
 def moved_cursors() -> Iterator[Attack]:
-    """Loader, log and run agree with each other, and not with the log on disk."""
+    """Move the cursors of the loader, the log and the run consistently, so that only the log on disk disagrees."""
 
     def move(name: str, change: Callable[[int], int]) -> Callable[[dict[str, Any]], None]:
         def edit(body: dict[str, Any]) -> None:
@@ -91,7 +92,7 @@ def moved_cursors() -> Iterator[Attack]:
 
 def wrong_files() -> Iterator[Attack]:
     def state_with(checkpoint: Path, name: str) -> None:
-        """An additional file with AdamW's step counts."""
+        """Add a file with AdamW's step counts to the checkpoint."""
         import torch
         from safetensors import safe_open
         from safetensors.torch import save_file
@@ -106,9 +107,9 @@ def wrong_files() -> Iterator[Attack]:
         "more.safetensors",
         "model/more.safetensors",
     ):
-        yield f"{name} is put in", lambda checkpoint, name=name: state_with(checkpoint, name)
+        yield f"{name} is added", lambda checkpoint, name=name: state_with(checkpoint, name)
     for name in ("adapter_config.json", "pytorch_model.bin", "generation_config.json", "model.py"):
-        yield f"model/{name} is put in", lambda checkpoint, name=name: (checkpoint / "model" / name).write_text("{}")
+        yield f"model/{name} is added", lambda checkpoint, name=name: (checkpoint / "model" / name).write_text("{}")
     for name in (STATE, "model/config.json", "checkpoint.json"):
         for what, make in (
             ("a FIFO", os.mkfifo),
@@ -127,10 +128,10 @@ def wrong_files() -> Iterator[Attack]:
         ),
     )
     yield (
-        "a file outside is listed",
+        "a file outside the checkpoint is listed",
         lambda at: rewrite(at, lambda body: body["files"].update({"../other": body["files"][STATE]})),
     )
-    yield "nothing is listed", lambda at: rewrite(at, lambda body: body.update(files={}))
+    yield "no file is listed", lambda at: rewrite(at, lambda body: body.update(files={}))
     yield "the metrics are a FIFO", lambda at: _exchange(at.parent / "metrics.jsonl", os.mkfifo)
     yield "the metrics are damaged", lambda at: (at.parent / "metrics.jsonl").write_text('{"step": "x"}\n')
     yield "the config of the run is a FIFO", lambda at: _exchange(at.parent / "config.json", os.mkfifo)
@@ -149,7 +150,7 @@ def _exchange(path: Path, make: Callable[[Path], object]) -> None:
 
 
 class Runs:
-    """A run that can be resumed again and again, each time in a copy."""
+    """A run that can be resumed many times, each time in a copy."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         from train_fixtures import prepare
@@ -190,7 +191,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     state = json.loads((runs.checkpoint / "checkpoint.json").read_bytes())
     values = list(wrong_values(state, rng))
     rng.shuffle(values)
-    # In turn, so that few of them are of every kind.
+    # Attacks alternate, so that a small run tries every kind.
     in_turn = zip_longest(wrong_files(), moved_cursors(), values)
     attacks = [attack for attacks in in_turn for attack in attacks if attack is not None][:size]
     tally.expected = len(attacks)
@@ -198,7 +199,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         place = folder / str(number)
         ended = apart(lambda place=place, attack=attack: runs.resumed(place, attack), cpu_seconds=CPU_SECONDS)
         if ended.value is not None and ended.value != runs.right:
-            tally.is_wrong(f"{what}: goes on to {ended.value}, expected {runs.right}")
+            tally.is_wrong(f"{what}: the run continues to {ended.value}, expected {runs.right}")
         else:
             lost = f"{what}: {ended.broke or 'killed'}"
             tally.judge(survived=ended.value is not None, found=bool(ended.refused), lost=lost)
@@ -207,8 +208,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "hostile checkpoints",
-    "values of other types in checkpoint.json, with a matching hash; unlisted files; FIFOs, links and folders "
-    "instead of files; moved cursors: the run resumes to the same weights, or is refused with a one-line error",
+    "Changes checkpoints: values of other types in checkpoint.json, with a matching hash; unlisted files; FIFOs, "
+    "links and folders instead of files; moved cursors. The run must resume to the same weights, or be refused with "
+    "a one-line error",
     work,
     full=400,
     short=9,

@@ -1,4 +1,6 @@
-"""Metadata with a right hash that lies: sizes, counts, paths, numbers out of range. Nothing in it is believed."""
+"""Metadata with a correct hash and false content: sizes, counts, paths, numbers out of range. Every value in the
+metadata must be validated before it is used.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ PATHS = ("..", "../x", "/etc/passwd", "a/../../b", "", ".", "\0", "train/shard_0
 
 
 class Watched:
-    """Every file that is opened while it is on, by the interpreter's own audit.
+    """Records every file that is opened while it is active, through Python's audit hook.
 
-    A dataset's files are opened relative to the descriptor of its folder, of which the audit says nothing.
+    The hook does not see the dataset's own files, because they are opened relative to a folder descriptor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +44,7 @@ class Watched:
 
 
 def lie(data: dict[str, Any], rng: random.Random) -> str:
-    """Change one thing somewhere in the metadata; what was changed."""
+    """Change one value of the metadata; return a description of the change."""
     at: Any = data
     path: list[Any] = []
     while True:
@@ -65,7 +67,7 @@ def lie(data: dict[str, Any], rng: random.Random) -> str:
 
 
 def read_all(dataset: Path) -> dict[str, tuple[bytes, ...]]:
-    """All that the rows of every split hold; what their files are called is in the metadata alone."""
+    """Return all data of every split's rows; file names occur only in the metadata."""
     opened = open_dataset(dataset)
     rows = {name: opened[name].rows(np.arange(len(opened[name]))) for name in opened.splits}
     return {name: tuple(getattr(found, field).tobytes() for field in FIELDS) for name, found in rows.items()}
@@ -106,20 +108,21 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         elif ended.broke or opened.broke:
             tally.loses(f"{changed}: {ended.broke or opened.broke}")
         elif what and FORGED[what][1] not in next(iter(ended.value), ""):
-            tally.is_wrong(f"{changed}: {ended.value or 'nobody notices'}")
+            tally.is_wrong(f"{changed}: {ended.value or 'not detected'}")
         elif opened.value is False and not ended.value:
-            tally.is_wrong(f"{changed}: other rows are read, and nobody notices")
+            tally.is_wrong(f"{changed}: wrong rows were read without an error")
         elif any("\n" in line for line in [*ended.value, opened.refused]):
-            tally.loses(f"{changed}: not one line")
+            tally.loses(f"{changed}: the error has more than one line")
         else:
-            # What changes no row (a name, a share of the config) may be whatever it likes.
+            # Values that do not affect rows (a name, a config entry) may change freely.
             tally.judge(survived=same or not ended.value, found=True)
 
 
 TRIAL = Trial(
     "hostile metadata",
-    "metadata with a correct hash and wrong sizes, counts, `..` in names, numbers out of range, values of other "
-    "types: refused or found with a one-line error, or exactly the same rows; no file outside the dataset is opened",
+    "Writes metadata with a correct hash and wrong sizes, counts, `..` in names, numbers out of range, or values of "
+    "other types. The dataset must be refused with a one-line error or give exactly the same rows, and no file "
+    "outside the dataset may be opened",
     work,
     full=10_000,
     short=100,

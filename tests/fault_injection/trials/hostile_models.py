@@ -1,7 +1,7 @@
-"""Model folders of somebody who means harm: each is refused in one line, within limits of memory and time.
+"""Model folders made by an attacker: each must be refused with a one-line error, within limits of memory and time.
 
-FIFOs, devices and links instead of files, headers and configs that lie, pickles, numbers no model has. None may hang,
-take memory, or run what it holds.
+Attacks include FIFOs, devices and links instead of files, wrong headers and configs, pickles, and impossible numbers.
+Opening a folder must not hang, use much memory, or execute code from the folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fault_injection.processes import apart, limited, load_torch
 from fault_injection.trial import Tally, Trial
 
 ROOM = 1 << 30
-"""Bytes of memory that opening a folder may take."""
+"""Bytes of memory that opening a folder may use."""
 CPU_SECONDS = 20.0
 VALUES: tuple[Any, ...] = (None, [], {}, "", "12", -1, 0, 1.5, True, 2**31, 2**63, 10**30, float("nan"), 1e400, [[1]])
 SIZES = ("n_layer", "n_embd", "n_head", "vocab_size", "n_kv_head", "head_dim", "n_ffn", "max_positions", "tie_weights")
@@ -51,7 +51,7 @@ def edit(folder: Path, name: str, **changes: Any) -> None:
 
 
 def edit_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Write a safetensors file again with another header over the same bytes."""
+    """Rewrite a safetensors file with another header and the same tensor bytes."""
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + length])
@@ -83,25 +83,28 @@ def a_socket(path: Path) -> None:
 
 def wrong_files() -> Iterator[Attack]:
     for ending in ("pytorch_model.bin", "model.pt", "weights.pkl", "last.ckpt"):
-        yield f"pickles alone: {ending}", lambda folder, ending=ending: _pickle(folder, ending)
+        yield f"only pickles: {ending}", lambda folder, ending=ending: _pickle(folder, ending)
     for name in NAMES:
         yield f"{name} is a FIFO", replaced_by(name, os.mkfifo)
         yield f"{name} is a socket", replaced_by(name, a_socket)
         yield f"{name} is a link to a device", replaced_by(name, lambda path: path.symlink_to("/dev/zero"))
-        yield f"{name} is a link out of the folder", replaced_by(name, lambda path: path.symlink_to("/etc/hostname"))
+        yield (
+            f"{name} is a link to a file outside the folder",
+            replaced_by(name, lambda path: path.symlink_to("/etc/hostname")),
+        )
     for name in NAMES[:2]:
         yield f"{name} is a folder", replaced_by(name, Path.mkdir)
-        yield f"{name} is gone", replaced_by(name, lambda path: None)
+        yield f"{name} is missing", replaced_by(name, lambda path: None)
         yield f"{name} is empty", replaced_by(name, Path.touch)
         yield f"{name} is a link to itself", replaced_by(name, lambda path: path.symlink_to(path.name))
         yield f"{name} is large and sparse", lambda folder, name=name: os.truncate(folder / name, 1 << 40)
     yield "a deeply nested config", lambda folder: (folder / "config.json").write_text("[" * 100_000) and None
-    yield "a config of NULs", lambda folder: (folder / "config.json").write_bytes(b"\0" * 1000) and None
+    yield "a config of NUL bytes", lambda folder: (folder / "config.json").write_bytes(b"\0" * 1000) and None
 
 
 def _pickle(folder: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
-    # Whoever loads it makes a file.
+    # Unpickling this file creates a marker file.
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch " + os.fsencode(folder / "executed") + b"'\ntR.")
 
 
@@ -122,12 +125,12 @@ def wrong_headers() -> Iterator[Attack]:
     yield header("a giant shape", lambda header: first(header).update(shape=[2**40, 2**40]))
     yield header("a shape of zero", lambda header: first(header).update(shape=[0, 2**62]))
     yield header("a negative shape", lambda header: first(header).update(shape=[-1, -4]))
-    yield header("a shape that is a text", lambda header: first(header).update(shape="12"))
-    yield header("offsets beyond the file", lambda header: first(header).update(data_offsets=[0, 2**50]))
+    yield header("a shape that is a string", lambda header: first(header).update(shape="12"))
+    yield header("offsets beyond the end of the file", lambda header: first(header).update(data_offsets=[0, 2**50]))
     yield header("offsets backwards", lambda header: first(header).update(data_offsets=[64, 0]))
-    yield header("offsets that overlap", lambda header: [each.update(data_offsets=[0, 4]) for each in header.values()])
-    yield header("an entry that is null", lambda header: header.update(dict.fromkeys(list(header)[-1:])))
-    yield header("two tensors of one name", lambda header: header.update({list(header)[-1]: first(header)}))
+    yield header("overlapping offsets", lambda header: [each.update(data_offsets=[0, 4]) for each in header.values()])
+    yield header("a null entry", lambda header: header.update(dict.fromkeys(list(header)[-1:])))
+    yield header("two tensors with one name", lambda header: header.update({list(header)[-1]: first(header)}))
     yield header("no tensor", lambda header: header.clear())
     for target in (
         "../outside.safetensors",
@@ -139,9 +142,9 @@ def wrong_headers() -> Iterator[Attack]:
         None,
         "\0",
     ):
-        yield f"an index that names {target!r}", lambda folder, target=target: _index(folder, {"x": target})
+        yield f"an index that lists {target!r}", lambda folder, target=target: _index(folder, {"x": target})
     for listed in ([], None, {}, "x"):
-        yield f"an index of {listed!r}", lambda folder, listed=listed: _index(folder, listed)
+        yield f"an index with {listed!r}", lambda folder, listed=listed: _index(folder, listed)
 
 
 def _index(folder: Path, listed: Any) -> None:
@@ -158,7 +161,7 @@ def wrong_numbers(names: tuple[str, ...], rng: random.Random) -> Iterator[Attack
             )
     yield "an unknown model_type", lambda folder: edit(folder, "config.json", model_type="x" * 10_000)
     yield (
-        "code to run",
+        "custom model code",
         lambda folder: _code(folder, rng.choice(["AutoModelForCausalLM", "AutoConfig"])),
     )
 
@@ -169,7 +172,7 @@ def _code(folder: Path, name: str) -> None:
 
 
 def judge(tally: Tally, folder: Path, what: str, *, harmless: bool) -> None:
-    """Open a folder as commands do. A change that does no harm may be accepted, if the model can be opened whole."""
+    """Open a model folder as commands do. A harmless change may be accepted if the complete model opens."""
     from chatmill.train.load_model import check_is_model, open_model
     from chatmill.train.preflight import trained_with
 
@@ -180,7 +183,7 @@ def judge(tally: Tally, folder: Path, what: str, *, harmless: bool) -> None:
 
     ended = apart(limited(work, ROOM), cpu_seconds=CPU_SECONDS)
     if (folder / "executed").exists():
-        tally.is_wrong(f"{what}: what the folder holds was executed")
+        tally.is_wrong(f"{what}: code from the folder was executed")
     elif ended.value is not None and not harmless:
         tally.is_wrong(f"{what}: opened as {ended.value}")
     else:
@@ -190,14 +193,14 @@ def judge(tally: Tally, folder: Path, what: str, *, harmless: bool) -> None:
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Attacks on chatmill's own model; beyond their number also on one of transformers, and on adapters of it."""
+    """Attack chatmill's own model format first; with a larger `size`, also a transformers model and its adapters."""
     load_torch()
     from chatmill.train import GPT, GPTSizes
 
     rng, base = random.Random(seed), folder / "gpt"
     base.mkdir()
     GPT(GPTSizes(vocab_size=64, n_layer=2, n_embd=16, n_head=2, n_ffn=16, max_positions=32)).save(base)
-    # Every kind in turn, so that few of them are of every kind.
+    # Attacks alternate, so that a small run tries every kind.
     attacks = _in_turn(base, SIZES, rng)[:size]
     if size > len(attacks):
         attacks += _in_turn(save_hugging_face(folder / "qwen"), HF_SIZES, rng)[: size - len(attacks)]
@@ -220,7 +223,9 @@ def _in_turn(source: Path, names: tuple[str, ...], rng: random.Random) -> list[t
 
 
 def save_hugging_face(folder: Path) -> Path:
-    """A small Qwen3, saved by a child: saving starts a thread. What all children import is imported here."""
+    """Save a small Qwen3 in a child process, because saving starts a thread. Modules that all children need are
+    imported in this process.
+    """
     from model_fixtures import save_qwen
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.qwen3 import modeling_qwen3
@@ -233,8 +238,9 @@ def save_hugging_face(folder: Path) -> Path:
 
 TRIAL = Trial(
     "hostile model folders",
-    "FIFOs, devices, links, pickles, code, and wrong headers and configs, in folders of chatmill and of "
-    "transformers: refused with a one-line error, with little memory and time, and nothing is executed",
+    "Puts FIFOs, devices, links, pickles, code, and wrong headers and configs into model folders of chatmill and of "
+    "transformers. Each folder must be refused with a one-line error, with little memory and time, and without "
+    "executing code",
     work,
     full=460,
     short=40,

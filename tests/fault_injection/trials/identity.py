@@ -1,4 +1,6 @@
-"""Datasets that are exchanged, copied in part or cut, or have many files: right rows, or one line says why not."""
+"""Datasets that are replaced, partly copied or truncated, or have many files: reading must give the right rows or a
+one-line error.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,18 @@ BATCHES = 12
 
 
 def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
-    """Read all rows of a dataset: they are those of its hash, or one line says that it was replaced."""
+    """Read all rows of a dataset; they must match its hash, unless an error reports that it was replaced."""
     rows = right[dataset.sha256]
     ended = outcome(lambda: equal(dataset["train"].rows(range(len(rows))), rows))
     if ended.value is False:
-        tally.is_wrong(f"rows of another dataset than {dataset.sha256[:12]}")
+        tally.is_wrong(f"the rows are not those of dataset {dataset.sha256[:12]}")
     else:
         found = bool(ended.refused) and "\n" not in ended.refused
         tally.judge(survived=bool(ended.value), found=found, lost=ended.broke or ended.refused)
 
 
 def exchange(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Open a dataset while another process exchanges it, and read one that was replaced several times."""
+    """Open a dataset while another process exchanges it, and read one after it was replaced several times."""
     x, y = folder / "x", folder / "y"
     right = {}
     for number, path in enumerate((x, y)):
@@ -82,7 +84,9 @@ def batches_of(folder: Path, config: dict[str, Any], count: int, before: Callabl
 
 
 def cut(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Cut a file under an open loader: right batches, or one line; never a signal and never other batches."""
+    """Truncate a file under an open loader: reading must give the right batches or a one-line error, never a signal or
+    wrong batches.
+    """
     rng = random.Random(seed)
     write_rows(folder / "whole", {"train": talks(seed, 1500)}, shard_tokens=1 << 20)
     right = batches_of(folder / "whole", CONFIG, 300, lambda number: None)
@@ -103,9 +107,9 @@ def cut(size: int, seed: int, folder: Path, tally: Tally) -> None:
             return batches_of(part, CONFIG, 300, before) == right
 
         ended = apart(attempt)
-        what = f"{path.name} cut from {there} to {to} bytes after batch {when}"
+        what = f"{path.name} truncated from {there} to {to} bytes after batch {when}"
         if ended.value is False:
-            tally.is_wrong(f"{what}: other batches")
+            tally.is_wrong(f"{what}: wrong batches")
         else:
             found = bool(ended.refused) and "\n" not in ended.refused
             tally.judge(survived=bool(ended.value), found=found, lost=f"{what}: {ended.broke or ended.refused}")
@@ -123,7 +127,7 @@ def kind_by_kind(files: list[Path], rng: random.Random) -> list[Path]:
 
 
 def shard_by_shard(files: list[Path], rng: random.Random) -> list[Path]:
-    """The state of the tokenizer, and of some shards the files that other programs write, too."""
+    """Return the tokenizer files and, for some shards, the files that other programs write too."""
     shards = sorted(path.parent for path in files if path.name == "tokens.bin")[: rng.randrange(1, 5)]
     state = [path for path in files if path.name == "tokenizer_state.json"]
     return state + [shard / name for shard in shards for name in PLAIN]
@@ -134,7 +138,7 @@ COPIES: tuple[Callable[[list[Path], random.Random], list[Path]], ...] = (in_any_
 
 
 def partial(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Break off a copy after any number of files, in any order; the last file may be copied in part."""
+    """Interrupt a copy after any number of files, in any order; the last file may be copied in part."""
     rng = random.Random(seed)
     whole = folder / "whole"
     write_dataset(whole, {"train": some_rows(seed, count=30), "val": some_rows(seed + 1, count=9)}, shard_tokens=60)
@@ -158,14 +162,15 @@ def partial(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if ended.value is not None and ours:
             tally.is_wrong(f"{what} opens with {ended.value[0]} episodes")
         else:
-            # Nothing tells a part with tokens, masks and indices alone from a dataset from another program.
+            # A part with only tokens, masks and indices cannot be distinguished from a dataset written by another
+            # program.
             found = bool(ended.refused) and "\n" not in ended.refused
             tally.judge(survived=ended.value is not None, found=found, lost=f"{what}: {ended.broke or ended.refused}")
         shutil.rmtree(part)
 
 
 def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Mix sources of many shards with few descriptors to spare: the batches are the same."""
+    """Mix sources with many shards and few free file descriptors: the batches must be the same."""
     config = {**CONFIG, "batch_size": 40, "mix_sft": {f"s{number}": 1 for number in range(SOURCES)}}
     for number in range(SOURCES):
         write_rows(folder / f"mix/s{number}", {"train": talks(seed + number, size)}, shard_tokens=1)
@@ -179,41 +184,41 @@ def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
         ended = apart(attempt)
         if ended.value is False:
-            tally.is_wrong(f"other batches with {spare} descriptors")
+            tally.is_wrong(f"wrong batches with {spare} free descriptors")
         else:
-            tally.judge(survived=bool(ended.value), lost=f"{spare} descriptors: {ended.broke or ended.refused}")
+            tally.judge(survived=bool(ended.value), lost=f"{spare} free descriptors: {ended.broke or ended.refused}")
 
 
 EXCHANGED = Trial(
-    "datasets exchanged",
-    "a dataset is opened and read while another process exchanges it continuously, and read after it was replaced "
-    "three times: rows of the dataset whose hash was read, or a one-line error",
+    "datasets replaced while read",
+    "Opens and reads a dataset while another process exchanges it continuously, and reads one that was replaced "
+    "three times. Reading must give the rows of the dataset whose hash was read, or a one-line error",
     exchange,
     full=3_000,
     short=60,
 )
 CUT = Trial(
-    "files cut while read",
-    "a file of a dataset is truncated while a loader has it open: the right batches, or a one-line error that names "
-    "the file",
+    "files truncated while read",
+    "Truncates a file of a dataset while a loader has it open. The loader must give the right batches, or a one-line "
+    "error that names the file",
     cut,
     full=600,
     short=12,
     in_memory=True,
 )
 PARTIAL = Trial(
-    "copies broken off",
-    "a copy of a dataset is interrupted after any number of files, in any order: refused by opening and by verify; a "
-    "part without any file that only chatmill writes is a dataset from another program, and opens only if its files "
-    "are consistent",
+    "interrupted copies",
+    "Interrupts a copy of a dataset after any number of files, in any order. Opening and verifying must fail; a part "
+    "without any file that only chatmill writes is read as a dataset from another program, and must open only if its "
+    "files are consistent",
     partial,
     full=2_000,
     short=40,
     in_memory=True,
 )
 DESCRIPTORS = Trial(
-    "few descriptors",
-    f"{SOURCES} sources of many shards are mixed with 6 and with 64 free file descriptors",
+    "few file descriptors",
+    f"Mixes {SOURCES} sources of many shards with 6 and with 64 free file descriptors. The batches must be the same",
     descriptors,
     full=256,
     short=24,

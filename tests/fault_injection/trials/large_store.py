@@ -1,7 +1,6 @@
-"""A store larger than memory: it is written, opened, read, loaded and verified all the same.
+"""A dataset larger than the memory limit must be written, opened, read, loaded and verified correctly.
 
-The process may take so much memory of its own and no more (RLIMIT_DATA, which counts what is not a file), a small part
-of what the store holds.
+RLIMIT_DATA limits the memory of the process, without mapped files, to a small part of the dataset's size.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from fault_injection.processes import apart, limited, load_torch
 from fault_injection.trial import Tally, Trial
 
 VOCAB, ROW, ROWS = 100_000, 1024, 2048
-"""Ids of four bytes; a slab of rows is 8 MiB of them."""
+"""Ids have four bytes; a slab of rows has 8 MiB of ids."""
 SHARE = 4
-"""The store is at least so many times what the process may take."""
+"""Minimum ratio of the dataset's size to the memory limit."""
 
 
 def slab(number: int) -> Rows:
-    """Rows that can be made again from their number alone: half of each is trained."""
+    """Return rows that can be recomputed from their number; half of each row is trained."""
     spans = np.zeros(2 * ROWS, dtype=SPAN)
     spans["length"], spans["target"], spans["part"] = ROW // 2, OWN_ID, Part.CONTENT
     spans["role"] = np.tile([Role.USER, Role.ASSISTANT], ROWS)
@@ -43,7 +42,7 @@ def slab(number: int) -> Rows:
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """`size` slabs of 8 MiB of ids."""
+    """Store and read `size` slabs of 8 MiB of ids."""
     from chatmill.load.loader import EpisodeLoader
 
     load_torch()
@@ -87,15 +86,15 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             raise DataError(faults[0])
         return True
 
-    steps = {"written": write, "read": read, "swept": sweep, "loaded, in random order": load, "verified": check}
+    steps = {"written": write, "read": read, "swept": sweep, "loaded in random order": load, "verified": check}
     for name, step in steps.items():
         ended = apart(limited(step, room), cpu_seconds=600)
         if ended.value is False:
-            tally.is_wrong(f"{name}: other rows than were stored")
+            tally.is_wrong(f"{name}: the rows differ from the stored ones")
         else:
             tally.judge(survived=bool(ended.value), lost=f"{name}: {ended.refused or ended.broke or 'killed'}")
-    tally.notes["bytes of the store"] = sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file())
-    tally.notes["bytes that a process may take"] = room
+    tally.notes["bytes in the dataset"] = sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file())
+    tally.notes["bytes of memory allowed for the process"] = room
 
 
 def _batches(loader: Any) -> Iterator[Any]:
@@ -103,9 +102,9 @@ def _batches(loader: Any) -> Iterator[Any]:
 
 
 TRIAL = Trial(
-    "a store larger than memory",
-    "a store four times as large as the memory limit of a process: written, read, scanned, loaded in random order and "
-    "fully verified, with the rows that were stored",
+    "dataset larger than memory",
+    "Writes, reads, scans, loads in random order and fully verifies a dataset four times as large as the memory "
+    "limit of the process. The rows must be those that were stored",
     work,
     full=120,
     short=24,

@@ -1,4 +1,4 @@
-"""A build to an object store is killed at any write, meets another build, or its objects are damaged afterwards."""
+"""Kill a build to an object store at any write, run it against another build, and damage its objects afterwards."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from fault_injection.trial import Tally, Trial
 
 URL = Url("memory://bucket/x")
 ANY_AGE = -3600.0
-"""An --older-than that lets nothing stay for its age."""
+"""An `--older-than` value that keeps no object because of its age."""
 
 
 class KilledError(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 @dataclass
 class Writes:
-    """All writes to the store, in order: uploads when they are complete, the others when they begin."""
+    """Records all writes to the store in order: uploads when they complete, other writes when they begin."""
 
     stop: int = 1 << 60
-    """The number of the write that is not made any more."""
+    """Number of the write at which the build stops."""
     before_last: Callable[[], None] | None = None
-    """What another process does just before the metadata is written."""
+    """Called just before the metadata is written, to simulate another process."""
     made: list[tuple[str, bytes]] = field(default_factory=list)
 
 
 @contextmanager
 def watched(writes: Writes) -> Iterator[None]:
-    """Let `writes` see every write that the block makes, and stop it."""
+    """Report every write of the `with` block to `writes`, which may stop it."""
     upload, write, lock = objects.upload, objects.write, threading.Lock()
 
     def note(url: Url, data: bytes) -> None:
@@ -79,14 +79,14 @@ def watched(writes: Writes) -> Iterator[None]:
 
 
 def stored() -> dict[str, bytes]:
-    """All objects of the store."""
+    """Return all objects in the store."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     return {name: file.getvalue() for name, file in MemoryFileSystem.store.items()}
 
 
 def store(files: dict[str, bytes]) -> None:
-    """Let the store hold these objects and no others."""
+    """Replace the content of the store by these objects."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -96,7 +96,7 @@ def store(files: dict[str, bytes]) -> None:
 
 
 def state() -> str:
-    """The hash of the dataset that opens and has no fault; "" if none opens, else what is wrong."""
+    """Return the hash of the dataset if it opens and is valid, "" if no dataset opens, and otherwise the fault."""
     if objects.find(URL / METADATA) is None:
         return ""
     report = verify_dataset(URL, full=True)
@@ -104,7 +104,7 @@ def state() -> str:
 
 
 def jobs_in(folder: Path, size: int, seed: int) -> tuple[Job, Job]:
-    """Two jobs, after setting the places that a process has to itself."""
+    """Return two builds, and set the cache and temporary folders of this process."""
     os.environ["CHATMILL_CACHE_DIR"] = str(folder / "cache")
     tempfile.tempdir = str(folder)
     objects.FIRST_DELAY = 0.001
@@ -132,7 +132,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def played_back(writes: Writes, before: dict[str, bytes], allowed: set[str], new: str, way: str, tally: Tally) -> None:
-    """What every prefix of the writes leaves: the old dataset or the new one, also after it is cleaned."""
+    """Check the state after every prefix of the writes: the old or the new dataset, also after `clean`."""
     for count in range(len(writes.made) + 1):
         where = f"{way}, after {count} of {len(writes.made)} writes"
         store(before | {f"/{address.partition('://')[2]}": data for address, data in writes.made[:count]})
@@ -141,19 +141,19 @@ def played_back(writes: Writes, before: dict[str, bytes], allowed: set[str], new
         tally.judge(survived=seen in right, lost=f"{where}: {seen or 'nothing'}")
         if stored():
             clean_dataset(URL, older_than=ANY_AGE)
-            tally.judge(survived=state() == seen, lost=f"{where}, cleaned: {state()}")
+            tally.judge(survived=state() == seen, lost=f"{where}, after clean: {state()}")
 
 
 def resumed(
     total: int, before: dict[str, bytes], job: Job, allowed: set[str], new: str, way: str, tally: Tally
 ) -> None:
-    """A build that is killed before each of its writes, and resumed."""
+    """Kill a build before each of its writes, and resume it."""
     for stop in range(total):
         store(before)
         with watched(Writes(stop=stop)):
             try:
                 build(job, URL, overwrite=bool(before))
-                tally.loses(f"{way}: the build does not end with its write {stop}")
+                tally.loses(f"{way}: the build did not stop at write {stop}")
                 continue
             except KilledError:
                 seen = state()
@@ -169,14 +169,14 @@ def resumed(
 
 
 def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally, folder: Path) -> None:
-    """Another machine publishes while a build is under way: one of them wins, and the other is told so."""
+    """Publish from another machine during a build: one build must win, and the other must be refused."""
     winner = ""
 
     def elsewhere() -> None:
         nonlocal winner
         here, tempfile.tempdir = tempfile.tempdir, str(folder / "elsewhere")
         Path(tempfile.tempdir).mkdir(exist_ok=True)
-        # Not the one that is there, of which nobody could tell whether it was replaced.
+        # The other build must differ from the existing dataset; otherwise a replacement could not be detected.
         winner = build(other, URL, overwrite=bool(before), unit_bytes=1 << 16).sha256
         tempfile.tempdir = here
 
@@ -199,9 +199,10 @@ def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally
 
 TRIAL = Trial(
     "kill at every write, object store",
-    "a build to an object store, new and over an old dataset, played back up to each of its writes, killed before "
-    "each and resumed, cleaned in between, and against another build: nothing, the old or the new dataset, whole; "
-    "of two builds one is published and the other refused with a one-line error",
+    "Replays a build to an object store, new and over an old dataset, up to each of its writes; kills it before each "
+    "write and resumes it; runs `clean` in between; and runs another build at the same time. The target must be "
+    "absent or the complete old or new dataset, and of two builds one must be published and the other refused with a "
+    "one-line error",
     work,
     full=60,
     short=12,
@@ -209,11 +210,11 @@ TRIAL = Trial(
 )
 
 
-# Objects that are damaged.
+# Damaged objects.
 
 
 def rows_of() -> list[bytes]:
-    """All that the dataset says, read as training does."""
+    """Return all data of the dataset, read as training reads it."""
     dataset = open_dataset(URL)
     rows = [dataset[name].rows(np.arange(len(dataset[name]))) for name in dataset.splits]
     fields = ("ids", "spans", "first_span", "origins", "first_segment")
@@ -250,11 +251,11 @@ def damaged_objects(size: int, seed: int, folder: Path, tally: Tally) -> None:
         except ChatmillError as error:
             read, line = False, str(error)
         if not read and not line:
-            tally.is_wrong(f"{where}: other rows were read")
+            tally.is_wrong(f"{where}: wrong rows were read")
         elif not read and "\n" in line:
             tally.loses(f"{where}: {line}")
         elif not is_same and not verify_dataset(URL, full=True).faults:
-            tally.is_wrong(f"{where}: verify --full does not notice")
+            tally.is_wrong(f"{where}: not detected by verify --full")
         else:
             tally.judge(survived=is_same, found=True)
 
@@ -268,8 +269,8 @@ def _flipped(data: bytes, rng: random.Random) -> bytes:
 
 DAMAGED = Trial(
     "damage, object store",
-    "objects of a dataset with a flipped bit, cut, longer, gone or exchanged, read through an empty cache and "
-    "verified with --full: a one-line error about the object, never other rows",
+    "Flips bits of objects, or truncates, extends, removes or exchanges them, and reads the dataset through an empty "
+    "cache and with `verify --full`. The result must be a one-line error about the object, never wrong rows",
     damaged_objects,
     full=300,
     short=20,

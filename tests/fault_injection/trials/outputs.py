@@ -1,4 +1,4 @@
-"""Commands whose names would act on a terminal, and whose output is a closed pipe, a full disk or closed."""
+"""Commands with control characters in names, whose standard output is a closed pipe, a full disk or closed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def name_from(rng: random.Random, *, path: bool = True) -> str:
     parts = [rng.choice(ACTING) for _ in range(rng.randrange(1, 4))] + rng.choices(PLAIN, k=3)
     rng.shuffle(parts)
     name = "x" + "".join(parts)
-    # No argument and no file name holds a NUL, and a name of a file holds bytes.
+    # Arguments and file names cannot contain NUL; file names may be arbitrary bytes.
     return name.replace("\x00", "\x01") if path else name.replace("\udcff", "")
 
 
@@ -67,7 +67,7 @@ def run(argv: list[str], sink: str, folder: Path) -> dict[str, Any]:
 
 
 def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
-    """A command with hostile names, and whether it succeeds where its output can be written."""
+    """Return a command with hostile names, and whether it succeeds if its output can be written."""
     name = name_from(rng)
     good, renamed = folder / "data", folder / f"set {name}"
     if not renamed.exists():
@@ -77,7 +77,7 @@ def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
     turns = [{"role": "user", "content": inside}, {"role": "assistant", "content": inside}]
     fine = rng.random() < 0.3
     record: dict[str, Any] = {"messages": turns, "id": inside}
-    # Keys that are not known do not make a record wrong.
+    # Unknown keys do not make a record invalid.
     record = rng.choice([
         record,
         {**record, inside: 1},
@@ -109,7 +109,7 @@ def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
 
 
 def judge(argv: list[str], sink: str, succeeds: bool, ran: Ran) -> str:
-    """What is wrong with how a command ended; empty if nothing is."""
+    """Return what is wrong with the end of a command, or an empty string."""
     acting = {ch for ch in ran.out + ran.err if not ch.isprintable()} - {"\n", "\t", "\u200c", "\u200d", "\xa0"}
     lines = ran.err.splitlines()
     if acting:
@@ -123,7 +123,7 @@ def judge(argv: list[str], sink: str, succeeds: bool, ran: Ran) -> str:
         return (
             ""
             if ran.code == 1 and said
-            else f"exit code {ran.code!r} and {ran.err[:200]!r} where nothing can be written"
+            else f"exit code {ran.code!r} and {ran.err[:200]} although the output cannot be written"
         )
     return "" if ran.code == 0 else f"exit code {ran.code!r}: {ran.err[:200]!r}"
 
@@ -141,7 +141,7 @@ def make(folder: Path) -> bool:
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng = random.Random(seed)
-    # Imported once, not in each child.
+    # Import these modules once instead of in each child.
     app_of()
     assert apart(lambda: make(folder)).value
     for number in range(size):
@@ -159,11 +159,11 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 TRIAL = Trial(
-    "names and outputs",
-    "commands whose files, folders, keys, ids and arguments contain escape sequences, line ends, direction marks or "
-    "bytes that are not UTF-8, with a standard output that is read, closed by its reader, full, or closed: no "
-    "control character is printed, a closed pipe ends a command quietly, a full disk is reported in a one-line "
-    "error",
+    "hostile names and failing outputs",
+    "Runs commands whose files, folders, keys, ids and arguments contain escape sequences, line ends, direction "
+    "marks or bytes that are not UTF-8, with a standard output that is read, closed by its reader, full, or closed. "
+    "No control character may be printed, a closed pipe must end a command quietly, and a full disk must be reported "
+    "in a one-line error",
     work,
     full=400,
     short=12,

@@ -1,4 +1,4 @@
-"""Things of other people in the folder that is replaced: nothing that chatmill did not write is ever removed."""
+"""Put unlisted files into a folder that a command replaces: files that chatmill did not write must never be removed."""
 
 from __future__ import annotations
 
@@ -68,24 +68,24 @@ THINGS: dict[str, Callable[[Path], Path]] = {
     "a tokenizer": _file("tokenizer.json"),
     "rejects": _file("rejects.jsonl"),
     "an unlisted shard": _file("train/shard_00099/tokens.bin"),
-    "a file beside a shard": _file("train/readme"),
+    "a file next to a shard": _file("train/readme"),
     "a file in a shard": _file("train/shard_00000/tokens.bin.bak"),
-    "a split of its own": _file("test/shard_00000/tokens.bin"),
-    "a name that prints badly": _file("a\x1b[2J\nb"),
-    "a name in no encoding": _file(os.fsdecode(b"\xff\xfe")),
+    "an unlisted split": _file("test/shard_00000/tokens.bin"),
+    "a name with control characters": _file("a\x1b[2J\nb"),
+    "a name that is not UTF-8": _file(os.fsdecode(b"\xff\xfe")),
     "a link to a file": _link("link", "mine.txt"),
-    "a link in place of a listed file": _link("tokenizer_state.json", "mine.json"),
+    "a link instead of a listed file": _link("tokenizer_state.json", "mine.json"),
     "a link to a folder": _link("val", "folder"),
     "a pipe": _fifo,
 }
-"""What somebody may have put into the folder of a dataset."""
+"""Files that a user may have put into a dataset folder."""
 
 MARKERS = ("{}", "[]", "", "null", '{"schema": "chatmill-episodes"}', "not json", "\0" * 100, "{" * 5000)
-"""Files that are named like the metadata of a dataset, and are none."""
+"""Files with the name of dataset metadata and other content."""
 
 
 class AppearsAt(files.Disk):
-    """Lets `put` happen just before or just after one kind of operation on the disk."""
+    """Calls `put` just before or after the first operation of one kind on the disk."""
 
     def __init__(self, name: str, put: Callable[[], object], *, after: bool) -> None:
         operation = getattr(files.Disk, name)
@@ -109,7 +109,7 @@ class AppearsAt(files.Disk):
 
 @contextmanager
 def no_exchange(yes: bool) -> Iterator[None]:
-    """A system that cannot exchange two folders, if so."""
+    """Disable the exchange of two folders if `yes` is true, as on systems without that call."""
     real = files.Disk.exchange
     if yes:
         files.Disk.exchange = lambda self, one, other: False
@@ -134,7 +134,7 @@ def inode(path: Path) -> str:
 
 
 def attempt(do: Callable[[], Any]) -> tuple[str, list[str]]:
-    """How a command ends: `done`, or the one line with which it refuses; and its warnings."""
+    """Return how a command ended (`done` or its one-line error), and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -146,7 +146,7 @@ def attempt(do: Callable[[], Any]) -> tuple[str, list[str]]:
 
 
 class Rounds:
-    """The commands that replace a dataset at `x`, each over a fresh one."""
+    """The commands that replace a dataset, and a fresh old dataset for each attempt."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
@@ -162,7 +162,7 @@ class Rounds:
         }
 
     def place(self) -> Path:
-        """An old dataset in a separate folder."""
+        """Build the old dataset in a separate folder."""
         self.number += 1
         target = self.folder / str(self.number) / "x"
         target.parent.mkdir()
@@ -183,8 +183,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     operations = [each for each in OPERATIONS if each not in ("append", "link")]
     for number in range(min(size, len(chosen) * 4)):
         thing, operation = chosen[number % len(chosen)], rng.choice(operations)
-        if thing == "a link in place of a listed file" and operation == "remove":
-            # What takes the name of a listed file while that is removed cannot be told from it.
+        if thing == "a link instead of a listed file" and operation == "remove":
+            # A file that takes the name of a listed file during its removal cannot be distinguished from it.
             continue
         survives_a_race(rounds, thing, operation, tally, after=rng.random() < 0.5, exchange=number % 3 != 2)
     for number in range(min(size, len(chosen))):
@@ -201,9 +201,9 @@ def refuses_before_any_work(rounds: Rounds, thing: str, command: str, tally: Tal
         line, _ = attempt(lambda: rounds.commands[command](target))
     where = f"{command} over {thing}"
     if everything(target.parent) != before:
-        tally.loses(f"{where}: not all that was there is there: {line}")
+        tally.loses(f"{where}: files are missing afterwards: {line}")
     elif line == "done" or counter.count:
-        tally.is_wrong(f"{where}: it did {counter.count} operations, and ended with: {line}")
+        tally.is_wrong(f"{where}: the command did {counter.count} operations before it ended with: {line}")
     else:
         shown = path.relative_to(target).parts[0].encode("unicode_escape", "replace").decode()
         tally.judge(found="\n" not in line and "\x1b" not in line and shown[:3] in line, lost=f"{where}: {line!r}")
@@ -220,7 +220,7 @@ def refuses_what_is_no_dataset(rounds: Rounds, marker: str, tally: Tally) -> Non
 
 
 def survives_a_race(rounds: Rounds, thing: str, operation: str, tally: Tally, *, after: bool, exchange: bool) -> None:
-    """Something appears in the old dataset, wherever that is by now, in the middle of publishing."""
+    """Add a file to the old dataset in the middle of publishing."""
     target = rounds.place()
     old, made = inode(target), list[str]()
 
@@ -240,17 +240,17 @@ def survives_a_race(rounds: Rounds, thing: str, operation: str, tally: Tally, *,
     where = f"{thing}, {'after' if after else 'before'} the first {operation}{'' if exchange else ', two renames'}"
     names = everything(target.parent)
     if made and made[0] not in names:
-        tally.loses(f"{where}: it is gone; {line} {warned}")
+        tally.loses(f"{where}: the file is gone; {line} {warned}")
     elif digests(target) != digests(rounds.folder / "new") and inode(target) != old:
-        tally.is_wrong(f"{where}: the target is neither old nor new; {line}")
+        tally.is_wrong(f"{where}: the target is neither the old nor the new dataset; {line}")
     elif made and line == "done" and not warned:
-        tally.is_wrong(f"{where}: nobody said a word about {names[made[0]]}")
+        tally.is_wrong(f"{where}: no message names {names[made[0]]}")
     else:
         tally.judge(survived=line == "done", found=True)
 
 
 def survives_a_kill(rounds: Rounds, thing: str, rng: random.Random, tally: Tally, *, exchange: bool) -> None:
-    """Publishing is killed, something appears in what it left, and the next build cleans up."""
+    """Kill publishing, add a file to the leftovers, and let the next build clean up."""
     target = rounds.place()
     staging = staging_for(target)
 
@@ -264,7 +264,7 @@ def survives_a_kill(rounds: Rounds, thing: str, rng: random.Random, tally: Tally
         ended = apart(lambda: killed(rng.randrange(1, 60)))
         aside = [path for path in target.parent.iterdir() if path.name.startswith(".x.") and path.is_dir()]
         if aside and thing == "an unlisted shard" and not (aside[0] / METADATA).is_file():
-            # Nothing tells it from what the build itself was writing there.
+            # This file cannot be distinguished from files that the build itself was writing.
             thing = "notes"
         made = inode(THINGS[thing](aside[0])) if aside else ""
         with in_place(counter):
@@ -272,11 +272,11 @@ def survives_a_kill(rounds: Rounds, thing: str, rng: random.Random, tally: Tally
     where = f"{thing} in {aside[0].name if aside else 'nothing'} of a killed build ({ended.killed=})"
     names = everything(target.parent)
     if made and made not in names:
-        tally.loses(f"{where}: it is gone; {line} {warned}")
+        tally.loses(f"{where}: the file is gone; {line} {warned}")
     elif not target.is_dir():
         tally.loses(f"{where}: no dataset is left; {line} {warned}")
     elif made and line == "done" and not warned:
-        tally.is_wrong(f"{where}: nobody said a word about {names[made]}")
+        tally.is_wrong(f"{where}: no message names {names[made]}")
     else:
         refused = "look" in line or "inspect" in line or "does not list" in line
         tally.judge(survived=line == "done", found=refused, lost=f"{where}: {line}")
@@ -304,11 +304,11 @@ def old_dataset_that_cannot_be_removed(rounds: Rounds, tally: Tally) -> None:
 
 
 TRIAL = Trial(
-    "things of others in a replaced folder",
-    "notes, repositories, models, tokenizers, unlisted shards, links and pipes in a folder that prepare or reweigh "
-    "should replace, before they begin, at any operation of publishing, and among the leftovers of a killed build; "
-    "files that only have the name of metadata: refused with a one-line error before any work, or kept, with a "
-    "warning that gives their location",
+    "unlisted files in a replaced folder",
+    "Puts notes, repositories, models, tokenizers, unlisted shards, links and pipes into a folder that prepare or "
+    "reweigh replaces: before the command, at any operation of publishing, and among the leftovers of a killed "
+    "build. Also tries files that only have the name of metadata. The command must refuse with a one-line error "
+    "before any work, or keep the files and print a warning with their location",
     work,
     full=64,
     short=5,

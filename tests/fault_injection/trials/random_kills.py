@@ -1,8 +1,8 @@
-"""SIGKILL at random moments of `chatmill prepare`, two builds at a time.
+"""Kill `chatmill prepare` with SIGKILL at random moments, two builds at a time.
 
-A build of at least 8 shards and 5 seconds gets SIGKILL; every second one is to replace an older dataset. Most moments
-are anywhere in a build, one in six in its last steps, between the metadata and the end. After every tenth kill, and
-the last, the build is resumed.
+Each build has at least 8 shards and takes at least 5 seconds; every second build replaces an older dataset. Most kills
+are spread over the whole build; one in six hits the last steps, between writing the metadata and the end. After every
+tenth kill and after the last one, the build is resumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Build:
-    """The command, and its result without interruption."""
+    """A build command and its result without interruption."""
 
     folder: Path
     input: str
@@ -59,7 +59,7 @@ class Build:
 
 
 def calibrated(folder: Path, seconds: float) -> Build:
-    """Input that takes so long to build on its own, and its build."""
+    """Generate input whose build takes this many seconds, and build it."""
     lines, copies = DATA.read_bytes(), 20
     while True:
         (folder / "input.jsonl").write_bytes(lines * copies)
@@ -68,7 +68,7 @@ def calibrated(folder: Path, seconds: float) -> Build:
         sha256, shards = build.finish()
         took = time.perf_counter() - began
         if not shards:
-            raise AssertionError(f"a build that nobody disturbed fails: {sha256}")
+            raise AssertionError(f"an uninterrupted build fails: {sha256}")
         shutil.rmtree(build.target)
         if took >= seconds and shards >= 8:
             return replace(build, seconds=took, sha256=sha256)
@@ -76,7 +76,7 @@ def calibrated(folder: Path, seconds: float) -> Build:
 
 
 def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
-    """Start a build and kill it at a random moment; whether it was still running then."""
+    """Start a build and kill it at a random moment; return whether it was still running."""
     process = build.start(*flags)
     if late:
         while process.poll() is None and not (staging_for(build.target) / METADATA).exists():
@@ -92,14 +92,14 @@ def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
 
 def state(build: Build, old: str | None) -> str:
     """Return the state of the target: absent, old, new, or a description of the fault."""
-    # As the next command would: it undoes a replacement that was killed between two renames.
+    # The next command would also undo a replacement that was killed between two renames.
     recover(build.target)
     if not build.target.exists():
         return "absent" if old is None else "the old dataset is gone"
     report = verify_dataset(build.target, full=True)
     if report.faults:
         return report.faults[0]
-    return {build.sha256: "new", old: "old"}.get(report.sha256, f"another dataset, {report.sha256}")
+    return {build.sha256: "new", old: "old"}.get(report.sha256, f"unexpected dataset {report.sha256}")
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
@@ -115,11 +115,11 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build = replace(first, folder=folder / f"lane-{number_of_lane}")
         build.folder.mkdir()
         for number in range(number_of_lane, size, AT_ONCE):
-            # A machine that others use as well is not as fast all the time.
+            # The speed of a shared machine varies.
             build = replace(build, seconds=build.seconds * (1.005 if one(build, number) else 0.9))
 
     def one(build: Build, number: int) -> bool:
-        """One attempt; whether the build was still running when it was killed."""
+        """Make one attempt; return whether the build was still running when it was killed."""
         rng = random.Random(f"{seed} {number}")
         turn = number // AT_ONCE
         replacing = turn % 2 == 1
@@ -135,11 +135,11 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             flags = ("--overwrite",) if build.target.exists() else ()
             again, _ = build.finish("--resume", *flags)
         with counting:
-            tally.notes["killed while it ran"] += running
-            tally.notes["killed before it published"] += running and left in ("absent", "old")
-            tally.notes["resumed to the same hash"] += again == build.sha256
+            tally.notes["builds killed while running"] += running
+            tally.notes["builds killed before publishing"] += running and left in ("absent", "old")
+            tally.notes["builds resumed to the same hash"] += again == build.sha256
             if again and again != build.sha256 and not again.startswith("exit"):
-                tally.is_wrong(f"kill {number}: resumed to another dataset, {again}")
+                tally.is_wrong(f"kill {number}: resumed to a different dataset, {again}")
             elif again and again != build.sha256:
                 tally.loses(f"kill {number}: cannot be resumed: {again}")
             else:
@@ -148,17 +148,17 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(lane, range(AT_ONCE)))
-    tally.notes["milliseconds of a build alone"] = round(1000 * first.seconds)
-    if tally.notes["killed before it published"] < 0.75 * size and size >= 100:
-        # No fault of chatmill, but not the trial that it should be.
-        tally.broke = "too few kills came before the dataset was published"
+    tally.notes["milliseconds per uninterrupted build"] = round(1000 * first.seconds)
+    if tally.notes["builds killed before publishing"] < 0.75 * size and size >= 100:
+        # This is not a fault of chatmill, but the trial did not test what it should.
+        tally.broke = "too few builds were killed before they published"
 
 
 TRIAL = Trial(
     "kill at random moments, prepare",
-    "SIGKILL of `chatmill prepare` (at least 8 shards, 5 s) at random moments, half of them over an older dataset: "
-    "the target is the old dataset, the new one or absent, every byte checked; every tenth build is resumed to the "
-    "same hash",
+    "Kills `chatmill prepare` (at least 8 shards, 5 s) at random moments, half of them over an older dataset. The "
+    "target must be the old dataset, the new one or absent, with every byte checked, and every tenth build must "
+    "resume to the same hash",
     work,
     full=200,
     short=4,

@@ -1,4 +1,6 @@
-"""A rank is killed: the other says so and ends, both are started again, and the run comes to the same bits."""
+"""Kill one rank of a run: the other rank must report it and exit, and after a restart the run must reach the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,18 @@ from fault_injection import TESTS
 from fault_injection.trial import Tally, Trial
 
 FIRST: list[Callable[[], None]] = []
-"""What ranks that are left alone do first: a planted fault, which holds in them only if they plant it."""
+"""Functions that ranks without torchrun call first, to plant a fault in their own processes."""
 LOST = re.compile(r"chatmill: rank \d on \S+ is lost")
 LATER = 0.05
-"""Seconds, at most, from a step to the kill."""
+"""Maximum seconds from a step to the kill."""
 PROGRESS_SECONDS = 600
-"""Without a change to any file of the run for so long, its ranks wait for one another for ever."""
-# Ranks that are started again meet in a store of their own: in the agent's they would look for those that are gone.
+"""Seconds without a change to any file of the run after which its ranks are considered stuck."""
+# Restarted ranks use a new rendezvous store: in the agent's store they would find keys of the dead ranks.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def two_machines(folder: Path, args: tuple[Any, ...]) -> tuple[int, str, int]:
-    """One rank under each of two torchrun processes, as on two nodes; the result of `torchrun`."""
+    """Run one rank under each of two torchrun processes, as on two nodes; return the same result as `torchrun`."""
     port = free_port()
     meets = [("--nnodes", "2", "--node-rank", str(node), "--master-port", port) for node in range(2)]
     with ThreadPoolExecutor() as threads:
@@ -48,7 +50,9 @@ def two_machines(folder: Path, args: tuple[Any, ...]) -> tuple[int, str, int]:
 def torchrun(
     folder: Path, restarts: int, *args: object, meets: Sequence[str] = ("--standalone", "--nproc-per-node", "2")
 ) -> tuple[int, str, int]:
-    """Two ranks under torchrun: its exit code, -1 without progress; its last error; how many lines name a lost rank."""
+    """Run two ranks under torchrun; return its exit code (-1 if it made no progress), its last error, and the number of
+    lines that name a lost rank.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", *meets]
     command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
     command += [str(TESTS / "fault_injection" / "rank.py"), *map(str, args)]
@@ -63,7 +67,7 @@ def torchrun(
                 if (now := files_in(folder)) != before:
                     before, at = now, time.monotonic()
         finally:
-            # Its ranks too, whatever became of it.
+            # Kill its ranks too, even if torchrun has already ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() == -signal.SIGKILL:
@@ -76,7 +80,7 @@ def torchrun(
 
 
 def files_in(folder: Path) -> list[tuple[str, int, int]]:
-    """Every file below a folder with its size and the time of its last change."""
+    """Return the size and modification time of every file below a folder."""
     listed = []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -100,7 +104,7 @@ def one_rank(first: Sequence[Callable[[], None]], args: tuple[Any, ...]) -> None
 
 
 def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
-    """Two ranks that nobody watches over, one of which is killed; what is wrong with how the other ends."""
+    """Run two ranks without torchrun and kill one; return what is wrong with how the other one ends."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     children, outputs = [], [folder / f"{name}-{rank}" for rank in range(2)]
     for rank, output in enumerate(outputs):
@@ -110,7 +114,7 @@ def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
     victim = args[4]
     children[victim].join()
     survivor = children[1 - victim]
-    # It has nothing left to do: whatever it waits for never comes.
+    # The rank makes no progress: it waits for an event that will not occur.
     survivor.join(PROGRESS_SECONDS)
     ended = survivor.exitcode
     survivor.kill()
@@ -118,7 +122,7 @@ def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
     lines = [line for line in errors.splitlines() if line.startswith("chatmill: ")]
     if ended == 1 and len(lines) == 1 and LOST.match(lines[0]) and "Traceback" not in errors:
         return ""
-    return f"the other rank ended with {ended}, and said {errors[-300:]!r}"
+    return f"the other rank ended with {ended} and printed {errors[-300:]}"
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
@@ -129,7 +133,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng, data = random.Random(seed), str(prepare(folder, "sums", "--val-split", "0.2", seed=seed))
 
     def result(name: str) -> Any:
-        """Weights and moments of the last checkpoint, and the losses of all steps."""
+        """Return the weights and optimizer state of the last checkpoint, and the losses of all steps."""
         last = max((folder / name).glob("step_*"), default=None)
         tensors = {path: hash for path, hash in digests(last).items() if "safetensors" in path} if last else {}
         return tensors, curve(folder / name)
@@ -140,41 +144,41 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(size):
         name, at, victim = f"run-{number}", rng.randrange(1, STEPS["max_iters"] - 1), rng.randrange(2)
         args = (data, str(folder), name, at, victim, rng.uniform(0, LATER))
-        # The other rank must end by itself; torchrun starts both again; or torchrun ends, and is itself started again.
-        # On another node, torchrun does not know of the loss, and the other rank must end by itself.
+        # Either the other rank ends by itself and torchrun restarts both, or torchrun ends and is started again. On
+        # another node, torchrun does not know about the loss, so the other rank must end by itself.
         how = ("left alone", "restarted", "ended by torchrun", "on two machines")[number % 4]
         where = f"rank {victim} killed after step {at}, {how}"
         if how == "left alone":
             fault = left_alone(folder, name, args)
         elif how == "on two machines":
             code, error, lines = two_machines(folder, args)
-            fault = "" if code and lines == 1 else f"exit {code}, {lines} lines about a lost rank, {error}"
+            fault = "" if code and lines == 1 else f"exit code {code}, {lines} lines about a lost rank, {error}"
         else:
             restarts = int(how == "restarted")
             code, error, lines = torchrun(folder, restarts, *args)
             is_right = bool(code) != bool(restarts) and lines == 1
-            fault = "" if is_right else f"exit {code}, {lines} lines about a lost rank, {error}"
+            fault = "" if is_right else f"exit code {code}, {lines} lines about a lost rank, {error}"
         if fault or not (folder / f"{name}.killed").exists():
-            tally.loses(f"{where}: {fault or 'was not killed'}")
+            tally.loses(f"{where}: {fault or 'the rank was not killed'}")
             continue
         if how in ("left alone", "on two machines"):
             ranks(2, lambda _, name=name: run(data, str(folder), name))
         elif how == "ended by torchrun":
             code, error, _ = torchrun(folder, 0, *args)
             if code:
-                tally.loses(f"{where}: does not go on: exit {code}, {error}")
+                tally.loses(f"{where}: cannot be resumed: exit code {code}, {error}")
                 continue
         if result(name) != right:
-            tally.is_wrong(f"{where}: other weights or losses than those of the undisturbed run")
+            tally.is_wrong(f"{where}: weights or losses differ from the uninterrupted run")
         else:
             tally.survives()
 
 
 TRIAL = Trial(
-    "a torchrun rank killed",
-    "SIGKILL of one of two ranks in a random step: the other exits with a one-line error, or torchrun ends it; "
-    "after a restart, by torchrun or by the next command, weights, optimizer state and losses are bitwise those of "
-    "an uninterrupted run",
+    "killed torchrun rank",
+    "Kills one of two ranks in a random step. The other rank must exit with a one-line error, or torchrun must end "
+    "it; after a restart by torchrun or by the next command, weights, optimizer state and losses must be bitwise "
+    "those of an uninterrupted run",
     work,
     full=12,
     short=1,

@@ -1,4 +1,4 @@
-"""A worker of a Ray cluster is killed with its unit, or all of the cluster is lost."""
+"""Kill a worker of a Ray cluster that is processing a unit, or the whole cluster."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def wait_until(condition: Callable[[], T | None], what: str, seconds: float = 60
         if found := condition():
             return found
         time.sleep(0.02)
-    raise AssertionError(f"it did not happen: {what}")
+    raise AssertionError(f"timed out while waiting: {what}")
 
 
 class Log:
-    """What workers write down of the units they begin and finish, as files in a folder."""
+    """Records the units that workers begin and finish, as files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
 
     def units_by_worker(self, what: str) -> dict[int, set[int]]:
-        """The units of each worker."""
+        """Return the units of each worker."""
         found: dict[int, set[int]] = {}
         for path in self.folder.glob(f"*.{what}"):
             unit, pid, _ = path.name.split(".")
@@ -47,7 +47,7 @@ class Log:
         return found
 
     def two_that_hold(self) -> dict[int, set[int]] | None:
-        """Two workers that each finished a unit, and their current units."""
+        """Return two workers that each finished a unit, and their current units."""
         finished = self.units_by_worker("finished")
         held = {pid: units - finished.get(pid, set()) for pid, units in self.units_by_worker("began").items()}
         held = {pid: units for pid, units in held.items() if units and finished.get(pid)}
@@ -55,7 +55,7 @@ class Log:
 
 
 def logged_run(log: Path) -> Callable[..., Any]:
-    """Runs a unit and writes it down; the second one of a worker is held until a worker was killed."""
+    """Runs a unit and records it; the second unit of a worker waits until a worker was killed."""
 
     def run(unit: Any, shared: Any) -> Any:
         (log / f"{unit.number}.{os.getpid()}.began").touch()
@@ -69,7 +69,7 @@ def logged_run(log: Path) -> Callable[..., Any]:
 
 
 def held_run(log: Path) -> Callable[..., Any]:
-    """Runs a unit if it is the first; the others never end."""
+    """Runs the first unit; all other units never end."""
 
     def run(unit: Any, shared: Any) -> Any:
         while unit.number:
@@ -82,12 +82,12 @@ def held_run(log: Path) -> Callable[..., Any]:
 
 
 def process_of_cluster(name: str) -> int:
-    """The process of this name that `ray.init` started."""
+    """Return the process with this name that `ray.init` started."""
     for thread in Path("/proc/self/task").iterdir():
         for pid in (thread / "children").read_text().split():
             if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(f"/{name}".encode()):
                 return int(pid)
-    raise AssertionError(f"no process is called {name}")
+    raise AssertionError(f"no process is named {name}")
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
@@ -101,7 +101,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     build(job, folder / "one")
     right = digests(folder / "one")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    # Ray has much to say about a worker that is gone.
+    # Ray prints many lines about a lost worker.
     heard, nothing = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
@@ -117,7 +117,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
         def kill_one(progress: Any) -> None:
             if not killed:
-                held = wait_until(log.two_that_hold, "two workers hold a unit")
+                held = wait_until(log.two_that_hold, "two workers process a unit")
                 pid = rng.choice(sorted(held))
                 killed[pid] = held[pid]
                 os.kill(pid, signal.SIGKILL)
@@ -129,14 +129,16 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if ended.value is None:
             tally.loses(f"kill {number}: {ended.refused or ended.broke}")
         elif not killed or not set().union(*killed.values()) <= set().union(*others):
-            tally.loses(f"kill {number}: nobody finished what the killed worker held")
+            tally.loses(f"kill {number}: no worker finished the killed worker's unit")
         elif digests(target) != right:
-            tally.is_wrong(f"kill {number}: other bytes than of one process")
+            tally.is_wrong(f"kill {number}: the bytes differ from those of one process")
         else:
-            tally.judge(survived=left_beside(target) == [], lost=f"kill {number}: left {left_beside(target)}")
+            tally.judge(
+                survived=left_beside(target) == [], lost=f"kill {number}: these files were left: {left_beside(target)}"
+            )
 
     def lose_cluster(name: str) -> None:
-        """The head or the raylet is killed while units are waited for."""
+        """Kill the head or the raylet while the build waits for units."""
         target, log = folder / name, Log(folder / f"log-{name}")
         ray_engine._run = held_run(log.folder)
         ended = on_ray(target, on_progress=lambda progress: os.kill(process_of_cluster(name), signal.SIGKILL))
@@ -148,9 +150,11 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if again.value is None:
             tally.loses(f"{name} killed: the build cannot be resumed: {again.refused or again.broke}")
         elif digests(target) != right:
-            tally.is_wrong(f"{name} killed: the resumed build has other bytes")
+            tally.is_wrong(f"{name} killed: the resumed build has different bytes")
         else:
-            tally.judge(found=left_beside(target) == [], lost=f"{name} killed: left {left_beside(target)}")
+            tally.judge(
+                found=left_beside(target) == [], lost=f"{name} killed: these files were left: {left_beside(target)}"
+            )
 
     try:
         for number in range(size):
@@ -165,9 +169,11 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 TRIAL = Trial(
-    "a Ray worker or cluster lost",
-    "SIGKILL of a worker that holds a unit: another worker makes it, and the bytes are those of one process. "
-    "SIGKILL of this node's raylet, or of the head: a one-line error, and the build is resumed to the same bytes",
+    "killed Ray worker or cluster",
+    "Kills a worker that is processing a unit: another worker must process it again, and the bytes must be those of "
+    "one process. "
+    "Also kills this node's raylet, or the head: the build must end with a one-line error, and must resume to the "
+    "same bytes",
     work,
     full=5,
     short=1,

@@ -1,4 +1,6 @@
-"""Nothing can be written: every command says so in one line, and what is there can still be read."""
+"""Run commands on a read-only file system: every command must print a one-line error, and existing data must stay
+readable.
+"""
 
 from __future__ import annotations
 
@@ -64,18 +66,18 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         try:
             return str(reweigh_dataset(room / "old", room / "other", train_on="all"))
         except OSError as error:
-            # As the command line says it.
+            # Print the error as the command line does.
             raise DataError(f"{error.filename}: {error.strerror}") from None
 
     refused: dict[str, Callable[[], Any]] = {
         "a new dataset": lambda: build(job, room / "new").sha256,
-        "a new dataset by two workers": lambda: build(job, room / "new", workers=2, unit_bytes=900).sha256,
+        "a new dataset with two workers": lambda: build(job, room / "new", workers=2, unit_bytes=900).sha256,
         "over the old dataset": lambda: build(job, room / "old", overwrite=True).sha256,
         "a resumed build": lambda: build(job, room / "new", resume=True).sha256,
-        "in a folder that is not there": lambda: build(job, room / "deep" / "new").sha256,
+        "in a missing folder": lambda: build(job, room / "deep" / "new").sha256,
         "reweighed": reweighed,
         "a training run": lambda: str(trained(sums, room).checkpoint),
-        "a run that goes on": lambda: str(trained(sums, room, name="begun", resume="auto", max_iters=8).checkpoint),
+        "a resumed run": lambda: str(trained(sums, room, name="begun", resume="auto", max_iters=8).checkpoint),
         "an audit log": audited,
     }
 
@@ -85,16 +87,16 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     with locked(room, fill) as is_locked:
         if not is_locked:
-            tally.skipped = "root writes everywhere, and no file system can be mounted here"
+            tally.skipped = "root can write to every folder, and no file system can be mounted here"
             return
         before = digests(room)
         for number in range(size):
             for name, do in refused.items():
                 ended = apart(do)
                 if digests(room) != before:
-                    tally.is_wrong(f"{name}: something was written")
+                    tally.is_wrong(f"{name}: files were written")
                 elif ended.value is not None:
-                    tally.is_wrong(f"{name}: it says that it was done")
+                    tally.is_wrong(f"{name}: the command reported success")
                 else:
                     tally.judge(found=bool(ended.refused), lost=f"{name}: {ended.broke or 'killed'}")
             ended = apart(read)
@@ -103,8 +105,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "read-only targets",
-    "prepare (new, over an old dataset, resumed), reweigh, training and audit logs on a read-only file system: a "
-    "one-line error each, nothing changes, and the dataset there can still be verified and loaded",
+    "Runs prepare (new, over an old dataset, resumed), reweigh, training and audit logs on a read-only file system. "
+    "Each must print a one-line error and change nothing, and the dataset must still verify and load",
     work,
     full=5,
     short=1,

@@ -1,4 +1,4 @@
-"""Broken input: every mutated record becomes a record or one line, and no record that is not in the input."""
+"""Read broken input: every mutated record must give a record with text from the input, or a one-line error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_ONCE = 500
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys included."""
+    """Yield every string in a JSON value, including keys."""
     values = [value]
     while values:
         value = values.pop()
@@ -38,10 +38,10 @@ def strings(value: Any) -> Iterator[str]:
 
 def doubt(shape: str, data: bytes, record: Record) -> str:
     """Return why this record cannot come from these bytes; empty if it can."""
-    # A line of a transcript that is neither a JSON string nor an object is raw text.
+    # A transcript line that is neither a JSON string nor an object is raw text.
     is_raw = shape.startswith("transcript-") or (shape == "transcript" and data.lstrip()[:1] not in (b'"', b"{"))
     for message in record.messages:
-        # Text of a transcript outside of its spans has no role.
+        # Transcript text outside of its spans has no role.
         if message.role not in ROLES and not (message.role == "none" and shape.startswith("transcript")):
             return f"a role {message.role!r}"
         try:
@@ -49,7 +49,7 @@ def doubt(shape: str, data: bytes, record: Record) -> str:
         except UnicodeEncodeError:
             return "half a character"
         if is_raw and said not in data:
-            return f"words that nobody said: {message.content!r}"
+            return f"text that is not in the input: {message.content!r}"
     if is_raw:
         return ""
     try:
@@ -57,19 +57,19 @@ def doubt(shape: str, data: bytes, record: Record) -> str:
     except RecursionError:
         return ""
     except ValueError as error:
-        return f"a record of what is not text or not JSON ({error})"
+        return f"a record from bytes that are not text or not JSON ({error})"
     if shape in ("messages", "primer"):
         told = [message.content for message in record.messages]
         pairs = zip(told, (message.get("content") for message in value["messages"]), strict=True)
         if any(one != two for one, two in pairs if isinstance(two, str)):
-            return f"other words than were said: {told}"
+            return f"text that differs from the input: {told}"
     elif shape != "tool" and shape != "oasst1":
         there = {text.strip() for text in strings(value)}
         for message in record.messages:
-            # An instruction and its input are one message, and a transcript is one text.
+            # An instruction and its input form one message, and a transcript is one text.
             parts = [part.strip() for part in message.content.split("\n\n")]
             if not message.tool_calls and not all(any(part in text for text in there) for part in parts):
-                return f"words that nobody said: {message.content!r}"
+                return f"text that is not in the input: {message.content!r}"
     return ""
 
 
@@ -78,7 +78,7 @@ def _no_constant(name: str) -> Any:
 
 
 def attempt(shape: str, pieces: list[bytes], tally: Tally) -> None:
-    """Read broken records from a file, one per line, and account for each."""
+    """Read broken records from a file, one per line, and check the result for each."""
     path = Path("a.txt" if shape.startswith("transcript-") else "a.jsonl")
     between = b"<|EOS|>\n" if shape == "transcript-stream" else b"\n"
     path.write_bytes(between.join(pieces))
@@ -87,7 +87,7 @@ def attempt(shape: str, pieces: list[bytes], tally: Tally) -> None:
 
     def read_all() -> bool:
         for record in read_records([path.name], shape=shape, on_error="skip", on_reject=faults.append):
-            # In a stream, what broke may go to its neighbour.
+            # In a stream, broken text may become part of the neighbouring record.
             data = path.read_bytes() if shape == "transcript-stream" else pieces[record.line - 1]
             records[record.line] = records.get(record.line) or doubt(shape, data, record)
         return True
@@ -100,16 +100,16 @@ def attempt(shape: str, pieces: list[bytes], tally: Tally) -> None:
     for number, piece in enumerate(pieces, 1):
         line = refused.get(number)
         if line is not None and (not line.isprintable() or not LINE.fullmatch(line)):
-            tally.loses(f"{shape}: not one line: {line!r}")
+            tally.loses(f"{shape}: the error has more than one line: {line!r}")
         elif records.get(number):
             tally.is_wrong(f"{shape}: {records[number]}: {piece[:200]!r}")
         elif line is not None or number in records:
             tally.judge(survived=line is None, found=True)
         elif not piece.replace(b"<|EOS|>", b"").strip() or shape == "transcript-stream":
-            # Nothing but the mark that ends a conversation holds none.
+            # A line with only the end-of-conversation mark gives no conversation.
             tally.survives()
         else:
-            tally.loses(f"{shape}: neither a record nor a fault: {piece[:200]!r}")
+            tally.loses(f"{shape}: neither a record nor an error: {piece[:200]}")
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
@@ -127,8 +127,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "mutated input",
-    f"broken records (bytes, types, nesting, truncation) for each of {len(SHAPES)} input shapes: a record that the "
-    "bytes contain, or one line with the place and the problem",
+    f"Reads broken records (bytes, types, nesting, truncation) in each of {len(SHAPES)} input shapes. Each must give "
+    "a record that the bytes contain, or a one-line error with the location and the problem",
     work,
     full=10_000,
     short=400,

@@ -1,4 +1,6 @@
-"""Hostile chat templates: they loop, grow, pry and break down. One line each, in time, and nothing gets out."""
+"""Hostile chat templates: they loop, use much memory, access Python internals and fail. Each template must be refused
+with a one-line error in time, and no secret may leak.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,18 @@ TOKEN = "hf_not_for_templates"
 SECRET = re.compile(
     rf"{TOKEN}|<class|<function|<bound method|<built-in|<module|<slot wrapper|<frame|uid=\d|0x[0-9a-f]{{6}}"
 )
-"""What no template can write from a conversation alone."""
+"""Text that a template cannot produce from a conversation alone."""
 LISTED = [*PRYING, *FAILING, *ENDLESS, *EXHAUSTING]
 
 
 def source(number: int, rng: random.Random) -> tuple[str, bool]:
-    """A template, and whether it must be refused."""
+    """Return a template, and whether it must be refused."""
     if number < len(LISTED):
-        # What a template may not see is refused, or nothing at all to it.
+        # Access to internals must be refused or undefined.
         return f"{GOOD}{PROMPT}\n{LISTED[number]}", number >= len(PRYING)
     kind = number % 4
     if kind == 0:
-        # A good template whose bytes were broken.
+        # A valid template with broken bytes.
         return broken_bytes((GOOD + PROMPT).encode(), rng).decode(errors="replace"), False
     if kind == 1:
         one, other = rng.choice(PRYING), rng.choice(FAILING)
@@ -55,14 +57,14 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     folder = folder / "own"
     folder.mkdir()
     texts = ["The quick brown fox. " * 9]
-    # Training starts threads, and this process forks.
+    # Run this in a child: training starts threads, and this process forks.
     made = apart(lambda: (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=300, control=CONTROL)))
     assert made.value, made
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     os.environ["HF_TOKEN"] = TOKEN
-    # Shared by the processes that are forked here.
+    # Forked processes share these values.
     start_server()
-    # A small run takes some of the quick ones of each kind.
+    # A small run takes some of the fast attacks of each kind.
     quick = [*range(len([*PRYING, *FAILING])), *range(len(LISTED), len(LISTED) + 60)]
     chosen = list(range(size)) if size > len(LISTED) else quick[:: max(1, len(quick) // size)][:size]
     for number in chosen:
@@ -74,7 +76,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             rows = format.render([TALK])
             rows.check()
             if (text := format.tokenizer.decode(rows.ids.tolist())) != format.text(TALK):
-                raise AssertionError(f"the ids say {text!r}, the template {format.text(TALK)!r}")
+                raise AssertionError(f"the ids decode to {text!r}, the template renders {format.text(TALK)!r}")
             return text
 
         ended, what = (
@@ -83,21 +85,21 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         )
         said = ended.value or ended.refused
         if SECRET.search(said or ""):
-            tally.is_wrong(f"{what}: it got out: {said[:200]}")
+            tally.is_wrong(f"{what}: the secret leaked: {said[:200]}")
         elif is_bad and ended.value is not None:
-            tally.is_wrong(f"{what}: it was let through: {ended.value[:200]}")
+            tally.is_wrong(f"{what}: not refused: {ended.value[:200]}")
         elif ended.value is not None and "Hello." not in ended.value:
-            tally.is_wrong(f"{what}: the answer is not in what is trained on: {ended.value[:200]}")
+            tally.is_wrong(f"{what}: the trained text does not contain the answer: {ended.value[:200]}")
         else:
             lost = f"{what}: {ended.broke or 'killed'}"
             tally.judge(survived=ended.value is not None, found=bool(ended.refused), lost=lost)
     (folder / "chat_template.jinja").write_text(GOOD + PROMPT)
     if (text := open_renderer("template", str(folder)).text(TALK)) != TEXT:
-        raise ChatmillError(f"the good template writes {text!r}")
+        raise ChatmillError(f"the valid template writes {text!r}")
 
 
 def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """What a template could do whose way out of Jinja nobody has found yet."""
+    """Run code as a template could if it had escaped from Jinja."""
     os.environ["HF_TOKEN"] = TOKEN
     sys.path.insert(0, str(Path(python_service.__file__).parent))
     is_planted = "lock_down" in channel._START
@@ -108,7 +110,7 @@ def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
         process = Channel(fork_server("python_service"), 256 << 20)
         if "seccomp" not in process.protections and not is_planted:
             process.close()
-            tally.skipped = "this system filters no system calls"
+            tally.skipped = "this system cannot filter system calls"
             return
         try:
             done = process.exchange(code.encode(), seconds=0.2, limit=1 << 16).decode()
@@ -116,17 +118,18 @@ def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
             done = f"{type(error).__name__}: {process.end()}"
         process.close()
         if TOKEN in done:
-            tally.is_wrong(f"{code}: it got out: {done[:200]}")
+            tally.is_wrong(f"{code}: the secret leaked: {done[:200]}")
         elif done.startswith("{" if code == secret else ("PermissionError", "MemoryError", "EndedError")):
             tally.finds()
         else:
-            tally.is_wrong(f"{code}: it was let through: {done[:200]}")
+            tally.is_wrong(f"{code}: not refused: {done[:200]}")
 
 
 ESCAPED = Trial(
-    "Python in a template process",
-    "Python code as a template that has escaped from Jinja would run it, with a secret in the parent's environment: "
-    "files, sockets, processes, system calls, memory and time are refused, and the environment is empty",
+    "Python code in a template process",
+    "Runs Python code in a template process, as a template that has escaped from Jinja could, with a secret in the "
+    "parent's environment. Files, sockets, processes, system calls, memory and time must be refused, and the "
+    "environment must be empty",
     escaped,
     full=400,
     short=17,
@@ -135,9 +138,9 @@ ESCAPED = Trial(
 
 TRIAL = Trial(
     "hostile chat templates",
-    "templates that loop, grow, exhaust time or memory in one operation, access Python's internals in generated "
-    "ways, fail, or have broken bytes, with a secret in the environment: refused with a one-line error or harmless, "
-    "and the secret never leaks",
+    "Renders templates that loop, grow, exhaust time or memory in one operation, access Python's internals in "
+    "generated ways, fail, or have broken bytes, with a secret in the environment. Each must be refused with a "
+    "one-line error or be harmless, and the secret must never leak",
     work,
     full=1500,
     short=16,

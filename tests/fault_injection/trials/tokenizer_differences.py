@@ -1,4 +1,4 @@
-"""The engines that encode fast, on texts that were made to be cut into words differently than by `tokenizers`."""
+"""Compare the fast tokenizer engines with `tokenizers` on texts that are hard to split into words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ JOINED = ("\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\U0001f1e9\U000
 
 @cache
 def by_category() -> dict[str, list[str]]:
-    """The characters of each general category; of large scripts a sample."""
+    """Return the characters of each general category; large scripts are sampled."""
     categories: dict[str, list[str]] = {}
     for number in range(0x110000):
         if not 0xD800 <= number < 0xE000 and (number < 0x3400 or number % 13 == 0):
@@ -73,7 +73,7 @@ def text_of(rng: random.Random) -> str:
 
 
 def files_tried(size: int) -> list[tuple[str, bytes]]:
-    """A tokenizer for each pattern, and real ones; of a short trial only the first."""
+    """Return a tokenizer for each split pattern, and real ones; a short trial uses only the first."""
     made = [(name, pre_tokenizer_of(pattern), None) for name, pattern in PATTERNS.items()]
     if size < 10_000:
         made = made[:2]
@@ -91,7 +91,7 @@ def files_tried(size: int) -> list[tuple[str, bytes]]:
 
 
 def engines_of(name: str, raw: bytes) -> list[TokenizerJson]:
-    """The file with the engine that chatmill chooses, and with fastokens where that is the one in C."""
+    """Load the file with the engine that chatmill chooses and, if that is the compiled one, also with fastokens."""
     content = json.loads(raw)
     opened = [TokenizerJson(name, raw, content, control=[])]
     if opened[0].engine == "compiled":
@@ -111,19 +111,19 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         rng, backend = random.Random(f"{seed} {number}"), backends[number % len(backends)]
         texts = [text_of(rng) for _ in range(min(AT_ONCE, size - number * AT_ONCE))]
         (ids, start), (right, right_start) = backend.encode_batch(texts), backend._slow_batch(texts)
-        tally.notes[f"texts by {backend.engine}"] += len(texts)
+        tally.notes[f"texts encoded by {backend.engine}"] += len(texts)
         for n, text in enumerate(texts):
             if np.array_equal(ids[start[n] : start[n + 1]], right[right_start[n] : right_start[n + 1]]):
                 tally.survives()
             else:
-                tally.is_wrong(f"{backend.engine}, {backend._place}: other ids for {text!a}")
+                tally.is_wrong(f"{backend.engine}, {backend._place}: wrong ids for {text!a}")
 
 
 TRIAL = Trial(
-    "texts that engines may split differently",
-    "texts with letters that fold to ASCII in contractions, with characters of every general category, and with "
-    "spaces, joined emoji and long runs, for the split patterns of GPT-2, cl100k, o200k, Qwen, DeepSeek, Anthropic "
-    "and tekken: the ids are those of `tokenizers`",
+    "texts that tokenizer engines may split differently",
+    "Encodes texts with letters that fold to ASCII in contractions, with characters of every general category, and "
+    "with spaces, joined emoji and long runs, for the split patterns of GPT-2, cl100k, o200k, Qwen, DeepSeek, "
+    "Anthropic and tekken. The ids must be those of `tokenizers`",
     work,
     full=120_000,
     short=1_200,

@@ -1,6 +1,6 @@
-"""Hostile tokenizers: files that were broken open as what `tokenizers` reads there, or are one line.
+"""Mutated tokenizer files must give the ids that `tokenizers` gives for the same file, or a one-line error.
 
-And tokenizers that lie: an id beyond the vocabulary never reaches a dataset.
+Tokenizers that report a wrong vocabulary size must not store ids beyond it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Liar:
 
 
 def mutant(good: dict[str, Any], raw: bytes, rng: random.Random) -> bytes:
-    """A tokenizer.json with a part of another kind, or with broken bytes."""
+    """Return a tokenizer.json with a part of another type, or with broken bytes."""
     if rng.random() < 0.5:
         return broken_bytes(raw, rng)
     value = broken_value(good, rng)
     if rng.random() < 0.5:
-        # The model is the most important part, and deeply nested.
+        # The model is the most important part, and it is deeply nested.
         value = {**good, "model": broken_value(good["model"], rng)}
     return json.dumps(value).replace('"@nest@"', "[" * 50 + "]" * 50).encode()
 
@@ -67,15 +67,15 @@ def attempt(path: Path) -> str:
         return f"id {max(ids)} in a vocabulary of {tokenizer.vocab_size}"
     control = set(tokenizer.special_token_ids().values())
     if control & {*ids, *text_of_control}:
-        return "text became a control token"
+        return "text was encoded as a control token"
     try:
         peer = tokenizers.Tokenizer.from_str(path.read_text())
-    except Exception:  # what breaks it there is no part of what chatmill uses
+    except Exception:  # the broken part is not used by chatmill
         return ""
     peer.no_truncation()
     peer.no_padding()
     if (right := peer.encode(PROBE, add_special_tokens=False).ids) != ids and not control & set(right):
-        return f"ids {ids[:8]}…, tokenizers says {right[:8]}…"
+        return f"ids {ids[:8]}…, expected {right[:8]}… from tokenizers"
     return ""
 
 
@@ -87,7 +87,7 @@ def mutants(size: int, seed: int, folder: Path, tally: Tally) -> None:
         path.write_bytes(train_bpe(TEXTS, vocab_size=400, control=CONTROL))
         return attempt(path)
 
-    # Training starts threads, and this process forks.
+    # Run this in a child: training starts threads, and this process forks.
     made = apart(make)
     assert made.value == "", made
     raw = path.read_bytes()
@@ -106,7 +106,7 @@ def mutants(size: int, seed: int, folder: Path, tally: Tally) -> None:
         # In a separate process, because the library may abort.
         ended = apart(lambda many=many: some(many), cpu_seconds=300)
         if ended.value is None:
-            tally.loses(f"mutants {first} and on: {ended.broke or 'killed'}")
+            tally.loses(f"mutants from {first} on: {ended.broke or 'killed'}")
             continue
         for data, (wrong, refused, broke) in zip(many, ended.value, strict=True):
             if wrong:
@@ -121,7 +121,7 @@ def _difference(one: bytes, other: bytes) -> str:
 
 
 def liars(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Half of them through the pipeline, half to the store alone."""
+    """Half of the attempts use the pipeline; the other half write directly to the store."""
     rng = random.Random(seed)
     (folder / "a.jsonl").write_bytes(lines(conversations(9, seed=seed)))
     job = job_of((str(folder / "a.jsonl"),))
@@ -149,25 +149,26 @@ def liars(size: int, seed: int, folder: Path, tally: Tally) -> None:
                     write_dataset(target, {"train": rows}, vocab_size=size).sha256
                 )
             )
-        what = f"a vocabulary of {vocab_size}, of {used}"
+        what = f"a vocabulary of {vocab_size}, reported by {used}"
         if ended.value is not None or target.exists():
-            tally.is_wrong(f"{what}: ids beyond it were stored")
+            tally.is_wrong(f"{what}: ids outside the vocabulary were stored")
         else:
             tally.judge(found=bool(ended.refused), lost=f"{what}: {ended.broke}")
 
 
 MUTANTS = Trial(
     "mutated tokenizers",
-    "`tokenizer.json` with broken bytes or parts of another type: a one-line error, or the ids that `tokenizers` "
-    "gives for the same file, all within the vocabulary, and none a control token",
+    "Mutates `tokenizer.json`: broken bytes, or parts of another type. The result must be a one-line error, or the "
+    "ids that `tokenizers` gives for the same file, all within the vocabulary, and none a control token",
     mutants,
     full=4_000,
     short=100,
     in_memory=True,
 )
 LIARS = Trial(
-    "tokenizers that lie",
-    "ids and targets outside the vocabulary that a tokenizer reports: refused before anything is stored",
+    "wrong vocabulary sizes",
+    "Uses tokenizers that report a vocabulary smaller than their ids and targets. These ids must be refused before "
+    "anything is stored",
     liars,
     full=200,
     short=12,

@@ -1,7 +1,7 @@
-"""SIGKILL at random moments of a training run: what it comes to must be what an undisturbed one does.
+"""Kill a training run with SIGKILL at random moments: its result must equal that of an uninterrupted run.
 
-One moment in five is before its first step, the others a little after one of its next steps; checkpoints are written
-slowly, so that some are hit.
+One kill in five comes before the first step, the others shortly after one of the next steps; checkpoints are written
+slowly, so that some kills hit one.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ CONFIG: dict[str, Any] = {
 }
 STEPS_A_KILL = 20
 LATER = 0.05
-"""Seconds, at most, from the end of a step to the kill."""
+"""Maximum seconds from the end of a step to the kill."""
 
 
 class Runs:
-    """Runs over one dataset, all alike but for their names and for what is done to them."""
+    """Training runs on one dataset that differ only in name and in the kills."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         from train_fixtures import run_chatmill
@@ -51,7 +51,7 @@ class Runs:
         run_chatmill("prepare", str(DATA), "-o", str(folder / "data"), "--val-split", "0.1", "--workers", "1")
 
     def train(self, name: str, each_step: Callable[[], object] = lambda: None, **changes: Any) -> None:
-        """Begin, or go on."""
+        """Start or resume the run."""
         from chatmill.train.config import TrainConfig
         from chatmill.train.loop import train_model
 
@@ -62,7 +62,7 @@ class Runs:
         train_model(config, model_name=name, out_dir=self.folder / "out", resume="auto", watch=watch, quiet=True)
 
     def killed(self, name: str, after: int, seconds: float) -> Ended:
-        """Start or resume a run, and kill it some seconds after a number of steps."""
+        """Start or resume a run, and kill it some time after a number of steps."""
         steps_made, send_step = os.pipe()
         child = begin(lambda: self.train(name, lambda: os.write(send_step, b".")))
         os.close(send_step)
@@ -74,7 +74,9 @@ class Runs:
         return ended
 
     def came_to(self, name: str) -> dict[str, Any]:
-        """The hashes of its tensors, and its loss curve; the audit log must verify with the last checkpoint's head."""
+        """Return the hashes of the run's tensors and its losses; raise if the audit log does not verify with the last
+        checkpoint's head.
+        """
         import torch
 
         from chatmill.audit import verify_log
@@ -101,14 +103,16 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     assert not (undisturbed.refused or undisturbed.broke), undisturbed
     stood = 0
     for number in range(size):
-        # Few enough steps that the run cannot come to its end before the last kill.
+        # The kills advance few enough steps that the run does not end before the last kill.
         after, seconds = rng.randint(1, STEPS_A_KILL), rng.uniform(0, LATER)
         if number % 5 == 4:
             after, seconds = 0, rng.uniform(0, 10 * LATER)
         ended = runs.killed("killed", after, seconds)
-        tally.notes["hit a checkpoint that was being written"] += any((folder / "out/killed").glob(".step_*"))
+        tally.notes["kills hit a checkpoint that was being written"] += any((folder / "out/killed").glob(".step_*"))
         if not ended.killed:
-            tally.loses(f"kill {number}: the run does not go on: {ended.refused or ended.broke or 'it was done'}")
+            tally.loses(
+                f"kill {number}: the run cannot be resumed: {ended.refused or ended.broke or 'it had already ended'}"
+            )
         else:
             stood += 1
     last = begin(lambda: runs.train("killed")).end(600)
@@ -116,19 +120,19 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     assert right.value is not None, right
     for _ in range(stood):
         if last.refused or last.broke or mine.value is None:
-            tally.loses(f"the run after its kills: {last.refused or last.broke or mine.refused or mine.broke}")
+            tally.loses(f"the run after its last kill: {last.refused or last.broke or mine.refused or mine.broke}")
         elif mine.value != right.value:
             differ = [what for what in right.value if mine.value[what] != right.value[what]]
-            tally.is_wrong(f"after {size} kills these differ from the undisturbed run's: {differ}")
+            tally.is_wrong(f"after {size} kills, these differ from the uninterrupted run: {differ}")
         else:
             tally.survives()
-    tally.notes["steps of the run"] = runs.steps
+    tally.notes["steps in the run"] = runs.steps
 
 
 TRIAL = Trial(
     "kill at random moments, training",
-    "SIGKILL of one training run at random moments, resumed each time: weights, optimizer state and every loss are "
-    "bitwise those of an uninterrupted run, and the audit log verifies",
+    "Kills one training run at random moments and resumes it each time. Weights, optimizer state and every loss must "
+    "be bitwise those of an uninterrupted run, and the audit log must verify",
     work,
     full=20,
     short=2,

@@ -1,4 +1,6 @@
-"""Two builders of one target at once: one of them builds, the other is refused in one line, and nothing is mixed."""
+"""Run two builds of one target at once: one must build, the other must be refused with a one-line error, and their
+files must not mix.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build(jobs[0], folder / "whole-a", unit_bytes=UNIT_BYTES)
     build(jobs[1], folder / "whole-b")
     right = [digests(folder / f"whole-{name}") for name in "ab"]
-    # They need not wait as patiently as people do.
+    # Wait for the lock for a shorter time than the command does by default.
     workplace.PATIENCE = 0.1
     for number in range(size):
         target = folder / str(number) / "x"
@@ -47,7 +49,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
         one = begin(first)
         if held:
-            # It is in the middle of its build, and stays there.
+            # The first build is paused in the middle.
             os.read(reached, 1)
         two = begin(lambda target=target, over=over: build(jobs[1], target, overwrite=over).sha256)
         second = two.end() if held else None
@@ -55,28 +57,28 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         ended = [one.end(), second or two.end()]
         for fd in (reached, send_reached, wait, go):
             os.close(fd)
-        where = f"round {number}, {'the first held' if held else 'a race'}{', over an old dataset' if over else ''}"
+        where = f"round {number}, {'the first paused' if held else 'a race'}{', over an old dataset' if over else ''}"
         broke = [each.broke for each in ended if each.broke]
         done = [each.value is not None for each in ended]
         stored = digests(target) if target.exists() else None
         if broke:
             tally.loses(f"{where}: {broke[0]}")
         elif held and done != [True, False]:
-            tally.is_wrong(f"{where}: the second did not keep out: {ended}")
+            tally.is_wrong(f"{where}: the second build was not refused: {ended}")
         elif not any(done) or (all(done) and not over):
             tally.loses(f"{where}: {[each.refused or 'done' for each in ended]}")
         elif stored not in [digest for digest, was in zip(right, done, strict=True) if was]:
-            tally.is_wrong(f"{where}: what is there is of neither who was done")
+            tally.is_wrong(f"{where}: the target is not the dataset of a build that succeeded")
         elif left_beside(target):
-            tally.loses(f"{where}: left {left_beside(target)}")
+            tally.loses(f"{where}: these files were left: {left_beside(target)}")
         else:
             tally.judge(survived=all(done), found=True)
 
 
 TRIAL = Trial(
-    "two builders of one target",
-    "two builds of one target at once, one paused in the middle or both in a race: the other waits or is refused "
-    "with a one-line error, and the target is complete",
+    "two concurrent builds of one target",
+    "Runs two builds of one target at once, with one paused in the middle or both in a race. The second must wait or "
+    "be refused with a one-line error, and the target must be complete",
     work,
     full=100,
     short=4,

@@ -1,4 +1,6 @@
-"""A viewer under good and hostile requests at once, connections that never send one, and clients that never read."""
+"""Send valid and hostile requests to a viewer at the same time, with connections that never send a request and clients
+that never read.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ from fault_injection.processes import apart, begin, cpu_time
 from fault_injection.trial import Tally, Trial
 
 CLIENT_SECONDS = 0.5
-"""How long this viewer waits for its clients."""
+"""Seconds that this viewer waits for its clients."""
 FLOOD_SECONDS = 600.0
-"""How long the viewer waits for clients that are too many: only their number may end their connections."""
+"""A long client timeout: only the limit on the number of connections may close them."""
 MAX_CONNECTIONS = 96
 ACCEPTED_AT_ONCE = 32
 AT_ONCE = 24
-"""Requests in flight, beside as many half-open connections."""
+"""Number of concurrent requests, and of half-open connections next to them."""
 QUIET_ROUNDS = 4
-"""A viewer that did nothing for so many times as long as it waits for clients will not end a connection any more."""
+"""A viewer that is idle for this multiple of its client timeout will not close more connections."""
 THREADS = 8
-"""Answers that it computes at a time."""
+"""Responses that the viewer computes at a time."""
 MEMORY = 24 << 20
-"""Bytes that the viewer may grow by after the first wave."""
+"""Bytes by which the viewer may grow after the first wave."""
 EPISODES = 60
 GOOD = [
     "/", "/page/page.js",
@@ -44,7 +46,7 @@ GOOD = [
 
 
 class Served:
-    """A viewer that runs, the descriptors that it has without connections, and its answers to good requests."""
+    """A running viewer, its number of descriptors without connections, and its responses to valid requests."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.port, self.pid, self.descriptors = port, pid, 0
@@ -52,24 +54,24 @@ class Served:
         self._quiet, self._used = 0, 0.0
 
     def is_stuck(self) -> bool:
-        """Whether it did nothing in so many calls, between which it had time to end connections."""
+        """Whether the viewer was idle during this many checks, between which it had time to close connections."""
         before, self._used = self._used, cpu_time(self.pid)
         self._quiet = self._quiet + 1 if self._used < before + 0.05 else 0
         return self._quiet > QUIET_ROUNDS
 
     async def next_piece(self, reader: asyncio.StreamReader) -> bytes:
-        """What it sends next; nothing at the end."""
+        """Return the next bytes, or empty bytes at the end."""
         receiving = asyncio.ensure_future(reader.read(1 << 20))
         while not (await asyncio.wait([receiving], timeout=2 * CLIENT_SECONDS))[0]:
             if self.is_stuck():
                 receiving.cancel()
-                raise AssertionError("it neither answers nor ends the connection")
+                raise AssertionError("the viewer neither responds nor closes the connection")
         return receiving.result()
 
 
 @contextmanager
 def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tuple[int, int, Path]]:
-    """A viewer in a separate process: its port, its process, and its standard error."""
+    """Start a viewer in a separate process; return its port, its process, and its standard error."""
     errors, reading = folder / f"stderr-{client_seconds}", os.pipe()
 
     def serve() -> None:
@@ -78,7 +80,7 @@ def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tup
         from chatmill.show.dataset import open_view
         from chatmill.show.viewer import Viewer
 
-        # The runner's process ignores or handles signals in its own way.
+        # Reset signal handlers inherited from the runner.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY, 0o600), 2)
         connections.CLIENT_SECONDS, connections.MAX_CONNECTIONS = client_seconds, MAX_CONNECTIONS
@@ -100,7 +102,7 @@ def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tup
 
 
 async def answer(served: Served, request: bytes) -> bytes:
-    """All that comes back until the connection ends."""
+    """Return everything received until the connection ends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     received = b""
     try:
@@ -137,9 +139,9 @@ async def try_good(served: Served, path: str, tally: Tally) -> None:
         tally.loses(f"{path}: {error}")
         return
     if status_of(received) != 200:
-        tally.loses(f"{path}: answered with {received[:100]!r}")
+        tally.loses(f"{path}: the response was {received[:100]}")
     elif body_of(received) != served.answers[path]:
-        tally.is_wrong(f"{path}: another answer than before")
+        tally.is_wrong(f"{path}: the response differs from the earlier one")
     else:
         tally.survives()
 
@@ -151,13 +153,13 @@ async def try_hostile(served: Served, request: Hostile, tally: Tally) -> None:
         tally.loses(f"{request.data[:100]!r}: {error}")
         return
     answered_well = not received or status_of(received) in request.statuses
-    tally.judge(found=answered_well, lost=f"{request.data[:100]!r}: answered with {received[:100]!r}")
+    tally.judge(found=answered_well, lost=f"{request.data[:100]}: the response was {received[:100]}")
 
 
 async def half_open(port: int, data: bytes) -> socket.socket:
     connection = socket.socket()
     connection.setblocking(False)
-    # So that answers that nobody reads do not just lie in a buffer of the system.
+    # Use a small receive buffer, so that unread responses do not fit into it.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, ("127.0.0.1", port))
@@ -168,7 +170,9 @@ async def half_open(port: int, data: bytes) -> socket.socket:
 
 
 async def wave(served: Served, requests: list[Hostile], rng: random.Random, tally: Tally) -> None:
-    """Half-open connections, and beside them good and hostile requests; then see that the former were ended."""
+    """Keep half-open connections, send valid and hostile requests, and check that the half-open connections are
+    closed.
+    """
     begun = [await half_open(served.port, HALF_OPEN[number % len(HALF_OPEN)]) for number in range(AT_ONCE)]
     begun.append(await half_open(served.port, UNREAD))
     room = asyncio.Semaphore(AT_ONCE)
@@ -181,18 +185,20 @@ async def wave(served: Served, requests: list[Hostile], rng: random.Random, tall
     await asyncio.gather(*map(one, requests))
     kept = await kept_open(served, begun, tally)
     for number, connection in enumerate(begun):
-        tally.judge(found=number >= kept, lost="a half-open connection is kept")
+        tally.judge(found=number >= kept, lost="a half-open connection was not closed")
         connection.close()
 
 
 async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) -> int:
-    """How many of these connections the viewer keeps, however busy the machine is, when the time of all is over."""
-    # It has accepted them before it answers this, and looks at its timers before it answers the next; but it may still
-    # be computing for some of them.
+    """Return the number of these connections that the viewer keeps after their time limit, on a machine of any
+    speed.
+    """
+    # The viewer accepted these connections before it answers this request, and checks its timers before it answers the
+    # next one; but it may still be computing for some of them.
     await try_good(served, "/", tally)
     while (kept := descriptors(served.pid) - served.descriptors) > 0 and not served.is_stuck():
         for connection in begun:
-            # One more byte buys no more time.
+            # Sending one more byte must not extend the time limit.
             with suppress(OSError):
                 connection.send(b"a")
         await asyncio.sleep(CLIENT_SECONDS + 0.1)
@@ -201,14 +207,14 @@ async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) ->
 
 
 async def flood(served: Served, tally: Tally) -> None:
-    """Many more connections than the viewer holds: a good request is answered, and it keeps no more of them."""
+    """Open many more connections than the viewer's limit: a valid request must still be answered."""
     await begin_to_serve(served)
     begun = []
     for _ in range(4):
         begun += [await half_open(served.port, b"GET / HT") for _ in range(MAX_CONNECTIONS)]
         await asyncio.gather(*(try_good(served, path, tally) for path in GOOD))
         held = descriptors(served.pid) - served.descriptors
-        tally.judge(found=held <= MAX_CONNECTIONS + ACCEPTED_AT_ONCE, lost=f"the viewer holds {held} connections")
+        tally.judge(found=held <= MAX_CONNECTIONS + ACCEPTED_AT_ONCE, lost=f"the viewer keeps {held} connections")
     for connection in begun:
         connection.close()
 
@@ -227,7 +233,7 @@ def threads(pid: int) -> int:
 
 
 async def begin_to_serve(served: Served) -> None:
-    """Wait until the viewer is idle, and record its answers."""
+    """Wait until the viewer is idle, and record its responses."""
     while any(each["searched"] < each["episodes"] for each in json.loads(await body(served, "/api/progress")).values()):
         await asyncio.sleep(0.01)
     served.descriptors = descriptors(served.pid)
@@ -241,17 +247,17 @@ async def soak(served: Served, size: int, rng: random.Random, tally: Tally) -> N
     requests = rng.sample(known, size) if size < len(known) else known
     requests += [mutated(get(rng.choice(GOOD)), rng) for _ in range(max(size // 4, size - len(known)))]
     rng.shuffle(requests)
-    # What is made once, threads and caches, is made by the first wave.
+    # Threads and caches that are created once are created by the first wave.
     first, step = AT_ONCE * 2, AT_ONCE * 20
     await wave(served, requests[:first], rng, tally)
     used = memory(pid)
     for start in range(first, len(requests), step):
         await wave(served, requests[start : start + step], rng, tally)
     left, grown, running = descriptors(pid) - served.descriptors, memory(pid) - used, threads(pid)
-    tally.judge(found=left <= 0, lost=f"{left} descriptors more than at the beginning")
+    tally.judge(found=left <= 0, lost=f"{left} more descriptors than at the beginning")
     tally.judge(found=grown < MEMORY, lost=f"{grown >> 20} MiB more than after the first wave")
     tally.judge(found=running <= THREADS + 3, lost=f"{running} threads")
-    tally.notes["KiB of memory more after it than after the first wave"] = grown >> 10
+    tally.notes["KiB of memory growth after the first wave of requests"] = grown >> 10
 
 
 def make(folder: Path) -> bool:
@@ -268,7 +274,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     try:
         import uvicorn  # noqa: F401
     except ImportError:
-        tally.skipped = "the viewer needs uvicorn and starlette"
+        tally.skipped = "install uvicorn and starlette to run this trial"
         return
     assert apart(lambda: make(folder)).value
     with viewer(folder) as (port, pid, errors):
@@ -280,11 +286,11 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 TRIAL = Trial(
-    "viewer",
-    "valid and hostile requests to `chatmill view` at the same time, among connections that send half a request or "
-    "never read, and four times as many as it holds: every valid request gets the right response, the others are "
-    "refused or closed, nothing is written to standard error, and file descriptors, threads and memory return to "
-    "their earlier level",
+    "hostile viewer requests",
+    "Sends valid and hostile requests to `chatmill view` at the same time, among connections that send half a "
+    "request or never read, and four times as many as its limit. Every valid request must get the right response, "
+    "the others must be refused or closed, nothing may be written to standard error, and file descriptors, threads "
+    "and memory must return to their earlier level",
     work,
     full=5000,
     short=40,

@@ -1,4 +1,4 @@
-"""SIGKILL at every operation on the disk: of a build, and of a training run with its checkpoints and audit log."""
+"""Kill a build, and a training run with checkpoints and an audit log, with SIGKILL at every disk operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNIT_BYTES = 9_000
 
 
 def points(total: int, most: int) -> list[int]:
-    """Which of the operations to stop at: all, or so many of them spread evenly, the last always."""
+    """Return the operations to stop at: all, or this many spread evenly, always including the last."""
     if most >= total:
         return list(range(1, total + 1))
     return sorted(total - number * total // most for number in range(most))
@@ -48,13 +48,13 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
                 build(job, target, unit_bytes=UNIT_BYTES, overwrite=over)
 
             ended = apart(killed)
-            where = f"{'over an old one' if over else 'a new dataset'}, killed at operation {at} of {counter.count}"
+            where = f"{'over an old dataset' if over else 'a new dataset'}, killed at operation {at} of {counter.count}"
             if not ended.killed:
-                tally.loses(f"{where}: was not killed; {ended}")
+                tally.loses(f"{where}: the build was not killed; {ended}")
                 continue
             found = digests(target) if target.exists() else None
             if found != new and found != (old if over else None):
-                tally.loses(f"{where}: the target is neither old nor new")
+                tally.loses(f"{where}: the target is neither the old nor the new dataset")
                 continue
             again = target.exists()
             done = outcome(
@@ -65,9 +65,11 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
             if done.value is None:
                 tally.loses(f"{where}: cannot be resumed: {done.refused or done.broke}")
             elif digests(target) != new:
-                tally.is_wrong(f"{where}: resumed to other bytes")
+                tally.is_wrong(f"{where}: the resumed build has different bytes")
             else:
-                tally.judge(survived=left_beside(target) == [], lost=f"{where}: left {left_beside(target)}")
+                tally.judge(
+                    survived=left_beside(target) == [], lost=f"{where}: these files were left: {left_beside(target)}"
+                )
 
 
 def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
@@ -87,7 +89,9 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
         trained(data, folder, name=name, resume="auto", audit_dir=str(folder / f"logs-{name}"), **steps)
 
     def came_to(name: str) -> dict[str, str]:
-        """The weights and moments of the last checkpoint; `DataError` if the audit log is not of them."""
+        """Return the weights and optimizer state of the last checkpoint; raise `DataError` if the audit log does not
+        match them.
+        """
         last = list_checkpoints(folder / name)[-1]
         audit = open_checkpoint(last, World(0, 1, torch.device("cpu"))).state["audit"]
         checked = verify_log(folder / f"logs-{name}" / audit["log"], data, heads={"the checkpoint": audit["head"]})
@@ -110,35 +114,35 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
         where = f"a run killed at operation {at} of {operations}"
         if not (ended := apart(killed)).killed:
-            tally.loses(f"{where}: was not killed; {ended}")
+            tally.loses(f"{where}: the run was not killed; {ended}")
             continue
         if os.path.lexists(best := folder / name / "best") and not (best / "checkpoint.json").is_file():
-            tally.is_wrong(f"{where}: best names no checkpoint")
+            tally.is_wrong(f"{where}: best does not point to a checkpoint")
             continue
         if (again := apart(lambda name=name: run(name))) and (again.refused or again.broke):
-            tally.loses(f"{where}: does not go on: {again.refused or again.broke}")
+            tally.loses(f"{where}: cannot be resumed: {again.refused or again.broke}")
             continue
         result = outcome(lambda name=name: came_to(name))
         if result.value is None:
             tally.loses(f"{where}: {result.refused or result.broke}")
         elif result.value != right:
-            tally.is_wrong(f"{where}: other weights than the undisturbed run's")
+            tally.is_wrong(f"{where}: the weights differ from the uninterrupted run")
         else:
             tally.survives()
 
 
 BUILDS = Trial(
     "kill at every write, prepare",
-    "SIGKILL at each write, sync and rename of a build, with and without an older dataset at the target: the target "
-    "is the old dataset, the new one or absent, and the resumed build has the bytes of an uninterrupted one",
+    "Kills a build at each write, sync and rename, with and without an older dataset at the target. The target must "
+    "be the old dataset, the new one or absent, and the resumed build must have the bytes of an uninterrupted one",
     builds,
     full=10_000,
     short=12,
 )
 RUNS = Trial(
     "kill at every write, training",
-    "SIGKILL at each operation of a run that saves checkpoints and an audit log: it resumes, bitwise equal to an "
-    "uninterrupted run, and the log verifies",
+    "Kills a run that saves checkpoints and an audit log at each disk operation. The run must resume to a result "
+    "bitwise equal to an uninterrupted run, and the log must verify",
     runs,
     full=10_000,
     short=6,
