@@ -1,10 +1,10 @@
 """Run every benchmark, each in a separate process, and write the page of results.
 
-    make bench                        all of it: benchmarks.md, benchmarks.svg and the flame graphs in docs/explanation
-    make bench ARGS=--quick           small sizes, to try it out: the page goes to benchmarks/.results/quick
-    make bench ARGS="--only load"     this part again, and the page from it and what was measured before
-    make bench ARGS="--gpu"           training too, on a machine with a GPU; `--gpu FILE ...` takes what
-                                      `python benchmarks/train.py --results FILE` wrote elsewhere
+    make bench                        run all benchmarks; write benchmarks.md, its chart and flame graphs
+    make bench ARGS=--quick           use small sizes; write the page to benchmarks/.results/quick
+    make bench ARGS="--only load"     run one benchmark; write the page from it and the earlier results
+    make bench ARGS="--gpu"           include training, on a machine with a GPU; `--gpu FILE ...` reads
+                                      results of `python benchmarks/train.py --results FILE`
     make bench ARGS="--input chat.jsonl --tokenizer tokenizer.json"
 
 The results of each benchmark are kept as JSON under benchmarks/.results.
@@ -91,19 +91,23 @@ QUICK = ("--conversations", 2_000)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes; does not write to docs/")
+    parser.add_argument("--quick", action="store_true", help="use small sizes and do not write to docs/")
     parser.add_argument(
         "--only",
         nargs="+",
         choices=[step.name for step in STEPS],
-        help="run only these; keep the earlier results of the others",
+        help="run only these benchmarks and keep the earlier results of the others",
     )
-    parser.add_argument("--page", action="store_true", help="measure nothing; write the page from earlier results")
+    parser.add_argument("--page", action="store_true", help="write the page from earlier results without measuring")
     parser.add_argument(
-        "--gpu", nargs="*", type=Path, metavar="FILE", help="include training: measured here, or results from FILE"
+        "--gpu",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="include training: measure it on this machine, or read results from FILE",
     )
-    parser.add_argument("--input", type=Path, help="your own conversations: JSON lines with plain text messages")
-    parser.add_argument("--tokenizer", type=Path, help="your own tokenizer.json, with the ChatML tokens")
+    parser.add_argument("--input", type=Path, help="use your own conversations: JSON lines with plain text messages")
+    parser.add_argument("--tokenizer", type=Path, help="use your own tokenizer.json, with the ChatML tokens")
     args = parser.parse_args()
     for name in ("input", "tokenizer"):
         if (file := getattr(args, name)) and not file.is_file():
@@ -119,7 +123,7 @@ def main() -> None:
     found = read(results)
     whole = not (absent := [step.name for step in STEPS if step.name not in found])
     if not whole and not args.quick:
-        print(f"the page is not written: there are no results for {', '.join(absent)}", file=sys.stderr)
+        print(f"the page is not written: run the missing benchmarks {', '.join(absent)}", file=sys.stderr)
     for path in write(found, results if args.quick else DOCS, whole=whole or args.quick):
         print(f"written: {os.path.relpath(path)}", file=sys.stderr)
     for what in missed(found):
@@ -129,7 +133,7 @@ def main() -> None:
 def measure(only: list[str] | None, own: list[object], results: Path, *, quick: bool) -> None:
     began, waiting = time.monotonic(), os.getloadavg()[0]
     if waiting > BUSY:
-        print(f"the machine is busy (load {waiting:.1f}): speeds will be too low", file=sys.stderr)
+        print(f"the machine is busy (load {waiting:.1f}): measured speeds will be too low", file=sys.stderr)
     for step in STEPS:
         if only and step.name not in only:
             continue
@@ -149,7 +153,7 @@ def run(script: str, words: list[object]) -> Any:
     command = [sys.executable, str(HERE / script), *map(str, words)]
     if script != "corpus.py":
         command.append("--json")
-    # By default, peers look for files on the network.
+    # Without this setting, the peers look for files on the network.
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | quiet, check=False)
     try:
@@ -167,11 +171,11 @@ def announced(name: str) -> Iterator[None]:
 
 
 def training(files: list[Path], results: Path) -> None:
-    """Keep the GPU results of `files`, or of a run on this machine, for this page and later ones."""
+    """Store the GPU results from `files`, or from a run on this machine, for this page and later ones."""
     if not files:
         files = [results / "train.jsonl"]
         with announced("training"):
-            # It exits with 1 if a target is missed, after it has written its results.
+            # train.py exits with 1 if a target is missed, after it has written its results.
             command = [sys.executable, str(HERE / "train.py"), "--results", str(files[0]), "--warm"]
             subprocess.run(command, check=False)
     keep(files)
@@ -184,7 +188,7 @@ def read(results: Path) -> Results:
 
 
 def write(found: Results, out: Path, *, whole: bool) -> list[Path]:
-    """Write the flame graphs and, if the results are `whole`, the page and the chart."""
+    """Write the flame graphs and, if `whole` is true, the page and the chart."""
     texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)} if whole else {}
     for part in found.get("profiles", {}).get("parts", []):
         texts[f"flame-{part['name']}.svg"] = flame_graph(part["title"], part["stacks"])

@@ -1,4 +1,4 @@
-"""The chart: how many times as fast as each peer, on a logarithmic scale, as plain SVG."""
+"""Draw the chart of speedups over each peer, on a logarithmic scale, as plain SVG."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ STYLE = """
 
 
 def chart(results: Results) -> str:
-    """One bar for each comparison with a peer; the longer, the faster chatmill is. Left of 1, the peer is faster."""
+    """Draw one bar for each comparison with a peer; a longer bar means a larger speedup of chatmill. A bar to the left
+    of 1 means that the peer is faster.
+    """
     shown = [line for line in lines(results) if line.times is not None] + _training(results)
     most = max([100.0, *(line.times or 0 for line in shown)])
     least = min([1.0, *(line.times or 1 for line in shown)])
@@ -39,10 +41,10 @@ def chart(results: Results) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="How many times as fast as each peer chatmill is">',
+        f'aria-label="Speedup of chatmill over each peer">',
         f"  <style>{STYLE}  </style>",
-        '  <text class="title" x="16" y="26">How many times as fast as each peer</text>',
-        '  <text class="small" x="16" y="43">logarithmic; each pair side by side in one run</text>',
+        '  <text class="title" x="16" y="26">Speedup of chatmill over each peer</text>',
+        '  <text class="small" x="16" y="43">logarithmic scale; both sides were measured in the same run</text>',
     ]
     for power in range(first, last + 1):
         x, kind = at(10.0**power), "one" if power == 0 else "grid"
@@ -67,7 +69,7 @@ def _bar(line: Line, y: float, at) -> list[str]:  # type: ignore[no-untyped-def]
 
 
 def _training(results: Results) -> list[Line]:
-    """chatmill's own model compared with peers of the same precision, and with the usual setups."""
+    """Return the comparisons of chatmill's own model with peers of the same precision, and with common setups."""
     found = {name: one for name, one in results.get("gpu", {}).items() if "error" not in one}
     if (ours := found.get("0.6b-own-adamw")) is None:
         return []

@@ -1,11 +1,11 @@
-"""Preparing on many cores: the same build with two processes on two cores, and with one process per core.
+"""Compare the same build with two processes on two cores and with one process per core.
 
     python benchmarks/cores.py                   two cores and all cores of this machine; 500,000 conversations
-    python benchmarks/cores.py --cores 2 4 8     these
+    python benchmarks/cores.py --cores 2 4 8     these numbers of cores
 
-The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096. Start-up is not counted. All
-builds write the same bytes. *Serial* is the CPU time of the main process, whose work is not parallel: it plans the
-shards, collects the results of units and removes the staged files.
+The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096. Start-up time is excluded. All
+builds write the same bytes. *Serial* is the CPU time of the main process, which is not parallel: it plans the shards,
+collects the results of units and removes the staged files.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main() -> int:
     add_options(parser)
     everything = sorted(os.sched_getaffinity(0))
     parser.add_argument("--cores", type=int, nargs="+", default=[FEW, len(everything)])
-    parser.add_argument("--times", type=int, default=10, help="how many times the conversations are repeated")
-    parser.add_argument("--runs", type=int, default=2, help="number of runs; the fastest counts")
+    parser.add_argument("--times", type=int, default=10, help="number of times the conversations are repeated")
+    parser.add_argument("--runs", type=int, default=2, help="number of runs; the fastest run is reported")
     parser.add_argument("--folder", type=Path, help="folder for the input and the dataset, such as /dev/shm")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -79,7 +79,9 @@ def main() -> int:
 
 
 def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str, Any]:
-    """Seconds of one build, and the CPU time of the main process, in seconds and as a share of all CPU time."""
+    """Return the seconds of one build, and the CPU time of the main process, in seconds and as a share of all CPU
+    time.
+    """
     shutil.rmtree(folder / "dataset", ignore_errors=True)
     os.sync()
     before, began = times(), time.perf_counter()
@@ -96,7 +98,7 @@ def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str,
 
 
 def times() -> tuple[float, float]:
-    """CPU time of this process, and of its child processes that have ended."""
+    """Return the CPU time of this process and of its child processes that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     own, others = (each.ru_utime + each.ru_stime for each in used)
     return own, others

@@ -1,8 +1,8 @@
-"""The data of the benchmarks: conversations with realistic lengths, made from text that every machine has.
+"""Generate the benchmark data: conversations with realistic lengths, made from text that every machine has.
 
-English prose comes from the docstrings of the Python installation, and code from its sources; words of other
-languages are random letters of their scripts. Everything is seeded, created once, and kept under `benchmarks/.data`.
-`python benchmarks/corpus.py` creates it; use `--input` and `--tokenizer` to run a benchmark on your own data.
+English prose comes from the docstrings of the Python installation, and code from its sources; words of other languages
+are random letters from their scripts. All data is generated from a fixed seed once, and kept under `benchmarks/.data`.
+`python benchmarks/corpus.py` generates the data; use `--input` and `--tokenizer` to run a benchmark on your own data.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def foreign(rng: random.Random) -> str:
 
 
 def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Multi-turn chats of about 780 tokens each, two thirds of them in assistant turns."""
+    """Yield multi-turn chats of about 780 tokens each, two thirds of them in assistant turns."""
     rng = random.Random(seed)
     prose, code = prose_and_code(rng)
 
@@ -97,7 +97,7 @@ def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[
 
 
 def chat_file(count: int) -> Path:
-    """Return the file of `count` conversations; create it if it does not exist."""
+    """Return the file of `count` conversations, and create it if it does not exist."""
     path = DATA / f"chat-{count}.jsonl"
     if not path.exists():
         print(f"making {path.name} …", file=sys.stderr, flush=True)
@@ -111,7 +111,7 @@ def chat_file(count: int) -> Path:
 
 
 def tokenizer_file(vocab_size: int = 100_000) -> Path:
-    """A byte-level BPE trained on conversations like these, with the control tokens of ChatML."""
+    """Train a byte-level BPE on generated conversations, with the ChatML control tokens."""
     from chatmill.format import load_format
     from chatmill.tokenizer import train_bpe
 
@@ -126,7 +126,7 @@ def tokenizer_file(vocab_size: int = 100_000) -> Path:
 
 
 class Data(NamedTuple):
-    """Input of a benchmark: a file of conversations, their number, and a tokenizer.json with the ChatML tokens."""
+    """The input of a benchmark: a file of conversations, their number, and a tokenizer.json with the ChatML tokens."""
 
     path: Path
     conversations: int
@@ -135,14 +135,14 @@ class Data(NamedTuple):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--conversations", type=int, default=50_000, help="number of conversations to generate, without --input"
+        "--conversations", type=int, default=50_000, help="number of conversations to generate if --input is not given"
     )
-    parser.add_argument("--input", type=Path, help="your own conversations: JSON lines with plain text messages")
-    parser.add_argument("--tokenizer", type=Path, help="your own tokenizer.json, with the ChatML tokens")
+    parser.add_argument("--input", type=Path, help="use your own conversations: JSON lines with plain text messages")
+    parser.add_argument("--tokenizer", type=Path, help="use your own tokenizer.json, with the ChatML tokens")
 
 
 def chosen(args: argparse.Namespace) -> Data:
-    """Return the files given on the command line, or generated ones; creates the folder for generated files."""
+    """Return the files given on the command line, or generated ones."""
     DATA.mkdir(exist_ok=True)
     tokenizer = args.tokenizer or tokenizer_file()
     if args.input is None:
@@ -152,7 +152,7 @@ def chosen(args: argparse.Namespace) -> Data:
 
 
 def options_of(data: Data) -> list[str]:
-    """Return the flags that make the same choice in another process."""
+    """Return the command-line flags that select the same files in another process."""
     return ["--input", str(data.path), "--tokenizer", str(data.tokenizer)]
 
 
@@ -168,7 +168,7 @@ def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description="Generate the data of the benchmarks.")
+    options = argparse.ArgumentParser(description="Generate the benchmark data.")
     add_options(options)
     arguments = options.parse_args()
     found = chosen(arguments)

@@ -1,4 +1,4 @@
-"""Flame graphs of sampled stacks as plain SVG, and a table of the functions with the most samples."""
+"""Draw flame graphs of sampled stacks as plain SVG, and list the functions with the most samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, ROW, TOP, LETTER = 1000, 17, 40, 6.4
 LEAST = 0.004
-"""A frame with a smaller share of the samples is left out."""
+"""Frames with a smaller share of the samples are omitted."""
 STYLE = """
     svg { background: #ffffff }
     text { font: 11px ui-monospace, "DejaVu Sans Mono", monospace; fill: #1f2328; pointer-events: none }
@@ -78,7 +78,9 @@ def _kind(frame: str) -> str:
 
 
 def hottest(stacks: dict[str, int], count: int = 8) -> list[tuple[str, float, float]]:
-    """The functions with the most samples: share of samples in the function itself, and including what it calls."""
+    """Return the functions with the most samples, with the share of samples in the function itself and including its
+    callees.
+    """
     own, whole = Counter[str](), Counter[str]()
     for stack, samples in stacks.items():
         frames = stack.split(";")

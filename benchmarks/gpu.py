@@ -1,6 +1,6 @@
-"""GPU training results, kept in the repository because most benchmark runs have no GPU.
+"""Store GPU training results in the repository, because most benchmark runs have no GPU.
 
-python benchmarks/gpu.py FILE ...    keep what benchmarks/train.py wrote; update docs/explanation/benchmarks.md
+python benchmarks/gpu.py FILE ... store the results of benchmarks/train.py and update docs/explanation/benchmarks.md
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ GPU, PAGE = HERE / "results" / "gpu.json", HERE.parent / "docs" / "explanation" 
 
 
 def kept() -> dict[str, Found]:
-    """The kept results by line name."""
+    """Return the stored results by line name."""
     return dict(json.loads(GPU.read_text("utf-8")))
 
 
 def keep(files: list[Path]) -> dict[str, Found]:
-    """Merge the last result of each line in these files into the kept results; returns all of them."""
+    """Merge the last result of each line in these files into the stored results, and return all of them."""
     found = kept() | read_results(files)
     GPU.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return found

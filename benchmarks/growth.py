@@ -1,7 +1,7 @@
-"""How chatmill's time and memory grow with the data: `python benchmarks/growth.py [--json]`.
+"""Measure how chatmill's time and memory grow with the data: `python benchmarks/growth.py [--json]`.
 
-A tenth of the conversations, all of them, and ten times as many are prepared, verified and loaded, each in a separate
-process. Verifying is compared with only hashing the same bytes.
+The benchmark prepares, verifies and loads a tenth of the conversations, all of them, and ten times as many, each in a
+separate process. The time to verify is compared with the time to hash the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG = {"batch_size": 16, "block_size": 4096, "use_loss_mask": True, "pad_toke
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--side", choices=tuple(SIDES), help="run only this measurement, on --dataset")
+    parser.add_argument("--side", choices=tuple(SIDES), help="run only this measurement, on the dataset of --dataset")
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -89,7 +89,7 @@ def shown(step: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-# Each of these runs in a separate process.
+# Each of these measurements runs in a separate process.
 
 
 def opening(dataset: Path) -> dict[str, float]:
@@ -100,7 +100,7 @@ def opening(dataset: Path) -> dict[str, float]:
 
 
 def verifying(dataset: Path) -> dict[str, float]:
-    """Seconds of both checks and, for comparison, of only hashing every file."""
+    """Return the seconds of both checks and, for comparison, of only hashing every file."""
 
     def bare() -> None:
         for path in dataset.rglob("*"):
@@ -122,8 +122,10 @@ def verifying(dataset: Path) -> dict[str, float]:
 
 
 def loading(dataset: Path) -> dict[str, float]:
-    """Milliseconds per packed batch; the first batch, which plans the epoch's first window, is reported separately."""
-    # Imported here because it imports torch, which the other measurements must not load.
+    """Return the milliseconds per packed batch; the first batch, which plans the epoch's first window, is reported
+    separately.
+    """
+    # The import is here because it imports torch, which the other measurements must not load.
     from chatmill.load.loader import EpisodeLoader
 
     loader = EpisodeLoader(dataset, CONFIG)

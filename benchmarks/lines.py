@@ -1,4 +1,4 @@
-"""Summary of the results, one line per comparison: chatmill, the floor, the peer, memory."""
+"""Summarize the results with one line per comparison: chatmill, the floor, the peer and the memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Line:
-    """One comparison. The floor is the best possible time for that work on this machine."""
+    """One line of the summary; the floor is the best possible time for the work on this machine."""
 
     what: str
     ours: str
     floor: str = ""
     share: float | None = None
-    """Speed as a fraction of the floor's speed: 1 is the best possible."""
+    """Speed relative to the floor; 1 is the best possible value."""
     peer: str = ""
     """Name and version of the peer."""
     theirs: str = ""
     times: float | None = None
-    """Speed as a multiple of the peer's: below 1 the peer is faster."""
+    """Speed relative to the peer; below 1, the peer is faster."""
     memory: tuple[float, ...] = ()
-    """Peak memory in bytes: chatmill, then the peer if there is one."""
+    """Peak memory in bytes: chatmill's, then the peer's if one was measured."""
 
 
 def lines(results: Results) -> list[Line]:
@@ -130,7 +130,7 @@ def _startup(found: Any) -> list[Line]:
         ),
         Line(
             f"`chatmill prepare`, {found['records']} records, vocabulary of {found['vocabulary']:,}",
-            f"{seconds(found['prepare_s'])}; {seconds(found['cold_s'])} the first time",
+            f"{seconds(found['prepare_s'])}; {seconds(found['cold_s'])} in the first run",
         ),
     ]
 
@@ -139,7 +139,7 @@ def _near(found: Any) -> list[Line]:
     beside = found["beside"]
     return [
         Line(
-            f"prepare {beside['records']:,} short conversations, near-duplicates removed",
+            f"prepare {beside['records']:,} short conversations and remove near-duplicates",
             seconds(beside["seconds"]),
             peer=f"datatrove {found['versions']['datatrove']} MinHash, four stages",
             theirs=seconds(beside["peer_seconds"]),
@@ -147,7 +147,11 @@ def _near(found: Any) -> list[Line]:
             memory=(beside["memory"], beside["peer_memory"]),
         ),
         *(
-            Line(f"the same with {size['records']:,}", seconds(size["seconds"]), memory=(size["memory"],))
+            Line(
+                f"prepare {size['records']:,} short conversations and remove near-duplicates",
+                seconds(size["seconds"]),
+                memory=(size["memory"],),
+            )
             for size in found["sizes"]
         ),
     ]
@@ -163,7 +167,7 @@ def _pack(found: Any) -> list[Line]:
             seconds(plan["timings"][0]["seconds"]),
             f"{plan['figures']['floor']}, {seconds(plan['figures']['floor_s'])}",
             plan["figures"]["floor_s"] / plan["timings"][0]["seconds"],
-            f"{trl} `pack_dataset`, the fastest way",
+            f"{trl} `pack_dataset`, the fastest variant",
             seconds(fastest),
             plan["figures"]["times_trl"],
             (memory["plan"], memory["trl"]),
@@ -192,7 +196,7 @@ def _pack(found: Any) -> list[Line]:
     for timing, (size, speed) in zip(blocks["timings"], blocks["figures"]["mtok"].items(), strict=True):
         made.append(
             Line(
-                f"stream blocks of {size}, one core",
+                f"pack stream blocks of {size}, one core",
                 f"{digits(speed)} Mtok/s",
                 f"{blocks['figures']['floor']}, {rate(blocks['figures']['tokens'] / blocks['figures']['floor_s'])}",
                 blocks["figures"]["floor_s"] / timing["seconds"],
@@ -208,7 +212,7 @@ def _load(found: Any) -> list[Line]:
         ms, copy = shape["batch_ms"], seconds(shape["batch_ms"]["copy"] / 1e3)
         made += [
             Line(
-                f"a batch of {shape['name']}",
+                f"load a batch of {shape['name']}",
                 seconds(ms["ours"] / 1e3),
                 f"a plain copy of its {shape['batch_bytes'] / 1e6:.2f} MB, {copy}",
                 shape["copy_share"],
@@ -218,7 +222,7 @@ def _load(found: Any) -> list[Line]:
                 (shape["memory"]["chatmill"], shape["memory"]["peer"]),
             ),
             Line(
-                "the same, with an audit log",
+                f"load a batch of {shape['name']}, with an audit log",
                 seconds(ms["logged"] / 1e3),
                 f"the same copy, {copy}",
                 ms["copy"] / ms["logged"],
@@ -239,33 +243,38 @@ def _load(found: Any) -> list[Line]:
 
 def _open(found: Any) -> list[Line]:
     (middle, _), (whole, _) = found["read_us"]["tokens and mask"], found["read_us"]["rows with spans and origins"]
-    mapped = f"the same bytes from a memory map, {seconds(found['floor_us'] / 1e6)}"
+    mapped = f"reading the same bytes from a memory map, {seconds(found['floor_us'] / 1e6)}"
     return [
         Line(
             f"open {found['episodes']:,} episodes and read one",
             seconds(found["open_ms"] / 1e3),
-            f"parse the metadata, map five files, {seconds(found['floor_ms'] / 1e3)}",
+            f"parsing the metadata and mapping five files, {seconds(found['floor_ms'] / 1e3)}",
             found["floor_ms"] / found["open_ms"],
             memory=(found["memory"],),
         ),
-        Line("tokens and mask of a random episode", seconds(middle / 1e6), mapped, found["floor_us"] / middle),
-        Line("the whole row of a random episode, with spans", seconds(whole / 1e6), mapped, found["floor_us"] / whole),
+        Line("read the tokens and mask of a random episode", seconds(middle / 1e6), mapped, found["floor_us"] / middle),
+        Line(
+            "read the whole row of a random episode, with spans",
+            seconds(whole / 1e6),
+            mapped,
+            found["floor_us"] / whole,
+        ),
     ]
 
 
 def _remote(found: Any) -> list[Line]:
     size, link = f"{found['bytes'] / 1e6:,.0f} MB", found["bytes"] / found["link"] / 1e6
-    alone = f"the link alone, {seconds(link)}"
+    alone = f"the download alone, {seconds(link)}"
     local, warm = (found["positions"] / found[f"{name}_batches_s"] for name in ("local", "warm"))
     return [
         Line(
-            f"{size} in a bucket, {found['link']:g} MB/s, cold: the first batch of a shuffled epoch",
+            f"{size} in a bucket, {found['link']:g} MB/s, cold: first batch of a shuffled epoch",
             seconds(found["cold_first_s"]),
             alone,
             found["cold_first"],
         ),
-        Line("the same: the whole epoch", seconds(found["cold_s"]), alone, found["cold_epoch"]),
-        Line("the same, warm: batches", rate(warm), f"the local dataset, {rate(local)}", found["warm"]),
+        Line(f"{size} in a bucket, cold: whole epoch", seconds(found["cold_s"]), alone, found["cold_epoch"]),
+        Line(f"{size} in a bucket, warm: batches", rate(warm), f"the local dataset, {rate(local)}", found["warm"]),
     ]
 
 
@@ -286,9 +295,9 @@ def _growth(found: Any) -> list[Line]:
 def _rollout(found: Any) -> list[Line]:
     return [
         Line(
-            f"rollout targets, {found['tokens']:.0f} tokens and {found['objects']} objects, one core",
+            f"build rollout targets, {found['tokens']:.0f} tokens and {found['objects']} objects, one core",
             f"{digits(found['targets_per_second'])} /s",
-            f"decode, parse as JSON, encode the true objects, {digits(found['floor_per_second'])} /s",
+            f"decoding, parsing as JSON and encoding the true objects, {digits(found['floor_per_second'])} /s",
             found["targets_per_second"] / found["floor_per_second"],
             memory=(found["memory"],),
         )
@@ -296,17 +305,17 @@ def _rollout(found: Any) -> list[Line]:
 
 
 def _view(found: Any) -> list[Line]:
-    first, hit = max(found["first_page_ms"]), found["search_s"]["a text of the last episodes alone"]
+    first, hit = max(found["first_page_ms"]), found["search_s"]["a text in one episode"]
     return [
         Line(
-            f"the viewer's first page, {found['episodes']:,} episodes",
+            f"load the viewer's first page, {found['episodes']:,} episodes",
             seconds(first / 1e3),
             f"the same number of requests for a small file, {seconds(found['floor_ms'] / 1e3)}",
             found["floor_ms"] / first,
             memory=(found["memory"],),
         ),
         Line(
-            "the viewer's search with one hit",
+            "search in the viewer, one hit",
             seconds(hit),
             f"a request for a small file, {seconds(found['request_ms'] / 1e3)}",
             found["request_ms"] / 1e3 / hit,

@@ -1,14 +1,14 @@
-"""Loading batches: chatmill compared with Hugging Face datasets and TRL's collator, and with a plain copy of the bytes.
+"""Compare the loading of batches with Hugging Face datasets and TRL's collator, and with a plain copy of the bytes.
 
     python benchmarks/load.py                           50 000 conversations
     python benchmarks/load.py --conversations 2000      quicker
     python benchmarks/load.py --billion                 also a billion episodes, in sparse files
 
-Both sides load shuffled batches of the same rows, in one process. For the peer, rows are truncated, packed (best fit
-decreasing) and masked beforehand; chatmill does this while it loads. Every field of a batch is created: for chatmill x,
-y, loss mask, weights, positions, segments and episode ids; for the peer ids, labels, and the attention mask or the
-positions and sequence lengths for varlen attention. The benchmark first checks that both give the same tokens and
-labels. The memory of each side is measured in a separate process.
+Both sides load shuffled batches of the same rows in one process. For the peer, rows are truncated, packed (best fit
+decreasing) and masked beforehand; chatmill does all of this while it loads. Every field of a batch is created: x, y,
+loss mask, weights, positions, segments and episode ids for chatmill; ids, labels, and the attention mask or the
+positions and sequence lengths for varlen attention for the peer. The benchmark first checks that both give the same
+tokens and labels. The memory of each side is measured in a separate process.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
     target: int
     """Target: speedup over the peer."""
     batches: int
-    """Batches per run."""
+    """Number of batches per run."""
 
     @property
     def name(self) -> str:
@@ -95,7 +95,9 @@ def make_dataset(data: Data, folder: Path) -> Path:
 
 
 def peer_rows(dataset: Path, shape: Shape) -> Any:
-    """The same conversations as an Arrow table with the columns that TRL prepares: truncated, masked, packed."""
+    """Return the same conversations as an Arrow table with the columns that TRL prepares: truncated, masked and
+    packed.
+    """
     import datasets
     import pyarrow as pa
 
@@ -104,7 +106,7 @@ def peer_rows(dataset: Path, shape: Shape) -> Any:
     rows = episodes.rows(np.arange(len(episodes)))
     ids, labels = rows.ids.astype(np.int32), np.where(rows.mask(), rows.ids, -100).astype(np.int32)
     kept = np.minimum(rows.lengths, shape.block_size)
-    # Keep the last tokens of a row that is too long, as chatmill does.
+    # Keep the last tokens of a row that is too long; chatmill does the same.
     keep = np.arange(len(ids)) - np.repeat(rows.row_start[1:] - kept, rows.lengths) >= 0
     start = pa.array(offsets(kept), type=pa.int32())
     columns = {"input_ids": ids[keep], "labels": labels[keep]}
@@ -173,7 +175,7 @@ def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tu
     episodes = open_dataset(dataset)["train"]
 
     def key(ids: Any, targets: Any) -> bytes:
-        # Nothing comes before the first token of a row, so nothing predicts it.
+        # The first token of a row has no context, so it has no label.
         return np.concatenate([ids, targets[1:]]).astype(np.int64).tobytes()
 
     stored = set()
@@ -251,14 +253,17 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
     loader.close()
     logged.close()
     return [
-        (f"{shape.name}: conversations of the peer that differ, of {seen}", f"{differ}"),
+        (f"{shape.name}: different conversations of the peer, of {seen}", f"{differ}"),
         ("  chatmill", f"{shown['ours']} per batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
-        ("  with an audit log", f"{shown['logged']} per batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
-        ("  datasets and TRL's collator", f"{shown['peer']} per batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
-        ("  the same with numpy rows, unlike TRL", f"{shown['numpy']} per batch, {speed['numpy'] / 1e6:.3f} Mtok/s"),
+        ("  chatmill with an audit log", f"{shown['logged']} per batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
+        ("  datasets with TRL's collator", f"{shown['peer']} per batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
+        (
+            "  datasets with numpy rows, which TRL does not use",
+            f"{shown['numpy']} per batch, {speed['numpy'] / 1e6:.3f} Mtok/s",
+        ),
         (f"  speedup over the peer (target {shape.target})", f"{times:.1f}"),
-        (f"  speed relative to a plain copy of its {size / 1e6:.2f} MB", f"{shown['copy']} per batch, {share:.2f}"),
-        ("  peak memory of chatmill, of the peer", " and ".join(f"{peak / 1e6:.0f} MB" for peak in memory.values())),
+        (f"  speed relative to a plain copy of {size / 1e6:.2f} MB", f"{shown['copy']} per batch, {share:.2f}"),
+        ("  peak memory of chatmill and of the peer", " and ".join(f"{peak / 1e6:.0f} MB" for peak in memory.values())),
     ], {
         "name": shape.name,
         "compared": {"conversations": seen, "differ": differ},
@@ -276,7 +281,7 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
 
 
 def counted_tokens(rows: Any, shape: Shape) -> float:
-    """Mean number of tokens in a batch of the peer."""
+    """Return the mean number of tokens in a batch of the peer."""
     import pyarrow.compute as pc
 
     return float(pc.mean(pc.list_value_length(rows.data.column("input_ids"))).as_py()) * shape.batch_size
@@ -292,15 +297,15 @@ def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
             with (shard / name).open("wb") as file:
                 os.truncate(file.fileno(), size)
         with (shard / "episodes.idx").open("r+b") as file:
-            # All episodes but the last are empty, so the file is sparse.
+            # All episodes except the last are empty, so the file is sparse.
             file.seek(16 * (10**9 - 1))
             file.write(np.array([0, 1000], dtype="<u8").tobytes())
         found = json.loads(subprocess.check_output([sys.executable, "-c", BILLION, folder]))
     return [
-        ("a billion episodes: order of a position (target 1 ms)", f"{found['order_ms']:.3f} ms"),
+        ("a billion episodes: look up one position (target 1 ms)", f"{found['order_ms']:.3f} ms"),
         (
-            "  memory of the process after 50 batches (target 300 MB)",
-            f"{found['memory'] / 1e6:.0f} MB, {found['imports'] / 1e6:.0f} MB of it imports",
+            "  a billion episodes: memory after 50 batches (target 300 MB)",
+            f"{found['memory'] / 1e6:.0f} MB, {found['imports'] / 1e6:.0f} MB of it for imports",
         ),
     ], found
 

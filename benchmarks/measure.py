@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: medians of interleaved runs, peak memory, the machine, and a table."""
+"""Functions shared by all benchmarks: medians of interleaved runs, peak memory, machine description and tables."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import Any
 
 
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Median seconds of each function; runs alternate, so that a temporary slowdown affects all of them."""
+    """Return the median seconds of each function; runs alternate, so that a temporary slowdown affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    # Keep the garbage collector from scanning the objects of one side while the other is timed.
+    # Keep the garbage collector from scanning one side's objects while the other side is timed.
     gc.collect()
     gc.freeze()
     for _ in range(runs):
@@ -57,12 +57,12 @@ def alone(script: str, *args: object, every: float = 0.05) -> tuple[Any, int]:
 
 
 def memory_of(leader: int) -> int:
-    """Memory (PSS) in bytes of a process and of all others in its session."""
+    """Return the memory (PSS) in bytes of a process and of all others in its session."""
     return sum(_pss(pid) for pid in _session(leader))
 
 
 def own_peak() -> int:
-    """Peak memory of this process in bytes."""
+    """Return the peak memory of this process in bytes."""
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
@@ -89,7 +89,7 @@ def _pss(pid: int) -> int:
     return 0
 
 
-# The machine, and the report.
+# Machine description and report.
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -102,9 +102,9 @@ def machine(*packages: str) -> str:
 
 
 def processor() -> str:
-    """The name of the processor, or its architecture if the system does not know the name."""
+    """Return the name of the processor, or its architecture if the system does not report a name."""
     known = Path("/proc/cpuinfo").read_text()
-    # On ARM the kernel reports only numbers; lscpu knows the names.
+    # On ARM the kernel reports only numbers; lscpu reports the names.
     with suppress(OSError):
         known += subprocess.run(["lscpu"], stdout=subprocess.PIPE, text=True, env={"LC_ALL": "C"}, check=False).stdout
     names = [line.split(":", 1)[1].strip() for line in known.splitlines() if line.lower().startswith("model name")]

@@ -1,7 +1,8 @@
-"""How closely the mixture of sources follows the requested fractions: `python benchmarks/mix.py [--rows N] [--json]`.
+"""Measure how closely the mixture of sources follows the requested fractions: `python benchmarks/mix.py [--rows N]
+[--json]`.
 
-The default mixture (0.10, 0.70, 0.20) is checked by rows, after every row, and by trained tokens, for sources whose
-rows differ sixfold in size. Nothing is timed.
+The default mixture (0.10, 0.70, 0.20) is checked by rows, after every row, and by trained tokens, for sources whose row
+sizes differ by a factor of six. This benchmark measures no time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def farthest(rows: int) -> float:
-    """The largest deviation of any source from its share after any number of rows, in rows."""
+    """Return the largest deviation of any source from its share, in rows, after any number of rows."""
     weights = list(row_weights(shares(MIX_SFT)).values())
     sources, _ = MixSchedule(weights).at(np.arange(rows))
     had = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0) * sum(weights)
@@ -43,7 +44,7 @@ def farthest(rows: int) -> float:
 
 
 def trained_error(rows: int) -> float:
-    """The largest deviation of any source's share of the trained tokens from the requested share."""
+    """Return the largest deviation of any source's share of the trained tokens from the requested share."""
     draw = np.random.default_rng(7)
     sizes = {
         name: draw.lognormal(np.log(mean), 1.0, count).astype(np.int64) + 1

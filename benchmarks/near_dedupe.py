@@ -1,9 +1,11 @@
-"""Near-duplicates: time, compared with datatrove's MinHash, and memory: `python benchmarks/near_dedupe.py [--json]`.
+"""Compare near-duplicate removal with datatrove's MinHash in time and memory: `python benchmarks/near_dedupe.py
+[--json]`.
 
 One in ten of the short conversations is a copy of an earlier one with a word changed. `chatmill prepare --near-dedupe
-0.8` reads, renders, compares and writes them with one worker per core; datatrove runs its four stages (signatures,
-buckets, clusters, filter) on the same texts with as many workers, splitting words at spaces, which is faster than its
-default. Memory is the PSS of all processes together. Exits with 1 if a target is missed.
+0.8` reads, renders, compares and writes the conversations with one worker per core; datatrove runs its four stages
+(signatures, buckets, clusters, filter) on the same texts with the same number of workers, and splits words at spaces,
+which is faster than its default. Memory is the PSS of all processes together. The script exits with 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ def main() -> int:
         "--records",
         type=int,
         default=1_000_000,
-        help="records of the smaller build; the larger one has four times as many",
+        help="number of records of the smaller build; the larger build has four times as many",
     )
-    parser.add_argument("--peer-records", type=int, default=100_000, help="records for the comparison with datatrove")
+    parser.add_argument(
+        "--peer-records", type=int, default=100_000, help="number of records for the comparison with datatrove"
+    )
     parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter with datatrove installed")
     parser.add_argument("--side", type=Path, metavar="FOLDER", help="run only datatrove, on the texts in this folder")
     parser.add_argument("--json", action="store_true")
@@ -72,7 +76,10 @@ def main() -> int:
             (f"{size['records']:,} records", f"{size['seconds']:.1f} s, {size['memory'] / 1e6:,.0f} MB")
             for size in sizes
         ),
-        ("under 2 GB, and at most 1.2 times as much for four times as many records", "met" if kept else "MISSED"),
+        (
+            "under 2 GB, and at most 1.2 times as much memory for four times as many records",
+            "met" if kept else "MISSED",
+        ),
     ]
     title = f"near-duplicates; {machine('chatmill', 'rensa', 'numpy')}"
     report(title, lines, {"beside": beside, "sizes": sizes, "kept": kept, "versions": packages}, as_json=args.json)
@@ -80,7 +87,7 @@ def main() -> int:
 
 
 def side_by_side(folder: Path, count: int, peer_python: str) -> dict[str, Any]:
-    """Run both sides on the same texts."""
+    """Run chatmill and datatrove on the same texts."""
     ours = one_size(folder, count, keep_texts=True)
     theirs = folder / "peer"
     began = time.perf_counter()
@@ -99,7 +106,7 @@ def side_by_side(folder: Path, count: int, peer_python: str) -> dict[str, Any]:
 
 
 def one_size(folder: Path, count: int, *, keep_texts: bool = False) -> dict[str, Any]:
-    """Time and memory of a build with `count` records."""
+    """Return the time and memory of a build with `count` records."""
     path, dataset = folder / "chat.jsonl", folder / "dataset"
     write_records(path, count, folder / "peer" / "texts" if keep_texts else None)
     options = ["--near-dedupe", "0.8", "--tokenizer", tokenizer_file(), "--shape", "messages", "--workers", CORES]
@@ -121,7 +128,9 @@ def changed(count: int) -> int:
 
 
 def write_records(path: Path, count: int, texts: Path | None) -> None:
-    """Write questions of 8 words and answers of 12; every tenth record is an earlier one with its last word changed."""
+    """Write questions of 8 words and answers of 12 words; every tenth record is an earlier record with its last word
+    changed.
+    """
     rng = random.Random(0)
     words = sorted({word for part in prose_and_code(rng)[0] for word in part.split() if WORD.fullmatch(word)})
     earlier: list[list[str]] = []
@@ -158,7 +167,7 @@ def datatrove_stages(folder: Path) -> None:
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.writers.jsonl import JsonlWriter
 
-    # datatrove's own word tokenizers need spaCy or NLTK, and are many times slower.
+    # datatrove's own word tokenizers need spaCy or NLTK, and are many times slower than splitting at spaces.
     minhash.load_word_tokenizer = lambda language: SimpleNamespace(word_tokenize=str.split)
     config = minhash.MinhashConfig()
     names = ("texts", "signatures", "buckets", "removed", "kept")

@@ -1,8 +1,9 @@
-"""Writing, opening and reading a store: `.venv/bin/python benchmarks/open.py [--episodes N] [--folder DIR] [--json]`.
+"""Measure writing, opening and reading a dataset: `.venv/bin/python benchmarks/open.py [--episodes N] [--folder DIR]
+[--json]`.
 
-A generator writes a store of 20 million small episodes (about 3 GB in --folder); new processes open it and read random
-episodes, and each read is timed separately. Writing is also timed with rows as long as chat conversations. Exits with 1
-if a target is missed.
+A generator writes a dataset of 20 million small episodes (about 3 GB in --folder); new processes open it and read
+random episodes, and each read is timed separately. Writing is also timed with rows as long as chat conversations. The
+script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ taken = time.perf_counter() - started
 status = open("/proc/self/status").read()
 print(json.dumps({"s": taken, "memory": 1024 * int(status.split("VmHWM:")[1].split()[0])}))
 """
-# The floor of opening: parse the metadata, and map one file of each kind.
+# The floor of opening a dataset: parse the metadata, and map one file of each kind.
 BARE = """
 import json, mmap, sys, time
 from pathlib import Path
@@ -55,11 +56,11 @@ print(json.dumps({"s": time.perf_counter() - started}))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=20_000_000)
-    parser.add_argument("--folder", type=Path, help="temporary folder for the store")
+    parser.add_argument("--folder", type=Path, help="temporary folder for the dataset")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        # First, while there are no other writes to flush to disk.
+        # Measure this first, while no other writes are waiting to be flushed to disk.
         rows = chunk(20_000, spans=16, longest=97)
         chat = {
             bits: statistics.median(
@@ -76,17 +77,17 @@ def main() -> int:
     open_ms, floor_ms = (1e3 * statistics.median(one["s"] for one in found) for found in (opened, bare))
     memory = max(one["memory"] for one in opened)
     lines = [
-        (f"open {args.episodes:,} episodes and read one, new process", f"{open_ms:.1f} ms (target {OPEN_MS})"),
+        (f"open {args.episodes:,} episodes and read one, in a new process", f"{open_ms:.1f} ms (target {OPEN_MS})"),
         *(
             (
-                f"{what} of a random episode, warm, median and 99th percentile",
+                f"read {what} of a random episode, warm, median and 99th percentile",
                 f"{mid:.1f} and {most:.1f} µs (target {READ_US})",
             )
             for what, (mid, most) in reads.items()
         ),
-        ("floor: metadata parsed and five files mapped", f"{floor_ms:.1f} ms"),
-        ("floor: the same number of bytes read from a memory map", f"{floor_us:.1f} µs"),
-        ("peak memory of the process that opened it", f"{memory / 1e6:.0f} MB"),
+        ("floor: parse the metadata and map five files", f"{floor_ms:.1f} ms"),
+        ("floor: read the same number of bytes from a memory map", f"{floor_us:.1f} µs"),
+        ("peak memory of the process that opened the dataset", f"{memory / 1e6:.0f} MB"),
         *((f"write chat rows, {bits}, without fsync", f"{speed:.0f} Mtok/s") for bits, speed in chat.items()),
         ("write small episodes", f"{small:.0f} Mtok/s"),
     ]
@@ -106,7 +107,7 @@ def main() -> int:
 
 
 def chunk(count: int, *, spans: int, longest: int) -> Rows:
-    """Rows of one conversation each, half of whose tokens are trained."""
+    """Return rows of one conversation each, half of whose tokens are trained."""
     rng = np.random.default_rng(0)
     table = np.zeros(count * spans, dtype=SPAN)
     table["length"] = rng.integers(1, longest + 1, len(table))
@@ -120,7 +121,7 @@ def chunk(count: int, *, spans: int, longest: int) -> Rows:
 
 
 def write(folder: Path, rows: Rows, count: int, *, vocab_size: int) -> float:
-    """Write `count` episodes; return million tokens per second, from rows in memory to closed files."""
+    """Write `count` episodes; return the speed from rows in memory to closed files, in million tokens per second."""
     started = time.perf_counter()
     with SplitWriter(folder / "train", vocab_size=vocab_size, shard_tokens=50_000_000) as writer:
         for at in range(0, count, len(rows)):
@@ -145,7 +146,7 @@ def write(folder: Path, rows: Rows, count: int, *, vocab_size: int) -> float:
 
 
 def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
-    """Microseconds to read one random episode: median and 99th percentile."""
+    """Return the median and the 99th percentile of the microseconds to read one random episode."""
     numbers = np.random.default_rng(1).integers(0, len(episodes), READS).tolist()
     works = {
         "tokens and mask": lambda number: (episodes.tokens(number).sum(), episodes.mask(number).sum()),
@@ -165,7 +166,7 @@ def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
 
 
 def bare_read(store: Path) -> float:
-    """Microseconds to sum the same number of tokens and mask bytes of one shard at known offsets."""
+    """Return the microseconds to sum the same number of tokens and mask bytes of one shard at known offsets."""
     shard = store / "train" / "shard_00000"
     tokens = np.asarray(np.memmap(shard / "tokens.bin", dtype="<u2", mode="r"))
     mask = np.asarray(np.memmap(shard / "mask.bin", dtype="u1", mode="r"))

@@ -4,7 +4,7 @@
     python benchmarks/optimizers.py train TOKENS --out optimizers.json [--fp8] [--small]
 
 `prepare` writes token files from text on this machine: Python sources for pretraining, conversations and other prose
-for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for --fp8), and
+for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for --fp8). It
 
 1. trains a GPT of 34 M parameters on the sources with adamw: at a constant learning rate until the validation loss has
    not fallen by FALL nats in PATIENCE evaluations, then with the learning rate decaying to zero;
@@ -13,8 +13,8 @@ for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for
 3. fine-tunes from (1) with each optimizer and three seeds, which set the data order and the rounding;
 4. compares the validation losses with those of adamw with the same seed. The mean difference may be at most MOST nats.
 
-"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. It has no limit.
-Each result is written as soon as it is known; a restarted run continues after the last one.
+"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. The control has no limit. Each result is
+written as soon as it is known; a restarted run continues after the last result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Size:
     eval_every: int
     cooldown: int
     finetune_steps: int
-    """At most; otherwise one pass."""
+    """Maximum number of steps; by default, one pass over the data."""
     seeds: Sequence[int] = SEEDS
 
 
@@ -71,7 +71,7 @@ SMALL = Size({"n_layer": 2, "n_embd": 64, "n_head": 2, "n_ffn": 128}, 4, 32, 2, 
 
 
 def prepare(folder: Path, conversations: Sequence[Path], *, megabytes: float) -> None:
-    """Write the token files of all splits, and metadata on how they were made."""
+    """Write the token files of all splits, and metadata that describes how they were generated."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     sources = list(_sources(int(megabytes * 1e6)))
@@ -107,7 +107,7 @@ def prepare(folder: Path, conversations: Sequence[Path], *, megabytes: float) ->
 
 
 def _sources(limit: int) -> Iterator[str]:
-    """Python files of the standard library and of installed packages, sorted by the hash of their names."""
+    """Return Python files of the standard library and of installed packages, sorted by the hash of their names."""
     import hashlib
     import sysconfig
 
@@ -130,7 +130,7 @@ def _sources(limit: int) -> Iterator[str]:
 
 
 def _prose(conversations: Sequence[Path]) -> Iterator[str]:
-    """Texts of conversations, and descriptions of installed packages."""
+    """Return the texts of conversations and the descriptions of installed packages."""
     import sysconfig
 
     for path in conversations:
@@ -144,7 +144,7 @@ def _prose(conversations: Sequence[Path]) -> Iterator[str]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """One text per record of a JSON or JSONL file: all its longer strings."""
+    """Yield one text per record of a JSON or JSONL file, joined from its longer strings."""
     raw = path.read_text(errors="ignore")
     try:
         records = json.loads(raw)
@@ -174,7 +174,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 class Training:
-    """The data, and one model per precision, which is compiled once and reloaded with weights for each run."""
+    """The data, and one compiled model per precision that is reused with new weights for each run."""
 
     def __init__(self, folder: Path, size: Size, device: str) -> None:
         import torch
@@ -185,7 +185,7 @@ class Training:
         self.models: dict[str, Any] = {}
 
     def model(self, kind: str, weights: dict[str, Any] | None) -> Any:
-        """The model of a kind: float32, bfloat16 or fp8."""
+        """Return the model of a kind: float32, bfloat16 or fp8."""
         import torch
 
         from chatmill.train.config import GPTSizes
@@ -211,7 +211,7 @@ class Training:
         return model
 
     def stepper(self, name: str, model: Any, lr: float) -> Any:
-        """The model with a new optimizer."""
+        """Return the model with a new optimizer."""
         import torch
 
         from chatmill.train.config import OptimizerConfig
@@ -219,13 +219,14 @@ class Training:
         from chatmill.train.step import Stepper
 
         plain = name in ("fp8", CONTROL)
-        # The learning rate of adafactor is relative to the weights, and weight decay is multiplied by it.
+        # The learning rate of adafactor is relative to the weights, and the weight decay is multiplied by the learning
+        # rate.
         decay = 0.1 if name != "adafactor" else 0.003
         settings = OptimizerConfig(optimizer="adamw" if plain else name, learning_rate=lr, weight_decay=decay)
         return Stepper(model, model, World(0, 1, torch.device(self.device)), settings)
 
     def parts(self, split: str, starts: Any) -> list[Any]:
-        """A micro-batch of the windows that start at these offsets; every token is trained."""
+        """Return a micro-batch of the windows that start at these offsets; every token is trained."""
         import torch
 
         from chatmill.train.loss import TrainedPositions, moved
@@ -242,7 +243,7 @@ class Training:
         return [MicroBatch(inputs, torch.zeros((len(rows), 1), dtype=torch.int64))]
 
     def train(self, stepper: Any, split: str, step: int, *, lr: float, seed: int) -> Any:
-        """One step on windows of a split: epochs over all windows, shuffled by the seed."""
+        """Take one step on windows of a split, which are shuffled by the seed in every epoch."""
         length, rows = self.size.length, self.size.rows
         count = (len(self.data[split]) - 1) // length
         batches = count // rows
@@ -254,18 +255,18 @@ class Training:
         return stepper.step(parts, weight=parts[0].inputs.targets.weight, lr=lr, key=(seed, step))
 
     def loss(self, model: Any, split: str) -> float:
-        """The mean loss over the first windows of a split."""
+        """Return the mean loss over the first windows of a split."""
         count = (len(self.data[split]) - 1) // self.size.length // self.size.rows
         totals = []
         for batch in range(min(count, self.size.val_batches)):
             starts = (np.arange(self.size.rows) + batch * self.size.rows) * self.size.length
             [part] = self.parts(split, starts)
-            # Keep gradients enabled, to reuse the layers compiled for training.
+            # Keep gradients enabled, so that the layers compiled for training are reused.
             totals.append(float(model(*part.inputs).total.detach()) / part.inputs.targets.weight)
         return float(np.mean(totals))
 
     def pretrain(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Train to convergence; returns the weights and the validation losses."""
+        """Train to convergence; return the weights and the validation losses."""
         model = self.model("float32", None)
         stepper, size = self.stepper("adamw", model, PRETRAIN_RATE), self.size
         losses: list[float] = []
@@ -293,7 +294,7 @@ class Training:
         return weights, about
 
     def finetune(self, name: str, weights: dict[str, Any], *, lr: float, seed: int) -> dict[str, Any]:
-        """One run of at most one epoch, with a short warm-up and cosine decay to a tenth."""
+        """Train for at most one epoch, with a short warm-up and cosine decay to a tenth."""
         import torch
 
         from chatmill.train.step import LRSchedule
@@ -318,7 +319,7 @@ class Training:
 
 
 def train(folder: Path, out: Path, *, size: Size, fp8: bool, device: str) -> int:
-    """Run everything that `out` does not contain yet; returns 1 if an optimizer exceeds the limit."""
+    """Run everything that `out` does not contain yet; return 1 if an optimizer exceeds the limit."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -367,7 +368,7 @@ def train(folder: Path, out: Path, *, size: Size, fp8: bool, device: str) -> int
 
 
 def compared(runs: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Validation losses minus those of adamw, per seed."""
+    """Return the validation losses minus those of adamw, per seed."""
     table = {}
     for name in names[1:]:
         pairs = [(runs[f"{name}/{seed}"]["val_loss"], runs[f"adamw/{seed}"]["val_loss"]) for seed in seeds]
@@ -381,12 +382,14 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     preparing = commands.add_parser("prepare", help="write the token files")
     preparing.add_argument("-o", "--output", type=Path, required=True)
-    preparing.add_argument("--conversations", type=Path, nargs="*", default=[], help="JSON files, or folders of them")
+    preparing.add_argument(
+        "--conversations", type=Path, nargs="*", default=[], help="JSON files, or folders of JSON files"
+    )
     preparing.add_argument("--megabytes", type=float, default=24, help="size of the Python sources")
-    training = commands.add_parser("train", help="train and compare")
+    training = commands.add_parser("train", help="train with every optimizer and compare the losses")
     training.add_argument("tokens", type=Path)
     training.add_argument("--out", type=Path, required=True, help="JSON file for the results")
-    training.add_argument("--fp8", action="store_true", help="also AdamW with float8 matrix products")
+    training.add_argument("--fp8", action="store_true", help="also train with AdamW and float8 matrix products")
     training.add_argument("--small", action="store_true", help="use a tiny model, to test the script")
     training.add_argument("--device", choices=["cpu", "cuda"])
     args = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Packing, compared with TRL and torchtune, and stream blocks: `python benchmarks/pack.py [--json]`.
+"""Compare packing with TRL and torchtune, and measure stream blocks: `python benchmarks/pack.py [--json]`.
 
 Each comparison is a function that returns its timings, its targets, and the floor: the time to sort or copy the same
-numbers. The memory of each side is measured in a separate process. Exits with 1 if a target is missed.
+numbers. The memory of each side is measured in a separate process. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Timing:
     what: str
     seconds: float
     rows: int
-    """Rows after packing."""
+    """Number of rows after packing."""
     fill: float
-    """Share of their capacity that is filled with tokens."""
+    """Share of the rows' capacity that is filled with tokens."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Packing, compared with TRL and torchtune.")
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options.add_argument("--rows", type=int, default=1_000_000, help="number of lengths to plan")
-    options.add_argument("--runs", type=int, default=7, help="number of runs of chatmill; the median counts")
-    options.add_argument("--side", choices=tuple(SIDES), help="run only this side, once, and print nothing")
+    options.add_argument("--runs", type=int, default=7, help="number of runs of chatmill; the median is reported")
+    options.add_argument("--side", choices=tuple(SIDES), help="run only this side, once, without output")
     chosen = options.parse_args()
     if chosen.side:
         SIDES[chosen.side](chosen.rows)
@@ -80,7 +80,7 @@ def main() -> int:
         comparisons["order"] = in_order(chosen.rows // 50, chosen.runs)
         packages.append("torchtune")
     else:
-        print("torchtune is not installed, so it is skipped; `make bench` installs it", file=sys.stderr)
+        print("torchtune is not installed and is skipped; `make bench` installs it", file=sys.stderr)
     title = machine(*packages)
     comparisons["blocks"] = streaming(chosen.rows // 80, chosen.runs)
     if chosen.json:
@@ -99,18 +99,18 @@ SIDES: dict[str, Callable[[int], object]] = {
     "trl copy": lambda rows: trl_pack(trl_dataset(real_shaped(rows // 10), np.int32), batch_size=None),
     "blocks": lambda rows: cut_blocks(post_training_rows(rows // 80), 4096),
 }
-"""Work whose memory is measured, each in a separate process."""
+"""Functions whose memory is measured, each in a separate process."""
 
 
 # Comparisons.
 
 
 def planning(count: int, runs: int, peak: int) -> Comparison:
-    """Plan which row goes where, from lengths only.
+    """Plan which rows are packed together, from their lengths only.
 
-    TRL cannot plan without packing the tokens, so it also copies tokens: zeros of one byte each, and once, to show the
-    time without copying, tokens of no bytes. By default it packs each 1000 rows separately; both ways are timed, and
-    the fastest of all counts.
+    TRL cannot plan without packing tokens, so it also copies tokens: zeros of one byte each and, to show the time
+    without copying, tokens of zero bytes. By default, TRL packs each 1000 rows separately; both variants are timed, and
+    the fastest time is used.
     """
     lengths = real_shaped(count)
     seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))
@@ -138,7 +138,7 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
     fastest = min(peer.seconds for peer in of_trl)
     equal = bin_of.tolist() == naive_bin_of
     return Comparison(
-        f"plan {count:,} lengths (lognormal, mean {lengths.mean():.0f}) into {CAPACITY}",
+        f"plan {count:,} lengths (lognormal, mean {lengths.mean():.0f}) into rows of {CAPACITY}",
         [
             timing("chatmill pack_lengths", seconds, len(bins)),
             timing("best fit decreasing, one row at a time", naive_seconds, naive_bins),
@@ -169,7 +169,9 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
 
 
 def copying(count: int, runs: int) -> Comparison:
-    """The same, copying four-byte tokens into packed rows, for a tenth of the lengths. There is no target."""
+    """Pack a tenth of the rows, including the copy of four-byte tokens into packed rows. This comparison has no
+    target.
+    """
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))
@@ -177,9 +179,9 @@ def copying(count: int, runs: int) -> Comparison:
     trl_seconds, trl_rows = trl_pack(trl_dataset(lengths, np.int32), batch_size=None)
     fill = float(lengths.sum()) / CAPACITY
     return Comparison(
-        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into {CAPACITY}",
+        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into rows of {CAPACITY}",
         [
-            Timing("chatmill pack, tokens copied", seconds, len(packed), fill / len(packed)),
+            Timing("chatmill pack, including the copy", seconds, len(packed), fill / len(packed)),
             Timing(f"{trl_name()}, whole plan", trl_seconds, len(trl_rows), fill / len(trl_rows)),
         ],
         [],
@@ -203,12 +205,12 @@ def in_order(count: int, runs: int) -> Comparison:
     # Padding has the label -100.
     held = sum(int((row["labels"] != -100).sum()) for row in peer)
     if held != lengths.sum():
-        raise SystemExit(f"torchtune: {held} tokens after packing; {lengths.sum()} went in")
+        raise SystemExit(f"torchtune: {held} tokens after packing, expected {lengths.sum()}")
     fill = float(lengths.sum()) / CAPACITY
     return Comparison(
-        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into {CAPACITY}",
+        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into rows of {CAPACITY}",
         [
-            Timing("chatmill pack, tokens copied", seconds, len(packed), fill / len(packed)),
+            Timing("chatmill pack, including the copy", seconds, len(packed), fill / len(packed)),
             Timing(
                 f"torchtune {importlib.metadata.version('torchtune')} PackedDataset",
                 peer_seconds,
@@ -222,7 +224,7 @@ def in_order(count: int, runs: int) -> Comparison:
 
 
 def streaming(count: int, runs: int) -> Comparison:
-    """Plan and copy stream blocks with injection and masks, on one core. No peer does the same work."""
+    """Plan and copy stream blocks with injection and masks on one core. No peer supports stream blocks."""
     rows = post_training_rows(count)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     timings, promises, speeds = [], [], {}
@@ -235,18 +237,18 @@ def streaming(count: int, runs: int) -> Comparison:
         )
     floor, _ = median_of(runs, rows.ids.copy)
     return Comparison(
-        f"cut {count:,} conversations, {len(rows.ids) / 1e6:.1f} M tokens, into stream blocks, one core",
+        f"split {count:,} conversations, {len(rows.ids) / 1e6:.1f} M tokens, into stream blocks, one core",
         timings,
         promises,
         {"tokens": len(rows.ids), "mtok": speeds, "floor_s": floor, "floor": "one copy of the tokens"},
     )
 
 
-# Input data, and the peers.
+# Input data and peers.
 
 
 def post_training_rows(count: int) -> Rows:
-    """Conversations of about 700 tokens, rendered in the `post-training` format."""
+    """Return conversations of about 700 tokens, rendered in the `post-training` format."""
     draw = np.random.default_rng(0)
     records = []
     for _ in range(count):
@@ -259,7 +261,7 @@ def post_training_rows(count: int) -> Rows:
 
 
 def real_shaped(count: int) -> NDArray[np.int64]:
-    """Lengths like those of chat data: many short ones, a long tail, truncated to the capacity."""
+    """Return lengths like those of chat data: many short ones and a long tail, truncated to the capacity."""
     draw = np.random.default_rng(20).lognormal(np.log(600) - 0.5, 1.0, count)
     return np.clip(draw.astype(np.int64), 1, CAPACITY)
 
@@ -272,7 +274,9 @@ def one_span_rows(lengths: NDArray[np.int64]) -> Rows:
 
 
 def one_row_at_a_time(lengths: NDArray[np.int64], capacity: int) -> list[int]:
-    """The bin of each row by best fit decreasing: longest row first, fullest bin with room, oldest bin on ties."""
+    """Return the bin of each row by best fit decreasing: longest row first, fullest bin with enough space, oldest bin
+    on ties.
+    """
     bin_of = [0] * len(lengths)
     room: list[int] = []
     bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -301,7 +305,7 @@ def trl_name() -> str:
 
 
 def trl_dataset(lengths: NDArray[np.int64], token: type | None) -> Any:
-    # Peers are imported only where they are used, so that they do not count in chatmill's peak memory.
+    # Import peers only where they are used, so that they do not count towards chatmill's peak memory.
     import datasets
     import pyarrow as pa
 
@@ -313,7 +317,7 @@ def trl_dataset(lengths: NDArray[np.int64], token: type | None) -> Any:
 
 
 def trl_pack(dataset: Any, **map_kwargs: Any) -> tuple[float, Any]:
-    """Seconds of `pack_dataset`, and the rows that it returns."""
+    """Return the seconds of `pack_dataset`, and its rows."""
     from trl import pack_dataset
 
     return timed(lambda: pack_dataset(dataset, CAPACITY, strategy="bfd", map_kwargs=map_kwargs))
@@ -336,7 +340,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def median_of(runs: int, call: Callable[[], Any]) -> tuple[float, Any]:
-    """The median time, and the last result."""
+    """Return the median time, and the last result."""
     seconds = []
     for _ in range(runs):
         took, result = timed(call)

@@ -1,4 +1,4 @@
-"""Write docs/explanation/benchmarks.md from the results of a run: whether results are equal, how fast, and why.
+"""Write docs/explanation/benchmarks.md from the results of a run.
 
 The prose is in texts.toml.
 """
@@ -22,7 +22,7 @@ TEXTS = tomllib.loads((Path(__file__).resolve().parent / "texts.toml").read_text
 
 
 def page(results: Results) -> str:
-    """The page in Markdown. A part that was not measured has no section."""
+    """Return the page in Markdown. Parts without results are omitted."""
     parts = [_head(results), _targets(results)]
     for names, title, text in SECTIONS:
         measured = [name for name in names if name in results]
@@ -36,7 +36,7 @@ def page(results: Results) -> str:
 
 
 def table(shown: list[Line]) -> str:
-    """Table of comparisons; columns that are empty in all lines are omitted."""
+    """Return a table of comparisons; columns that are empty in all lines are omitted."""
     rows = [
         {
             "": line.what,
@@ -71,13 +71,13 @@ def _say(name: str, **values: Any) -> str:
 
 
 def _wrapped(*said: str) -> str:
-    """Wrap a paragraph; code and link texts are not broken across lines."""
+    """Wrap a paragraph without breaking code or link texts across lines."""
     kept = re.sub(r"`[^`]*`|\[[^]]*\]\(", lambda found: found[0].replace(" ", "\0"), " ".join(said))
     return textwrap.fill(kept, 120, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
 
 
 def _head(results: Results) -> str:
-    where = "Its parts were measured at different times."
+    where = "The parts of this page were measured at different times."
     if about := results.get("machine"):
         where = _say("where", gib=about["memory"] / 2**30, minutes=about["seconds"] / 60, **about)
         where += f" {TEXTS['quick']}" if about["quick"] else ""
@@ -88,7 +88,7 @@ def _head(results: Results) -> str:
     leaner = [line.what for line in lines(results) if len(line.memory) == 2 and line.memory[1] < line.memory[0]]
     how = [_say("how")]
     how += [_say(text, what="; ".join(what)) for text, what in (("slower", faster), ("larger", leaner)) if what]
-    chart = "![How many times as fast as each peer](benchmarks.svg)"
+    chart = "![Speedup of chatmill over each peer](benchmarks.svg)"
     return "\n\n".join(["# Benchmarks", _wrapped(_say("head", where=where)), _wrapped(*how), chart])
 
 
@@ -98,7 +98,7 @@ def _targets(results: Results, before: str = "") -> str:
     return "\n\n".join(["## Targets", _wrapped(_say("targets", met=met, known=met + missed)), shown])
 
 
-# Text above each table: what was compared, and whether both sides agree.
+# The text above each table describes the comparison and whether both sides agree.
 
 
 def _rendering(results: Results) -> list[str]:
@@ -225,15 +225,15 @@ def _growth(results: Results) -> list[str]:
     shown: list[tuple[str, Callable[[Any], str]]] = [
         ("tokens", lambda size: f"{size['tokens'] / 1e6:,.1f} M"),
         ("prepare", lambda size: seconds(size["prepare"]["seconds"])),
-        ("prepare, M tokens a second", lambda size: digits(size["tokens"] / size["prepare"]["seconds"] / 1e6)),
+        ("prepare, million tokens per second", lambda size: digits(size["tokens"] / size["prepare"]["seconds"] / 1e6)),
         ("prepare, memory of all processes", lambda size: megabytes(size["prepare"]["memory"])),
-        ("open and read one", lambda size: seconds(size["open"]["ms"] / 1e3)),
+        ("open and read one episode", lambda size: seconds(size["open"]["ms"] / 1e3)),
         ("open, memory", lambda size: megabytes(size["open"]["memory"])),
         ("verify", lambda size: seconds(size["verify"]["quick_s"])),
         ("verify --full", lambda size: seconds(size["verify"]["full_s"])),
         ("verify --full, memory", lambda size: megabytes(size["verify"]["memory"])),
         ("a batch of (16, 4096)", lambda size: seconds(size["load"]["ms"] / 1e3)),
-        ("the first batch", lambda size: seconds(size["load"]["first_ms"] / 1e3)),
+        ("first batch", lambda size: seconds(size["load"]["first_ms"] / 1e3)),
         ("load, memory", lambda size: megabytes(size["load"]["memory"])),
     ]
     names = [f"{size['conversations']:,}" for size in sizes]
@@ -247,14 +247,14 @@ def _growth(results: Results) -> list[str]:
 
 
 def _training(found: dict[str, Any]) -> list[str]:
-    """All measured lines, and a comparison of chatmill with peers at equal precision."""
+    """Return a table of all measured lines, and a comparison of chatmill with peers at equal precision."""
     good = {name: one for name, one in found.items() if "error" not in one}
     best = sorted({f"{one['best_tflops']:.0f}" for one in good.values()}, key=float)
     said = [_say("train", title=measured_on(good), best=" to ".join(dict.fromkeys([best[0], best[-1]])))]
     failed = [f"{TRAIN_LINES[name].what} ({one['error']})" for name, one in found.items() if "error" in one]
     said += [_say("train_failed", what="; ".join(failed))] if failed else []
     names = ["model", "", "frozen weights", "trained weights", "gradients", "optimizer state", "matrix products"]
-    right = ["real tokens/s", "GiB", "reserved", "ms per step", "data wait", "of the fastest product"]
+    right = ["real tokens/s", "GiB", "reserved", "ms per step", "data wait", "share of the fastest matrix product"]
     rows = []
     for model, name, one in ((TRAIN_LINES[name].model, name, one) for name, one in sorted(good.items(), key=_rank)):
         of = TRAIN_LINES[name].precision
@@ -286,7 +286,7 @@ def _training(found: dict[str, Any]) -> list[str]:
 
 
 def _rank(named: tuple[str, Any]) -> tuple[int, int]:
-    """Sort key: by model, then in the order of declaration."""
+    """Return the sort key of a line: its model, then the order of declaration."""
     return list(MODELS).index(TRAIN_LINES[named[0]].model), list(TRAIN_LINES).index(named[0])
 
 
@@ -295,7 +295,7 @@ def _model(name: str) -> str:
 
 
 def with_training(text: str, gpu: dict[str, Any]) -> str:
-    """Update the training section of a page and the training targets; the rest of the page stays the same."""
+    """Update the training section and the training targets of a page, and keep the rest of the page."""
     sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     for number, section in enumerate(sections):
         end = "\n\n" if number < len(sections) - 1 else "\n"
@@ -306,7 +306,8 @@ def with_training(text: str, gpu: dict[str, Any]) -> str:
     return "".join(sections)
 
 
-# Where the time goes. The descriptions of earlier optimizations are fixed text; the figures come from the run.
+# The section on where the time goes. Descriptions of earlier optimizations are fixed texts; the figures come from the
+# results.
 
 SHARES: dict[str, Callable[[Results], float]] = {
     "prepare": lambda results: results["prepare"]["share_of_bare"],
@@ -315,7 +316,7 @@ SHARES: dict[str, Callable[[Results], float]] = {
     ),
     "template": lambda results: results["template"]["share_of_encoding"],
 }
-"""Speed of each part relative to its floor."""
+"""Speed of each profiled part relative to its floor."""
 
 
 def _profiles(results: Results) -> list[str]:
@@ -326,7 +327,7 @@ def _profiles(results: Results) -> list[str]:
         if name in results:
             said.append(_say(f"remains_{name}", share=SHARES[name](results)))
         rows = [[f"`{frame}`", f"{own:.0%}", f"{whole:.0%}"] for frame, own, whole in hottest(part["stacks"])]
-        names = ["function", "in itself", "with what it calls"]
+        names = ["function", "in itself", "including callees"]
         parts += [
             f"### {title[0].upper()}{title[1:]}",
             f"![{title}](flame-{name}.svg)",

@@ -1,15 +1,14 @@
-"""Preparing a dataset: chatmill compared with TRL, and with the sum of its bare parts, in one run.
+"""Compare preparing a dataset with TRL, and with the sum of the bare parts, in one run.
 
     python benchmarks/prepare.py                        50 000 conversations, two processes on both sides
     python benchmarks/prepare.py --conversations 5000   quicker
     python benchmarks/prepare.py --format template      a published chat template, with a derived mask
 
-Both sides go from a JSONL file to packed rows of 4096 with an assistant mask. chatmill writes, syncs and publishes
-a dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the peers: TRL's own preparation, TRL's fastest
-documented way, and datatrove's tokenization. Start-up (imports, loading the tokenizer) is excluded on both sides and
-reported separately. The ids and mask of every conversation are compared with the peer's. For a chat template, TRL uses
-its own version with generation tags, whose mask differs (`benchmarks/render.py` counts where), so only the ids are
-compared.
+Both sides go from a JSONL file to packed rows of 4096 with an assistant mask. chatmill writes, syncs and publishes a
+dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the peers: TRL's own preparation, TRL's fastest documented
+way, and datatrove's tokenization. Start-up (imports, loading the tokenizer) is excluded on both sides and reported
+separately. The ids and mask of every conversation are compared with those of the peer. For a chat template, TRL uses
+its own version with generation tags, whose mask differs (see `benchmarks/render.py`), so only the ids are compared.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class PlainRecord(msgspec.Struct):
 
 
 def job_of(data: Data, template: str | None) -> Job:
-    """The job: ChatML, or an unchanged published template from TRL's collection."""
+    """Return the job, with ChatML or with an unchanged published template from TRL's collection."""
     sources, tokenizer = (InputSource((str(data.path),)),), str(data.tokenizer)
     if template is None:
         return Job(sources, tokenizer=tokenizer, pack=PACK)
@@ -76,7 +75,9 @@ def job_of(data: Data, template: str | None) -> Job:
 
 
 def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
-    """Build the dataset and time it, excluding the removal of the previous one and the flushing of earlier writes."""
+    """Build the dataset and time it, excluding the removal of the previous dataset and the flushing of earlier
+    writes.
+    """
     target = folder / "dataset"
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
@@ -87,10 +88,11 @@ def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
 
 
 class Bare:
-    """The floor: decoding, encoding and writing, each measured separately and as fast as its library allows.
+    """Measure the floor: decoding, encoding and writing, each separately and as fast as its library allows.
 
-    Like the workers of a build, every run is a process forked from one whose tokenizer has not encoded anything yet. It
-    prepares its own input before the timer starts, because the first access to each shared page causes a page fault.
+    Every run is a process forked from a parent whose tokenizer has not encoded anything yet, like the workers of a
+    build. Each process prepares its own input before the timer starts, because the first access to each shared page
+    causes a page fault.
     """
 
     def __init__(self, path: Path, tokenizer: Path, folder: Path, tokens: int) -> None:
@@ -133,23 +135,23 @@ class Bare:
         return work
 
     def half(self, which: int) -> Callable[[], object]:
-        """Decode and encode every second line: the minimum work of one of two workers."""
+        """Decode and encode every second line, which is the minimum work of one of two workers."""
         lines = self.lines()[which::PROCESSES]
         return lambda: self.encode_all(self.texts_of(lines))
 
     def parts(self, runs: int) -> dict[str, float]:
-        """The median seconds of each part."""
+        """Return the median seconds of each part."""
         works = (self.decode, self.encode, self.write)
         return {work.__name__: statistics.median(forked(work) for _ in range(runs)) for work in works}
 
     def at_once(self, runs: int) -> float:
-        """The median seconds of decoding and encoding by two processes at the same time."""
+        """Return the median seconds of decoding and encoding by two processes at the same time."""
         halves = [partial(self.half, number) for number in range(PROCESSES)]
         return statistics.median(forked(*halves) for _ in range(runs))
 
 
 def forked(*works: Callable[[], Callable[[], object]]) -> float:
-    """Seconds from when all functions are ready until the last one is done; each runs in a forked process."""
+    """Run each function in a forked process; return the seconds from when all are ready until the last one is done."""
     gc.collect()
     gc.freeze()
     ready, (waits, go) = os.pipe(), os.pipe()
@@ -178,7 +180,7 @@ def forked(*works: Callable[[], Callable[[], object]]) -> float:
 
 
 def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
-    """One build, as the command does it, timed without start-up."""
+    """Run one build as the command does, and time it without start-up."""
     started = time.perf_counter()
     job = job_of(data, template)
     renderer = job_renderer(job)
@@ -217,15 +219,19 @@ def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--runs", type=int, default=5, help="runs of chatmill before the peer, and as many after it")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="number of runs of chatmill before the peer, and again after it"
+    )
     parser.add_argument("--format", choices=("chatml", "template"), default="chatml")
     parser.add_argument(
-        "--template", default="qwen2_5", help="TRL template for --format template; TRL must have it in both forms"
+        "--template",
+        default="qwen2_5",
+        help="TRL template for --format template; TRL must have it with and without generation tags",
     )
     parser.add_argument("--no-trl", action="store_true", help="skip the peer, which takes minutes")
     parser.add_argument("--side", choices=("chatmill", *PEERS), help="run only this side, once, to measure its memory")
     parser.add_argument("--processes", type=int, default=PROCESSES, help="processes of a peer with --side")
-    parser.add_argument("--folder", type=Path, help="output folder of --side")
+    parser.add_argument("--folder", type=Path, help="output folder for --side")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)
@@ -242,7 +248,8 @@ def main() -> None:
         one, memory = alone(__file__, "--side", "chatmill", *same, "--folder", folder)
         job = job_of(data, template)
         renderer = job_renderer(job)
-        # Half our runs come before the peer and half after it, so that a temporary slowdown cannot affect all of them.
+        # Half of chatmill's runs come before the peer and half after it, so that a temporary slowdown cannot affect all
+        # of them.
         taken = [ours(job, renderer, folder)[1] for _ in range(args.runs)]
         peers: dict[str, Any] = {}
         if not args.no_trl:
@@ -285,10 +292,10 @@ def main() -> None:
             " + ".join(f"{part:.2f}" for part in parts.values()) + " s",
         ),
         (
-            "share of the speed of the bare parts" + ("" if template else " (target 0.5)"),
+            "speed relative to the bare parts" + ("" if template else " (target 0.5)"),
             f"{figures['share_of_bare']:.2f}",
         ),
-        ("  bare decode and encode, two processes at once", f"{at_once:.2f} s"),
+        ("  bare decode and encode, two processes at the same time", f"{at_once:.2f} s"),
         ("memory of all processes, PSS (target 1.2 GB)", f"{memory / 1e9:.2f} GB"),
     ]
     for name, peer in peers.items():

@@ -1,4 +1,4 @@
-"""Profile the three parts that are furthest from their floors: `make profile`, or
+"""Profile the three parts that are furthest from their floors, with `make profile` or
 
     python benchmarks/profiles.py [--conversations N] [--json]
 
@@ -29,12 +29,12 @@ class Part(NamedTuple):
     name: str
     title: str
     roots: tuple[str, ...]
-    """Functions that start the part; the first one found in a stack is used."""
+    """Functions that start the part; the first function found in a stack is used."""
 
 
 PARTS = [
-    Part("prepare", "preparing: two workers, and the one that writes", ("run_unit", "prepare")),
-    Part("load", "loading: packed batches of (16, 4096), audited", ("get_batch", "_fill")),
+    Part("prepare", "preparing: two workers and the main process", ("run_unit", "prepare")),
+    Part("load", "loading: packed batches of (16, 4096) with an audit log", ("get_batch", "_fill")),
     Part("template", "chat templates: reading, deriving, rendering", ("side",)),
 ]
 
@@ -42,7 +42,7 @@ PARTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--side", choices=("load",), help="run only this part, on --dataset")
+    parser.add_argument("--side", choices=("load",), help="run only this part, on the dataset of --dataset")
     parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
     for part_found in parts:
         lines.append((part_found["title"], f"{part_found['samples']} samples"))
         lines += [
-            (f"  {frame}", f"{own:.1%}, {whole:.1%} with what it calls")
+            (f"  {frame}", f"{own:.1%}, {whole:.1%} including callees")
             for frame, own, whole in hottest(part_found["stacks"])
         ]
     figures: dict[str, Any] = {"conversations": data.conversations, "parts": parts, "versions": versions("py-spy")}
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def work(name: str, data: Data, folder: Path) -> list[object]:
-    """The command that runs a part."""
+    """Return the command that runs a part."""
     if name == "prepare":
         return [HERE / "prepare.py", "--side", "chatmill", *options_of(data), "--folder", folder]
     if name == "template":
@@ -90,7 +90,7 @@ def audited_batches(dataset: Path) -> None:
 
 
 def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
-    """Number of samples of each stack below the part's root; file names start at their package."""
+    """Return the number of samples of each stack below the part's root; file names start at their package."""
     spy = Path(sys.executable).with_name("py-spy")
     options = ["--rate", RATE, "--format", "raw", "--function", "--subprocesses", "--output", out]
     words = [spy, "record", *options, "--", sys.executable, *command]
@@ -101,14 +101,14 @@ def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
 
 
 def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
-    """Cut the stacks from py-spy at the part's root; stacks without it are start-up and are dropped."""
+    """Truncate the stacks from py-spy at the part's root; stacks without it belong to start-up and are dropped."""
     found: Counter[str] = Counter()
     for line in raw.splitlines():
         stack, _, samples = line.rpartition(" ")
         frames = [short(frame) for frame in stack.split(";")]
         loaded = next((number for number, frame in enumerate(frames) if frame.startswith("_find_and_load ")), None)
         if loaded is not None:
-            # Do not show what happens inside an import.
+            # Omit frames inside imports.
             frames[loaded:] = ["import"]
         for root in roots:
             at = next((number for number, frame in enumerate(frames) if called(frame) == root), None)

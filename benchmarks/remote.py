@@ -1,13 +1,14 @@
-"""Loading from a bucket: cold over a link of limited speed, and warm from the cache, compared with the local loader.
+"""Measure loading from a bucket, cold over a link of limited speed and warm from the cache, compared with the local
+loader.
 
     python benchmarks/remote.py                     400 MB at 100 MB/s
     python benchmarks/remote.py --megabytes 100     quicker
 
 `rclone serve s3` serves the dataset behind a proxy that limits the bandwidth. Every run is one shuffled, packed epoch
-in a new process. Cold: the cache is empty. The used share of the link's bandwidth is computed from the size of the
-files that the epoch needs and the time until the first batch (for which a shuffled epoch needs nearly all files), and
-until the last. Warm: all files are in the cache, and the time of the batches is compared with that of the local
-dataset. Exits with 1 if a target is missed.
+in a new process. In cold runs, the cache is empty. The used share of the link's bandwidth is computed from the size of
+the files that the epoch needs, and from the time until the first batch (for which a shuffled epoch needs nearly all
+files) or until the last batch. In warm runs, all files are in the cache, and the time of the batches is compared with
+that of the local dataset. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ SERVERS = HERE.parent / "tests" / "remote"
 LINK, COLD, WARM = 100, 0.8, 0.95
 KEY, SECRET = "benchmark-key", "benchmark-secret"
 VOCABULARY = 100_000
-"""Large enough for ids of four bytes, as with the tokenizers of current models."""
+"""Vocabulary size that needs ids of four bytes, as with the tokenizers of current models."""
 ROW_BYTES = 3_437
-"""Bytes per generated conversation, in the files that batches are read from."""
+"""Bytes per generated conversation in the files that batches are read from."""
 EPOCH = """
 import json, sys, time
 import s3fs
@@ -70,9 +71,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         results = measured(Path(folder), args.megabytes * 10**6 // ROW_BYTES, args.link, args.runs)
     lines = [
-        (f"{results['bytes'] / 1e6:,.0f} MB, no limit: download and first batch", f"{results['unlimited']:.0f} MB/s"),
-        (f"cold, {args.link:g} MB/s: share of the link up to the first batch", share(results["cold_first"], COLD)),
-        ("cold: share of the link over the whole epoch", share(results["cold_epoch"], COLD)),
+        (
+            f"{results['bytes'] / 1e6:,.0f} MB, no bandwidth limit: download and first batch",
+            f"{results['unlimited']:.0f} MB/s",
+        ),
+        (f"cold, {args.link:g} MB/s: used share of the link until the first batch", share(results["cold_first"], COLD)),
+        ("cold: used share of the link over the whole epoch", share(results["cold_epoch"], COLD)),
         ("warm: speed relative to the local loader", share(results["warm"], WARM)),
         ("local epoch, warm epoch, cold epoch", ", ".join(f"{results[name]:.2f} s" for name in SECONDS)),
     ]
@@ -95,7 +99,7 @@ def share(value: float, target: float) -> str:
 
 
 def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, Any]:
-    """The medians of interleaved runs."""
+    """Measure interleaved runs and return their medians."""
     # Import by name, because `open` is also a built-in function.
     store = importlib.import_module("open")
     store.write(folder / "served/bucket/v1", store.chunk(20_000, spans=16, longest=97), episodes, vocab_size=VOCABULARY)
@@ -152,7 +156,7 @@ def epoch(place: str, folder: Path, port: int) -> dict[str, Any]:
 
 @contextmanager
 def rclone(folder: Path) -> Iterator[int]:
-    """Serve the buckets in a folder over S3; yields the port."""
+    """Serve the buckets in a folder over S3; yield the port."""
     command = [sys.executable, str(SERVERS / "server_programs.py"), "rclone", str(folder), KEY, SECRET]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         try:
@@ -164,7 +168,7 @@ def rclone(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def throttled(port: int, bandwidth: float) -> Iterator[int]:
-    """Run a proxy in front of a server, with limited bandwidth in bytes per second; yields the port."""
+    """Run a proxy in front of a server, with limited bandwidth in bytes per second; yield the port."""
     sys.path.insert(0, str(SERVERS))
     with importlib.import_module("fault_proxy").fault_proxy(port, bandwidth=bandwidth) as proxy:
         yield proxy.port

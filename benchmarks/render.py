@@ -1,4 +1,4 @@
-"""Rendering conversations: chatmill compared with bare tokenization and with transformers, in one run.
+"""Compare rendering conversations with bare tokenization and with transformers in one run.
 
     python benchmarks/render.py                    50 000 conversations, medians of 5 runs
     python benchmarks/render.py --conversations 5000 --runs 3 --json
@@ -39,16 +39,16 @@ CHATML = (
     "{%- endfor -%}"
 )
 CHUNK = 4096
-"""Texts per call of the bare encoding: the fastest among 1024, 4096, 16384 and all texts at once."""
+"""Texts per call of the bare encoding: the fastest of 1024, 4096, 16384 and all texts at once."""
 
 
 Chunks = Iterator[Rows]
 Both = tuple[list[int], list[int]]
-"""Ids and mask of a row."""
+"""Ids and mask of one row."""
 
 
 class Chatml:
-    """ChatML, on both sides."""
+    """Render ChatML on both sides."""
 
     def __init__(self, data: Data) -> None:
         format = load_format("chatml")
@@ -62,7 +62,7 @@ class Chatml:
 
 
 class Template:
-    """A published template, unchanged."""
+    """Render an unchanged published template."""
 
     def __init__(self, data: Data, name: str) -> None:
         self.tokenizer = open_tokenizer(data.tokenizer)
@@ -78,14 +78,16 @@ class Template:
 
 
 def template_file(name: str) -> Path:
-    # Find TRL without importing it, so that it does not count in chatmill's memory.
+    # Find TRL without importing it, so that it does not count towards chatmill's memory.
     (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
     return Path(package) / "chat_templates" / f"{name}.jinja"
 
 
 def peer_of(data: Data, args: argparse.Namespace) -> Any:
-    """A transformers tokenizer with a chat template of the same format, whose generation tags mark what is trained."""
-    # Imported only here, so that it does not count in chatmill's memory.
+    """Return a transformers tokenizer with a chat template of the same format, whose generation tags mark the trained
+    tokens.
+    """
+    # Import transformers only here, so that it does not count towards chatmill's memory.
     from transformers import PreTrainedTokenizerFast
 
     peer = PreTrainedTokenizerFast(tokenizer_file=str(data.tokenizer))
@@ -95,7 +97,7 @@ def peer_of(data: Data, args: argparse.Namespace) -> Any:
 
 
 def peer_rows(peer: Any, records: list[Record]) -> list[Both]:
-    """Ids and assistant mask of each conversation, with one call per row, as users do it."""
+    """Return the ids and assistant mask of each conversation, with one call per row, as users do it."""
     out = []
     for record in records:
         messages = [{"role": message.role, "content": message.content} for message in record.messages]
@@ -105,7 +107,7 @@ def peer_rows(peer: Any, records: list[Record]) -> list[Both]:
 
 
 def differences(rows: Rows, peers: list[Both], peer: Any) -> dict[str, Any]:
-    """How many rows have different ids or a different mask, and the tokens that only one side trains."""
+    """Return the number of rows with different ids or masks, and the tokens that only one side trains."""
     start, mask = rows.row_start, rows.mask()
     ids_differ = masks_differ = 0
     only: dict[str, Counter[str]] = {"chatmill": Counter(), "peer": Counter()}
@@ -143,13 +145,17 @@ def side(data: Data, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--peer-rows", type=int, default=2_000, help="conversations that transformers renders")
+    parser.add_argument(
+        "--peer-rows", type=int, default=2_000, help="number of conversations that transformers renders"
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--format", choices=("chatml", "template"), default="chatml")
     parser.add_argument(
-        "--template", default="qwen2_5", help="TRL template for --format template; TRL must have it in both forms"
+        "--template",
+        default="qwen2_5",
+        help="TRL template for --format template; TRL must have it with and without generation tags",
     )
-    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only this side, once, and print nothing")
+    parser.add_argument("--side", choices=("chatmill", "peer"), help="run only this side, once, without output")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)
@@ -183,16 +189,16 @@ def main() -> None:
         + machine(*packages),
         [
             (
-                f"of {len(few):,} rows, different ids and masks from transformers",
+                f"rows with different ids and masks from transformers, of {len(few):,}",
                 f"{differ['ids_differ']}, {differ['masks_differ']}",
             ),
             ("tokens that only one side trains", str(differ["trained_by_one"])),
             ("fastokens, encoding the same texts", f"{seconds['encode']:.2f} s"),
             ("chatmill render", f"{seconds['render']:.2f} s, {speed / 1e6:.1f} Mtok/s"),
-            ("share of bare encoding speed" + (" (target 0.75)" if named == "chatml" else ""), f"{share:.2f}"),
+            ("speed relative to bare encoding" + (" (target 0.75)" if named == "chatml" else ""), f"{share:.2f}"),
             ("transformers apply_chat_template, row by row", f"{peer_speed / 1e6:.3f} Mtok/s"),
             (f"speedup over transformers ({wanted})", f"{ratio:.1f}"),
-            ("peak memory of chatmill, of transformers", " and ".join(f"{x / 1e6:.0f} MB" for x in memory.values())),
+            ("peak memory of chatmill and of transformers", " and ".join(f"{x / 1e6:.0f} MB" for x in memory.values())),
         ],
         {
             "conversations": len(records),

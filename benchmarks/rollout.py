@@ -1,8 +1,10 @@
-"""Targets built from rollouts per second, on one core: long answers with many objects, half of which match.
+"""Measure how many rollout targets are built per second on one core, for long answers with many objects, half of which
+match.
 
     python benchmarks/rollout.py [--runs N] [--targets N] [--json]
 
-The CPU time of the fastest run counts, so that other processes matter little. Exits with 1 if the target is missed.
+The CPU time of the fastest run is reported, so that other processes have little effect. The script exits with 1 if the
+target is missed.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ WORDS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rollout targets per second, on one core.")
-    parser.add_argument("--runs", type=int, default=15, help="number of runs; the fastest counts")
+    parser = argparse.ArgumentParser(description="Measure rollout targets per second on one core.")
+    parser.add_argument("--runs", type=int, default=15, help="number of runs; the fastest run is reported")
     parser.add_argument("--targets", type=int, default=100, help="targets a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
@@ -69,7 +71,7 @@ def main() -> int:
     texts = [tokenizer.decode(ids) for ids, _ in work]
 
     def bare() -> None:
-        """The floor: decode the answer, parse it as JSON, and encode the true objects."""
+        """Measure the floor: decode the answer, parse it as JSON, and encode the true objects."""
         for (ids, truth), text in zip(work, texts, strict=True):
             tokenizer.decode(ids)
             msgspec.json.decode(text[: text.rindex("}") + 1])
@@ -82,10 +84,13 @@ def main() -> int:
     report(
         f"rollout targets, one core; {machine('chatmill', 'scipy', 'shapely')}",
         [
-            ("tokens per rollout, objects found and true", f"{tokens:.0f}, {len(first.valid_objects)} and {OBJECTS}"),
-            ("first rollout: matched, missed", f"{len(first.matched)}, {len(first.missed)}"),
-            ("targets per second", f"{speed:,.0f}"),
-            ("floor: decode, parse, encode the true objects, per second", f"{len(work) / seconds['bare']:,.0f}"),
+            (
+                "tokens per rollout, number of objects found and of true objects",
+                f"{tokens:.0f}, {len(first.valid_objects)} and {OBJECTS}",
+            ),
+            ("first rollout: matched and missed objects", f"{len(first.matched)}, {len(first.missed)}"),
+            ("targets built per second", f"{speed:,.0f}"),
+            ("floor: decode, parse and encode the true objects, per second", f"{len(work) / seconds['bare']:,.0f}"),
             ("scan only, rollouts per second", f"{len(work) / seconds['scans']:,.0f}"),
             (f"{'met' if speed >= LEAST else 'MISSED'}: at least {LEAST:,} targets per second", f"{speed:,.0f}"),
         ],
@@ -106,7 +111,7 @@ def main() -> int:
 
 
 def fastest(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Minimum CPU seconds of each function; runs alternate."""
+    """Return the minimum CPU seconds of each function; runs alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
     gc.freeze()
@@ -132,7 +137,9 @@ def tokenizer_with_coordinates() -> Tokenizer:
 
 
 def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[dict[str, object]]]:
-    """An answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true objects; half of them match."""
+    """Return an answer of about `TOKENS` tokens with `OBJECTS` objects, and the same number of true objects; half of
+    them match.
+    """
     found, truth = [], []
     for number in range(OBJECTS):
         x, y = draw.randrange(850), draw.randrange(850)
@@ -145,7 +152,7 @@ def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[
         elif number % 25:
             found.append({"desc": description(draw), "bbox_2d": [0, 0, 5, 5]})
         else:
-            # Include some polygons, which take the slow path.
+            # Include some polygons, which use the slow path.
             found.append({"desc": description(draw), "poly": [x, y, x + width, y, x + width, y + height]})
     ids: list[int] = build_answer(found, tokenizer=tokenizer).ids.tolist()
     return ids, truth

@@ -1,8 +1,8 @@
-"""A stage-2 step of a 0.6 B model on a GPU: the time for generation, for building targets, and for training.
+"""Measure a stage-2 step of a 0.6 B model on a GPU: the time for generation, for building targets, and for training.
 
     PYTHONPATH=examples/detect python benchmarks/rollout_step.py [--steps N] [--json]
 
-The model is fine-tuned on the scenes of examples/detect first, so that its answers have realistic lengths.
+The model is first fine-tuned on the scenes of examples/detect, so that its answers have realistic lengths.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SHAPE = {"layers": 28, "width": 1344}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure where the time of a stage-2 step goes.")
-    parser.add_argument("--first", type=int, default=400, help="steps of fine-tuning before stage 2")
-    parser.add_argument("--steps", type=int, default=32, help="steps of rollout matching")
+    parser.add_argument("--first", type=int, default=400, help="number of fine-tuning steps before stage 2")
+    parser.add_argument("--steps", type=int, default=32, help="number of rollout-matching steps")
     parser.add_argument("--rows", type=int, default=64, help="rollouts per step")
     parser.add_argument("--width", type=int, default=SHAPE["width"])
     parser.add_argument("--layers", type=int, default=SHAPE["layers"])

@@ -1,10 +1,10 @@
-"""Start-up: the time of short commands, as seen from the shell.
+"""Measure the start-up time of short commands, as seen from the shell.
 
     python benchmarks/startup.py              the best of ten runs of each
     python benchmarks/startup.py --runs 3     quicker
 
-`chatmill --help`, and `chatmill prepare` of 100 records with a vocabulary of 128,000 tokens: with an empty cache of
-compiled tokenizers, and with a filled one. A first run, which is not counted, compiles the bytecode.
+The commands are `chatmill --help`, and `chatmill prepare` of 100 records with a vocabulary of 128,000 tokens, with an
+empty and with a filled cache of compiled tokenizers. A first run, which is not counted, compiles the bytecode.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
         ("python -c ''", f"{figures['python_s']:.3f} s"),
         ("chatmill --help", f"{figures['help_s']:.3f} s (target {HELP_S})"),
         (f"chatmill prepare of {RECORDS} records, empty cache", f"{figures['cold_s']:.3f} s"),
-        ("the same, filled cache", f"{figures['prepare_s']:.3f} s (target {PREPARE_S})"),
+        ("chatmill prepare of {RECORDS} records, filled cache", f"{figures['prepare_s']:.3f} s (target {PREPARE_S})"),
     ]
     title = f"start-up, a vocabulary of {VOCABULARY:,}; {machine('typer', 'numpy')}"
     report(title, lines, figures, as_json=args.json)
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def enlarged(content: dict[str, Any], size: int) -> dict[str, Any]:
-    """Add merges of its tokens to a byte-level BPE until it has `size` tokens."""
+    """Add merges to a byte-level BPE until it has `size` tokens."""
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
     words = [token for token in vocab if token.isalpha() and len(token) > 2]
     taken = {*vocab.values(), *(token["id"] for token in content["added_tokens"])}
@@ -81,7 +81,7 @@ def enlarged(content: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def best(runs: int, command: list[str], cache: Path, *, cold: bool = False) -> float:
-    """The minimum seconds that a command takes, after a run that is not counted."""
+    """Return the minimum seconds of a command, after a run that is not counted."""
     environment = os.environ | {"CHATMILL_CACHE_DIR": str(cache)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     taken = []

@@ -1,4 +1,4 @@
-"""Performance targets of chatmill, compared with the results of a run."""
+"""The performance targets of chatmill, compared with the results of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train_report import FULL_GIB, LORA_GIB, OFFLOAD_GIB, QLORA_GIB, SHARE, SPEE
 
 @dataclass(frozen=True)
 class Target:
-    """A lower (or upper) limit for one figure."""
+    """A lower or upper limit for one figure."""
 
     what: str
     wanted: float
@@ -20,10 +20,10 @@ class Target:
     unit: str = ""
     digits: int = 2
     most: bool = False
-    """Whether the limit is an upper one."""
+    """Whether the limit is an upper limit."""
 
     def held(self, results: Results) -> float | None:
-        """The figure of a run, or None if it was not measured."""
+        """Return the figure from the results of a run, or None if it was not measured."""
         try:
             return float(self.figure(results))
         except (KeyError, IndexError, TypeError):
@@ -34,9 +34,9 @@ class Target:
 
 
 def target_table(results: Results, before: str = "") -> str:
-    """Markdown table of targets: wanted, measured, and whether each is met.
+    """Return a Markdown table of targets: wanted, measured, and whether each is met.
 
-    A target without a result keeps its row of the table `before`, if it has one there.
+    A target without a result keeps its row of the table `before`, if that table has one.
     """
     kept = {row.split(" | ")[0]: row for row in before.splitlines()}
     rows = ["| target | wanted | measured | |", "|---|---:|---:|---|"]
@@ -65,7 +65,7 @@ def _gpu(results: Results, line: str, key: str = "gib") -> float:
 
 
 def _speed_kept(results: Results) -> float:
-    """Speed of 4 B relative to float32 master weights, for the fastest line within the memory limit."""
+    """Return the speed of 4 B relative to float32 master weights, for the fastest line within the memory limit."""
     small = [name for name in ("4b-own-adamw_bf16", "4b-own-adamw8bit") if _gpu(results, name) <= FULL_GIB]
     best = max((_gpu(results, name, "tokens_per_s") for name in small), default=0.0)
     return best / _gpu(results, "4b-own-adamw", "tokens_per_s")
@@ -75,14 +75,14 @@ TARGETS = [
     Target("rendering: speed relative to bare encoding", 0.75, lambda r: r["render"]["share_of_encoding"]),
     Target("rendering: speedup over transformers", 30, lambda r: r["render"]["times_transformers"], " times", 1),
     Target("chat templates: speedup over transformers", 10, lambda r: r["template"]["times_transformers"], " times", 1),
-    Target("chat templates of TRL's 41 that certify", 37, lambda r: r["certify"]["certified"], "", 0),
+    Target("chat templates: number of TRL's 41 templates that certify", 37, lambda r: r["certify"]["certified"], "", 0),
     Target(
-        "chat templates: share that two derivations prove",
+        "chat templates: share of templates proved by two derivations",
         0.5,
         lambda r: r["certify"]["both_derivations"] / r["certify"]["templates"],
     ),
     Target(
-        "packing: rows in different bins from best-fit decreasing",
+        "packing: rows in different bins than with best fit decreasing",
         0,
         lambda r: 0 if r["pack"]["plan"]["figures"]["equal_to_naive"] else 1,
         "",
@@ -91,8 +91,12 @@ TARGETS = [
     ),
     Target("packing: speedup over TRL", 100, lambda r: r["pack"]["plan"]["figures"]["times_trl"], " times", 1),
     Target("packing: memory", 500, lambda r: r["pack"]["memory"]["plan"] / 1e6, " MB", 0, most=True),
-    Target("blocks of 1024, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["1024"], " Mtok/s", 0),
-    Target("blocks of 4096, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["4096"], " Mtok/s", 0),
+    Target(
+        "stream blocks of 1024, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["1024"], " Mtok/s", 0
+    ),
+    Target(
+        "stream blocks of 4096, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["4096"], " Mtok/s", 0
+    ),
     Target("preparing: speedup over TRL", 60, lambda r: r["prepare"]["peers"]["trl"]["times"], " times", 1),
     Target(
         "preparing with a chat template: speedup over TRL",
@@ -102,7 +106,7 @@ TARGETS = [
         1,
     ),
     Target(
-        "preparing with a chat template: time relative to a preset",
+        "preparing with a chat template: time relative to ChatML",
         1.3,
         lambda r: r["prepare_template"]["seconds"] / r["prepare"]["seconds"],
         " times",
@@ -125,18 +129,18 @@ TARGETS = [
         2,
         most=True,
     ),
-    Target("preparing on 16 cores: speedup over two", 5, lambda r: r["cores"]["times"]["16"], " times", 1),
+    Target("preparing on 16 cores: speedup over two cores", 5, lambda r: r["cores"]["times"]["16"], " times", 1),
     Target("start-up: `chatmill --help`", 0.15, lambda r: r["startup"]["help_s"], " s", most=True),
     Target(
-        "start-up: 100 records prepared, a vocabulary of 128,000",
+        "start-up: prepare 100 records with a vocabulary of 128,000",
         1,
         lambda r: r["startup"]["prepare_s"],
         " s",
         most=True,
     ),
-    Target("20 million episodes: opened", 200, lambda r: r["open"]["open_ms"], " ms", most=True),
+    Target("20 million episodes: open the dataset", 200, lambda r: r["open"]["open_ms"], " ms", most=True),
     Target(
-        "20 million episodes: a random one read, warm",
+        "20 million episodes: read a random episode, warm",
         50,
         lambda r: r["open"]["read_us"]["tokens and mask"][0],
         " µs",
@@ -144,7 +148,7 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "20 million episodes: a whole row with its spans read, warm",
+        "20 million episodes: read a whole row with its spans, warm",
         50,
         lambda r: r["open"]["read_us"]["rows with spans and origins"][0],
         " µs",
@@ -167,12 +171,14 @@ TARGETS = [
         " times",
         most=True,
     ),
-    Target("order of a position among 10^9", 1, lambda r: r["load"]["billion"]["order_ms"], " ms", most=True),
+    Target(
+        "order of 10^9 episodes: look up one position", 1, lambda r: r["load"]["billion"]["order_ms"], " ms", most=True
+    ),
     Target(
         "loader over 10^9 episodes: memory", 300, lambda r: r["load"]["billion"]["memory"] / 1e6, " MB", 0, most=True
     ),
     Target(
-        "mixing: largest deviation from a share, in rows, over 100,000 positions",
+        "mixing: largest deviation from a share over 100,000 positions, in rows",
         1,
         lambda r: r["mix"]["farthest_rows"],
         "",
@@ -180,7 +186,7 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "mixing by trained tokens: deviation from a share",
+        "mixing by trained tokens: largest deviation from a share",
         0.5,
         lambda r: 100 * r["mix"]["trained_error"],
         " %",
@@ -188,16 +194,16 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "loading from a bucket, cold: share of a 100 MB/s link used until the first batch",
+        "loading from a bucket, cold: used share of a 100 MB/s link until the first batch",
         0.8,
         lambda r: r["remote"]["cold_first"],
     ),
     Target(
-        "loading from a bucket, cold: share of a 100 MB/s link used over a shuffled epoch",
+        "loading from a bucket, cold: used share of a 100 MB/s link over a shuffled epoch",
         0.8,
         lambda r: r["remote"]["cold_epoch"],
     ),
-    Target("loading from a bucket, warm: relative to the local loader", 0.95, lambda r: r["remote"]["warm"]),
+    Target("loading from a bucket, warm: speed relative to the local loader", 0.95, lambda r: r["remote"]["warm"]),
     Target("training 0.6 B: real tokens", 110_000, lambda r: _gpu(r, "0.6b-own-adamw", "tokens_per_s"), " /s", 0),
     Target(
         "training 0.6 B: real tokens, stretch goal",
@@ -216,7 +222,7 @@ TARGETS = [
         most=True,
     ),
     Target(
-        "training 150 M: share of the best matrix product",
+        "training 150 M: share of the fastest matrix product",
         100 * SHARE,
         lambda r: 100 * _gpu(r, "150m-own-adamw", "tflops") / _gpu(r, "150m-own-adamw", "best_tflops"),
         " %",
@@ -235,12 +241,17 @@ TARGETS = [
     ),
     Target("rollout targets, one core", 1000, lambda r: r["rollout"]["targets_per_second"], " /s", 0),
     Target(
-        "viewer, a million episodes: first page", 300, lambda r: max(r["view"]["first_page_ms"]), " ms", 0, most=True
+        "viewer, a million episodes: load the first page",
+        300,
+        lambda r: max(r["view"]["first_page_ms"]),
+        " ms",
+        0,
+        most=True,
     ),
     Target(
-        "viewer, a million episodes: first hit",
+        "viewer, a million episodes: find the first hit",
         2,
-        lambda r: r["view"]["search_s"]["a text of the last episodes alone"] if r["view"]["found"] else float("inf"),
+        lambda r: r["view"]["search_s"]["a text in one episode"] if r["view"]["found"] else float("inf"),
         " s",
         2,
         most=True,

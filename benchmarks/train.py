@@ -1,15 +1,15 @@
-"""Training speed and memory on one GPU: chatmill compared with the best setup of Hugging Face libraries.
+"""Measure training speed and memory on one GPU, compared with the best setup of Hugging Face libraries.
 
     python benchmarks/train.py --results FILE            every line that FILE does not have yet
     python benchmarks/train.py --results FILE --only 4b  the lines of one model; --list shows all
     python benchmarks/train.py --results FILE --warm     compile all kernels first, several lines at a time
-    python benchmarks/train.py --results FILE --report   measure nothing
+    python benchmarks/train.py --results FILE --report   print the results without measuring
 
 Conversations of lognormal length (mean about 600, at most 4096, about 60 percent trained) pass through chatmill's
 store, loader and training loop in rows of 4096; the peers get the same batches. Each line runs in its own process, and
-its speed and memory come from that one run; the result is appended to FILE at once, as a line of JSON. Requires numpy,
-torch, safetensors and transformers, and for peers liger_kernel, peft and bitsandbytes. `--small` runs the script on any
-machine. Exits with 1 if a target is missed.
+its speed and memory come from that one run; the result is immediately appended to FILE as a line of JSON. The script
+requires numpy, torch, safetensors and transformers, and for peers liger_kernel, peft and bitsandbytes. `--small` runs
+the script with tiny models on any machine. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from train_lines import TRAIN_LINES, TrainLine, chosen  # noqa: E402
 from train_report import measured, read_results, report  # noqa: E402
 
 LAYERS = 2
-"""Layers of the models that only compile."""
+"""Number of layers in the models that only compile."""
 PATIENCE = 3.0
 """A line times out after this multiple of its estimate, plus two minutes."""
 UNFINISHED = "not finished after"
@@ -53,16 +53,18 @@ UNFINISHED = "not finished after"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="file of results, read and appended to")
-    parser.add_argument("--only", nargs="+", metavar="LINE", help="lines with these names or prefixes")
-    parser.add_argument("--again", action="store_true", help="measure again lines that are in FILE")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="file of results; new results are appended")
+    parser.add_argument("--only", nargs="+", metavar="LINE", help="measure only lines with these names or prefixes")
+    parser.add_argument("--again", action="store_true", help="also measure lines that already have a result in FILE")
     parser.add_argument("--list", action="store_true", help="list the lines and their estimated times")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="skip lines that would not finish in time")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="skip lines that would not finish within this budget"
+    )
     parser.add_argument(
         "--warm", type=int, nargs="?", const=10, metavar="N", help="first compile the chosen lines, N at a time"
     )
-    parser.add_argument("--report", action="store_true", help="measure nothing; print the results in FILE")
-    parser.add_argument("--small", action="store_true", help="tiny models, on the CPU if there is no GPU")
+    parser.add_argument("--report", action="store_true", help="print the results in FILE without measuring")
+    parser.add_argument("--small", action="store_true", help="use tiny models, on the CPU if no GPU is available")
     parser.add_argument("--folder", type=Path, help="folder for temporary data and runs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
@@ -70,16 +72,16 @@ def main() -> int:
     if args.worker:
         return work(args)
     if args.only and (unknown := [name for name in args.only if not chosen([name])]):
-        parser.error(f"--only {unknown[0]}: no line has this name or prefix; --list shows them")
+        parser.error(f"--only {unknown[0]}: no line has this name or prefix; use --list to see all lines")
     if args.list:
         for line in chosen(args.only):
             print(f"{line.name:<32}{line.estimate:>5.0f} s  {line.precision!s:<32}{line.what}")
         return 0
     if args.results is None:
-        parser.error("--results FILE is required: the file in which results are kept")
+        parser.error("pass --results FILE, the file that stores the results")
     if not args.report:
         if not torch.cuda.is_available() and not args.small:
-            print("no GPU found; --small runs tiny models on the CPU", file=sys.stderr)
+            print("no GPU found; use --small to run tiny models on the CPU", file=sys.stderr)
             return 1
         with tempfile.TemporaryDirectory(dir=args.folder, prefix="train-bench-") as folder:
             measure(args, Path(folder))
@@ -112,7 +114,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         worker = worker or Worker(line, args, folder)
         worker.go()
         if waiting:
-            # Imports take as long as a short line: the next process imports while this one creates its model.
+            # Imports take as long as a short line, so the next process imports while this one creates its model.
             ready = Worker(waiting[0], args, folder)
         patience, left = PATIENCE * line.estimate + 120, ends - time.monotonic() + 20
         found = worker.result(min(patience, left))
@@ -128,14 +130,16 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def fitting(lines: list[TrainLine], ends: float) -> list[TrainLine]:
-    """The lines that finish within the budget, if compiling takes a quarter of it."""
+    """Return the lines that finish within the budget, if compiling takes a quarter of it."""
     sums = itertools.accumulate(line.estimate for line in lines)
     left = 0.75 * (ends - time.monotonic())
     return [line for line, seconds in zip(lines, sums, strict=True) if seconds <= left]
 
 
 def warm(lines: list[TrainLine], args: argparse.Namespace, folder: Path, ends: float) -> None:
-    """Fill the kernel cache: run models with few layers for two steps, several at once. All layers share kernels."""
+    """Fill the kernel cache by running models with few layers for two steps, several models at once. All layers share
+    kernels, so few layers compile everything.
+    """
     began = time.monotonic()
     waiting, running = deque(lines), deque[Worker]()
     while waiting or running:
@@ -155,16 +159,18 @@ def say(text: str) -> None:
 
 
 class Worker:
-    """A process that measures one line. It imports its libraries at once, but uses the GPU only after `go`."""
+    """A process that measures one line. The process imports its libraries immediately, but uses the GPU only after
+    `go`.
+    """
 
     def __init__(self, line: TrainLine, args: argparse.Namespace, folder: Path, *, layers: int | None = None) -> None:
         self.line = line
         self.said = ""
-        """Its standard error, once there is a result."""
+        """Standard error of the process, available once it has a result."""
         command = [sys.executable, "-W", "ignore", __file__, "--worker", line.name, "--folder", str(folder)]
         command += ["--small"] * args.small + (["--layers", str(layers)] if layers else [])
         self._errors = (folder / f"{line.name}-{layers or 'all'}.log").open("w+", encoding="utf-8")
-        # Many processes compile at once: each uses one compile thread.
+        # Many processes compile at the same time, so each uses one compile thread.
         threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if layers else {}
         self._process = subprocess.Popen(
             command,
@@ -178,13 +184,13 @@ class Worker:
 
     def go(self) -> None:
         assert self._process.stdin is not None
-        # If the process has ended already, `result` reports why.
+        # If the process has already ended, `result` reports the reason.
         with suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
 
     def result(self, timeout: float) -> dict[str, Any]:
-        """Its result, or the error that ended it."""
+        """Return the result of the line, or the error that ended it."""
         try:
             out, _ = self._process.communicate(timeout=max(1.0, timeout))
             return dict(json.loads(out.strip().rsplit("\n", 1)[-1]))
@@ -202,7 +208,7 @@ class Worker:
         return self._errors.read().strip()
 
     def stop(self) -> None:
-        """Kill it with all processes that it started."""
+        """Kill the process and all processes that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -243,7 +249,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def figures(trial: Trial, folder: Path) -> dict[str, Any]:
-    """Speed and memory of one run."""
+    """Return the speed and memory of one run."""
     gpu = trial.device == "cuda"
     start: dict[str, float] = {}
 
@@ -283,7 +289,7 @@ def figures(trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """The device and library versions."""
+    """Return the device and library versions."""
     names = ("transformers", "peft", "liger_kernel", "bitsandbytes", "torchao")
     known = {name: version(name) for name in names if find_spec(name)}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -291,7 +297,7 @@ def versions() -> dict[str, Any]:
 
 
 def best_product() -> float:
-    """TFLOP/s of the fastest of a few large bf16 matrix products of random numbers."""
+    """Return the TFLOP/s of the fastest of a few large bf16 matrix products of random numbers."""
     best = 0.0
     for size in (4096, 8192, 16384):
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in "ab")

@@ -1,4 +1,4 @@
-"""Data of benchmarks/train.py: one dataset for all lines, and the FLOPs of its batches."""
+"""Generate the data of benchmarks/train.py: one dataset for all lines, and the FLOPs of its batches."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from chatmill.train.config import TrainConfig
 
 BLOCK, SMALL_BLOCK = 4096, 64
 VOCABULARY, SMALL_VOCABULARY = 50304, 512
-"""Token ids of the dataset; within the vocabulary of every model, so that all share one dataset."""
+"""Number of token ids in the dataset, within the vocabulary of every model, so that all models share one dataset."""
 STEPS, ROWS = 40, 8
-"""The most steps and rows of any line."""
+"""Maximum numbers of steps and rows of any line."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A line and the size of the run that measures it."""
+    """A line, and the size of the run that measures it."""
 
     line: TrainLine
     data: Path
     small: bool = False
     layers: int | None = None
-    """For runs that only compile: the number of layers; they take two steps."""
+    """Number of layers in runs that only compile; these runs take two steps."""
 
     @property
     def device(self) -> str:
@@ -58,7 +58,7 @@ class Trial:
         return 1 if self.layers else 2 if self.small else self.line.steps
 
     def config(self, **keys: Any) -> TrainConfig:
-        """Loader config, the same for chatmill and peers."""
+        """Return the loader config, which is the same for chatmill and peers."""
         packing = "bins" if self.line.packed else "none"
         load = {
             "batch_size": 2 if self.small else self.line.rows,
@@ -69,7 +69,7 @@ class Trial:
         return TrainConfig.from_mapping({**load, **keys})
 
     def batches(self, *, timed: bool) -> Iterator[Batch]:
-        """The batches of all steps, or of the timed steps only."""
+        """Return the batches of all steps, or of the timed steps only."""
         loader = EpisodeLoader(self.data, self.config())
         yield from itertools.islice(loader, self.warmup if timed else 0, self.warmup + self.steps)
         loader.close()
@@ -83,7 +83,7 @@ def write_dataset(path: Path, *, small: bool) -> None:
     mean = 600 * scale
     count = int(STEPS * ROWS * block / mean)
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, count), 8, block).astype(np.int64)
-    # User and assistant turns in the ratio 40 : 60; the last turn is cut where its conversation ends.
+    # User and assistant turns have the ratio 40:60; the last turn is truncated at the end of its conversation.
     tables, firsts = [], [0]
     for length in lengths.tolist():
         turns = np.maximum(1, scale * rng.lognormal(np.log((40, 64)), 0.5, (length, 2))).astype(np.int64).ravel()
@@ -116,14 +116,16 @@ def write_dataset(path: Path, *, small: bool) -> None:
 
 
 def real_tokens(batch: Batch) -> torch.Tensor:
-    """Mask of tokens that are not padding."""
+    """Return the mask of tokens that are not padding."""
     return batch.segments < (batch.episode_ids >= 0).sum(dim=1)[:, None]
 
 
 def operations(trial: Trial) -> float:
-    """FLOPs of the timed steps: layers on all tokens, the head on trained tokens only, attention within conversations.
+    """Return the FLOPs of the timed steps: layers on all tokens, the head on trained tokens only, attention within
+    conversations.
 
-    Frozen weights have no weight gradients; checkpointed layers run forward twice."""
+    Frozen weights have no weight gradients; checkpointed layers run forward twice.
+    """
     sizes = trial.config(**trial.shape).sizes(0)
     attention = sizes.n_embd * sizes.head_size * (2 * sizes.n_head + 2 * sizes.kv_heads)
     layers = sizes.n_layer * (attention + 3 * sizes.n_embd * sizes.ffn)
@@ -135,6 +137,7 @@ def operations(trial: Trial) -> float:
     for batch in trial.batches(timed=True):
         real = real_tokens(batch)
         total += 2.0 * (passes + again) * layers * int(real.sum()) + 2.0 * passes * head * int(batch.loss_mask.sum())
-        # Two matrix products forward and five backward, for each pair of tokens that attend to each other.
+        # Attention takes two matrix products forward and five backward, for each pair of tokens that attend to each
+        # other.
         total += 2.0 * (7 + 2 * again) * width * int((batch.positions + 1)[real].sum())
     return total

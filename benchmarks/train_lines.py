@@ -1,4 +1,4 @@
-"""Models and lines of benchmarks/train.py, as data; a line is one way to train one model.
+"""The models and lines of benchmarks/train.py; a line is one way to train one model.
 
 The name of a line starts with its model, so `--only 4b` selects all lines of a model.
 """
@@ -17,10 +17,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "4b": {**QWEN, "n_layer": 36, "n_embd": 2560, "n_head": 32, "n_ffn": 9728},
     "8b": {**QWEN, "n_layer": 36, "n_embd": 4096, "n_head": 32, "n_ffn": 12288, "tie_weights": False},
 }
-"""The shapes of Qwen3, and of configs/sft1/150M.json, as keys of chatmill's config."""
+"""Model shapes of Qwen3 and of configs/sft1/150M.json, as keys of chatmill's config."""
 SMALL = {"n_layer": 3, "n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_ffn": 128, "vocab_size": 512}
 STEP_S = {"150m": 0.1, "0.6b": 0.3, "1.7b": 0.7, "4b": 1.9, "8b": 2.6}
-"""Approximate seconds per step on an H200; only for time estimates."""
+"""Approximate seconds per step on an H200, used only for time estimates."""
 SETUP_S = 22
 """Approximate seconds until the end of the first step, with compiled kernels in the cache."""
 
@@ -58,19 +58,19 @@ class TrainLine:
     name: str
     what: str
     side: Literal["chatmill", "peer", "usual"]
-    """usual: the setup of most scripts, which is far from a peer's best."""
+    """`usual` is the setup of most scripts, which is far from a peer's best."""
     model: str
     precision: Precision
     own: bool = False
-    """chatmill's own GPT instead of transformers' Qwen3."""
+    """Whether to use chatmill's own GPT instead of transformers' Qwen3."""
     optimizer: str = "adamw"
     fp8: bool = False
     checkpointing: bool = False
     offload: bool = False
     compiled: bool = False
-    """Peers: compile each layer."""
+    """Whether the peer compiles each layer."""
     liger: Literal["", "loss", "all"] = ""
-    """Peers: only Liger's fused loss, or all of its kernels."""
+    """Whether the peer uses only Liger's fused loss, or all of its kernels."""
     packed: bool = True
     rows: int = 8
     warmup: int = 3
@@ -78,13 +78,13 @@ class TrainLine:
 
     @property
     def estimate(self) -> float:
-        """Approximate seconds on an H200."""
+        """Return the approximate seconds on an H200."""
         slower = 1.0 if self.side == "chatmill" else 2.2 if self.side == "usual" else 1.4
         return SETUP_S + (self.warmup + self.steps) * STEP_S[self.model] * slower
 
     @property
     def can_warm(self) -> bool:
-        """Whether the line compiles anything: the usual setups do not."""
+        """Whether the line compiles kernels; common setups do not."""
         return self.side != "usual"
 
 
@@ -93,14 +93,16 @@ LIGER = "transformers, Liger, FlexAttention"
 
 
 def ours(model: str, *, own: bool, of: Precision, then: str, title: str = "", **more: Any) -> TrainLine:
-    """A line of chatmill."""
+    """Return a line of chatmill."""
     name = f"{model}-{'own' if own else 'hf'}-{then}"
     what = f"chatmill, {OWN if own else HF}, {title or then}"
     return TrainLine(name=name, what=what, side="chatmill", model=model, own=own, precision=of, **more)
 
 
 def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> Iterator[TrainLine]:
-    """The peer's best setup, plain and compiled. torch.compile replaces Liger's kernels except its fused loss."""
+    """Return the peer's best setup, plain and compiled; torch.compile replaces all Liger kernels except the fused
+    loss.
+    """
     plain = TrainLine(
         name=f"{model}-peer-{then}",
         what=f"{LIGER}, {title}",
@@ -118,7 +120,7 @@ def peers(model: str, *, of: Precision, then: str, title: str, **more: Any) -> I
 
 
 def full(model: str, **more: Any) -> Iterator[TrainLine]:
-    """Full fine-tuning with every optimizer, and the peer at both precisions."""
+    """Return the lines of full fine-tuning with every optimizer, and of the peer at both precisions."""
     yield ours(model, own=True, of=MASTERS, then="adamw", title="adamw (float32 masters)", **more)
     yield ours(model, own=True, of=HALF, then="adamw_bf16", optimizer="adamw_bf16", **more)
     yield from peers(model, of=HALF, then="bf16", title="bf16 weights, fused AdamW", **more)
@@ -166,11 +168,11 @@ def _lines() -> Iterator[TrainLine]:
 
 
 TRAIN_LINES: dict[str, TrainLine] = {line.name: line for line in _lines()}
-"""The most important lines first."""
+"""Lines in the order of measurement, the most important ones first."""
 
 
 def chosen(starts: list[str] | None) -> list[TrainLine]:
-    """The lines whose names start with one of these; all lines if none are given."""
+    """Return the lines whose names start with one of these prefixes, or all lines if no prefix is given."""
     if not starts:
         return list(TRAIN_LINES.values())
     named = [line for line in TRAIN_LINES.values() if line.name in starts]
@@ -181,7 +183,7 @@ def chosen(starts: list[str] | None) -> list[TrainLine]:
 
 
 def shape_of(line: TrainLine, *, small: bool, layers: int | None = None) -> dict[str, Any]:
-    """Config keys of a line's model, optionally with fewer layers."""
+    """Return the config keys of a line's model, optionally with fewer layers."""
     shape = {**MODELS[line.model]}
     if small:
         shape = {**SMALL, "tie_weights": shape.get("tie_weights", True), "qk_norm": shape.get("qk_norm", False)}

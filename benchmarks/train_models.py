@@ -1,4 +1,6 @@
-"""Models of benchmarks/train.py with random weights, created on the training device in their own precision."""
+"""Create the models of benchmarks/train.py with random weights, directly on the training device and in their own
+precision.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "nf4": torch.bfl
 
 
 def own_gpt(shape: dict[str, Any], *, weights: str, block_size: int, device: str) -> GPT:
-    """chatmill's own model."""
+    """Return chatmill's own model."""
     compute = torch.bfloat16 if device == "cuda" else None
     with torch.device(device):
         torch.manual_seed(0)
@@ -23,7 +25,7 @@ def own_gpt(shape: dict[str, Any], *, weights: str, block_size: int, device: str
 
 
 def qwen3(shape: dict[str, Any], *, weights: str, block_size: int, device: str, attention: str = "sdpa") -> Any:
-    """transformers' model of the same shape."""
+    """Return a transformers model of the same shape."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     usable_precision(torch.bfloat16)
@@ -48,7 +50,7 @@ def qwen3(shape: dict[str, Any], *, weights: str, block_size: int, device: str, 
 
 
 def quantize(lm: Any, device: str) -> None:
-    """Replace all linear layers except the head by 4-bit layers of bitsandbytes, quantized in place."""
+    """Replace all linear layers except the head by 4-bit layers from bitsandbytes, quantized in place."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for layer in lm.model.layers:
@@ -78,7 +80,7 @@ def quantize(lm: Any, device: str) -> None:
 
 
 def trained_precision(model: nn.Module) -> str:
-    """The common dtype of all trained matrices."""
+    """Return the common dtype of all trained matrices."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
     kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
     if len(kinds) != 1:

@@ -1,4 +1,4 @@
-"""chatmill's side of benchmarks/train.py: trains with `train_model`, like a user's run."""
+"""Run chatmill's side of benchmarks/train.py with `train_model`, like a user's run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from chatmill.train.result import StepRecord
 
 
 def run(trial: Trial, folder: Path, measured_from: Any) -> dict[str, Any]:
-    """Train and return the figures of the timed steps; calls `measured_from` once the model is created."""
+    """Train and return the figures of the timed steps; call `measured_from` once the model is created."""
     line = trial.line
     config = trial.config(**settings(trial))
     model = make_model(trial)
     if (made := trained_precision(model)) != line.precision.weights:
-        raise RuntimeError(f"the trained weights are {made}; the line says {line.precision.weights}")
+        raise RuntimeError(f"the trained weights are {made}; the line expects {line.precision.weights}")
     measured_from()
     steps: list[StepRecord] = []
     train_model(
@@ -46,7 +46,7 @@ def run(trial: Trial, folder: Path, measured_from: Any) -> dict[str, Any]:
 
 
 def settings(trial: Trial) -> dict[str, Any]:
-    """Config keys of the run; optimizer and precision only where the line sets them."""
+    """Return the config keys of the run; optimizer and precision are set only where the line sets them."""
     line = trial.line
     named: dict[str, Any] = {
         "optimizer": line.optimizer if line.optimizer != "adamw" else None,
@@ -58,7 +58,7 @@ def settings(trial: Trial) -> dict[str, Any]:
         **trial.shape,
         "max_positions": trial.block_size,
         "max_iters": trial.warmup + trial.steps,
-        # A long warm-up, because training on random tokens could diverge.
+        # Use a long warm-up, because training on random tokens could diverge.
         "warmup_iters": 100,
         "eval_interval": 0,
         "save_interval": 0,
@@ -69,7 +69,7 @@ def settings(trial: Trial) -> dict[str, Any]:
 
 
 def make_model(trial: Trial) -> CausalModel:
-    """The model on its device; the base model of adapters in its stored precision."""
+    """Return the model on its device; the base model of adapters keeps its stored precision."""
     line, device = trial.line, trial.device
     weights = line.precision.base or line.precision.weights
     if line.own:
@@ -82,6 +82,6 @@ def make_model(trial: Trial) -> CausalModel:
         from chatmill.train.quantized import use_nf4
 
         use_nf4(lm)
-    # HFModel tests whether packed conversations are separated; skip that for random weights.
+    # HFModel tests whether packed conversations are separated; skip this test for random weights.
     model = HFModel(lm, compute=compute, separates=True)
     return model.with_lora(LoraSizes(r=16), Path()) if line.precision.base else model

@@ -1,7 +1,7 @@
-"""The peers of benchmarks/train.py: the best setup of Hugging Face libraries.
+"""Run the peers of benchmarks/train.py: the best setup of Hugging Face libraries.
 
-transformers with FlexAttention (conversations separated by position ids), Liger kernels, fused AdamW, peft and
-bitsandbytes, with the same gradient clipping as chatmill. The batches are chatmill's, already on the device.
+The setup is transformers with FlexAttention (conversations separated by position ids), Liger kernels, fused AdamW, peft
+and bitsandbytes, with the same gradient clipping as chatmill. The peers get chatmill's batches, already on the device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from train_models import qwen3, trained_precision
 
 
 def run(trial: Trial, measured_from: Any) -> dict[str, Any]:
-    """Train and return the figures of the timed steps; calls `measured_from` once the model is created."""
+    """Train and return the figures of the timed steps; call `measured_from` once the model is created."""
     line, device = trial.line, trial.device
     lm, module = make_model(trial)
     if (made := trained_precision(module)) != line.precision.weights:
-        raise RuntimeError(f"the trained weights are {made}; the line says {line.precision.weights}")
+        raise RuntimeError(f"the trained weights are {made}; the line expects {line.precision.weights}")
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters, line.optimizer, device)
     inputs = [prepared(batch, trial) for batch in trial.batches(timed=False)]
@@ -53,10 +53,10 @@ def run(trial: Trial, measured_from: Any) -> dict[str, Any]:
 
 
 def prepared(batch: Any, trial: Trial) -> dict[str, Tensor]:
-    """Arguments of a forward pass with labels, on the device."""
+    """Return the arguments of a forward pass with labels, on the device."""
     real = real_tokens(batch)
     longest = trial.block_size if trial.line.packed else int(real.sum(dim=1).max())
-    # The model shifts labels itself, so they are y shifted one to the right.
+    # The model shifts labels itself, so the labels are y shifted by one to the right.
     labels = torch.full_like(batch.y, -100)
     labels[:, 1:] = batch.y[:, :-1]
     inputs = {"input_ids": batch.x, "labels": labels}
@@ -65,7 +65,7 @@ def prepared(batch: Any, trial: Trial) -> dict[str, Tensor]:
 
 
 def make_model(trial: Trial) -> tuple[Any, Any]:
-    """The transformers model, and the module to call: the model itself, or its peft wrapper."""
+    """Return the transformers model, and the module to call: the model itself, or its peft wrapper."""
     line, device = trial.line, trial.device
     flex = line.side == "peer" and device == "cuda"
     lm = qwen3(
@@ -75,7 +75,7 @@ def make_model(trial: Trial) -> tuple[Any, Any]:
         device=device,
         attention=flex_attention() if flex else "sdpa",
     )
-    # Liger's kernels need Triton: on a CPU the line runs without them.
+    # Liger's kernels need Triton, so on a CPU the line runs without them.
     if line.liger and device == "cuda":
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
@@ -89,7 +89,7 @@ def make_model(trial: Trial) -> tuple[Any, Any]:
         module = get_peft_model(lm, lora)
         for each in module.modules():
             if hasattr(each, "cast_input_dtype_enabled") and device == "cuda":
-                # autocast casts the input of an adapter; peft would make a float32 copy of it first.
+                # autocast casts the input of an adapter; peft would first make a float32 copy of it.
                 each.cast_input_dtype_enabled = False
     module.train()
     if line.checkpointing:
@@ -109,7 +109,9 @@ def make_optimizer(parameters: list[nn.Parameter], name: str, device: str) -> An
 
 
 def flex_attention() -> str:
-    """transformers' FlexAttention; queries and keys that a float32 norm upcast are cast back to the dtype of values."""
+    """Run transformers' FlexAttention after casting queries and keys, which a float32 norm may upcast, back to the
+    dtype of the values.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.masking_utils import flex_attention_mask
@@ -140,14 +142,14 @@ def check_separate(lm: Any, positions: Tensor) -> None:
 
 
 def cast(trial: Trial) -> AbstractContextManager[Any]:
-    """Autocast if trained weights are float32, as a Trainer does with bf16=True."""
+    """Return an autocast context if trained weights are float32, as a Trainer does with bf16=True."""
     if trial.line.precision.weights == "float32" and trial.device == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return nullcontext()
 
 
 def synchronized(device: str) -> float:
-    """The time after all launched work has finished."""
+    """Return the time after all launched work has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

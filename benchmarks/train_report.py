@@ -1,4 +1,4 @@
-"""Report of benchmarks/train.py: a table of all lines, and which targets are met."""
+"""Report the results of benchmarks/train.py: a table of all lines, and whether each target is met."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from train_lines import TRAIN_LINES, TrainLine
 
 Found = dict[str, Any]
-"""Result of one line: figures, or an `error`."""
+"""Result of one line: its figures, or an `error`."""
 
 TOKENS, SHARE, WAIT = 135_000, 0.45, 0.01
 LORA_GIB, FULL_GIB, QLORA_GIB, OFFLOAD_GIB = 34.0, 36.0, 24.0, 16.0
 SPEED = 0.9
-"""Least speed relative to float32 master weights, in less memory."""
+"""Minimum speed relative to float32 master weights, at lower memory."""
 
 
 def read_results(files: list[Path]) -> dict[str, Found]:
-    """The last result of each line, in the order of declaration."""
+    """Return the last result of each line, in the order of declaration."""
     found: dict[str, Found] = {}
     for file in files:
         if file.exists():
@@ -50,7 +50,7 @@ def columns(one: Found) -> str:
 
 
 def measured(one: Found) -> str:
-    """Figures of a line in one sentence."""
+    """Return the figures of a line in one sentence."""
     return (
         f"{one['tokens_per_s']:,.0f} tok/s, {one['gib']:.1f} GiB ({one['reserved_gib']:.1f} reserved), "
         f"{one['step_ms']:.0f} ms per step, loss {one['first_loss']:.2f} to {one['last_loss']:.2f}, "
@@ -59,7 +59,7 @@ def measured(one: Found) -> str:
 
 
 def measured_on(found: dict[str, Found]) -> str:
-    """The GPU and library versions of the results."""
+    """Return the GPU and library versions of the results."""
     devices = {one["device"]: None for one in found.values() if "device" in one}
     versions: dict[str, dict[str, None]] = {}
     for one in found.values():
@@ -70,13 +70,13 @@ def measured_on(found: dict[str, Found]) -> str:
 
 
 def targets(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
-    """Targets for lines that were measured on a GPU, and whether each is met."""
+    """Return the targets for lines that were measured on a GPU, and whether each is met."""
     good = {name: one for name, one in found.items() if "error" not in one and one.get("best_tflops")}
     if one := good.get("0.6b-own-adamw"):
         yield f"0.6 B, float32 masters: at least {TOKENS:,} real tokens/s", one["tokens_per_s"] >= TOKENS
         yield f"0.6 B: less than {WAIT:.0%} of the time spent waiting for data", one["wait"] < WAIT
     if one := good.get("150m-own-adamw"):
-        yield f"150 M: at least {SHARE:.0%} of the fastest product", one["tflops"] >= SHARE * one["best_tflops"]
+        yield f"150 M: at least {SHARE:.0%} of the fastest matrix product", one["tflops"] >= SHARE * one["best_tflops"]
     for name, most in (("8b-hf-lora", LORA_GIB), ("8b-hf-qlora", QLORA_GIB), ("8b-hf-qlora-offload", OFFLOAD_GIB)):
         if one := good.get(name):
             yield f"{name}: at most {most:.0f} GiB", one["gib"] <= most
@@ -85,15 +85,15 @@ def targets(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
     if masters and small:
         least = SPEED * masters["tokens_per_s"]
         held = any(one["gib"] <= FULL_GIB and one["tokens_per_s"] >= least for one in small)
-        yield f"4 B full: at most {FULL_GIB:.0f} GiB at {SPEED} of the speed with float32 masters", held
+        yield f"4 B full fine-tuning: at most {FULL_GIB:.0f} GiB at {SPEED} of the speed with float32 masters", held
     for line, peer in pairs(good):
         ours, theirs = good[line.name], good[peer.name]
         yield f"{line.name}: no slower than {peer.name}", ours["tokens_per_s"] >= theirs["tokens_per_s"]
-        yield f"{line.name}: no more memory than {peer.name}", ours["gib"] <= theirs["gib"]
+        yield f"{line.name}: not more memory than {peer.name}", ours["gib"] <= theirs["gib"]
 
 
 def pairs(found: dict[str, Found]) -> Iterator[tuple[TrainLine, TrainLine]]:
-    """Pairs of chatmill and peer lines with the same model and precision."""
+    """Return pairs of chatmill and peer lines with the same model and precision."""
     lines = [TRAIN_LINES[name] for name in found]
     for line in lines:
         for peer in lines:

@@ -1,9 +1,9 @@
-"""The viewer on a large store: `.venv/bin/python benchmarks/view.py [--episodes N] [--folder DIR] [--json]`.
+"""Measure the viewer on a large dataset: `.venv/bin/python benchmarks/view.py [--episodes N] [--folder DIR] [--json]`.
 
-A generator writes a store of a million conversations (about 1.5 GB in --folder, and as much again for the index). Then
-`chatmill view` is started, and gets the same requests as from its page: the first page right after the start, while the
-index is being built, and searches once it is complete. One text occurs only in one of the last episodes. Exits with 1
-if a target is missed.
+A generator writes a dataset of a million conversations (about 1.5 GB in --folder; the index needs the same amount
+again). The script then starts `chatmill view` and sends the requests of the viewer's page: the first page right after
+the start, while the index is being built, and searches once the index is complete. The text of one search occurs only
+in one of the last episodes. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAGE = ["/", "/page/page.css", "/page/page.js", "/page/dom.js", "/page/api.js", 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="temporary folder for the store and its index")
+    parser.add_argument("--folder", type=Path, help="temporary folder for the dataset and its index")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
@@ -55,34 +55,34 @@ def main() -> int:
                 time.sleep(0.5)
             indexed = time.perf_counter() - started
             hits = {
-                "a text of the last episodes alone": first_hit(url, RARE),
-                "a text that is everywhere": first_hit(url, common[0]),
-                "two frequent words in a row": first_hit(url, " ".join(common[100:102])),
-                "a text that is nowhere": first_hit(url, "zzyzzx road"),
+                "a text in one episode": first_hit(url, RARE),
+                "a text in every episode": first_hit(url, common[0]),
+                "two frequent consecutive words": first_hit(url, " ".join(common[100:102])),
+                "a text in no episode": first_hit(url, "zzyzzx road"),
             }
             filtered = ask_ms(url, "/api/train/episodes?least=600&share_from=0.7&role=assistant")
             memory = memory_of(process)
-            # The floor: the same number of requests for a small file.
+            # Measure the floor: the same number of requests for a small file.
             request_ms = statistics.median(ask_ms(url, PAGE[1]) for _ in range(50))
             floor_ms = (len(PAGE) + 2) * request_ms
         with viewer(folder) as (url, *_):
             again_ms = first_page(url)
         scan_s = scan(folder / "store")
         size = sum(path.stat().st_size for path in (folder / "index").rglob("*") if path.is_file())
-    rare_s, rare_hit = hits["a text of the last episodes alone"]
+    rare_s, rare_hit = hits["a text in one episode"]
     lines = [
         ("store", f"{args.episodes:,} episodes, {tokens:,} tokens"),
         ("first page after the start, without an index", f"{first_ms:.0f} ms (target {FIRST_PAGE_MS})"),
         ("first page after the start, with an index", f"{again_ms:.0f} ms (target {FIRST_PAGE_MS})"),
-        ("the slowest page of the list while the index was built", f"{max(listed, default=0):.0f} ms"),
+        ("slowest list page while the index was built", f"{max(listed, default=0):.0f} ms"),
         ("the index", f"{indexed:.0f} s, {size / 1e6:,.0f} MB"),
         *(
             (f"search for {what}", f"{seconds:.2f} s, {'found' if hit else 'none'}")
             for what, (seconds, hit) in hits.items()
         ),
-        ("a filter by length, share and role", f"{filtered:.0f} ms"),
+        ("filter by length, share and role", f"{filtered:.0f} ms"),
         ("floor: the same number of requests for a small file", f"{floor_ms:.0f} ms"),
-        ("all tokens searched for bytes, without an index", f"{scan_s:.2f} s"),
+        ("search of all token bytes, without an index", f"{scan_s:.2f} s"),
         ("memory of the viewer at the end", f"{memory / 1e6:.0f} MB"),
     ]
     figures = {
@@ -104,12 +104,12 @@ def main() -> int:
     return 0 if kept else 1
 
 
-# Requests, as the page sends them.
+# Requests, as the viewer's page sends them.
 
 
 @contextmanager
 def viewer(folder: Path) -> Iterator[tuple[str, float, int]]:
-    """Run the command; yields its URL, the time when it was ready, and its process id."""
+    """Run the command; yield its URL, the time when it was ready, and its process id."""
     command = [
         Path(sys.executable).with_name("chatmill"),
         "view",
@@ -140,7 +140,7 @@ def ask_ms(url: str, path: str) -> float:
 
 
 def first_page(url: str) -> float:
-    """Milliseconds for all requests of the first page, one after the other."""
+    """Return the milliseconds for all requests of the first page, one after the other."""
     return sum(ask_ms(url, path) for path in [*PAGE, "/api/about", "/api/train/episodes?limit=50"])
 
 
@@ -151,7 +151,9 @@ def complete(url: str) -> bool:
 
 
 def first_hit(url: str, text: str) -> tuple[float, bool]:
-    """Seconds until the first response with an episode, or until the end; and whether there was one."""
+    """Return the seconds until the first response with an episode or until the end of the responses, and whether an
+    episode was found.
+    """
     started, start = time.perf_counter(), 0
     while start is not None:
         query = urllib.parse.urlencode({"q": text, "start": start, "limit": 1})
@@ -163,7 +165,7 @@ def first_hit(url: str, text: str) -> tuple[float, bool]:
 
 
 def scan(store: Path) -> float:
-    """Seconds to search the token bytes of all shards for the rare text."""
+    """Return the seconds to search the token bytes of all shards for the rare text."""
     wanted, started = np.frombuffer(RARE.encode(), dtype=np.uint8).astype("<u2").tobytes(), time.perf_counter()
     for path in sorted((store / "train").glob("*/tokens.bin")):
         path.read_bytes().find(wanted)
@@ -214,7 +216,9 @@ def invented(rng: np.random.Generator, count: int) -> list[str]:
 def conversations(
     rng: np.random.Generator, words: list[str], special: dict[str, int], first: int, count: int, planted: int | None
 ) -> Rows:
-    """Rows like rendered ones, built from the literals of the format and from words with unequal frequencies."""
+    """Return rows like rendered conversations, built from the literals of the format and from words with unequal
+    frequencies.
+    """
     start, eot = special["start"], special["eot"]
     literals = [[start, *b"user\n"], [eot], [*b"\n"], [start, *b"assistant\n"], [*RARE.encode()]]
     pieces = [*literals, *([*f"{word} ".encode()] for word in words)]
@@ -236,7 +240,7 @@ def conversations(
     if planted is not None:
         chosen[user[planted] + 1] = 4
     at = offsets(np.diff(begin)[chosen])
-    # Opener, text, close, line end of the user; opener, text, close, line end of the assistant.
+    # Header, text, end and line end of the user turn, then of the assistant turn.
     borders = np.stack(
         [at[user], at[user] + 1, at[close], at[end], at[opener], at[opener + 1], at[last - 2], at[last - 1]]
     )

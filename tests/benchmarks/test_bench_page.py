@@ -1,4 +1,4 @@
-"""The page of the benchmarks and its pictures, from the results of one small run that never changes."""
+"""The benchmark page and its charts, generated from the stored results of one small run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def modules(*names):
-    """Modules of benchmarks/, which is not a package: its scripts import each other from the same folder."""
+    """Import modules of benchmarks/, which is not a package: its scripts import each other from the same folder."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return [importlib.import_module(name) for name in names]
@@ -38,7 +38,7 @@ def run():
 
 
 def row(text, start):
-    """The one line of a Markdown table that begins so."""
+    """Return the only row of a Markdown table that begins with `start`."""
     found = [line for line in text.splitlines() if line.startswith(f"| {start}")]
     assert len(found) == 1, found
     return found[0]
@@ -47,7 +47,7 @@ def row(text, start):
 # The page.
 
 
-def test_a_run_gives_the_same_page_as_ever(run):
+def test_the_page_equals_the_golden_page(run):
     assert page.page(run) == GOLDEN.read_text("utf-8")
 
 
@@ -68,7 +68,7 @@ def test_a_line_has_both_sides_the_floor_the_ratio_and_both_peaks(run):
 
 def test_where_a_peer_is_faster_the_page_says_so_at_the_top_and_in_the_line(run):
     text = page.page(run)
-    assert "A peer is faster at: pack 0.5 M tokens." in " ".join(text.split())
+    assert "A peer is faster at these tasks: pack 0.5 M tokens." in " ".join(text.split())
     assert "less memory" not in text
     assert "| 0.80: the peer is faster |" in row(text, "pack 0.5 M tokens")
     run["pack"]["order"]["figures"]["times_torchtune"] = 1.5
@@ -78,7 +78,9 @@ def test_where_a_peer_is_faster_the_page_says_so_at_the_top_and_in_the_line(run)
 def test_where_a_peer_takes_less_memory_the_page_says_so(run):
     run["prepare"]["peers"]["trl"]["memory"] = 2_000_000
     run["prepare"]["memory"] = {"chatmill": 2_000_001}
-    assert "A peer takes less memory to: prepare 2,000 conversations, packed." in " ".join(page.page(run).split())
+    assert "A peer uses less memory for these tasks: prepare 2,000 conversations, packed." in " ".join(
+        page.page(run).split()
+    )
     run["prepare"]["memory"] = {"chatmill": 1_999_999}
     assert "less memory" not in page.page(run)
 
@@ -90,23 +92,27 @@ def test_rows_that_differ_from_a_peer_are_counted_and_explained(run):
         "peer_alone": 10,
         "peer_alone_cut": 10,
     }
-    assert "90 have the same ids and mask, and 10 differ: those over 4096 tokens" in " ".join(page.page(run).split())
+    assert "90 of the resulting conversations have the same ids and mask, and 10 differ: these have more" in " ".join(
+        page.page(run).split()
+    )
     run["prepare"]["peers"]["trl"]["differ"]["peer_alone_cut"] = 9
-    assert "90 have the same ids and mask, and 10 differ. The fastest" in " ".join(page.page(run).split())
+    assert "90 of the resulting conversations have the same ids and mask, and 10 differ. The fastest" in " ".join(
+        page.page(run).split()
+    )
 
 
-def test_preparing_by_a_chat_template_stands_beside_trl_and_has_a_target(run):
+def test_preparing_with_a_chat_template_is_compared_with_trl_and_has_a_target(run):
     peer = run["prepare_template"]["peers"]["trl"]
     peer |= {"times": 9.9, "differ": {**peer["differ"], "alike": 7, "peer_alone": 0}}
     text = page.page(run)
     assert row(text, "prepare 2,000 conversations with `qwen2_5`, packed |").count("TRL 1.16.0, 9.40 s | 9.90") == 1
-    assert "Of these conversations 7 have the same ids, and 0 differ." in " ".join(text.split())
+    assert "With this template, 7 conversations have the same ids, and 0 differ." in " ".join(text.split())
     assert "60 times | 9.9 times | **missed** |" in row(text, "preparing with a chat template: speedup over TRL")
     del run["prepare"]
     assert "`benchmarks/prepare.py --format template`" in page.page(run)
 
 
-def test_what_was_not_measured_has_no_section_and_counts_for_nothing(run):
+def test_parts_without_results_have_no_section_and_do_not_count(run):
     few = {"gpu": run["gpu"], "render": run["render"]}
     text = page.page(few)
     assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Targets", "Rendering", "Training"]
@@ -114,7 +120,7 @@ def test_what_was_not_measured_has_no_section_and_counts_for_nothing(run):
         row(text, "preparing: speedup over TRL")
         == "| preparing: speedup over TRL | at least 60 times |  | not measured |"
     )
-    assert "5 of 7 are met" in text
+    assert "5 of 7 targets are met" in text
 
 
 def test_headings_that_other_pages_link_to_are_there(run):
@@ -122,7 +128,7 @@ def test_headings_that_other_pages_link_to_are_there(run):
     assert {"Loading", "Training"} <= set(headings)
 
 
-def test_data_of_a_users_own_is_named_as_such(run):
+def test_the_page_names_the_users_own_data(run):
     run["data"]["own"] = ["input", "tokenizer"]
     assert "2,000 conversations in 6 MB, with the user's own input and tokenizer." in " ".join(page.page(run).split())
 
@@ -174,11 +180,11 @@ def test_every_target_finds_its_figure_and_those_that_are_missed_are_named(run):
         "packing: speedup over TRL",
         "preparing: speedup over TRL",
         "preparing with a chat template: speedup over TRL",
-        "preparing with a chat template: time relative to a preset",
+        "preparing with a chat template: time relative to ChatML",
         "preparing: speed relative to the bare parts",
         "preparing: memory for ten times the data",
         "batches of (16, 4096): time with an audit log",
-        "loading from a bucket, cold: share of a 100 MB/s link used over a shuffled epoch",
+        "loading from a bucket, cold: used share of a 100 MB/s link over a shuffled epoch",
         "training 0.6 B: real tokens, stretch goal",
         "rollout targets, one core",
     ]
@@ -186,7 +192,7 @@ def test_every_target_finds_its_figure_and_those_that_are_missed_are_named(run):
 
 def test_a_search_that_finds_nothing_misses_its_target(run):
     run["view"]["found"] = False
-    assert "viewer, a million episodes: first hit" in targets.missed(run)
+    assert "viewer, a million episodes: find the first hit" in targets.missed(run)
 
 
 def test_saving_memory_at_too_low_a_speed_misses_the_target(run):
@@ -277,12 +283,12 @@ def test_a_promise_fails_if_a_peer_at_equal_precision_is_faster_or_uses_less_mem
     found = {name: run["gpu"][name] for name in ("0.6b-own-adamw", "0.6b-peer-fp32", "8b-peer-qlora-compiled")}
     held = dict(train_report.targets(found))
     assert held["0.6b-own-adamw: no slower than 0.6b-peer-fp32"]
-    assert held["0.6b-own-adamw: no more memory than 0.6b-peer-fp32"]
+    assert held["0.6b-own-adamw: not more memory than 0.6b-peer-fp32"]
     assert not held["0.6 B, float32 masters: at least 135,000 real tokens/s"]
     found["0.6b-peer-fp32"] = found["0.6b-peer-fp32"] | {"tokens_per_s": 121_166, "gib": 51.1}
     held = dict(train_report.targets(found))
     assert not held["0.6b-own-adamw: no slower than 0.6b-peer-fp32"]
-    assert not held["0.6b-own-adamw: no more memory than 0.6b-peer-fp32"]
+    assert not held["0.6b-own-adamw: not more memory than 0.6b-peer-fp32"]
 
 
 def test_lines_are_selected_by_name_or_prefix():
@@ -366,7 +372,7 @@ def test_the_page_chart_and_flame_graphs_are_written_from_a_folder_of_results(ru
         ElementTree.fromstring(path.read_text("utf-8"))
 
 
-def test_a_page_that_tells_of_more_than_was_measured_is_left_as_it_is(run, tmp_path, monkeypatch, capsys):
+def test_a_page_is_not_overwritten_with_incomplete_results(run, tmp_path, monkeypatch, capsys):
     results, docs = tmp_path / "results", tmp_path / "docs"
     for folder in (results, docs):
         folder.mkdir()
@@ -382,9 +388,9 @@ def test_a_page_that_tells_of_more_than_was_measured_is_left_as_it_is(run, tmp_p
         "flame-prepare.svg",
         "flame-template.svg",
     ]
-    assert "the page is not written: there are no results for data, render," in capsys.readouterr().err
+    assert "the page is not written: run the missing benchmarks data, render," in capsys.readouterr().err
 
 
-def test_every_step_runs_a_script_that_is_there():
+def test_the_script_of_every_step_exists():
     assert [step.name for step in bench.STEPS if not (BENCHMARKS / step.script).is_file()] == []
     assert {name for names, _, _ in page.SECTIONS for name in names} <= {step.name for step in bench.STEPS}
