@@ -1,4 +1,4 @@
-"""Datasets of conversations, and runs over them that are logged."""
+"""Datasets of conversations, and logged runs over them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {"batch_size": 4, "block_size": 48, "epoch_seed": 42, "u
 
 
 def make_dataset(target: Path, *, train: int = 50, val: int = 5, seed: int = 1) -> Path:
-    """A dataset of exchanges, each unlike any other, rendered as chatml over bytes."""
+    """Write a dataset of different exchanges, rendered as ChatML with one token per byte."""
     format = load_format("chatml")
     tokenizer = open_tokenizer("bytes", control=format.tokens)
     rng = np.random.default_rng(seed)
@@ -84,7 +84,9 @@ def run(
     close: bool = True,
     **options: Any,
 ) -> tuple[Audit, dict[int, dict[str, Any]]]:
-    """Draw batches up to a step with an audit log, saving state where it is asked for, from the start or `saved`."""
+    """Read batches up to a step with an audit log, from the start or from `saved`, and save the state at the given
+    steps.
+    """
     audit = Audit(folder, every=every, state=None if saved is None else saved["audit"])
     loader = EpisodeLoader(dataset, {**SMALL, **(config or {})}, listener=audit, **options)
     if saved is not None:
@@ -93,7 +95,7 @@ def run(
     while loader.cursor().step < steps:
         loader.get_batch()
         if loader.cursor().step in checkpoints:
-            # As a checkpoint keeps them: through JSON.
+            # Convert the state to JSON and back, as a checkpoint does.
             state = {"audit": audit.checkpoint(), "loader": loader.state_dict()}
             states[loader.cursor().step] = json.loads(json.dumps(state))
     loader.close()
@@ -103,7 +105,7 @@ def run(
 
 
 def rechained(lines: list[bytes], start: int) -> list[bytes]:
-    """The lines with every hash from `start` on made anew, as one would who wants to hide a change before it."""
+    """Return the lines with every hash from `start` on recomputed, to hide an earlier change."""
     fixed = list(lines)
     for number in range(start, len(fixed)):
         previous = hashlib.sha256(fixed[number - 1]).hexdigest() if number else "0" * 64

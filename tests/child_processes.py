@@ -1,8 +1,8 @@
-"""Child processes that compute with torch, forked from a clean server instead of from the process that runs the tests.
+"""Start child processes that compute with torch, forked from a clean server instead of from the test process.
 
-`os.fork()` copies the locks of torch's thread pools but not their threads: on aarch64 a child of a process that has
-multiplied matrices waits for ever in its first `Linear.forward`. The server (Python's own "forkserver") imports torch
-and chatmill once, with one thread, and computes nothing, so its children are clean and start in milliseconds.
+`os.fork()` copies the locks of torch's thread pools but not their threads: on aarch64, a child of a process that has
+multiplied matrices waits forever in its first `Linear.forward`. The server (Python's "forkserver") imports torch and
+chatmill once, with one thread, and computes nothing, so its children are clean and start in milliseconds.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def start_child(
     output: Path | None = None,
     time_limit: float = TIME_LIMIT,
 ) -> BaseProcess:
-    """Start `work` (any callable, closures included) in a fresh process with this one's folder, path and environment.
+    """Start `work` (any callable, including closures) in a new process with the current folder, path and environment.
 
-    With `output`, its standard output and error go to the files "out" and "err" of that folder. After `time_limit`
-    seconds it prints the stacks of its threads and exits with 1.
+    With `output`, the standard output and error of the process go to the files "out" and "err" in that folder. After
+    `time_limit` seconds, the process prints the stacks of its threads and exits with 1.
     """
     environment = {**os.environ, **SURROUNDINGS, **(variables or {})}
     files = (
@@ -74,8 +74,10 @@ def start_in(
     streams: Mapping[int, int],
     time_limit: float = TIME_LIMIT,
 ) -> BaseProcess:
-    """Start `work` in a fresh process with these surroundings; `streams` are standard input, output and error."""
-    # A `Connection` is how a descriptor travels to the server's children.
+    """Start `work` in a new process with this folder and environment; `streams` are standard input, output and
+    error.
+    """
+    # Descriptors are sent to the server's children as `Connection` objects.
     sent = {number: Connection(os.dup(file)) for number, file in streams.items()}
     child = _server().Process(
         target=_run_child, args=(cloudpickle.dumps(work), environment, folder, sent, time_limit), daemon=True
@@ -87,7 +89,9 @@ def start_in(
 
 
 def end_children(children: Sequence[BaseProcess]) -> list[int]:
-    """Wait for all; their exit codes. When one fails the others are ended a little later, so that none is left."""
+    """Wait for all processes and return their exit codes. If one process fails, the others are ended shortly
+    afterwards.
+    """
     try:
         while (running := [child for child in children if child.exitcode is None]) and not _failed(children):
             wait([child.sentinel for child in running])
@@ -134,12 +138,12 @@ def _run_child(
     for number, connection in streams.items():
         os.dup2(connection.fileno(), number)
         connection.close()
-    # As they are in a process that was just started, which the server's are not.
+    # Set up the standard streams as in a newly started process.
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", 1 if 0 not in streams else -1, encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     faulthandler.dump_traceback_later(limit, exit=True, file=2)
-    # Work that starts processes of its own may fork: this thread, which waits in the system, is in nobody's way.
+    # Work may fork, because this thread only waits in a system call.
     multiprocessing.current_process()._config["daemon"] = False
     _thread.start_new_thread(_end_with_the_parent, ())
     os.environ.clear()

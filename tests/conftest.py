@@ -1,4 +1,6 @@
-"""What every test stands on: property tests that give the same examples on every machine, and who runs which."""
+"""Pytest settings for all tests: reproducible property tests, time limits, and the distribution of tests over
+processes.
+"""
 
 import os
 import signal
@@ -24,32 +26,34 @@ from remote.servers import (  # noqa: F401 (fixtures)
 from slower_tests import CLUSTER, EXAMPLES
 from xdist.scheduler import LoadScopeScheduling
 
-# No deadline and no "too slow": a busy machine must not fail a test that is right.
+# Disable deadlines and the "too slow" check, so that a busy machine does not fail a correct test.
 settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
 
-# A shell ignores Ctrl-C for what it starts in the background, and so would every process that a test sends it to.
+# A shell ignores Ctrl-C for background processes, and their children, which tests interrupt, would inherit this.
 for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
 
-# `make test-integrations` runs these, in environments of their own.
+# `make test-integrations` runs these tests in separate environments.
 collect_ignore = ["trainers"]
 
 process_watch.mark_children()
-# Processes hold their output back as they do for a user, whatever the machine of the tests is set to.
+# Child processes buffer their output as they do for a user, independent of the settings of this machine.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# A process that was in a Ray cluster with a token cannot start one whose nodes have other home folders.
+# A process that was in a Ray cluster with a token cannot start a cluster whose nodes have other home folders.
 os.environ["RAY_AUTH_MODE"] = "disabled"
-# No test depends on what another one, or the user, left in the cache of tokenizers; its own tests turn it on.
+# Disable the tokenizer cache, so that tests do not depend on its content; tests of the cache enable it.
 os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item, settings):
-    """A test that takes too long fails with the stacks of the processes that it started, which end first."""
+    """Fail a test that takes too long with the stacks of the processes that it started, and end these processes
+    first.
+    """
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
 
@@ -63,7 +67,7 @@ def pytest_timeout_set_timer(item, settings):
 
 
 def pytest_make_parametrize_id(val, argname):
-    """Name bytes by their parameter: content such as a compression time would differ between test processes."""
+    """Name bytes by their parameter: their content, such as a compression time, would differ between test processes."""
     return argname if isinstance(val, bytes) else None
 
 
@@ -77,7 +81,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """A process that is left behind by the tests of a file is a fault of its last test."""
+    """Fail the last test of a file if the file's tests leave a process behind."""
     result = yield
     if (nextitem is None or nextitem.path != item.path) and (left := process_watch.wait_for_all()):
         pytest.fail(f"left behind by {item.path.name}: {process_watch.end_with_stacks(left)}", pytrace=False)
@@ -85,9 +89,9 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 class FilesAndPages(LoadScopeScheduling):
-    """Each file runs in one process, because its tests share fixtures; pages of the docs are long and share nothing.
+    """Run each file in one process, because its tests share fixtures; docs pages are long and share no fixtures.
 
-    Files that start Ray run after each other: two clusters that start at once can wait for each other in vain.
+    Files that start Ray run one after the other, because two clusters that start at the same time can deadlock.
     """
 
     def _split_scope(self, nodeid):
@@ -96,8 +100,8 @@ class FilesAndPages(LoadScopeScheduling):
             return nodeid
         return "ray" if "prepare/test_ray" in file else file
 
-    # xdist 3.8 gives work to a process that has not collected its tests yet, which is a KeyError, and runs a test
-    # that ended its process again, as often as it may start processes.
+    # xdist 3.8 raises KeyError when it schedules work for a process that has not collected its tests yet, and repeats a
+    # test that crashed its process.
 
     def _reschedule(self, node):
         if node in self.registered_collections:

@@ -1,12 +1,12 @@
-"""Examples in Markdown pages: find the fenced blocks, run them, compare what they show.
+"""Run examples in Markdown pages: find the fenced blocks, run them, and compare their output.
 
-console   `$ command` lines, run by sh in one folder a page, in order; the lines below a command are its output.
-          `$ command  # exit 1` says that the command fails with that status.
-python    executed; the blocks of a page share one namespace, and the folder with its commands.
-text      the next block after a python block, with no heading between: what that block printed.
-sh        shown, not run: only for what sets up a machine (see DISPLAY_ONLY).
+console   `$ command` lines, run by sh in one folder per page, in order; the lines below a command are its output.
+          `$ command  # exit 1` means that the command exits with status 1.
+python    Executed; the blocks of a page share one namespace, and share their folder with the console blocks.
+text      Directly after a python block, without a heading between them: the output of that block.
+sh        Shown, but not run: only for commands that set up a machine (see DISPLAY_ONLY).
 
-In shown output a line `…` stands for any lines, and `…` or `...` inside a line for any text.
+In shown output, a line `…` matches any lines, and `…` or `...` inside a line matches any text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DISPLAY_ONLY = ("make", "pip", "git", "cd", "source")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and the line of the page its text starts at."""
+    """A fenced block: its language, its text, and the page line at which its text starts."""
 
     language: str
     text: str
@@ -38,7 +38,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The fenced blocks of a page in order; a fence may be indented, as in lists."""
+    """Return the fenced blocks of a page in order; a fence may be indented, as in lists."""
     found: list[Block] = []
     fence, language, start, heading = "", "", 0, True
     lines: list[str] = []
@@ -60,7 +60,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def prose(page: str) -> str:
-    """The page with the lines of its fenced blocks left empty."""
+    """Return the page with empty lines instead of its fenced blocks."""
     lines = page.splitlines()
     for block in blocks(page):
         stop = block.line - 1 + len(block.text.splitlines())
@@ -69,7 +69,7 @@ def prose(page: str) -> str:
 
 
 def commands(block: Block) -> list[tuple[int, str, list[str]]]:
-    r"""The commands of a console block: line of the page, command (a trailing `\` continues it), shown output."""
+    r"""Yield the commands of a console block: page line, command (a trailing `\` continues it) and shown output."""
     found: list[tuple[int, str, list[str]]] = []
     for number, line in enumerate(block.text.splitlines(), block.line):
         if line.startswith("$ "):
@@ -84,7 +84,7 @@ def commands(block: Block) -> list[tuple[int, str, list[str]]]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether the output shown on a page is the one printed; see the module for the wildcards."""
+    """Whether the output shown on a page matches the printed output; the module docstring describes the wildcards."""
     pattern = ""
     for line in shown.strip("\n").splitlines():
         if line.strip() in ("…", "..."):
@@ -96,7 +96,7 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def display_faults(page: str) -> list[str]:
-    """Blocks that would show a command nobody runs."""
+    """Return blocks that show commands which no test runs."""
     faults = []
     for block in blocks(page):
         if block.language in ("bash", "shell", "zsh", ""):
@@ -111,7 +111,7 @@ def display_faults(page: str) -> list[str]:
 
 
 def run(page: Path, folder: Path) -> None:
-    """Execute every example of a page in `folder`, the current directory, failing at the first that is wrong."""
+    """Run every example of a page in `folder`, the current directory, and fail at the first wrong one."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     found = blocks(page.read_text("utf-8"))
     for index, block in enumerate(found):
@@ -127,9 +127,9 @@ def run(page: Path, folder: Path) -> None:
 def run_command(place: str, command: str, shown: str, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     plain = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
-    # Pages are run beside each other: threads of one would be in the way of the others.
+    # Pages run in parallel, so each page uses few threads.
     plain["OMP_NUM_THREADS"] = "1"
-    # Behind the last line, because a line may end in a comment.
+    # The closing brace is on its own line, because a command may end in a comment.
     code, printed, _ = run_in_shell(f"{{ {command}\n}} 2>&1", folder=folder, environment=os.environ | plain)
     said = re.search(r"# exit (\d+)$", command)
     expected = int(said[1]) if said else 0
@@ -140,7 +140,7 @@ def run_command(place: str, command: str, shown: str, folder: Path) -> None:
 
 
 def run_python(page: Path, block: Block, shown: str | None, namespace: dict[str, Any]) -> None:
-    # Empty lines above it make a traceback name the line of the page.
+    # Empty lines before the code make a traceback show the line of the page.
     code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

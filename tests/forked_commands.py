@@ -1,8 +1,8 @@
-"""A shell whose `chatmill` and `python FILE.py` are forks of the server of `child_processes`.
+"""A shell in which `chatmill` and `python FILE.py` are forked from the server of `child_processes`.
 
-A command line is run by a real shell, with pipes, redirections and exit codes. In front of its PATH stand programs
-named `chatmill` and `python` that hand over their arguments, folder, environment and streams, and end as the fork ends:
-it has imported torch and transformers already, which takes seconds of processor time in a process of its own.
+A real shell runs the command line, with pipes, redirections and exit codes. Programs named `chatmill` and `python` come
+first in its PATH: they pass their arguments, folder, environment and streams to the server and end as the fork ends,
+which saves the seconds that importing torch and transformers takes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ sys.exit(code)
 
 
 def run_in_shell(command: str, *, folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a line of sh; its exit code, and what it prints to standard output and to standard error."""
+    """Run a line of sh; return its exit code, standard output and standard error."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, tempfile.TemporaryDirectory() as programs, tempfile.TemporaryDirectory() as files:
         (Path(programs) / "hand_over.py").write_text(HAND_OVER, "utf-8")
@@ -79,7 +79,9 @@ def run_in_shell(command: str, *, folder: Path, environment: Mapping[str, str]) 
 
 
 def _serve(ours: socket.socket, children: dict[int, tuple[BaseProcess, int]]) -> None:
-    """Start what is asked for, and say how it ended, until the shell and all it started have closed the socket."""
+    """Start the requested commands and report how they ended, until the shell and all its children have closed the
+    socket.
+    """
     asked = True
     while asked or children:
         for ready in wait([*children, *([ours.fileno()] if asked else [])]):
@@ -87,7 +89,7 @@ def _serve(ours: socket.socket, children: dict[int, tuple[BaseProcess, int]]) ->
                 child, tell = children.pop(ready)
                 child.join()
                 with suppress(BrokenPipeError):
-                    # The shell may end a command that nobody reads any more.
+                    # The shell may end a command whose output is no longer read.
                     os.write(tell, str(child.exitcode).encode())
                 os.close(tell)
                 continue
@@ -104,7 +106,7 @@ def _serve(ours: socket.socket, children: dict[int, tuple[BaseProcess, int]]) ->
 
 
 def run_program(program: str, words: list[str]) -> None:
-    """In a process of its own, run `chatmill` or a script as its command line would."""
+    """Run `chatmill` or a script as its command line would, in a separate process."""
     del os.environ[SOCKET]
     if program == "chatmill":
         from chatmill.cli.main import main

@@ -1,9 +1,9 @@
-"""Random and hostile input for the compiled parts, held against plain Python. Needs nothing but Python itself.
+"""Random and hostile input for the compiled parts, compared with plain Python. The script needs only Python.
 
     python tests/fuzz_compiled.py FOLDER [ROUNDS] [SEED]
 
-FOLDER holds the compiled modules. `make sanitize` runs this with modules that report every invalid access and every
-undefined operation; what they report ends the process.
+FOLDER contains the compiled modules. `make sanitize` runs this script with modules that report every invalid access and
+undefined operation, and then abort.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECES = ["a", "Zz", " ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "'", "12", "3",
 
 
 def load(folder: Path, name: str) -> ModuleType:
-    """A compiled module of this folder, without the package and what that needs."""
+    """Import a compiled module from this folder, without the package and its dependencies."""
     [path] = folder.glob(f"{name}.*so")
     spec = spec_from_file_location(f"chatmill._native.{name}", path)
     assert spec is not None and spec.loader is not None
@@ -39,7 +39,7 @@ def load(folder: Path, name: str) -> ModuleType:
 
 
 def refused(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """What a call returns, or its error if that is one of those that wrong arguments have."""
+    """Return the result of a call, or its error if the error is one that wrong arguments cause."""
     try:
         return call(*args, **named)
     except (ValueError, TypeError, IndexError, BufferError, OverflowError, RuntimeError, UnicodeError) as error:
@@ -47,7 +47,7 @@ def refused(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def unaligned(data: bytes | bytearray) -> memoryview:
-    """The same bytes at an odd address."""
+    """Return the same bytes at an odd address."""
     return memoryview(bytearray(b"\0" + data))[1:]
 
 
@@ -56,7 +56,7 @@ def numbers(values: Sequence[int]) -> bytes:
 
 
 def any_buffer(rng: random.Random, data: bytes) -> Any:
-    """These bytes as one of the objects that hold bytes, some of which cannot be taken."""
+    """Return these bytes as an object with a buffer, which some functions do not accept."""
     return rng.choice([
         lambda: data, lambda: bytearray(data), lambda: unaligned(data), lambda: memoryview(data),
         lambda: memoryview(data)[::2], lambda: data[:-1], lambda: data + b"\1", lambda: b"", lambda: None,
@@ -101,7 +101,7 @@ def try_pieces(copy: ModuleType, rng: random.Random) -> None:
     if result is None:
         assert target.tolist() == expected
     else:
-        # A piece of no length may stand at the end of the first, where the second begins.
+        # An empty piece may be at the end of the first buffer, where the second one begins.
         assert len(target) != len(expected), result
 
 
@@ -112,7 +112,7 @@ def try_bad_copy(copy: ModuleType, rng: random.Random) -> None:
     refused(copy.ranges, any_buffer(rng, target), columns[0], source, columns[1], columns[2], rng.choice(EXTREME))
     refused(copy.ranges, target, columns[0], target, columns[1], columns[2], rng.choice([1, 4, 8]))
     refused(copy.pieces, target, source, any_buffer(rng, bytes(64)), columns[0], columns[1])
-    # From an array to itself, over what is read.
+    # Copy from an array to itself, with overlapping ranges.
     refused(copy.ranges, target, numbers([1, 0]), target, numbers([0, 3]), numbers([63, 60]), 1)
 
 
@@ -120,7 +120,7 @@ def try_bad_copy(copy: ModuleType, rng: random.Random) -> None:
 
 
 def try_batch(batch: ModuleType, rng: random.Random) -> None:
-    """Episodes of one row, each a segment of one span: whole, or with one number that is wrong."""
+    """Return episodes of one row, each a segment of one span; either valid or with one wrong number."""
     size, width = rng.randrange(1, 40), rng.choice([2, 4])
     ids = [rng.randrange(256**width) for _ in range(60)]
     tokens = unaligned(b"".join(id.to_bytes(width, "little") for id in ids))
@@ -187,7 +187,9 @@ def any_record(rng: random.Random) -> dict[str, Any]:
 
 
 def check_columns(block: bytes, start: int, columns: Callable[..., Any]) -> int:
-    """Whatever it has taken of a block is what Python reads from the same lines; returns how many records."""
+    """Compare the parsed part of a block with the result of plain Python for the same lines; return the number of
+    records.
+    """
     end, data, messages, stop, role, first, last = columns(block, start)
     assert start <= end <= len(block)
     lines = [line for line in block[start:end].split(b"\n") if line]
@@ -242,7 +244,7 @@ PATTERNS = [
     _CL100K % 1,
     _O200K % (_ENDINGS, _ENDINGS, 3),
     _O200K % ("", "", 1),
-    # What is cut out before is not seen by the spaces before it, and what nothing matches is cut out too.
+    # Digits are split off first, so the rule for spaces does not see them; unmatched characters are split off too.
     r"[0-9]{1,3}|[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n!-~]?[A-Za-z]+| ?[!-/:-@\[-`{-~]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?![^\s0-9])|\s+|(?:(?![\x00-\x20\x7f]?[A-Za-z])[\x00-\x08\x0e-\x1f\x7f])+",
 ]
@@ -258,7 +260,7 @@ def ascii_class(pattern: int, character: str) -> int:
 
 
 def classes(pattern: int) -> bytes:
-    """Classes of ASCII characters; those of others are arbitrary, some unknown or in doubt."""
+    """Return classes of ASCII characters; other characters get arbitrary, unknown or uncertain classes."""
     return bytes(
         [ascii_class(pattern, chr(n)) for n in range(128)]
         + [(n * 7 % 23 % 10) + (DOUBT if n % 31 == 0 else 0) for n in range(128, 2**16)]
@@ -267,7 +269,7 @@ def classes(pattern: int) -> bytes:
 
 
 class Vocabulary:
-    """Bytes, and random merges of them."""
+    """Return single bytes, and random merges of them."""
 
     def __init__(self, rng: random.Random) -> None:
         self.tokens = [bytes([n]) for n in range(256)]
@@ -299,7 +301,7 @@ class Vocabulary:
         }
 
     def encode(self, text: str) -> list[int]:
-        """The ids of an ASCII text."""
+        """Return the ids of an ASCII text."""
         words = re.compile(PATTERNS[self.pattern], re.ASCII).findall(text)
         assert "".join(words) == text
         return [id for word in words for id in self.word(word.encode())]
@@ -350,7 +352,7 @@ def try_bpe(bpe: ModuleType, rng: random.Random) -> None:
         refused(encoder.encode_columns, data, *wrong, any_buffer(rng, rng.randbytes(len(texts))), before, after)
         refused(encoder.encode_columns, data, *columns, kinds, rng.choice([[], None, ["text"] * 2]), after)
         refused(encoder.encode, rng.choice([None, (), ["a", 3], ["\udcff"], [None]]), True)
-    # In another process, which has words of its own.
+    # Run in another process, which has its own words.
     if rng.random() < 0.2 and not (child := os.fork()):
         try:
             check_encoded(vocabulary, [b"word new"], encoder.encode(["word new"], True))
@@ -406,7 +408,7 @@ BOX = re.compile(
 
 
 def boxes(text: str, at: int) -> list[Any]:
-    """What `_rollout.boxes` should return, of a text whose characters are bytes."""
+    """Return the expected result of `_rollout.boxes` for a text of single-byte characters."""
     entries: list[Any] = []
     while box := BOX.match(text, at):
         number, places = int(box[2]), [int(each[8:-2]) for each in box.groups()[3:]]
@@ -441,7 +443,7 @@ def try_boxes(rollout: ModuleType, rng: random.Random) -> None:
 
 
 def overlap(one: list[int], other: list[int]) -> float | None:
-    """None for boxes that do not even touch."""
+    """Return None for boxes that do not even touch."""
     width, height = (min(one[at + 2], other[at + 2]) - max(one[at], other[at]) for at in (0, 1))
     if min(width, height) < 0:
         return None
@@ -468,13 +470,13 @@ def try_overlaps(rollout: ModuleType, rng: random.Random) -> None:
         [[1, 2, 3], [1, 2, 3, 4.0], [1, 2, 3, 2**80], [1, 2, 3, True], (1, 2, 3, 4), None, "1234", [2**30] * 4]
     )
     lists[rng.randrange(2)].append(wrong)
-    # What comes first may be empty, and what is wrong is then found all the same.
+    # The first list may be empty; a wrong box in the second must still be detected.
     assert rollout.overlaps(*lists) is None
     refused(rollout.overlaps, rng.choice([None, (), {}, 3]), [])
 
 
 def fuzz(folder: Path, rounds: int, seed: int) -> int:
-    """Try everything so many times; returns the number of calls that were tried."""
+    """Run every check this many times; return the number of calls."""
     rng = random.Random(seed)
     names = ("_copy", "_batch", "_columns", "_bpe", "_rollout")
     copy, batch, columns, bpe, rollout = (load(folder, name) for name in names)

@@ -1,4 +1,4 @@
-"""Requests that no browser sends: to the viewer each is a refusal, and the next request is answered as ever."""
+"""Requests that no browser sends: the viewer must refuse each, and must answer the next request normally."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ANSWERED = REFUSED | {200}
 
 @dataclass(frozen=True)
 class Hostile:
-    """The bytes of a request, and the statuses that it may be answered with; none if it is to be cut off."""
+    """The bytes of a request, and the statuses that may answer it; an empty set means that the connection is closed."""
 
     data: bytes
     statuses: frozenset[int]
 
 
 def get(path: str | bytes, *headers: str, method: str = "GET") -> bytes:
-    """A request; the connection ends with its answer."""
+    """Return a request that closes the connection after its response."""
     path = path if isinstance(path, bytes) else path.encode()
     lines = "".join(f"{line}\r\n" for line in (*headers, "Connection: close")).encode("latin-1")
     return method.encode() + b" " + path + b" HTTP/1.1\r\n" + HOST + lines + b"\r\n"
@@ -165,7 +165,9 @@ def hostile_requests() -> list[Hostile]:
 
 
 def mutated(request: bytes, rng: random.Random) -> Hostile:
-    """A good request with some bytes changed, doubled or lost: answered with whatever fits it, but not with a fault."""
+    """Return a valid request with some bytes changed, duplicated or removed: any response is allowed except a server
+    error.
+    """
     data = bytearray(request)
     for _ in range(rng.randrange(1, 6)):
         at = rng.randrange(len(data))

@@ -1,4 +1,4 @@
-"""Rows as plain Python data, and back: what tests build rows from and compare them with."""
+"""Convert rows to plain Python data and back, for tests that build and compare rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from chatmill.rows import NO_FILE, ORIGIN, SPAN, File, Part, Role, Rows, Rule, offsets
 
-# A row as plain data: segments of (origin, spans), a span being (ids, role, message, weight, rule, target).
+# A row as plain data is a list of segments (origin, spans); a span is (ids, role, message, weight, rule, target).
 spans_ = st.tuples(
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4),
     st.sampled_from([Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL]),
@@ -41,7 +41,7 @@ def build(plain: list) -> Rows:
 
 
 def unbuild(rows: Rows) -> list:
-    """The plain data again, read one index at a time."""
+    """Return the rows as plain data, read one index at a time."""
     plain, token = [], 0
     for row in range(len(rows)):
         segments = []

@@ -58,7 +58,7 @@ def test_a_changed_line_parses_to_other_values_or_is_rejected(fields, data):
         found = parse_line(bytes(raw))
     except DataError:
         return
-    # If it still parses, it is in canonical form and has different values.
+    # A changed line that still parses is in canonical form and has different values.
     again = write_line(datetime.fromisoformat(found.time), found.action, found.fields, found.previous)
     assert again == bytes(raw)
     assert (found.time, found.action, found.fields, found.previous) != (TIME, "steps", fields, START)
@@ -164,7 +164,7 @@ def test_a_log_without_the_checkpoint_line_is_not_continued(tmp_path):
 
 
 class FullDisk(files.Disk):
-    """A disk with space for `room` more bytes."""
+    """Return a disk with space for `room` more bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room

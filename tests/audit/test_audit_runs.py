@@ -1,4 +1,4 @@
-"""The log records the batches that were returned, and verification detects every later change."""
+"""The audit log records the returned batches, and verification detects every later change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def documented(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder of two sources."""
+    """Return a folder of two sources."""
     folder = tmp_path_factory.mktemp("data")
     make_dataset(folder / "a", train=20, seed=1)
     make_dataset(folder / "b", train=33, seed=2)
@@ -52,7 +52,7 @@ def actions(log):
     return [line.action for line in read_log(log) if isinstance(line, LogLine)]
 
 
-# What the log contains.
+# Contents of the log.
 
 
 def test_the_documented_example_reproduces_its_lines(documented, tmp_path):
@@ -159,7 +159,7 @@ def test_evaluation_is_not_in_the_log(dataset, tmp_path):
 
 
 def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path):
-    """Its dataset_load line has no row_digest, and its digests cover all bytes of a row."""
+    """The dataset_load line has no row_digest, and its digests cover all bytes of a row."""
     audit, states = run(dataset, tmp_path, 20, checkpoints=(20,), every=6)
     loader = EpisodeLoader(dataset, SMALL, tensors=False)
     lines = audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1]
@@ -177,7 +177,7 @@ def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path
     audit, _ = run(dataset, tmp_path, 30, every=6, saved=states[20])
     checked = verify_log(audit.path, dataset)
     assert (checked.fault, checked.steps) == (None, 30)
-    # A digest kind other than the one recorded in the line is detected.
+    # Verification detects a digest kind other than the one recorded in the line.
     audit.path.write_bytes(b"".join(line + b"\n" for line in rechained(
         audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1], 0
     )))  # fmt: skip
@@ -228,11 +228,11 @@ def test_digests_cover_all_ranks_if_they_can_be_reduced(dataset, tmp_path, share
     assert (digests[0] == digests[1]) == shared
 
 
-# What verification detects.
+# Changes that verification detects.
 
 
 def test_a_reader_that_swaps_two_episodes_is_detected(dataset, tmp_path, monkeypatch):
-    """The swap does not show in the episode ids that the loader reports."""
+    """Swapped rows do not change the episode ids that the loader reports."""
     real = EpisodeReader.locate
 
     def swapping(self, episodes):
@@ -269,7 +269,7 @@ def test_a_change_of_data_files_under_the_same_metadata_is_detected(dataset, tmp
     raw[-20] ^= 1
     tokens.write_bytes(raw)
     fault = verify_log(audit.path, changed).fault
-    # A change in a row that was used changes a digest; any other change is found by the file hash.
+    # A change in a used row changes a digest; any other change is found by the file hash.
     assert re.search(r":\d+: steps has digest " if split == "train" else r"val/shard_00000/tokens\.bin: ", fault)
 
 
@@ -297,7 +297,7 @@ def test_training_on_changed_files_is_detected_after_they_are_restored(
 
 
 def test_300_manipulations_are_all_detected(dataset, tmp_path):
-    """In half of them, every hash after the change is recomputed."""
+    """In half of the changed logs, every hash after the change is recomputed."""
     config = {"batch_size": 8}
     audit, states = run(dataset, tmp_path, 9, checkpoints=(4,), config=config, every=2)
     audit, states = run(dataset, tmp_path, 15, checkpoints=(9, 15), config=config, every=2, saved=states[4])
@@ -317,7 +317,7 @@ def test_300_manipulations_are_all_detected(dataset, tmp_path):
             changed = rechained(changed, first) if number % 2 else changed
         log.write_bytes(b"".join(line + b"\n" for line in changed))
         checked = verify_log(log, dataset, heads=heads)
-        # A line inserted after the checkpoint's line is reported as unanchored; none is accepted before it.
+        # A line inserted after the checkpoint's line is reported as unanchored; an inserted line before it is detected.
         assert checked.fault is not None or (kind == "insert" and checked.unanchored), (kind, number, first)
         found[kind] = found.get(kind, 0) + 1
     assert sum(found.values()) == 300 and len(found) == 6
@@ -332,7 +332,7 @@ def tampered(lines, kind, rng):
         byte = bytes([rng.choice([b for b in range(32, 127) if b != lines[at][place]])])
         changed[at] = lines[at][:place] + byte + lines[at][place + 1 :]
     elif kind == "field":
-        # The result is still a valid number.
+        # The changed value is still a valid number.
         digits = [m.span() for m in re.finditer(rb"(?<==)\d+(?= \|)", lines[at])] or [(0, 4)]
         start, stop = rng.choice(digits)
         value = int(lines[at][start:stop]) + rng.choice([-1, 1, 7])
@@ -401,7 +401,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("number", range(len(FORGERIES)))
 def test_a_forged_log_with_a_valid_hash_chain_is_detected(dataset, tmp_path, number):
-    """It is detected even without the head of a checkpoint."""
+    """The change is detected even without the head of a checkpoint."""
     action, forge, said = FORGERIES[number]
     _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
     audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])
@@ -580,7 +580,7 @@ def edited(state, *place, value):
 
 @pytest.fixture(scope="module")
 def checkpointed(dataset, tmp_path_factory):
-    """A log, and the state in its checkpoint at step 15."""
+    """Return a log, and the state in its checkpoint at step 15."""
     audit, states = run(dataset, tmp_path_factory.mktemp("logs"), 20, checkpoints=(15,))
     return audit.path, states[15]
 

@@ -1,4 +1,4 @@
-"""The commands that build caches: their output, the settings they read from chatmill.toml, and their errors."""
+"""Commands that build caches: their output, their settings from chatmill.toml, and their errors."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_each_source_has_its_own_counts(job, workers):
 
 
 def test_a_resumed_build_reports_the_units_it_reuses(job):
-    """Units of the interrupted build are counted separately, because they must not count towards the rate."""
+    """Units of the interrupted build are counted separately, because they must not affect the reported rate."""
     stopped = 0
 
     def stop(now: BuildProgress) -> None:
@@ -135,7 +135,7 @@ def prepare(*flags: str, stderr: int) -> subprocess.Popen[bytes]:
 
 
 def test_the_command_writes_a_line_for_each_source_to_a_log_file(job):
-    """In a terminal, there is a progress bar for each source."""
+    """In a terminal, each source has a progress bar."""
     import os
     import pty
 

@@ -1,4 +1,4 @@
-"""Commands run as a user would run them: what they print and write, and how they fail."""
+"""Commands as a user runs them: their output, the files they write, and their errors."""
 
 from __future__ import annotations
 

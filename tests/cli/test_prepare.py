@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def run(monkeypatch, capsys, command: str) -> str:
-    """Run a command that must succeed with nothing but progress on stderr; return its stdout."""
+    """Run a command that must succeed and print only progress to stderr; return its stdout."""
     monkeypatch.setattr(sys, "argv", ["chatmill", *shlex.split(command)])
     with pytest.raises(SystemExit) as ended:
         main()

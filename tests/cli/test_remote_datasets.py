@@ -15,7 +15,7 @@ CHAT = '{"messages": [{"role": "user", "content": "hi %d"}, {"role": "assistant"
 
 @pytest.fixture
 def bucket(run, s3, tmp_path, monkeypatch):
-    """A bucket with a dataset `v1`, and a local folder `v1` with the same dataset."""
+    """Return a bucket with a dataset `v1`, and a local folder `v1` with the same dataset."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))

@@ -1,4 +1,4 @@
-"""`chatmill rollout train`: runs are logged, and resume and replay give the same weights."""
+"""`chatmill rollout train` logs its runs, and resume and replay give the same weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENIZER = open_tokenizer("bytes", control=FORMAT.tokens, besides=COORDINATES, 
 
 @pytest.fixture
 def files(tmp_path):
-    """Ground truth for five records, and an untrained model."""
+    """Return ground truth for five records, and an untrained model."""
     lines = [
         {
             "id": number,
@@ -158,7 +158,7 @@ def test_a_run_that_gets_a_signal_finishes_its_round_and_saves(files):
 def test_a_run_is_replayed_from_its_log(files):
     train_rollouts(config_of(files), files / "run", quiet=True)
     log = str(files / "run" / "rollouts.jsonl")
-    # Another temperature would sample other answers, but replay uses those of the log.
+    # Another temperature would sample other answers, but replay uses the logged answers.
     train_rollouts(config_of(files, replay=log, temperature=0.2), files / "replayed", quiet=True)
     assert weights(files / "replayed") == weights(files / "run")
     assert (files / "replayed" / "rollouts.jsonl").read_bytes() == (files / "run" / "rollouts.jsonl").read_bytes()
@@ -355,7 +355,7 @@ def test_a_share_of_rows_may_be_true_answers_spread_evenly(files):
     for share in (1.0, 0, 0.25, 0.5):
         result = train_rollouts(config_of(files, rollout_share=share), files / f"share{share}", quiet=True)
         logged = lines_of(files / f"share{share}" / "rollouts.jsonl")
-        # There are 18 rows in rounds of 6.
+        # The dataset has 18 rows in rounds of 6.
         assert len(logged) == result.health.rollouts == int(18 * share)
         assert [line["row"] for line in logged if line["step"] == 0] == list(range(int(6 * share)))
         steps = lines_of(files / f"share{share}" / "metrics.jsonl")

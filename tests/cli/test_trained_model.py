@@ -38,7 +38,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def run(made, run, monkeypatch):
-    """The `run` fixture, in the folder of the trained model."""
+    """Return the `run` fixture in the folder of the trained model."""
     monkeypatch.chdir(made)
     return run
 
@@ -254,12 +254,12 @@ def test_eval_refuses_data_of_another_tokenizer(run):
     one_line(run("eval", "checkpoints/small", "data/bytes"), 1, "data/bytes: was prepared with tokenizer")
 
 
-# Sample answers of a run.
+# Sample answers from a run.
 
 
 @pytest.fixture
 def sampled(run):
-    """A function that trains one step at learning rate 0 and returns the lines printed from `since` onwards."""
+    """Return a function that trains one step at learning rate 0 and returns the lines printed from `since` onwards."""
     if not Path("data/held").exists():
         flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--val-split", "0.6"]
         chatmill("prepare", "words.jsonl", "sums.jsonl", "-o", "data/held", *flags)

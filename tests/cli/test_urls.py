@@ -97,7 +97,7 @@ import trl URL.yaml -o out
 
 @pytest.fixture
 def folder(run, tmp_path):
-    """A folder with a small file of each kind."""
+    """Return a folder with a small file of each kind."""
     Path("chat.jsonl").write_text(CHAT * 2)
     Path("truth.jsonl").write_text(TRUTH)
     Path("rollouts.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""A whole run with the commands: prepare, train a 24-layer model with early stopping, eval and chat."""
+"""Run the commands in sequence: prepare, train a 24-layer model with early stopping, eval and chat."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     kept = sorted(path.name for path in Path("checkpoints/deep").glob("step_*"))
     assert kept == [f"step_{step:08d}" for step in (best, steps[-1])]
 
-    # The best checkpoint can be evaluated like any model, and is not the last one.
+    # The best checkpoint can be evaluated like any model, and differs from the last checkpoint.
     scores = {}
     for name in ("checkpoints/deep/best", "checkpoints/deep"):
         code, out, _ = run("eval", name, "data", "--json", "--max-tokens", "4")
@@ -74,7 +74,7 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     assert abs(scores["checkpoints/deep"] - losses[steps[-1]]) < 1e-4
     assert run("chat", "checkpoints/deep/best", "--prompt", "1?", "--max-tokens", "4")[0] == 0
 
-    # A run that stopped early is finished; with more patience it continues.
+    # A run that stopped early is complete; with more patience it continues.
     code, out, err = run(*train, "--resume", "auto")
     assert (code, json.loads(out)["step"]) == (0, steps[-1])
     assert "the run is already finished: it stopped early" in err

@@ -52,7 +52,9 @@ def chatmill(*args: str) -> None:
 
 
 def train_small(folder: Path) -> None:
-    """Write words.jsonl, sums.jsonl, tokenizer.json, data/v1 and checkpoints/small to `folder`, the current one."""
+    """Write words.jsonl, sums.jsonl, tokenizer.json, data/v1 and checkpoints/small to `folder`, which is the current
+    folder.
+    """
     for name, talks in TALKS.items():
         lines = [
             {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}

@@ -1,7 +1,7 @@
-"""Stream blocks: whole blocks and masks for every rule, then every block size against a token-by-token oracle.
+"""Stream blocks: expected blocks and masks for every rule, then every block size compared with a token-by-token oracle.
 
-Tokens are letters: S, U and A open a system, user and assistant turn, E is END, X is EOS, lowercase is
-text. In a mask `*` is trained. Documents are written without their last X, which packing adds.
+Tokens are letters: S, U and A open a system, user and assistant turn, E is END, X is EOS, lowercase is text. In a mask,
+`*` means trained. Documents are written without their last X, which packing adds.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def test_invalid_arguments_raise_a_clear_error(options, fault):
         pack_chat_blocks(**({"documents": [[1]], "block_size": 4} | MARKERS | options))
 
 
-# Blocks of Rows.
+# Rows as input.
 
 
 def test_spans_of_a_block_record_their_origin_and_the_rule_of_their_weight():
@@ -418,7 +418,7 @@ def test_the_ledger_counts_injected_padding_removed_and_untrained_tokens():
         "repeated goes_on_in_next_block": (4, 0, 0),
         "injected": (0, 1, 0),
         "padding": (0, 3, 0),
-        # The long conversation loses uEAaEX; the next one in the same document is dropped.
+        # The long conversation loses uEAaEX, and the next one in the same document is dropped.
         "truncated user_span_over_block": (0, 6, 3),
         "dropped user_span_over_block": (1, 7, 3),
         "noted answer_unfinished": (0, 6, 0),

@@ -70,7 +70,7 @@ def expected(messages: list[Message], trained: list[bool], capacity: int) -> lis
 
 
 def is_trained(messages: list[Message], train_on: str) -> list[bool]:
-    """Whether each message is trained: by its weight if it has one, otherwise by its role."""
+    """Whether each message is trained, by its weight if it has one, otherwise by its role."""
     answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
     users = [at for at, message in enumerate(messages) if message.role == "user"]
     by_role = {

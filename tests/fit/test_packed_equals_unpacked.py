@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, LONGEST, CAPACITY = 61, 16, 24, 40
 
 
 class OneLayer(nn.Module):
-    """Causal attention within each segment."""
+    """Compute causal attention within each segment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class OneLayer(nn.Module):
 
 
 def conversations(count: int) -> Rows:
-    """Random turns with random weights; the first token is often trained, so that segment boundaries matter."""
+    """Return random turns with random weights; the first token is often trained, so that segment boundaries matter."""
     draw = np.random.default_rng(5)
     plain = []
     for line in range(count):

@@ -28,7 +28,7 @@ def lengths_and_capacity(draw):
 
 
 def naive(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Put each row into the fullest bin that has room; on ties, into the one opened first."""
+    """Put each row into the fullest bin that has space; on ties, into the bin that was opened first."""
     bins: list[list[int]] = []
     space: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -56,13 +56,14 @@ def tokens(row: list) -> int:
     ("lengths", "capacity", "expected"),
     [
         ([3, 2, 4], 5, [[2], [0, 1]]),
-        # The first 3 goes into the bin with 3 free, not the one with 4; the second 3 goes into the other.
+        # The first 3 goes into the bin with 3 free, not into the one with 4 free; the second 3 goes into the other bin.
         ([6, 7, 3, 3], 10, [[1, 2], [0, 3]]),
-        # Two bins are equally full: the one opened first is used.
+        # Two bins are equally full, so the one opened first is used.
         ([6, 6, 2], 8, [[0, 2], [1]]),
-        # Both bins have 1 free, the second one for longer: the one opened first is used.
+        # Both bins have 1 free, the second one for longer; the bin opened first is used.
         ([14, 12, 7, 5, 1], 20, [[0, 3, 4], [1, 2]]),
-        # Five rows of equal length: two per bin, one alone; the 1 goes into a fuller bin.
+        # Five rows of equal length need three bins, two with two rows and one with one; the row of length 1 goes into a
+        # fuller bin.
         ([2, 2, 1, 2, 2, 2], 5, [[0, 1, 2], [3, 4], [5]]),
         ([5, 5], 5, [[0], [1]]),
         ([1], 1, [[0]]),

@@ -92,7 +92,7 @@ def test_records_can_have_their_own_template_variables(template):
     alone = [template.render([record]) for record in records]
     assert rows.ids.tolist() == np.concatenate([row.ids for row in alone]).tolist()
     assert rows.mask().tolist() == np.concatenate([row.mask() for row in alone]).tolist()
-    # The prompt has the variables too, so the answer starts after them.
+    # The prompt also has the variables, so the answer starts after them.
     assert decode(rows[2:3].ids[rows[2:3].mask()]) == "b<|im_end|>d<|im_end|>"
     prompt = Record([Message("user", "a")], template_kwargs='{"mood":"sad"}')
     assert decode(template.prompt_ids(prompt)).endswith("<|im_start|>assistant\n(sad) ")
@@ -131,7 +131,7 @@ def test_a_text_is_encoded_as_the_tokenizer_encodes_it(tmp_path):
     rows = open_renderer("text", str(path)).render([text("the user é")])
     assert rows.ids.tolist() == [*plain, end]
     assert rows.mask().all()
-    # With a post-processor that adds a token before and one after.
+    # The post-processor adds a token before and one after the text.
     engine.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A <|im_end|>", special_tokens=[("<s>", begin), ("<|im_end|>", engine.token_to_id("<|im_end|>"))]
     )
@@ -174,7 +174,7 @@ TEXTS = st.text("the quickbrownfxa ", max_size=12)
 @settings(max_examples=60)
 @given(prompt=TEXTS, completion=TEXTS)
 def test_a_completion_follows_its_prompt_without_an_added_space(spaced, prompt, completion):
-    """As in TRL: both are encoded as one text, and the tokens after the prompt are trained."""
+    """As in TRL, prompt and completion are encoded as one text, and the tokens after the prompt are trained."""
     engine, renderer = spaced
     record = Record([*([Message("user", prompt)] if prompt else []), Message("assistant", completion)])
     ledger = Ledger()
@@ -195,7 +195,7 @@ def spaced(tmp_path_factory):
     path = tmp_path_factory.mktemp("hf") / "spaced"
     engine = space_tokenizer(path)
     with warnings.catch_warnings():
-        # Ignore the warning that a slower library encodes it.
+        # Ignore the warning that a slower library encodes the text.
         warnings.simplefilter("ignore")
         return engine, open_renderer("text", str(path))
 

@@ -276,7 +276,7 @@ def test_a_format_with_control_tokens_inside_bodies_and_around_conversations():
         (0.0, "EOS", "</s>"),
     ]
     think = tokenizer.special_token_ids()["think"]
-    assert np.count_nonzero(rows.ids == think) == 1  # the token of the format, not the one in the data
+    assert np.count_nonzero(rows.ids == think) == 1  # the token of the format, not the text in the data
 
 
 def test_origins_name_the_file_and_line_of_every_row():
@@ -315,7 +315,7 @@ text_ = st.lists(st.one_of(st.sampled_from([*CONTROL, "<|", "|>", "\n", " "]), s
     "".join
 )
 calls_ = st.lists(st.builds(ToolCall, text_, st.sampled_from(["{}", '{"k":"v"}'])), max_size=2).map(tuple)
-# Not checked: whatever the weight of a tool result is, the format has to render it.
+# Tool results are not checked: the format must render them with any weight.
 plain_ = st.builds(
     new_message,
     role=st.sampled_from(["user", "tool", "assistant"]),

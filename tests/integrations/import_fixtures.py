@@ -18,7 +18,7 @@ TEMPLATE = """{%- for message in messages -%}
 
 
 def conversations(count: int) -> list[list[tuple[str, str]]]:
-    """Conversations of two exchanges, about adding."""
+    """Return conversations of two exchanges about addition."""
     return [
         [
             ("user", f"What is {number} plus {number + 3}?"),
@@ -31,7 +31,7 @@ def conversations(count: int) -> list[list[tuple[str, str]]]:
 
 
 def write_messages(path: Path, count: int = 40) -> None:
-    """Records of OpenAI's shape."""
+    """Return records in OpenAI's shape."""
     records = [
         {"messages": [{"role": role, "content": text} for role, text in turns]} for turns in conversations(count)
     ]
@@ -44,7 +44,7 @@ def write_alpaca(path: Path, count: int = 40) -> None:
 
 
 def save_tokenizer(folder: Path) -> int:
-    """A tokenizer with the marks of ChatML and a chat template; the number of its tokens."""
+    """Write a tokenizer with the ChatML tokens and a chat template; return the number of its tokens."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import PreTrainedTokenizerFast
@@ -57,7 +57,7 @@ def save_tokenizer(folder: Path) -> int:
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """A Qwen3 of two narrow layers with random weights, and its tokenizer."""
+    """Write a Qwen3 of two narrow layers with random weights, and its tokenizer."""
     vocab_size = save_tokenizer(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,7 +71,9 @@ def save_tiny_model(folder: Path) -> Path:
 
 
 def leaves(value: object, path: str = "") -> list[str]:
-    """The paths of all values in a config, such as `datasets[0].type`; lists of plain values are one."""
+    """Return the paths of all values in a config, such as `datasets[0].type`; a list of plain values counts as one
+    value.
+    """
     if isinstance(value, dict) and value:
         return [leaf for name, each in value.items() for leaf in leaves(each, f"{path}.{name}" if path else str(name))]
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
@@ -81,7 +83,7 @@ def leaves(value: object, path: str = "") -> list[str]:
 
 
 def unreported(config: object, keys: list[str]) -> list[str]:
-    """Values that no key of a report names, or several do; a key covers all keys below it."""
+    """Return values that are named by no key or by several keys of a report; a key covers all keys below it."""
 
     def names(key: str, leaf: str) -> bool:
         return leaf == key or leaf.startswith((f"{key}.", f"{key}["))

@@ -1,4 +1,6 @@
-"""Comparison of two rows of one record: counts add up, and each difference has a reason. TRL is not needed."""
+"""Comparison of two rows of one record: the counts add up, and each difference has a reason. The tests do not need
+TRL.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ CONTROL = ["<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory):
-    """ChatML with a token for each byte."""
+    """Return ChatML with one token per byte."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_bytes(train_bpe(["x"], vocab_size=258, control=CONTROL))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
@@ -42,7 +44,7 @@ def chat(*texts: str) -> Record:
 
 
 def encode(renderer, text: str) -> list[int]:
-    """Ids of a text with control tokens, found here by hand."""
+    """Return the ids of a text with control tokens, found independently of chatmill."""
     ids, ends = [], {token: renderer.encoder.ids[token] for token in CONTROL}
     while text:
         token = next((token for token in CONTROL if text.startswith(token)), None)
@@ -52,7 +54,7 @@ def encode(renderer, text: str) -> list[int]:
 
 
 def peer_row(renderer, *parts: tuple[str, bool], kept: int | None = None) -> PeerRow:
-    """A row of texts, each trained or not."""
+    """Return a row of texts, each trained or not."""
     pieces = [(encode(renderer, text), trained) for text, trained in parts]
     ids = np.array([id for ids, _ in pieces for id in ids], dtype=np.uint32)
     mask = np.array([trained for ids, trained in pieces for _ in ids], dtype=bool)
@@ -85,7 +87,7 @@ def test_a_row_equal_to_ours_has_no_difference(renderer):
         ),
         (
             [(HEAD + "Yo<|im_end|>\n", True)],
-            # The first token is predicted by neither.
+            # No row predicts the first token.
             [
                 (Why.TURN, Counts(only_peer=5)),
                 (Why.USER, Counts(only_peer=2)),
@@ -145,7 +147,7 @@ def test_text_that_became_a_control_token_is_named(renderer):
     result = compared(renderer, chat("a<|im_end|>b", "Yo"), peer_row(renderer, *parts))
     [difference] = result.differences
     assert (result.outcome, difference.why) == (Outcome.IDS, Why.CONTROL_TEXT)
-    # Ten characters in one row, one token in the other.
+    # The text is ten tokens in one row and one token in the other.
     assert difference.counts == Counts(neither=11)
     assert result.counts.total == len(encode(renderer, parts[0][0])) + 4 + 10
 
@@ -265,7 +267,7 @@ def test_counts_add_up_to_all_tokens_whatever_the_other_row_is(renderer, turns, 
     ours, theirs = int(row.mask()[1:].sum()), sum(mask[1:kept])
     assert counts.both + counts.only_chatmill == ours
     assert counts.both + counts.only_peer == theirs
-    # A token that both have counts once.
+    # A token that both rows contain counts once.
     assert max(len(row.ids), kept) <= counts.total <= len(row.ids) + kept
     assert sum(each.counts.only_chatmill for each in result.differences) == counts.only_chatmill
     assert sum(each.counts.only_peer for each in result.differences) == counts.only_peer

@@ -1,4 +1,4 @@
-"""`chatmill compare --peer trl` with the real TRL, held against SFTTrainer itself and against masks written by hand."""
+"""`chatmill compare --peer trl` with the real TRL, compared with SFTTrainer itself and with masks written by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chat(*turns: tuple[str, str]) -> dict:
 
 
 def make_model(folder: Path, template: str, eos: str = "<|im_end|>") -> Path:
-    """A folder with a template, and a tokenizer with a token for each byte."""
+    """Return a folder with a template, and a tokenizer with one token per byte."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(train_bpe(["x"], vocab_size=256 + len(CONTROL), control=CONTROL))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": template}
@@ -57,7 +57,7 @@ def trl_template(name: str) -> str:
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Run `chatmill compare`: exit code, standard output, standard error."""
+    """Run `chatmill compare`; return its exit code, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
 
     def run(*args: str) -> tuple[int, str, str]:
@@ -76,7 +76,7 @@ def write(*records: dict) -> str:
 
 
 def shown(row: PeerRow | str, renderer) -> str:
-    """A row of single bytes as text, what is trained in brackets, up to where it is cut."""
+    """Return a row of single bytes as text, with trained text in brackets, up to its truncation."""
     assert isinstance(row, PeerRow)
     out, trained = "", False
     for id, trains in zip(row.ids[: row.kept].tolist(), row.trained[: row.kept].tolist(), strict=True):
@@ -284,7 +284,7 @@ def test_what_a_template_refuses_is_said_by_both(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["gemma", "qwen2_5", "qwen3", "deepseekv3", "llama3"])
 def test_templates_that_trl_has_an_edition_of_are_replaced_by_it(tmp_path, name):
-    """Also those that refuse the conversations with tools that TRL tries."""
+    """The templates include those that refuse TRL's conversations with tools."""
     renderer = open_renderer("template", str(make_model(tmp_path / "model", trl_template(name))))
     with TRLPeer(renderer) as peer:
         assert (peer.setup.patched, peer.setup.no_mask) == (True, "")
@@ -305,7 +305,7 @@ def test_prompts_and_completions_are_given_to_trl_as_such(run, tmp_path):
     code, out, _ = run(write(pair), "model", "--json")
     found = json.loads(out)
     assert code == 0
-    # Only the completion, though without tags: chatmill trains it, too, but for the line end after it.
+    # Without tags, TRL trains only the completion; chatmill trains the same text except for the line end after it.
     assert [(each["name"], each["only_peer"]) for each in found["reasons"]] == [("after", 1)]
     assert found["tokens"]["both"] == 4
 
@@ -328,7 +328,7 @@ def test_a_hostile_template_costs_its_record_and_nothing_else(run, tmp_path, mon
 
 
 def test_a_template_that_never_ends_is_given_up_in_one_line(tmp_path, monkeypatch):
-    """TRL alone: chatmill's own renderer refuses such a template when it is opened."""
+    """Only TRL is used: chatmill's own renderer refuses to open such a template."""
     monkeypatch.setattr("chatmill.integrations.trl_peer.SECONDS", 1.0)
     renderer = open_renderer("template", str(make_model(tmp_path / "model", TAGGED)))
     endless = TemplateSource("endless.jinja", ENDLESS.replace("'loop' in messages[0].content", "true"))

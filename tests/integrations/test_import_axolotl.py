@@ -1,4 +1,4 @@
-"""Axolotl configs as recipes and train configs: whole files, and what Axolotl's own code decides."""
+"""Axolotl configs as recipes and train configs: whole files, and decisions made in Axolotl's own code."""
 
 from __future__ import annotations
 
@@ -250,11 +250,11 @@ def test_keys_of_services_and_passwords_in_urls_are_not_printed():
     assert "comet_api_key: (hidden)" in shown
 
 
-# What Axolotl's code decides, held by an example.
+# Decisions made in Axolotl's code, each tested by an example.
 
 
 def build(**keys):
-    """The metadata of the dataset that an imported config gives."""
+    """Return the metadata of the dataset that an imported config builds."""
     save_tokenizer(Path("m"))
     write_import(imported(minimal(**keys)), "out", overwrite=True)
     return prepare_dataset(load_recipe("out/recipe.yaml"), "out/data", engine=LocalEngine(1), overwrite=True)

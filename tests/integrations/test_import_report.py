@@ -1,4 +1,4 @@
-"""Every key of any config is reported exactly once, and a config is data: hostile files are one clear line."""
+"""Every key of any config is reported exactly once, and a hostile config gives one clear line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_key_of_a_config_is_reported_exactly_once(trainer, data):
     Path("config.yaml").write_text(json.dumps(config))
     seen: list[Translation] = []
     with pytest.MonkeyPatch.context() as patch:
-        # Faults are raised when all keys are read; here the report is looked at all the same.
+        # Errors are raised after all keys are read; this test checks the report before that.
         patch.setattr(Translation, "check", lambda translation: seen.append(translation))
         READ[trainer]("config.yaml")
     keys = [each.key for each in seen[0].results]

@@ -1,4 +1,4 @@
-"""The rows of a run as a map-style dataset: their order, their weights, and what is refused."""
+"""The rows of a run as a map-style dataset: their order, their weights, and refused settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ORDERS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder of two datasets with val; every third answer of b has another weight."""
+    """Return a folder of two datasets with val; every third answer of b has another weight."""
     folder = tmp_path_factory.mktemp("data")
     rng = random.Random(3)
     for name, count in (("a", 130), ("b", 70)):
@@ -75,7 +75,7 @@ def test_the_example_of_a_docstring_runs(value, tmp_path, monkeypatch):
     assert doctest.DocTestRunner().run(test).failed == 0 < len(test.examples)
 
 
-# Where a step begins.
+# Starts of steps.
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -123,7 +123,7 @@ def test_each_rank_has_the_rows_of_its_loader(data, order, world_size, accumulat
         assert rows.rows_per_batch == count
         loader = EpisodeLoader(folder, config, rank=rank, world_size=world_size, tensors=False, ahead=0)
         for step, batch in enumerate(islice(loader, 6)):
-            # Batch b of all goes to rank b modulo their number.
+            # Batch b goes to rank b modulo the number of ranks.
             firsts = [12 * step + count * (micro * world_size + rank) for micro in range(accumulation)]
             given = [row for first in firsts for row in rows.__getitems__(range(first, first + count))]
             stacked = {name: torch.stack([row[name] for row in given]) for name in given[0]}
@@ -133,7 +133,7 @@ def test_each_rank_has_the_rows_of_its_loader(data, order, world_size, accumulat
             assert torch.equal(labels, expected.pop("labels"))
             assert stacked.keys() == expected.keys() == {"input_ids", "position_ids"}
             assert all(torch.equal(stacked[name], expected[name]) for name in expected)
-            # One factor for the whole step, on all ranks.
+            # All ranks use one factor for the whole step.
             [factor] = np.unique(scaled[labels >= 0].numpy().round(4))
             whole = of_all[step]
             assert factor == pytest.approx((whole.y >= 0).sum() / whole.weights.sum(), abs=1e-4)
@@ -219,7 +219,8 @@ def test_val_has_every_row_once_and_weights_that_make_the_mean_of_batches_the_lo
     np.testing.assert_array_equal(torch.stack([row["input_ids"] for row in val])[:, :-1], x)
     labels, scaled = split_labels(torch.stack([row["labels"] for row in val])[:, 1:])
     np.testing.assert_array_equal(labels, y)
-    # Any loss of each token: a trainer divides by the labels of a batch over both ranks, then takes the mean.
+    # Each token has an arbitrary loss: a trainer divides by the number of labels of a batch over both ranks, then takes
+    # the mean.
     losses = np.random.default_rng(0).random(y.shape)
     sums = (scaled.numpy() * losses).reshape(len(val) // 4, -1).sum(axis=1)
     of_trainer = np.mean(sums / np.maximum(1, (y >= 0).reshape(len(val) // 4, -1).sum(axis=1)))
@@ -241,7 +242,7 @@ def read(rows, batches):
 
 def test_a_run_starts_and_resumes_at_any_step_and_starts_again(data):
     rows = TrainRows(data / "a", {**BASE, "batch_size": 4}, steps=20)
-    read(rows, [range(4)])  # and it fails
+    read(rows, [range(4)])  # and the request fails
     for start in (0, 28, 8, 8, 0):
         assert len(read(rows, [range(at, at + 4) for at in range(start, start + 12, 4)])) == 3
 

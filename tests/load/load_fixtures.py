@@ -112,7 +112,7 @@ def expected(
     plain = unbuild(rows)
     out: dict[str, list[list[Any]]] = {name: [] for name in Batch._fields}
     for episodes in batch:
-        tokens: list[tuple[int, float, int, int]] = []  # id, weight, target, number of its segment
+        tokens: list[tuple[int, float, int, int]] = []  # id, weight, target and segment number
         owners: list[int] = []
         for episode in episodes:
             said = [

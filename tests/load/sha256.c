@@ -1,10 +1,10 @@
-/* Prints the hashes of pairs of messages: sha256 [plain]. A pair on stdin is two lengths as int64, then both messages. */
+/* Print the hashes of pairs of messages: sha256 [plain]. A pair on stdin consists of two lengths as int64, followed by both messages. */
 
 #include <stdio.h>
 #include <stdlib.h>
 
 #ifdef EMULATED
-/* The SHA instructions of x86-64 in C, as Intel defines them, for machines and emulators without them. */
+/* The SHA instructions of x86-64 in C, as defined by Intel, for machines and emulators that lack them. */
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>

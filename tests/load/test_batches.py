@@ -19,12 +19,14 @@ from chatmill.rows import OWN_ID, Part, Rows, Rule
 
 
 def order(seed: int, epoch: int, eligible: list[int]) -> list[int]:
-    """The documented reconstruction of the order, over the episodes that are long enough."""
+    """Return the documented order, over the episodes that are long enough."""
     return [eligible[at] for at in np.random.RandomState(seed + epoch).permutation(len(eligible))]
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Pack the longest first, each into the fullest bin with space; of equally full bins, the one opened first."""
+    """Pack the longest row first, each row into the fullest bin with space; of equally full bins, into the one opened
+    first.
+    """
     bins: list[tuple[int, list[int]]] = []
     for item in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
         fits = [number for number, (used, _) in enumerate(bins) if used + lengths[item] <= capacity]
@@ -87,7 +89,7 @@ def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
 def test_every_batch_of_two_epochs_equals_the_oracle(plain, more, shard_tokens, world_size, has_targets, config):
     rows = build(plain + more)
     if not has_targets:
-        # The C extension builds these.
+        # The C extension builds these batches.
         rows.spans["target"] = OWN_ID
     with tempfile.TemporaryDirectory() as folder:
         target = write_rows(Path(folder) / "d", {"train": rows}, vocab_size=2**32, shard_tokens=shard_tokens)
@@ -138,7 +140,7 @@ def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
 
 
 def test_a_shard_with_as_many_segments_as_episodes_may_have_an_episode_of_two(tmp_path):
-    """Then segment numbers differ from episode numbers, although there are equally many."""
+    """With such episodes, segment numbers differ from episode numbers, although there are equally many."""
     span = ([5, 6], 1, 0, 1.0, 0, -1)
     rows = build([[], [((None, 1), [span]), ((None, 2), [span])], [((None, 3), [span])]])
     target = write_rows(tmp_path / "d", {"train": rows}, shard_tokens=1000)

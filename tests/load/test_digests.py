@@ -1,4 +1,4 @@
-"""Digests of rows: as docs/reference/files.md defines them, and different for every change of a row."""
+"""Digests of rows match docs/reference/files.md, and differ for every change of a row."""
 
 from __future__ import annotations
 

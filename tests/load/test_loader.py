@@ -36,7 +36,7 @@ def dataset(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """A folder of caches with the documented names."""
+    """Return a folder of caches with the documented names."""
     folder = tmp_path_factory.mktemp("caches")
     for seed, name in enumerate(("primer", "oasst1", "dolly15k")):
         write_source(folder, name, {"train": talks(10 + seed, 20 + seed), "val": talks(20 + seed, 4)})
@@ -99,7 +99,7 @@ def test_a_folder_of_caches_is_mixed_as_documented_by_default(root):
 @pytest.mark.parametrize("kind", ["known", "plain"])
 @pytest.mark.parametrize("by", ["tokens", "trained_tokens"])
 def test_a_mix_by_tokens_has_the_requested_shares_in_batches(tmp_path, by, kind):
-    """One source has long rows that are truncated, the other short rows, of which some are skipped."""
+    """One source has long rows, which are truncated; the other has short rows, some of which are skipped."""
     long, short = talks(1, 60, longest=90), talks(2, 80, longest=9)
     if kind == "known":
         write_source(tmp_path, "long", {"train": long})
@@ -542,5 +542,5 @@ def test_shards_are_mapped_as_they_are_needed(tmp_path, monkeypatch):
     train = loader.sources[0].dataset["train"]
     assert (len(train.shards), train.array.cache_info().currsize) == (40, 0)
     loader.get_batch()
-    # Index, tokens, spans and origins of two shards.
+    # The index, tokens, spans and origins of two shards.
     assert train.array.cache_info().currsize == 8

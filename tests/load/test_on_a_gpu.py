@@ -1,4 +1,4 @@
-"""Batches on a GPU: copied ahead of time, and complete when a kernel reads them."""
+"""Batches on a GPU are copied ahead of time, and are complete when a kernel reads them."""
 
 from __future__ import annotations
 

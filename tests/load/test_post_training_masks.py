@@ -70,7 +70,7 @@ def mask_of(block: list) -> list[bool]:
 
 
 def blocks_of(documents: list[list], size: int) -> list[list]:
-    """Cut documents into blocks by the rules for block boundaries; each document is one conversation without EOS."""
+    """Split documents into blocks by the rules for block boundaries; each document is one conversation without EOS."""
     blocks: list[list] = [[]]
     for document in documents:
         spans, at = spans_of(document), 0
@@ -188,7 +188,7 @@ def test_other_datasets_are_refused_with_the_command_that_makes_blocks(tmp_path,
         f"{data}: {what}, but post_training reads stream blocks of block_size + 1 = 17 tokens; make them with "
         "chatmill prepare … --format post-training --fit blocks --max-tokens 17"
     )
-    # Without post-training the loader accepts them.
+    # Without post-training, the loader accepts these datasets.
     EpisodeLoader(data, post_training(16, post_training=False, use_loss_mask=True)).close()
 
 

@@ -1,4 +1,4 @@
-"""Readers that a loader refuses, with stand-ins for the libraries; tests/trainers uses the real ones."""
+"""Data readers that a loader refuses, with stand-ins for the libraries; tests/trainers uses the real libraries."""
 
 from __future__ import annotations
 

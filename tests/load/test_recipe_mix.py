@@ -226,7 +226,7 @@ def test_the_mix_of_the_recipe_is_the_default(folder, tmp_path, keys):
     assert default.config.order_part()[key] == mix and [source.name for source in default.sources] == ["a", "b", "c"]
     assert all(map(same, islice(default, STEPS), loader(folder / "plain", **{key: mix})))
     assert [source.name for source in default.sources_of("val")] == ["held"]
-    # A mix in the config overrides it.
+    # A mix in the config overrides the mix of the recipe.
     assert loader(tmp_path / "v1", mix_epochs={"c": 1}).config.mix == {"c": 1}
     assert all(
         map(same, islice(loader(tmp_path / "v1", mix_sft=WEIGHTS), STEPS), loader(folder / "plain", mix_sft=WEIGHTS))

@@ -38,7 +38,7 @@ STEPS = 9
 
 
 def copied(folder: Path, url: Url, *, by_hash: bool = True) -> Url:
-    """Copy a dataset to a URL, as a build writes it, or as plain files."""
+    """Copy a dataset to a URL, as a build writes it or as plain files."""
     for name, info in listed_files(read_metadata(folder)):
         objects.write(url / f"objects/{info.sha256}" if by_hash else url / name, (folder / name).read_bytes())
     objects.write(url / "dataset_metadata.json", (folder / "dataset_metadata.json").read_bytes())
@@ -46,14 +46,14 @@ def copied(folder: Path, url: Url, *, by_hash: bool = True) -> Url:
 
 
 def train_files(folder: Path) -> set[FileInfo]:
-    """Return the files that batches of train are made of: all but the mask, which is derived from spans."""
+    """Return the files that train batches are read from: all except the mask, which is derived from spans."""
     files = listed_files(read_metadata(folder))
     return {info for name, info in files if name.startswith("train/") and not name.endswith("mask.bin")}
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Path:
-    """A folder of two datasets with several shards each, which are also at the URL `ROOT`."""
+    """Return a folder of two datasets with several shards each, which are also at the URL `ROOT`."""
     folder = tmp_path_factory.mktemp("local")
     for number, name in enumerate(("one", "two")):
         write_rows(folder / name, {"train": talks(number, 53 - number), "val": talks(9 + number, 20)})

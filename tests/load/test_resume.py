@@ -39,7 +39,7 @@ STEPS = 13
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[bool, Path]:
-    """A dataset, and a folder of three sources, one of which is a dataset."""
+    """Return a dataset, and a folder of three sources, one of which is a dataset."""
     folder = tmp_path_factory.mktemp("resume")
     write_rows(folder / "one", {"train": talks(1, 53), "val": talks(2, 20)})
     write_source(folder / "root", "a", {"train": talks(3, 31), "val": talks(4, 5)})
@@ -50,14 +50,14 @@ def places(tmp_path_factory) -> dict[bool, Path]:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    """Use windows of a few rows, so that batches cross their borders, and build few batches at once."""
+    """Use windows of a few rows, so that batches cross window boundaries, and build few batches at once."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 20)
     monkeypatch.setattr("chatmill.load.plan.BLOCK", 7)
     monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 2)
 
 
 class Ranks:
-    """One loader per rank, read in lockstep."""
+    """One loader per rank, all read in lockstep."""
 
     def __init__(self, places: dict[bool, Path], changes: dict[str, Any], world_size: int, **options: Any) -> None:
         self.loaders = [
@@ -79,7 +79,7 @@ class Ranks:
     def state(self) -> Any:
         first, *others = (loader.state_dict() for loader in self.loaders)
         assert all(other == first for other in others)
-        # As stored in a checkpoint.
+        # Convert the state as a checkpoint does.
         return json.loads(json.dumps(first))
 
     def load(self, state: Any) -> Ranks:

@@ -1,4 +1,4 @@
-"""Label shift: y is the next token, and no loss crosses a segment border."""
+"""Label shift: y is the next token, and no loss crosses a segment boundary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""SHA-256 of two messages at a time in `_sha256.h` gives the hashes of hashlib, with any instructions it may use.
+"""`_sha256.h` hashes two messages at a time, with the same results as hashlib, for every instruction set that it
+supports.
 
-Needs a C compiler and, where this machine is not x86-64, `gcc-x86-64-linux-gnu` and `qemu-user` for that one.
+The tests need a C compiler and, on machines other than x86-64, `gcc-x86-64-linux-gnu` and `qemu-user`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def test_hashes_are_those_of_hashlib(name, tmp_path):
     source = Path(__file__).with_name("sha256.c")
     subprocess.run([*compiler, *SANITIZED, f"-I{NATIVE}", source, "-o", program], check=True, timeout=300)
     rng = random.Random(1)
-    # Around the sizes where padding takes one block more.
+    # These sizes are around the ones at which padding takes one more block.
     sizes = [0, 1, 54, 55, 56, 57, 63, 64, 65, 118, 119, 120, 128, 1000, 20_000]
     pairs = [(rng.randbytes(one), rng.randbytes(two)) for one in sizes for two in sizes]
     pairs += [(rng.randbytes(rng.randrange(600)), rng.randbytes(rng.randrange(600))) for _ in range(200)]

@@ -31,7 +31,7 @@ def both(loader, episodes, first):
 
 
 def hashed_rows(rows):
-    """Two steps, where the rows can be divided by two."""
+    """Build two steps if the rows can be divided by two."""
     return HashedRows([2**40, 7] if rows.num_rows % 2 == 0 else [2**40], 3)
 
 
@@ -94,7 +94,7 @@ def test_rows_of_uint16_ids_caches_and_other_programs_equal_those_of_numpy(tmp_p
         loader = EpisodeLoader(target, {**config, "token_dtype": "uint16"}, tensors=False)
         mine, other = both(loader, [7, 31, 2, 39, 0], [0, 1, 3, 5])
         assert_equal(mine, other)
-        # test_batches.py compares both with an oracle; here, check that they are not empty.
+        # test_batches.py compares both with an oracle; this test only checks that they are not empty.
         assert mine.counts[:, 1].tolist() == [len(episodes[7]), len(episodes[31] + episodes[2]),
                                               len(episodes[39] + episodes[0])]  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_digests_of_long_rows_are_those_of_numpy(tmp_path, vocab_size):
     rng = np.random.default_rng(0)
     rows = talks(3, 200)
     rows.ids[:] = rng.integers(0, vocab_size, len(rows.ids))
-    # Zero of either sign is no label, and only one of them is the usual weight where there is none.
+    # Positive and negative zero give no label; only positive zero is the default weight of a position without a label.
     rows.spans["weight"] = rng.choice([0, -0.0, 0.25, 1, 1, 1], len(rows.spans))
     target = write_rows(tmp_path / "d", {"train": rows}, vocab_size=vocab_size)
     loader = EpisodeLoader(target, {"block_size": 500}, tensors=False)

@@ -1,4 +1,4 @@
-"""A good template, and text that turns it into a bad one when appended."""
+"""A valid template, and texts that turn it into a hostile one when appended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An oracle for chat templates: derives what must be trained only from plain renderings by transformers.
+"""An oracle for chat templates that derives the trained text only from plain renderings by transformers.
 
-It shares no code with chatmill. An answer starts after the assistant header, where the row diverges from the prompt
-that a server would send; it ends with the first token that ends a turn after the last text of its message.
+The oracle shares no code with chatmill. An answer starts after the assistant header, where the row diverges from the
+prompt that a server would send; it ends with the first token that ends a turn after the last text of its message.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def common(left: str, right: str) -> int:
 
 
 def header_of(reference: Reference, messages, *, tools: bool) -> str:
-    """Return the text that the generation prompt adds; "" if it adds nothing."""
+    """Return the text that the generation prompt adds, or "" if it adds no text."""
     prompt, plain = (reference.text(messages, prompt=generation, tools=tools) for generation in (True, False))
     if not prompt.startswith(plain):
-        # It may change more text: take what it adds after the last text.
+        # The prompt may change more text: take the part that it adds after the last text.
         prompt, plain = (
             behind_texts(locate(reference, messages, prompt=generation, tools=tools)) for generation in (True, False)
         )
@@ -141,7 +141,7 @@ def best_match(reference: Reference, gap: str, header: str, *, first: bool = Fal
 
 
 def judge(reference: Reference, messages) -> Verdict:
-    """Apply the rules to a conversation."""
+    """Apply the rules to one conversation."""
     tools = with_tools(messages)
     try:
         places = locate(reference, messages, tools=tools)
@@ -238,7 +238,9 @@ def behind_header(reference: Reference, text: str, start: int, stop: int) -> int
 
 
 def loosely_alike(reference: Reference, text: str, start: int, tail: str, least: int) -> int | None:
-    """Return where a row diverges from the tail of a prompt, ignoring whitespace; None if before `least` characters."""
+    """Return the position at which a row diverges from the tail of a prompt, ignoring whitespace; None if that is
+    before `least` characters.
+    """
     at, in_tail = start, 0
     for character in re.finditer(r"\S", tail):
         spaces = len(text[at:]) - len(text[at:].lstrip())
@@ -278,7 +280,7 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
         length = min(reference.border(text, before + length) - before, reference.border(tail, length))
         at, matched = best_match(reference, text[before:start], header, first=not written)
         if written and matched and before + at + matched == start:
-            # The text may continue like the prompt, too.
+            # The text itself may also continue like the prompt.
             matched = common(text[before + at :], header)
             matched = min(
                 reference.border(text, before + at + matched) - before - at, reference.border(header, matched)
@@ -300,7 +302,7 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
             length = common(text[at:], tail[in_prompt:] if in_prompt >= 0 else least)
             begin = max(at + len(least), reference.border(text, at + length))
     if begin is None and not number and written:
-        # It has no prompt and no header; text that opens other answers may open it.
+        # This answer has no prompt and no header; text that opens other answers may open it.
         opening = len(known.opening) if text[:start].endswith(known.opening) else 0
         return start, start - max(opening, len(text[:start]) - len(text[:start].rstrip()))
     if begin is not None and number and ROLE_WORD.search(text, begin, start) and not known.least:

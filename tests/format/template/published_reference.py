@@ -23,7 +23,7 @@ logging.set_verbosity_error()
 
 
 class FixedTime(datetime):
-    """A fixed clock: some templates print the date and the time."""
+    """A fixed clock, because some templates print the date and the time."""
 
     @classmethod
     def now(cls, tz=None):
@@ -72,7 +72,9 @@ def write_folder(folder: Path, source: str, tokens: dict, *, generation_config: 
 
 @dataclass(frozen=True)
 class Style:
-    """The form of messages for a template: what users of transformers pass, unless it does not support that."""
+    """The form of messages for a template: as users of transformers pass them, unless the template does not support
+    that.
+    """
 
     arguments_as_text: bool = False
     parts: bool = False
@@ -100,7 +102,7 @@ class Reference:
                     text = self.text(CONVERSATIONS["tool"], style=style)
                 except Exception:
                     continue
-                # An object that is output as Python repr is not supported.
+                # An object that is rendered as Python repr is not supported.
                 if "Lisboa" in text and "{'city': 'Lisboa'}" not in text:
                     return style
         for style in (Style(), Style(parts=True)):
@@ -193,7 +195,7 @@ MARK = re.compile(r"Q[az][b-z]{3}X")
 
 @dataclass
 class Places:
-    """A rendering and the position of each text of its messages; None if it is not rendered or cannot be located."""
+    """A rendering and the position of each message text; None if a text is not rendered or cannot be located."""
 
     text: str
     spans: dict = field(default_factory=dict)
@@ -203,7 +205,7 @@ class Places:
 
 
 def marked(text: str, number: int, *, first_word: bool = False) -> str:
-    """Add a mark on each side of a text, inside the whitespace around it; `first_word`: after its first word."""
+    """Add a mark on each side of a text, inside its surrounding whitespace; with `first_word`, after its first word."""
     stripped = text.strip()
     left = text.index(stripped) if stripped else len(text)
     if not first_word:
@@ -266,10 +268,10 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
     if not attempt(everything, False):
         for n in everything:
             if not (attempt([n], False) or attempt([n], True)):
-                # A mark in it changes other output.
+                # A mark in this text changes other output.
                 out.spans[texts[n]] = written_once(read_piece(messages, texts[n]).strip(), text)
     for piece, span in out.spans.items():
-        # An empty text next to others has no position, wherever a mark in it would be rendered.
+        # An empty text next to others has no position, even if a mark in it would be rendered.
         if span is not None and span[0] == span[1] and any(stop > start for start, stop in out.of(piece[0])):
             out.spans[piece] = None
     return out

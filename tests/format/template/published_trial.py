@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 class TokenBytes:
-    """The bytes of each id, read from tokenizer.json."""
+    """Return the bytes of each id, read from tokenizer.json."""
 
     def __init__(self, folder: Path) -> None:
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

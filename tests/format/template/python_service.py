@@ -1,4 +1,6 @@
-"""A service for a locked-down process that runs arbitrary Python code, like a template that has escaped the sandbox."""
+"""A service for a locked-down process that runs arbitrary Python code, as a template that has escaped the sandbox
+could.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def respond(frame: bytes) -> bytes:
 
 
 def main() -> None:
-    # Imported now, because nothing can be opened later.
+    # These modules are imported now, because no file can be opened later.
     import ctypes  # noqa: F401
     import mmap  # noqa: F401
     import resource  # noqa: F401

@@ -1,4 +1,6 @@
-"""Fixtures for tests of chat templates: the templates that TRL ships, a tokenizer that has their tokens, a peer."""
+"""Fixtures for tests of chat templates: the TRL templates, a tokenizer with their tokens, and transformers as the
+peer.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ TOOLS = (
 
 
 def control_strings(*sources: str) -> list[str]:
-    """Substrings in template sources that look like control tokens."""
+    """Return substrings of template sources that look like control tokens."""
     return sorted({token for source in sources for token in _TOKEN.findall(source)} | {"<s>", "</s>"})
 
 

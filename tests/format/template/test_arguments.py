@@ -1,4 +1,6 @@
-"""Arguments of tool calls: objects for templates that support them, else the unchanged text of the record."""
+"""Arguments of tool calls are objects for templates that support them, and otherwise the unchanged text of the
+record.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ WRITTEN = {
     # No model was trained on the Python repr of an object.
     "c.function.arguments": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
     "c.function.arguments | string": ('{"city": "Lisboa", "days": 3.5}', OWN, True),
-    # Neither an object nor a string renders well: the template gets what servers pass.
+    # Neither an object nor a string renders well, so the template gets the form that servers pass.
     "c.function | string": (f"{{'name': 'weather', 'arguments': {OBJECT}}}",) * 2 + (False,),
 }
 
@@ -59,7 +61,7 @@ def test_a_template_that_cannot_render_an_object_gets_the_text_of_the_record(tmp
             f"<|user|>Rain?<|end|><|assistant|><call>{expected}</call><|end|><|tool|>no<|end|><|assistant|>No.<|end|>"
         )
         assert format.text(record) == text
-        # Derived, then replayed twice.
+        # The first rendering is derived, the next two are replayed.
         for _ in range(3):
             rows = format.render([record])
             assert format.tokenizer.decode(rows.ids.tolist()) == text

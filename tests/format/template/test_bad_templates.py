@@ -1,4 +1,4 @@
-"""Templates that raise, loop, grow or access forbidden objects: each gives one line with its location."""
+"""Templates that raise, loop, grow or access forbidden objects give one line with its location."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_template_that_loops_or_grows_forever_is_stopped(tmp_path, bad):
     started = time.process_time()
     fault = refused(tmp_path, bad)
     assert fault.kind == "template_limit", str(fault)
-    # CPU time, because the machine may be busy. It must end, within the available memory.
+    # Measure CPU time, because the machine may be busy. The template must end within the available memory.
     assert time.process_time() - started < 120
 
 

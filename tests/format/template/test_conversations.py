@@ -127,7 +127,7 @@ def test_control_tokens_come_only_from_the_template(record):
     control = np.array(list(of.encoder.ids.values()))
     plain = Record([Message(m.role, "word", m.reasoning and "why") for m in record.messages])
     own = np.isin(of.render([plain]).ids, control).sum()
-    # A template that finds its own tags in a text outputs others instead; it never passes on the text's tags.
+    # A template that finds its own tags in a text writes other tags instead; it never passes on the text's tags.
     tags = sum(m.content.count("</think>") for m in record.messages if m.role == "assistant")
     assert own - 2 * tags <= np.isin(rows.ids, control).sum() <= own
 
@@ -146,7 +146,7 @@ def test_rendering_many_conversations_gives_the_same_rows_as_one_by_one():
 
 
 def test_a_cached_trace_is_not_followed_if_prefixes_would_give_another_result(tmp_path):
-    # The prompt ends with "Well: "; an answer that starts with it begins after it.
+    # The prompt ends with "Well: ", so an answer that starts with these words begins after them.
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
         "{{ '<|assistant|>Well: ' if add_generation_prompt else '' }}"

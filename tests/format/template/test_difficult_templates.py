@@ -1,6 +1,6 @@
 """Ten templates with one difficulty each, and their masks, written by hand.
 
-In the expected text, « and » enclose what is trained.
+In the expected text, « and » enclose the trained text.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ STOPS = {"a turn is closed by the opener of the next": ["<|user|>"]}
 
 
 def marked(format, record: Record) -> str:
-    """Return the row as text, with marks around what is trained."""
+    """Return the row as text, with marks around the trained text."""
     rows = format.render([record])
     rows.check()
     out = []
@@ -162,7 +162,7 @@ EXTRA = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
     source, record, expected = GOLDEN[name]
     format = opened(tmp_path, source, name)
-    # Derived, derived for the cache, and replayed.
+    # The row is derived, derived for the cache, and replayed.
     for _ in range(3):
         assert marked(format, record) == expected
 
@@ -178,7 +178,7 @@ def test_a_generation_config_without_an_end_token_is_accepted(tmp_path, written)
 
 
 def test_a_first_answer_starts_after_the_header_of_other_answers(tmp_path):
-    # It has no prompt: the template fails without messages.
+    # This template has no prompt, because it fails without messages.
     source = PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1)
     talk = Record([answer("Hello."), user("Go"), answer("Bye")])
     expected = (
@@ -190,7 +190,9 @@ def test_a_first_answer_starts_after_the_header_of_other_answers(tmp_path):
 
 
 def test_an_answer_that_starts_inside_a_literal_is_not_compared_with_the_text_after_it(tmp_path):
-    """The prompt continues with a newline, the row with the rest of the literal and only then with a newline."""
+    """The prompt continues with a newline, but the row continues with the rest of the literal and only then with a
+    newline.
+    """
     source = """{%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' + ('<think></think>' if message.role == 'assistant' else '') -}}
     {{- message.content + '<|im_end|>\\n' -}}

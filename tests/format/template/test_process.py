@@ -1,4 +1,6 @@
-"""The process that runs templates: what an attacker's Python code cannot do in it, and which responses are accepted."""
+"""The process that runs templates: actions that are refused to an attacker's Python code, and responses that are
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def good(tmp_path: Path, more: str = ""):
     return own_format(tmp_path, GOOD + PROMPT + more, control=CONTROL)
 
 
-# Things that the process cannot do.
+# Actions that the process refuses.
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_excessive_time_memory_or_stack_ends_the_process(python):
 
 def test_a_response_of_any_announced_size_is_not_waited_for(python):
     assert python("import os; os.write(0, b'\\xff' * 8)") == "EndedError -9"
-    # The first bytes of a response, and no more.
+    # The response consists of its first bytes only.
     assert python("import os; os.write(0, b'\\x09' + bytes(9))\nwhile True: pass", 0.2) == "EndedError -9"
 
 
@@ -118,7 +120,7 @@ def test_the_filter_of_each_architecture_allows_its_calls_and_no_others():
 
 
 def filtered_by(code: bytes, number: int, architecture: int, protection: int) -> int:
-    """Interpret a filter program like the kernel; it uses only a few instructions."""
+    """Interpret a filter program like the kernel, for the few instructions that it uses."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, 0, 0, protection, 0, 0, 0)
     instructions = list(struct.iter_unpack("=HBBI", code))
     at, value = 0, 0

@@ -84,7 +84,7 @@ def chatml(tmp_path):
 
 
 def trained_by(chatml, name, change):
-    """Return the outcome of a conversation if `change` is applied to the ids and the mask of chatmill."""
+    """Return the outcome of a conversation after `change` is applied to chatmill's ids and mask."""
     renderer = open_renderer("template", str(chatml), template=TemplateOptions())
     reference, tokens = Reference(chatml, CHATML, TOKENS), TokenBytes(chatml)
     messages = conversation(name, TOKENS)

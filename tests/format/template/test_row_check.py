@@ -1,4 +1,4 @@
-"""The invariant of trained answers: a derivation that is slightly off is caught, both in the text and in the ids."""
+"""The invariant of trained answers detects a derivation that is slightly wrong, both in the text and in the ids."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ SAFE = (
 
 @pytest.mark.parametrize("expression", SAFE)
 def test_a_safe_text_escapes_what_it_is_joined_with_as_in_transformers(expression):
-    """Rendered, traced, and replayed from the trace of another text."""
+    """The text is rendered, traced, and replayed from the trace of another text."""
     source = "{{ " + expression + " }}"
     content, other = '"a" <i>&amp;\'é', "ba <z>"
     expected = _compile_jinja_template(source).render(content=content)
@@ -299,7 +299,9 @@ OF_LINES = (
 
 @pytest.mark.parametrize("filter", OF_LINES)
 def test_no_filter_turns_text_into_a_literal(filter):
-    """A literal may be a control token; text never is. Traced, and replayed from the trace of another text."""
+    """A literal may be a control token; text never is. The text is traced, and replayed from the trace of another
+    text.
+    """
     source = "{{ ('a ' + content) | " + filter + " }}"
     trace, items = Trace([]), []
     for content in ("Q", "Q\nQ Q", "Q Q\n\n QQQQQQQQ\r\nQ", "QQQQQQQQQQQQQQ Q"):

@@ -51,7 +51,7 @@ def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng:
     (start,) = [at for at in range(len(written)) if written.startswith(text.strip(), at)]
     begin = start - (len(text) - len(text.lstrip())) * (not written.startswith(text, start))
     if not written.startswith(text, begin):
-        # The template trims: some characters of the text are missing.
+        # The template trims, so some characters of the text are missing.
         ranges = [[max(a, start - begin), min(b, start - begin + len(text.strip())), w] for a, b, w in ranges]
     moved = [[begin + a, begin + b, weight] for a, b, weight in ranges if a < b]
     encoding = engine.encode(written, add_special_tokens=False)

@@ -43,7 +43,7 @@ Call a tool within <tool_call></tool_call>:{% for tool in tools %}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"""
-# Its headers are not special, and its prompt contains a tag that is in every answer.
+# The headers of this template are not special, and its prompt contains a tag that is in every answer.
 DEEPSEEK = """{{- '<s>' -}}{%- for message in messages -%}
 {%- if message.role == 'system' -%}{{- message.content -}}
 {%- elif message.role == 'user' -%}{{- '<｜User｜>' + message.content -}}
@@ -53,7 +53,7 @@ DEEPSEEK = """{{- '<s>' -}}{%- for message in messages -%}
 {{- '<tool_call>' + call.function.name + '<｜sep｜>' + (call.function.arguments | tojson) + '</tool_call>' -}}
 {%- endfor -%}{{- '</s>' -}}{%- endif -%}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<｜Assistant｜></think>' -}}{%- endif -%}"""
-# Its headers are words with which a text can form a token, and its prompt ends with a tag.
+# The headers of this template are words with which a text can form a token, and its prompt ends with a tag.
 WORDS = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- 'ASSISTANT: <thi' + message.content + 'nk></s>' -}}
 {%- else -%}{{- 'USER: ' + message.content + 'nk>\\n' -}}{%- endif -%}{%- endfor -%}
@@ -176,7 +176,7 @@ LAST = """{%- for message in messages -%}
 {%- endfor -%}{%- if add_generation_prompt -%}{{- '[INST]' -}}{%- endif -%}"""
 # The template rejects all conversations of these roles.
 REFUSES = """{{- raise_exception('no') if messages[0].role in ('user', 'system') else '<think>' -}}"""
-# One exchange; its prompt ends with a tag that rows lack.
+# The conversation has one exchange; its prompt ends with a tag that rows lack.
 ONCE = """{%- if messages | length > 2 -%}{{- raise_exception('one exchange') -}}{%- endif -%}
 {{- '<s>You think within <think></think>.\\n<｜User｜>' + messages[0].content -}}
 {%- if messages | length > 1 -%}{{- '<｜Assistant｜>' + messages[1].content + '</s>' -}}

@@ -54,7 +54,8 @@ NO_TOOLS = {
     *("cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next"),
     *("phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
 }
-# How each family opens an answer, and the tokens that may end one. Written by hand from the templates.
+# The header of an answer in each family, and the tokens that may end an answer. These values are written by hand from
+# the templates.
 CHATML = ("<|im_start|>assistant\n", {"<|im_end|>"})
 FAMILIES = {
     "cohere": ("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", {"<|END_OF_TURN_TOKEN|>"}),
@@ -99,7 +100,7 @@ def supported(name: str) -> dict[str, Record]:
 
 NO_END = {"glm4moe"}
 """Templates without a token at the end of answers."""
-# All tests of one template run before those of the next, which is opened then.
+# All tests of one template run before those of the next template, which is opened then.
 each_template = pytest.mark.parametrize("name", ORIGINALS, scope="module")
 
 
@@ -108,7 +109,7 @@ def test_ids_and_text_match_transformers(name):
     format = trl_format(name, allow_no_end_token=name in NO_END)
     for kind, record in supported(name).items():
         assert format.text(record) == peer_text(format, record), kind
-        # The first time a shape is derived, the next time it is replayed.
+        # A shape is derived the first time and replayed the next time.
         ids = peer_ids(format, record)
         for _ in range(3):
             # Every row is checked against the invariant of test_row_check.py.
@@ -133,7 +134,7 @@ def test_exactly_the_text_from_the_header_to_the_end_of_each_answer_is_trained(n
                 m.reasoning for n, m in enumerate(record.messages) if n != number
             ]
             assert not [other for other in others if other.strip() and other.strip() in got], (kind, number)
-            # It ends with the content and the terminator, with at most control tokens between them.
+            # The answer ends with the content and the terminator, with at most control tokens between them.
             said = message.content.strip() or "gammaword"
             assert said in got, (kind, number)
             rest = got[got.rindex(said) + len(said) :]
@@ -141,8 +142,8 @@ def test_exactly_the_text_from_the_header_to_the_end_of_each_answer_is_trained(n
             rest = rest.removesuffix(terminator)
             if message.content:
                 assert rest.strip() in ("", "<|END_RESPONSE|>"), (kind, number)
-            # It starts after the header, or after the text that the prompt adds after the header. gpt-oss renders an
-            # answer as several turns: the headers between them are not trained.
+            # The answer starts after the header, or after the text that the prompt adds after the header. gpt-oss
+            # renders an answer as several turns, and the headers between them are not trained.
             first = re.split(r"(?<=<\|end\|>|<\|eom\|>)", trained[number], maxsplit=1)[0]
             place = text.index(first, place)
             goes_on = number > 0 and record.messages[number - 1].role == "tool" and name in GOES_ON
@@ -222,7 +223,7 @@ def test_the_page_on_templates_has_the_table_that_the_command_prints(table):
     certified = sum("| yes |" in row for row in shown.values())
     assert certified == 40 and f"\n{certified} of {len(ORIGINALS)} certify; both derivations apply to " in page
     made = module.markdown(lines)
-    # The totals at its top cover all templates.
+    # The totals at the top of the table cover all templates.
     head, _, rows = made.partition("|---|---|---:|---:|---|\n")
     assert head.split("\n", 1)[1] in page
     rows, _, refusals = rows.partition("\n\n")
