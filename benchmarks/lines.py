@@ -88,7 +88,7 @@ def _prepare(found: Any) -> list[Line]:
         _compared(first, "", trl, peers["trl"]),
         _compared(
             first,
-            "; TRL in its fastest way",
+            "; TRL's fastest variant",
             f"{trl}{batched}, {peers[fastest]['processes']} processes",
             peers[fastest],
         ),

@@ -6,7 +6,7 @@
 
 Both sides go from a JSONL file to packed rows of 4096 with an assistant mask. chatmill writes, syncs and publishes a
 dataset; TRL writes its Arrow cache. `prepare_peers.py` runs the peers: TRL's own preparation, TRL's fastest documented
-way, and datatrove's tokenization. Start-up (imports, loading the tokenizer) is excluded on both sides and reported
+variant, and datatrove's tokenization. Start-up (imports, loading the tokenizer) is excluded on both sides and reported
 separately. The ids and mask of every conversation are compared with those of the peer. For a chat template, TRL uses
 its own version with generation tags, whose mask differs (see `benchmarks/render.py`), so only the ids are compared.
 """
@@ -54,7 +54,7 @@ WAYS = {
     "batched, more processes": ("trl-batched", MORE_PROCESSES),
     "datatrove": ("datatrove", PROCESSES),
 }
-"""The peers in the ways that are measured, with their number of processes."""
+"""The measured variants of the peers, with their number of processes."""
 TITLES = {
     "trl": "TRL load_dataset + _prepare_dataset",
     "trl-batched": "TRL with rows tokenized by a batched datasets.map",
@@ -230,7 +230,7 @@ def main() -> None:
     )
     parser.add_argument("--no-trl", action="store_true", help="skip the peer, which takes minutes")
     parser.add_argument("--side", choices=("chatmill", *PEERS), help="run only this side, once, to measure its memory")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="processes of a peer with --side")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="number of processes of a peer with --side")
     parser.add_argument("--folder", type=Path, help="output folder for --side")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -257,7 +257,7 @@ def main() -> None:
             ways = {name: way for name, way in WAYS.items() if name != "datatrove" or template is None}
             for name, (side, processes) in ways.items():
                 with tempfile.TemporaryDirectory(dir=folder) as own:
-                    # Sampling memory less often than for chatmill keeps it from slowing down a run of minutes.
+                    # Memory is sampled less often than for chatmill, so that sampling does not slow down a run of minutes.
                     options = [*same, "--folder", own, "--processes", processes]
                     found, peak = alone(__file__, "--side", side, *options, every=0.5)
                     mine, _ = hashed(conversations, masks=template is None and side != "datatrove")

@@ -1,8 +1,8 @@
 """Other libraries that prepare the conversations of `benchmarks/prepare.py`, each run in a separate process.
 
-`trl` is TRL's own preparation. `trl-batched` is the fastest way that TRL and datasets document: a batched
+`trl` is TRL's own preparation. `trl-batched` is the fastest documented variant: a batched
 `datasets.map` tokenizes the conversations, and TRL only packs them. `datatrove` tokenizes text that was rendered
-beforehand. It makes neither a mask nor packed rows, so it does less than the other two.
+beforehand. `datatrove` computes no mask and does not pack, so it does less work than the other two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACK = 4096
 
 
 def trl_side(data: Data, template: str | None, folder: Path, processes: int) -> dict[str, Any]:
-    """TRL's own preparation, starting from the JSONL file."""
+    """Run TRL's own preparation on the JSONL file."""
     began = time.perf_counter()
     trl, datasets, peer = _trl(data, template, folder)
     config = trl.SFTConfig(
@@ -51,7 +51,7 @@ def trl_side(data: Data, template: str | None, folder: Path, processes: int) -> 
 
 
 def trl_batched_side(data: Data, template: str | None, folder: Path, processes: int) -> dict[str, Any]:
-    """Tokenize in batches with `datasets.map`, then pack with TRL; its trainer takes such rows as they are."""
+    """Tokenize in batches with `datasets.map`, then pack with TRL; TRL's trainer accepts tokenized rows."""
     began = time.perf_counter()
     trl, datasets, peer = _trl(data, template, folder)
 
@@ -146,7 +146,7 @@ def _packed(packed: Any, path: Path, *, masks: bool) -> dict[str, Any]:
 
 
 def hashed(conversations: Iterable[tuple[Any, Any]], *, masks: bool) -> tuple[list[str], int]:
-    """For each conversation, its length and a hash of its ids (and mask); and the total number of tokens."""
+    """Return the length and a hash of the ids (and mask) of each conversation, and the total number of tokens."""
     found, tokens = [], 0
     for ids, trained in conversations:
         digest = blake2b(np.asarray(ids, dtype=np.uint32).tobytes(), digest_size=12)
