@@ -257,7 +257,7 @@ def main() -> None:
             ways = {name: way for name, way in WAYS.items() if name != "datatrove" or template is None}
             for name, (side, processes) in ways.items():
                 with tempfile.TemporaryDirectory(dir=folder) as own:
-                    # Memory is sampled less often than for chatmill, so that sampling does not slow down a run of minutes.
+                    # Memory is sampled less often than for chatmill, so that sampling does not slow down a long run.
                     options = [*same, "--folder", own, "--processes", processes]
                     found, peak = alone(__file__, "--side", side, *options, every=0.5)
                     mine, _ = hashed(conversations, masks=template is None and side != "datatrove")
