@@ -1,7 +1,7 @@
-"""The processes that tests start: found wherever they went, ended with their stacks, and none left behind.
+"""Find the processes that tests start, end them with their stacks, and check that none is left behind.
 
-Each process inherits a variable with the number of the process that runs the tests, so that it is found even when its
-parent has ended; one that is given another environment is found as long as its parents live.
+Each process inherits an environment variable with the id of the test process, so it is found even after its parent has
+ended; a process with another environment is found as long as its parents are alive.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Process:
 
 
 def mark_children() -> None:
-    """From now on, processes can be found, and print the stacks of their threads at SIGABRT."""
+    """Mark processes that are started from now on, and make them print the stacks of their threads at SIGABRT."""
     os.environ[MARK] = str(os.getpid())
     os.environ["PYTHONFAULTHANDLER"] = "1"
 
 
 def started_processes() -> list[Process]:
-    """What this process started and has not ended, and all that was started by that; without servers of all tests."""
-    # Python's own, and object stores: they end with this process.
+    """Return the running processes that this process or its descendants started, except servers shared by all tests."""
+    # Python's own servers and object stores end with this process.
     servers = {multiprocessing.forkserver._forkserver._forkserver_pid}
     servers.add(multiprocessing.resource_tracker._resource_tracker._pid)
     running = {process.pid: process for process in map(_look_at, Path("/proc").glob("[0-9]*")) if process is not None}
@@ -58,7 +58,7 @@ def started_processes() -> list[Process]:
 
 
 def _look_at(folder: Path) -> Process | None:
-    """A process, unless it has ended or belongs to somebody else."""
+    """Return a process, or None if it has ended or belongs to another user."""
     try:
         state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
         marked = f"{MARK}={os.getpid()}".encode() in (folder / "environ").read_bytes().split(b"\0")
@@ -69,7 +69,7 @@ def _look_at(folder: Path) -> Process | None:
 
 
 def _is_below(process: Process, running: dict[int, Process], ancestor: int) -> bool:
-    """Whether it is, or was started by, the ancestor or what the ancestor started."""
+    """Whether the process is the ancestor or one of its descendants."""
     while process.pid != ancestor:
         if process.parent not in running:
             return False
@@ -78,7 +78,7 @@ def _is_below(process: Process, running: dict[int, Process], ancestor: int) -> b
 
 
 def end_with_stacks(processes: list[Process]) -> str:
-    """End processes; what each wrote last, which from Python are the stacks of its threads."""
+    """End processes and return their last output, which for Python are the stacks of their threads."""
     errors = [_open_errors(process.pid) for process in processes]
     for process in processes:
         with suppress(ProcessLookupError):
@@ -93,7 +93,7 @@ def end_with_stacks(processes: list[Process]) -> str:
 
 
 def _open_errors(pid: int) -> int | None:
-    """Its standard error, to read what it writes from now on: a file, or a pipe whose reader waits for it in vain."""
+    """Open the process's standard error to read its next output: a file, or a pipe that no other process reads."""
     try:
         file = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -115,7 +115,7 @@ def _read_all(file: int | None) -> str:
 
 
 def wait_for_all() -> list[Process]:
-    """Wait for processes that are about to end; those that do not; servers of templates are no longer needed."""
+    """Wait for processes that are about to end, and return those that do not; template servers are ended first."""
     if templates := sys.modules.get("chatmill.format.template.process.channel"):
         templates.stop_servers()
     end = time.monotonic() + PATIENCE

@@ -1,4 +1,4 @@
-"""Weights of tokens from weights of characters, one character at a time, for tests of `train_ranges`."""
+"""An oracle for `train_ranges`: weights of tokens from weights of characters, one character at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def random_ranges(rng: random.Random, size: int) -> list[list]:
 
 
 def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> tuple[list[float], int]:
-    """By token, from its characters one by one; and how many tokens hold characters of several weights."""
+    """Return the weight of each token from its characters, and the number of tokens with characters of several
+    weights.
+    """
     chars: list[float | None] = [None] * size
     for start, stop, weight in ranges:
         for at in range(start, stop):
@@ -58,7 +60,9 @@ def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> t
 
 
 def pairs_of_bytes() -> bytes:
-    """A byte-level BPE that merges pairs of bytes at random: characters of several tokens, and tokens across them."""
+    """Return a byte-level BPE that merges random pairs of bytes: some characters have several tokens, and some tokens
+    cross characters.
+    """
     alphabet = bytes_to_unicode()
     letters = [alphabet[byte] for byte in sorted({*"".join(PIECES).encode()}) if byte >= 0x80 or chr(byte) in " aens<|"]
     pairs = [[one, other] for one in letters for other in letters]

@@ -36,7 +36,9 @@ TRUTH = [{"desc": "cat", "bbox_2d": [1, 2, 300, 400]}, {"desc": "bird", "bbox_2d
 
 
 def write_folder(folder: Path, name: str, *, special_coordinates: bool = True) -> Path:
-    """A folder without a model. Servers leave special tokens out of texts, so coordinates may be others there."""
+    """Write a folder without a model. Servers omit special tokens from texts, so coordinates may be ordinary tokens
+    there.
+    """
     template, end = TEMPLATES[name]
     folder.mkdir(parents=True, exist_ok=True)
     state = json.loads(VOCABULARY)

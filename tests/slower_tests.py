@@ -1,4 +1,4 @@
-"""Which tests `make clusters` and `make examples` run, instead of `make test`."""
+"""The tests that `make clusters` and `make examples` run instead of `make test`."""
 
 from __future__ import annotations
 

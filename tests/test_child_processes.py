@@ -1,4 +1,4 @@
-"""Children that use torch start clean, take over the caller's surroundings, and never outlive the test."""
+"""Children that use torch start clean, use the caller's folder and environment, and never outlive the test."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_children_end_with_the_process_that_started_them(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, env=environment, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    # Waits as long as the test may: the child is no child of this process.
+    # Wait up to the test's time limit, because the process is not a child of this process.
     while Path(f"/proc/{int(done.stdout)}").exists():
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What is compiled is there wherever a compiler is: a build that fails may not pass for a missing compiler."""
+"""The compiled parts exist on every machine with a compiler: a failed build must not look like a missing compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_part_is_compiled(source):
 
 
 def test_random_and_hostile_calls_give_what_python_gives_or_are_refused():
-    # `make sanitize` runs many more, with compiled parts that report invalid accesses.
+    # `make sanitize` runs many more calls, with compiled parts that report invalid accesses.
     folder = Path(str(import_module("chatmill._native").__file__)).parent
     if shutil.which("cc") is None and not [*folder.glob("*.so")]:
         pytest.skip("there is no C compiler here")
@@ -36,8 +36,9 @@ def test_there_are_five():
 
 @pytest.mark.parametrize("source", PARTS, ids=lambda path: path.stem)
 def test_a_part_compiled_with_a_newer_python_works_in_an_older_one(source):
-    """Both share one file in a source tree. With headers of Python 3.13, `#` in a format needs its own function, and
-    `Py_RETURN_NONE` counts no reference: in Python 3.11 the first is an error and the second a crash, later.
+    """Both versions share one file in a source tree. With headers of Python 3.13, `#` in a format needs another
+    function, and `Py_RETURN_NONE` does not count references: in Python 3.11, the first causes an error and the second a
+    later crash.
     """
     code = source.read_text()
     assert not re.search(r'Py(?:Arg_Parse\w*|_BuildValue)\([^"]*"[^"]*#', code)

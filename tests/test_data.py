@@ -1,4 +1,4 @@
-"""The conversations in data/ are what the script writes, and what they are said to be."""
+"""The conversations in data/ equal the output of their script and match their description."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The conversations of the demo: held-out questions are new, their facts are taught, careless replies are context."""
+"""The demo conversations: held-out questions are new, their facts are taught, and careless replies are context."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def questions(names: tuple[str, ...]) -> set[str]:
 
 
 def answers(names: tuple[str, ...]) -> list[str]:
-    """The trained answers; a tool call as JSON."""
+    """Return the trained answers; a tool call is returned as JSON."""
     trained = [
         message
         for messages in conversations(names)

@@ -1,4 +1,4 @@
-"""Every example in README.md, CONTRIBUTING.md and docs/ runs, and every link inside them leads somewhere."""
+"""Every example in README.md, CONTRIBUTING.md and docs/ runs, and every internal link is valid."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ import doc_examples
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Those with the most commands first: with the longest at the end, one process would wait for the other.
+# Pages with the most commands run first, so that no process has to wait for a long page at the end.
 PAGES = [
     page.relative_to(ROOT).as_posix()
     for page in sorted(
@@ -18,16 +18,16 @@ PAGES = [
         key=lambda page: (-page.read_text("utf-8").count("\n$ "), page),
     )
 ]
-# A page may run the scripts of the repository as a reader in its root would.
+# A page may run the repository's scripts, like a reader in the repository's root.
 LINKED = ("scripts", "configs", "train.py")
-# Their examples need other trainers: tests/trainers/test_page.py runs them.
+# These examples need other trainers: tests/trainers/test_page.py runs them.
 OTHER_TRAINERS = ("docs/how-to/integrations.md", "docs/how-to/trl-script.md")
 
 
 @pytest.fixture
 def reader(tmp_path, monkeypatch):
-    """A folder like the repository's root, the current one, where examples may write."""
-    # data/ is copied: documented commands write beneath it.
+    """Return a folder like the repository's root, in which examples may write; it becomes the current folder."""
+    # data/ is copied, because documented commands write below it.
     shutil.copytree(ROOT / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
     for name in LINKED:
         if (ROOT / name).exists():
@@ -39,7 +39,7 @@ def reader(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in OTHER_TRAINERS])
 def test_the_examples_of_a_page_run_and_print_what_it_shows(page, reader, request, monkeypatch):
     if page == "docs/how-to/remote.md":
-        # Its reader has an S3 server with an empty bucket, and a cache of their own.
+        # This page gets an S3 server with an empty bucket, and a separate cache.
         bucket(request.getfixturevalue("s3"), "team")
         monkeypatch.setenv("CHATMILL_CACHE_DIR", str(reader / "cache"))
     doc_examples.run(ROOT / page, reader)
@@ -69,14 +69,14 @@ def test_links_inside_the_repository_resolve(page):
 
 
 def links(page: str) -> list[str]:
-    """Targets of links and images that are not addresses on the web; code is left out."""
+    """Return the targets of links and images that are not web addresses; code is ignored."""
     text = re.sub(r"`[^`\n]*`", "", doc_examples.prose(page))
     found = re.findall(r"\]\(\s*<?([^)\s>]+)", text) + re.findall(r"^\s*\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)
     return [link for link in found if not re.match(r"[a-z]+:", link)]
 
 
 def anchors(page: str) -> set[str]:
-    """The names that headings get on the web: lower case, spaces to hyphens, punctuation gone, repeats numbered."""
+    """Return the anchors of headings: lower case, hyphens for spaces, no punctuation, repeats numbered."""
     text = doc_examples.prose(page)
     found = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
     counts: dict[str, int] = {}
@@ -88,7 +88,7 @@ def anchors(page: str) -> set[str]:
     return found
 
 
-# The runner itself: a page that is wrong must fail.
+# Tests of the runner itself: a wrong page must fail.
 
 GOOD = """
 ```console

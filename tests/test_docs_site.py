@@ -1,4 +1,6 @@
-"""The documentation site: every page is in the navigation, API pages are complete, nothing loads from the web."""
+"""The documentation site: every page is in the navigation, API pages are complete, and pages load no files from the
+web.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ PAGES = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/
 
 
 def navigation_pages(entry) -> list[str]:
-    """The pages of a navigation entry, in order."""
+    """Yield the pages of a navigation entry in order."""
     if isinstance(entry, str):
         return [entry]
     return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in navigation_pages(part)]
@@ -76,7 +78,7 @@ def test_generated_files_are_up_to_date(script):
 
 
 def test_no_page_links_to_a_file_outside_docs():
-    # Such a link would work in the repository but not on the site.
+    # A relative link to such a file works in the repository but not on the site.
     docs = ROOT / "docs"
     links = [
         (page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s#:]+)", (docs / page).read_text("utf-8"))

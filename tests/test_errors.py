@@ -1,4 +1,4 @@
-"""Errors of the system, as users see them."""
+"""Operating system errors, as users see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tests/fast.txt: what `make test-fast` runs."""
+"""tests/fast.txt lists the tests that `make test-fast` runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports in src/chatmill run one way; the checker itself finds what is planted."""
+"""Imports in src/chatmill follow the layers, and the checker detects planted violations."""
 
 import subprocess
 import sys

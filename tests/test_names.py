@@ -1,4 +1,4 @@
-"""Names in src/chatmill and imports in the docs; the checker itself finds what is planted."""
+"""Names in src/chatmill and imports in the docs are valid, and the checker detects planted faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebooks of docs/tutorials run, print what they show, and have valid links."""
+"""The notebooks of docs/tutorials run, print the shown output, and have valid links."""
 
 from __future__ import annotations
 

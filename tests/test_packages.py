@@ -1,4 +1,6 @@
-"""What is published: metadata of the package, release notes, workflows, container. `make packages` tries the rest."""
+"""Published files: package metadata, release notes, workflows and the container. `make packages` tests the built
+packages.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ prepare_metadata_for_build_wheel("metadata")
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory):
-    """METADATA of a wheel, as setuptools writes it."""
+    """Return the METADATA of a wheel, as setuptools writes it."""
     folder = tmp_path_factory.mktemp("package")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -108,7 +110,7 @@ def test_a_version_without_a_dated_section_is_refused(tmp_path, heading):
 
 
 def made_targets(workflow) -> set[str]:
-    """The make targets that the steps of a workflow run; `make "$TARGET"` runs those of its matrix."""
+    """Return the make targets that a workflow's steps run; `make "$TARGET"` runs the targets of its matrix."""
     targets = set()
     for job in workflow["jobs"].values():
         for step in job.get("steps", ()):

@@ -1,4 +1,4 @@
-"""Files of others are opened only if they are plain files, and nothing waits for a writer."""
+"""Files from other sources are opened only if they are plain files, so that opening never waits for a writer."""
 
 from __future__ import annotations
 

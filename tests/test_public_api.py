@@ -1,4 +1,4 @@
-"""The public API: what `chatmill` and its packages export, that each name is documented, and that its example runs."""
+"""The public API: the exports of `chatmill` and its packages, the documentation of each name, and its example."""
 
 from __future__ import annotations
 

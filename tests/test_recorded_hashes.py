@@ -1,7 +1,7 @@
-"""The bytes that fixed commands write, held against recorded hashes.
+"""The bytes that fixed commands write, compared with recorded hashes.
 
-A refactor must leave every one of them as it is. Where a change of bytes is meant, renew the record with
-`python tests/test_recorded_hashes.py --record` and name the change in CHANGELOG.md.
+A refactor must not change any of these hashes. After an intended change of bytes, update the record with `python
+tests/test_recorded_hashes.py --record` and describe the change in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ RUN = {
 
 
 def chatmill(*args: str) -> str:
-    """Run a command that must succeed; what it printed."""
+    """Run a command that must succeed; return its output."""
     printed, argv = io.StringIO(), sys.argv
     sys.argv = ["chatmill", *args]
     try:
@@ -103,7 +103,7 @@ def text_hash(text: str) -> str:
 
 
 def folder_hash(folder: Path) -> str:
-    """A hash of the names and bytes of all files below a folder."""
+    """Return a hash of the names and bytes of all files below a folder."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -112,7 +112,9 @@ def folder_hash(folder: Path) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A Hugging Face folder: byte-level BPE without merges, four special tokens, and the chat template above."""
+    """Write a Hugging Face folder: a byte-level BPE without merges, four special tokens, and the chat template
+    above.
+    """
     folder.mkdir()
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = iter(range(256, 512))
@@ -217,7 +219,7 @@ def transcripts() -> str:
 
 
 def audited(packing: str) -> Callable[[], str]:
-    """The audit log of a run but for its times, and the hashes of lines that hold times."""
+    """Return the audit log of a run without its times and without the hashes of lines that contain times."""
 
     def run() -> str:
         name = f"audited-{packing}"

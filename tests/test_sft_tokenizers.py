@@ -1,4 +1,4 @@
-"""The documented functions with tokenizers of `tokenizers` and transformers."""
+"""The documented functions with tokenizers from `tokenizers` and transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOSTILE = ["<s>", *NGPT, *PRIMER, f"a {NGPT[3]} b", f"{PRIMER[2]}{PRIMER[3]}", f
 
 
 def engine_with(tokens: list[str]) -> tokenizers.Tokenizer:
-    """A byte-level BPE with these special tokens that begins each text with BOS, and is set to cut and to pad."""
+    """Return a byte-level BPE with these special tokens that adds BOS to each text and is set to truncate and pad."""
     raw = train_bpe(["The quick brown fox jumps over the lazy dog. " * 3] * 4, vocab_size=400, control=["<s>", *tokens])
     engine = tokenizers.Tokenizer.from_str(raw.decode())
     bos = engine.token_to_id("<s>")
@@ -38,7 +38,7 @@ def slow_with(tokens: list[str]) -> ByT5Tokenizer:
 
 
 def plain_ids(tokenizer: object, text: str) -> list[int]:
-    """The ids of a text in which nothing is a control token, by another way than chatmill's."""
+    """Return the ids of a text without control tokens, computed independently of chatmill."""
     if isinstance(tokenizer, ByT5Tokenizer):
         return [byte + 3 for byte in text.encode()]
     engine = getattr(tokenizer, "backend_tokenizer", tokenizer)

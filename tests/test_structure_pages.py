@@ -15,7 +15,7 @@ STOPS = re.findall(r"^\| \d+ \| `(chatmill[\w.]+)`", DESIGN, re.MULTILINE)
 
 
 def resolve(dotted: str) -> object:
-    """The module, class or function of a dotted name."""
+    """Return the module, class or function with a dotted name."""
     parts = dotted.split(".")
     for count in range(len(parts), 0, -1):
         try:

@@ -223,7 +223,7 @@ def expected(conversations: list[Conversation]) -> tuple[list[Conversation], lis
         group[at] = at
         for other in order[:number]:
             alike = len(sets[at] & sets[other]) / len(sets[at] | sets[other])
-            # No pair is close to the threshold, where the estimate could go either way.
+            # No pair is close to the threshold, where the estimate could give either result.
             assert alike > 0.93 or alike < 0.67
             if alike > 0.93 and group[at] == at:
                 group[at] = group[other]

@@ -1,4 +1,4 @@
-"""Killed builds: what they leave behind, how they resume, and that their workers exit."""
+"""Killed builds: their leftovers, how they resume, and that their workers exit."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_resuming_another_job_or_input_is_refused_and_keeps_the_units(tmp_path, 
     with pytest.raises(DataError, match="had a different job or input; build without --resume"):
         prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
-    # Without --resume the build starts over and removes the leftovers.
+    # Without --resume, the build starts over and removes the leftovers.
     prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES)
     assert verify_dataset(target, full=True).faults == ()
     assert left_beside(target) == []
@@ -172,7 +172,7 @@ def test_resume_without_an_interrupted_build_starts_a_new_one(tmp_path, inputs):
 
 @pytest.fixture
 def held(tmp_path, monkeypatch):
-    """A function that starts a build with two workers, which both block once the unit of a.jsonl is finished."""
+    """Return a function that starts a build with two workers, which both block once the unit of a.jsonl is finished."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):

@@ -58,7 +58,7 @@ def stage(folder: Path, rng: np.random.Generator, sizes: list[int]) -> tuple[lis
     whole, heads = [], []
     for number, size in enumerate(sizes):
         path, head = folder / f"{number}.rows", folder / f"{number}.head"
-        # Some records have several rows, some none.
+        # Some records have several rows, and some have no rows.
         record = np.sort(rng.integers(0, size + 2, size))
         exact = rng.integers(0, 2**64, (8, 2), dtype=np.uint64)[rng.integers(0, 8, size + 2)]
         columns, extra = {"exact": exact}, {"records": size + 2}
@@ -107,7 +107,7 @@ def test_shards_written_independently_equal_those_of_one_process(
             for at in rng.permutation(len(plans)).tolist():
                 plan = plans[at]
                 assert (plan.split, plan.number) == (split_name, at)
-                # A shard holds rows of one source.
+                # A shard contains rows of one source.
                 assert {job.source_name(file.source) for file in plan.staged} == {plan.source}
                 local = [of_head[file] for file in plan.staged]
                 infos[at] = write_shard(

@@ -154,7 +154,7 @@ def test_a_truncated_or_damaged_compressed_file_is_always_reported(tmp_path_fact
     faults: list[RecordError] = []
     records = list(read_records([path], shape="messages", on_error="skip", on_reject=faults.append))
     assert said(records) == CHATS[: len(records)]
-    # The last line may also be truncated, which is a separate error.
+    # The last line may also be truncated, which is reported as a separate error.
     name = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}[ending]
     expected = {"cut": "the compressed file is truncated", "garbage": f"other data follows the end of the {name} data"}[
         kind

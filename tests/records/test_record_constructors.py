@@ -63,7 +63,7 @@ def test_the_constructor_and_the_reader_agree(fields):
         read = outcome(lambda: [Message(**fields)])
         assert isinstance(read, str)
     elif isinstance(read, str):
-        # Only errors about files have the hint about a command-line option.
+        # Only errors about files suggest a command-line option.
         read = read.partition("; --columns")[0]
     assert outcome(lambda: [Message(**fields)]) == read
     assert outcome(lambda: Record(messages=[fields]).messages) == read

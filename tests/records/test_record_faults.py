@@ -34,7 +34,7 @@ BYTES = [
         b'{"a": "\\ud800\\ud83d\\ude00"}',
         "unpaired surrogate at column 8; expected both halves, or the character itself",
     ),
-    # Deeper than any Python allows: 10,000 levels in compiled code since 3.12, 1,000 in 3.11.
+    # This is deeper than Python allows: 10,000 levels in compiled code since 3.12, 1,000 in 3.11.
     (b'{"a":' * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"[" * 100_000 + b"]" * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"3", f"the record is a number; {JSON}"),

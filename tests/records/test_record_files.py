@@ -1,4 +1,4 @@
-"""Which files are read and in what order; compression and line endings do not change the records."""
+"""Input files: which are read, in which order, and with the same records for every compression and line ending."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_lines_read_together_give_the_same_records_as_lines_read_alone(tmp_path_
 
 
 class Endless(io.RawIOBase):
-    """An endless line; reading more than `most` bytes fails the test."""
+    """An endless line; the test fails if more than `most` bytes are read."""
 
     def __init__(self, most: int) -> None:
         self.left = most

@@ -1,4 +1,4 @@
-"""Every key of a record is read, refused or reported: none is ignored."""
+"""Every key of a record is read, refused or reported; no key is ignored."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_repeated_key_is_an_error_at_any_depth(tmp_path, data, many):
 
 
 class Pairs(list[Any]):
-    """The keys and values of an object; a key may occur twice."""
+    """The keys and values of an object, in which a key may occur twice."""
 
 
 JSON = st.recursive(

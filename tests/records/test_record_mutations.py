@@ -1,4 +1,4 @@
-"""20,000 corrupted records of each shape: each becomes a record or one error line; nothing else is raised."""
+"""20,000 corrupted records of each shape: each gives a record or one error line, and no other exception."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_broken_files_of_every_kind_never_raise_anything_else(tmp_path, name):
     chance = random.Random(name)
     whole = json.dumps([RECORDS["messages"]] * 3, indent=1).encode()
     for index in range(500):
-        # Every other file is corrupted before it is compressed, the rest afterwards.
+        # Every other file is corrupted before it is compressed, the others afterwards.
         data = broken_bytes(whole, chance) if index % 2 else whole
         data = gzip.compress(data, 1) if name.endswith(".gz") else data
         (tmp_path / name).write_bytes(data if index % 2 else broken_bytes(data, chance))

@@ -1,4 +1,4 @@
-"""For each shape: the `Record` that is read from one record of a file."""
+"""The `Record` that is read from one record of each shape."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests of remote objects, against servers on this machine."""
+"""Tests of remote objects with servers on this machine."""

@@ -5,8 +5,8 @@
         ...                                                       # requests to http://127.0.0.1:{proxy.port}
         proxy.requests()                                          # the requests it received
 
-It runs in its own process, on plain sockets, and sustains 100 MB/s with less than one core.
-`python tests/remote/fault_proxy.py --measure` measures that.
+The proxy runs in its own process on plain sockets, and sustains 100 MB/s with less than one core. `python
+tests/remote/fault_proxy.py --measure` measures the proxy's speed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A running proxy. Its settings can change at any time."""
+    """A running proxy. A proxy whose settings can change at any time."""
 
     port: int
     _process: Any = field(repr=False)
@@ -69,7 +69,7 @@ class Proxy:
         return f"http://127.0.0.1:{self.port}"
 
     def fail(self, *faults: Fault) -> None:
-        """Replace the current faults; without arguments, forward everything."""
+        """Replace the current faults; without arguments, forward all requests."""
         self._tell({"faults": [asdict(fault) for fault in faults]})
 
     def throttle(self, bandwidth: float = 0.0, *, latency: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class Proxy:
         self._tell({"bandwidth": bandwidth, "latency": latency})
 
     def requests(self, *, forget: bool = True) -> list[tuple[str, str, str]]:
-        """Return method, path and Range of the requests since the last call that forgot them."""
+        """Return the method, path and Range of the requests since the last call that cleared them."""
         return [tuple(each) for each in self._tell({"requests": forget})]
 
     def _tell(self, order: dict[str, Any]) -> Any:
@@ -103,7 +103,7 @@ def fault_proxy(port: int, *, bandwidth: float = 0.0, latency: float = 0.0) -> I
 
 
 class Throttle:
-    """Limits bytes per second over all connections: each piece waits until the link is free."""
+    """Limits the bytes per second of all connections together: each piece waits until the link is free."""
 
     BURST = 0.02
     """Seconds of bandwidth available at once after a pause, because sleeping is not more precise."""
@@ -125,7 +125,7 @@ class Throttle:
 
 
 class ConnectionBrokenError(Exception):
-    """The connection ended, by a fault or because a peer closed it."""
+    """Raised when the connection ended, by a fault or because a peer closed it."""
 
 
 class Stream:
@@ -137,7 +137,7 @@ class Stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def head(self) -> bytes:
-        """Read all header lines; return nothing at the end of the connection."""
+        """Read all header lines; return an empty result at the end of the connection."""
         while b"\r\n\r\n" not in self.buffer:
             piece = self.socket.recv(PIECE)
             if not piece:

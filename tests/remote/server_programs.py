@@ -1,6 +1,6 @@
 """Servers that run in their own process: `python server_programs.py NAME`.
 
-Each prints its port and exits when its stdin is closed, so it exits however the tests end.
+Each server prints its port and exits when its stdin is closed, so it also exits after a crash of the tests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def end_with_the_tests() -> None:
 
 
 def moto() -> None:
-    """S3 in memory, with conditional writes; accepts any credentials."""
+    """Serve S3 from memory, with conditional writes; any credentials are accepted."""
     import logging
 
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -58,7 +58,9 @@ def moto() -> None:
 
 
 def rclone(folder: str, key: str, secret: str) -> None:
-    """S3 on a folder whose subfolders are buckets; checks credentials, has no conditional writes."""
+    """Serve S3 from a folder whose subfolders are buckets; credentials are checked, and conditional writes are not
+    supported.
+    """
     program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or "rclone"
     command = [program, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{key},{secret}", "--config", os.devnull]
     server = subprocess.Popen([*command, "-v", folder], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -66,7 +68,7 @@ def rclone(folder: str, key: str, secret: str) -> None:
 
 
 def azurite(program: str, folder: str) -> None:
-    """Microsoft's Azure Blob Storage emulator, with conditional writes."""
+    """Run Microsoft's Azure Blob Storage emulator, with conditional writes."""
     words = ["--blobHost", "127.0.0.1", "--blobPort", "0", "--location", folder, "--silent", "--skipApiVersionCheck"]
     print_port(
         subprocess.Popen(
@@ -85,7 +87,7 @@ def print_port(server: subprocess.Popen[str]) -> None:
 
 
 def gcs() -> None:
-    """Google Cloud Storage in memory, which accepts any credentials; ranges and preconditions are added here."""
+    """Serve Google Cloud Storage from memory, with any credentials; ranges and preconditions are added here."""
     from functools import partial
 
     from gcp_storage_emulator.exceptions import NotFound
@@ -201,7 +203,7 @@ def web(folder: str) -> None:
 
 
 def hub(folder: str) -> None:
-    """The Hugging Face Hub API for reading files: FOLDER/ORG/NAME/FILE is a file of datasets/ORG/NAME."""
+    """Serve the Hugging Face Hub API for reading files: FOLDER/ORG/NAME/FILE is a file of datasets/ORG/NAME."""
 
     class Handler(FileHandler):
         def do_GET(self) -> None:

@@ -45,7 +45,7 @@ def started(program: str, *words: str) -> Iterator[int]:
             assert server.stdout is not None
             yield int(server.stdout.readline())
         finally:
-            # Closing stdin makes it stop the program that it runs; killing it would leave that program running.
+            # Closing stdin makes the process stop its program; killing the process would leave that program running.
             assert server.stdin is not None
             server.stdin.close()
             try:
@@ -56,7 +56,7 @@ def started(program: str, *words: str) -> Iterator[int]:
 
 
 def forget_connections() -> None:
-    """Clear the filesystems that fsspec caches: they keep the environment they were created in."""
+    """Clear the file systems that fsspec caches, because they keep the environment in which they were created."""
     _settings[-1] = None
     if "fsspec" not in sys.modules:
         return
@@ -70,7 +70,7 @@ def forget_connections() -> None:
 
 
 def _forget_connections_of_others(server: Server) -> None:
-    """Reconnect unless the connections are already to this server: reconnecting takes 0.25 seconds."""
+    """Reconnect unless the connections already go to this server, because reconnecting takes 0.25 seconds."""
     if _settings[-1] != server:
         forget_connections()
     _settings[-1] = server
@@ -113,7 +113,7 @@ class Server:
         return Url(f"{self.scheme}://{name}")
 
     def behind(self, proxy: Proxy) -> Server:
-        """The same server through a proxy: `with s3.behind(proxy).in_environment(): ...`."""
+        """Return the same server behind a proxy: `with s3.behind(proxy).in_environment(): ...`."""
 
         def through(value: str) -> str:
             return value.replace(self.endpoint, proxy.endpoint)
@@ -149,7 +149,7 @@ class Server:
 
 
 def s3_environment(endpoint: str, key: str = "testing", secret: str = "testing") -> dict[str, str]:
-    """Environment variables for an S3 server and its credentials; files in the home folder are not read."""
+    """Return environment variables for an S3 server and its credentials; files in the home folder are not read."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": key,
@@ -163,21 +163,21 @@ def s3_environment(endpoint: str, key: str = "testing", secret: str = "testing")
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Server]:
-    """moto's S3 server, shared by all tests of a process."""
+    """Return moto's S3 server, shared by all tests of a process."""
     with started("moto") as port:
         yield Server(port, s3_environment(f"http://127.0.0.1:{port}"))
 
 
 @pytest.fixture
 def s3(s3_server: Server) -> Iterator[Server]:
-    """moto's S3, with the environment set so that its URLs work: `s3.bucket() / "chat.jsonl"`."""
+    """Return moto's S3 server and set the environment so that its URLs work: `s3.bucket() / "chat.jsonl"`."""
     with s3_server.in_environment():
         yield s3_server
 
 
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`rclone serve s3`, which checks credentials; its objects are files of `folder`."""
+    """Run `rclone serve s3`, which checks credentials; its objects are files of `folder`."""
     folder = tmp_path_factory.mktemp("rclone")
     with started("rclone", str(folder), RCLONE_KEY, RCLONE_SECRET) as port:
         yield Server(port, s3_environment(f"http://127.0.0.1:{port}", RCLONE_KEY, RCLONE_SECRET), folder=folder)
@@ -191,7 +191,7 @@ def rclone(rclone_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def gs_server() -> Iterator[Server]:
-    """A Google Cloud Storage emulator."""
+    """Run a Google Cloud Storage emulator."""
     with started("gcs") as port:
         environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "FSSPEC_GS_TOKEN": "anon"}
         yield Server(port, environment, "gs", options={"token": "anon"})
@@ -205,7 +205,7 @@ def gs(gs_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def hf_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the part of the Hub's API that reading needs."""
+    """Run a server with the part of the Hub API that reading needs."""
     folder = tmp_path_factory.mktemp("hub")
     with started("hub", str(folder)) as port:
         environment = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_testing"}
@@ -214,14 +214,14 @@ def hf_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def hf(hf_server: Server) -> Iterator[Server]:
-    """The Hub: the file `hf.folder / "org/name/chat.jsonl"` is hf://datasets/org/name/chat.jsonl."""
+    """Return the Hub server: the file `hf.folder / "org/name/chat.jsonl"` is hf://datasets/org/name/chat.jsonl."""
     with hf_server.in_environment():
         yield hf_server
 
 
 @pytest.fixture(scope="session")
 def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A web server for the files of `folder`."""
+    """Run a web server for the files of `folder`."""
     folder = tmp_path_factory.mktemp("web")
     with started("web", str(folder)) as port:
         yield Server(port, {}, "http", folder)
@@ -229,15 +229,16 @@ def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def web(web_server: Server) -> Iterator[Server]:
-    """A web server: the file `web.folder / NAME` is ENDPOINT/ranges/NAME, and /whole/NAME without ranges, /stream/NAME
-    without lengths, /locked/NAME with a password."""
+    """Return a web server: the file `web.folder / NAME` is ENDPOINT/ranges/NAME, /whole/NAME without ranges,
+    /stream/NAME without lengths, and /locked/NAME with a password.
+    """
     with web_server.in_environment():
         yield web_server
 
 
 @pytest.fixture(scope="session")
 def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Azurite, Microsoft's Azure Blob Storage emulator, if it is installed (`npm install -g azurite`)."""
+    """Run Azurite, Microsoft's Azure Blob Storage emulator, if it is installed (`npm install -g azurite`)."""
     if (program := shutil.which("azurite-blob")) is None:
         pytest.skip("azurite-blob is not installed")
     with started("azurite", program, str(tmp_path_factory.mktemp("azurite"))) as port:

@@ -1,4 +1,4 @@
-"""The cache of remote objects holds correct files, downloads each once, and respects its size limit."""
+"""The cache of remote objects contains correct files, downloads each once, and respects its size limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The names of the objects read, one entry per request."""
+    """Record the names of the objects read, one entry per request."""
     names = []
     read = download.read
 

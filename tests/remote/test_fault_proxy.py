@@ -20,7 +20,7 @@ def proxy(s3_server):
 
 @pytest.fixture
 def ask(proxy, s3_server):
-    """Send a request through the proxy; return the status and body. The object /BUCKET/x holds DATA."""
+    """Send a request through the proxy; return the status and body. The object /BUCKET/x contains DATA."""
     proxy.fail()
     bucket = s3_server.bucket().address.removeprefix("s3://")
 

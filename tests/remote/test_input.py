@@ -1,4 +1,4 @@
-"""Reading records from every store: a file, a glob, a folder; ranges, row groups and compressed files."""
+"""Reading records from every store: a file, a glob or a folder, with ranges, row groups and compressed files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transient server faults are retried; all others are one error line, immediately, without credentials."""
+"""Transient server faults are retried; all other faults immediately give one error line without credentials."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def proxy(s3_server):
 
 @pytest.fixture
 def bucket(s3_server, proxy):
-    """A bucket behind the proxy."""
+    """Return a bucket behind the proxy."""
     proxy.fail()
     with s3_server.behind(proxy).in_environment():
         yield s3_server.bucket()
@@ -98,7 +98,7 @@ def test_a_conditional_write_with_a_lost_response_succeeds(bucket, proxy, kind):
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     write(bucket / "x", b"2", replaces=find(bucket / "x").version)
     assert read(bucket / "x") == b"2"
-    # An object of another writer is still reported as existing.
+    # An object written by another process is still reported as existing.
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     with pytest.raises(ExistingObjectError):
         write(bucket / "x", b"2", new=True)
@@ -118,7 +118,7 @@ def test_only_the_failed_part_of_an_upload_is_sent_again(bucket, proxy, tmp_path
     parts = [re.search(r"partNumber=(\d)", path)[1] for method, path, _ in proxy.requests() if method == "PUT"]
     assert sorted(parts) == ["1", "2", "2", "2", "3"]
     assert read(bucket / "x") == data
-    # A failed upload leaves nothing.
+    # A failed upload leaves no object.
     proxy.fail(Fault("status", status=403, code="AccessDenied", path="partNumber=3"))
     one_line_of(lambda: upload(bucket / "y", tmp_path / "file"), "check the credentials")
     assert names_below(bucket) == [bucket / "x"]
@@ -134,7 +134,7 @@ def test_the_libraries_make_one_attempt_each(store, count, request):
         proxy.requests()
         proxy.fail(Fault("status", status=503, times=EVER))
         one_line_of(lambda: find(url), "cannot be read", "check the name and the network, and try again")
-        # gcsfs also asks for a folder at the same time.
+        # gcsfs also requests a folder at the same time.
         assert len(proxy.requests()) == count or store == "gs"
         one_line_of(lambda: read(url, 0, 10), "cannot be read")
         assert len(proxy.requests()) == objects.ATTEMPTS

@@ -1,4 +1,4 @@
-"""Objects of any name and size are written, read, listed and removed on real servers."""
+"""Objects with any name and size are written, read, listed and removed on real servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DATA = bytes(range(256)) * 4
 
 @pytest.fixture(params=STORES, scope="module")
 def store(request):
-    """Each server in turn; all tests of one run before those of the next."""
+    """Return each server in turn; all tests of one server run before those of the next."""
     if request.param == "memory":
         yield None
         return
@@ -129,7 +129,7 @@ def test_a_conditional_write_fails_if_the_object_changed(bucket):
     assert find(url).version != first
 
 
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # from azure's library
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # raised by the azure library
 def test_an_uploaded_file_reads_back_unchanged(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)
@@ -145,7 +145,7 @@ def test_an_uploaded_file_reads_back_unchanged(bucket, tmp_path, monkeypatch):
 def test_one_of_two_writers_wins_if_the_store_has_conditional_writes(store, bucket, monkeypatch):
     if store is None or store.folder is not None:
         pytest.skip("the store does not decide")
-    # Both writers have seen no object, or the same one.
+    # Both writers have seen no object, or the same object.
     monkeypatch.setattr(objects, "find", lambda url: None)
     write(bucket / "x", b"1", new=True)
     with pytest.raises(ExistingObjectError):

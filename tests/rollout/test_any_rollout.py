@@ -87,7 +87,7 @@ def test_every_rollout_gives_a_valid_target(data, seed):
     in_prefix = slice(0, len(found.prefix_ids))
     assert set(part[in_prefix][mask[in_prefix]].tolist()) <= {int(Part.SLOT)}
 
-    # Kept ids are those of the rollout, except for the last.
+    # Kept ids equal those of the rollout, except for the last.
     assert found.prefix_ids[: found.kept] == ids[: found.kept]
     if found.fallback is None:
         assert data.startswith(b"".join(map(TOY.piece, found.prefix_ids)))
@@ -143,7 +143,7 @@ def test_a_truncated_answer_keeps_exactly_the_complete_objects(good, cut, seed):
         assert found.fallback == "empty"
 
 
-# Real tokenizers, truncated at every token.
+# Real tokenizers, with rollouts truncated at every token.
 
 CHATML = load_format("chatml")
 
@@ -171,7 +171,7 @@ def long_rollout():
 
 @pytest.fixture(scope="module", params=["hurting merges", "trained bpe", "deepseek", "sentencepiece"])
 def real(request, tmp_path_factory):
-    """A tokenizer with coordinates, and a function that encodes text with coordinates as single tokens."""
+    """Return a tokenizer with coordinates, and a function that encodes text with coordinates as single tokens."""
     if request.param == "hurting merges":
         return Toy(HURTING), Toy(HURTING).rollout
     if request.param == "trained bpe":

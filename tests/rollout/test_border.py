@@ -44,7 +44,7 @@ def test_tokens_at_each_border():
         tokens[border] = [
             (toy.piece(id), weight > 0) for id, weight in zip(target.ids[first:][:3], trained, strict=True)
         ]
-    # The rollout merged the comma with the end of the box: that token is cut.
+    # The rollout merged the comma with the end of the box, so that token is split.
     assert tokens["shorter"] == [(b'"]}', False), (b",", True), (b' "object_', True)]
     assert tokens["masked"] == [(b'"]}', False), (b",", False), (b' "object_', True)]
     assert tokens["joined"] == tokens["canonical"] == [(b'"]},', True), (b' "object_', True), (b"2", True)]
@@ -89,7 +89,7 @@ def test_tokens_before_the_border_are_unchanged_and_all_tokens_decode_to_the_tex
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 400))
 def test_a_canonical_rollout_has_a_canonical_target(seed, cut):
-    """Whatever the tokenizer merges, the trained tokens are those of fine-tuning."""
+    """The trained tokens are those of fine-tuning, for all merges of the tokenizer."""
     draw = random.Random(seed)
     toy = Toy([merge for merge in HURTING if draw.random() < 0.7])
     found = [box(n + 1, draw.choice(["cat", "bird"]), n, n, n + 99, n + 99) for n in range(3)]

@@ -1,4 +1,4 @@
-"""The loss against plain numpy references, one position at a time; gradients; packed rows."""
+"""The loss, compared with plain numpy references one position at a time; gradients; packed rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matching against brute force, which tries every assignment and counts areas cell by cell."""
+"""Matching, compared with brute force that tries every assignment and counts areas cell by cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chatmill.errors import UsageError
 from chatmill.rollout.match import match_equal, match_objects, overlaps
 
-# A small grid makes ties, touching edges and boxes without area common.
+# On a small grid, ties, touching edges and boxes without area are common.
 place_ = st.integers(0, 5)
 
 
@@ -92,7 +92,7 @@ def test_polygon_overlap_uses_exact_areas():
     turned = polygon(10, 0, 10, 10, 0, 10)
     box, far = {"desc": "x", "bbox_2d": [0, 0, 10, 5]}, polygon(100, 100, 200, 100, 200, 200)
     bow_tie = polygon(0, 0, 10, 10, 10, 0, 0, 10)
-    # The bow tie is two triangles of area 25; the box cuts off a triangle tip of area 12.5.
+    # The bow tie consists of two triangles of area 25; the box cuts off a triangle tip of area 12.5.
     found = overlaps([square, triangle, bow_tie], [triangle, turned, box, far, bow_tie])
     expected = [[0.5, 0.5, 0.5, 0, 0.5], [1, 0, 37.5 / 62.5, 0, 1 / 3], [1 / 3, 1 / 3, 25 / 75, 0, 1]]
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)

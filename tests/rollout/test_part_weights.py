@@ -1,4 +1,6 @@
-"""The weight of each part of a target, and what is trained where a rollout continues after the last true object."""
+"""The weight of each part of a target, and the trained tokens of a rollout that continues after the last true
+object.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scan finds entries by character and token position, however the text is tokenized."""
+"""The scan finds entries by character and token position, for every tokenization of the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas are strict: each fault has its own reason, and nothing is repaired."""
+"""Schemas are strict: each fault has its own reason, and no fault is repaired."""
 
 from __future__ import annotations
 

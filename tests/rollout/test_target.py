@@ -26,7 +26,7 @@ def toy(request):
     return Toy(request.param)
 
 
-# The canonical sequence.
+# The canonical sequence of the specification.
 
 
 def test_a_target_is_the_kept_prefix_the_missed_objects_and_the_end(toy):
@@ -373,7 +373,7 @@ def test_the_end_token_can_be_given(toy):
     end = toy.token(b"</end>")
     ids = [*toy.rollout(f"{{{FOUND_CAT}"), end, *toy.rollout(f", {box(2, 'dog', 1, 2, 3, 4)}}}")]
     found = build_target(ids, [], tokenizer=toy, eos_id=end)
-    # It also ends a rollout.
+    # The end-of-turn token also ends a rollout.
     assert (found.ids[-1], found.prefix_text, found.truncated) == (end, f"{{{FOUND_CAT}", True)
 
     class NoEnd(Toy):

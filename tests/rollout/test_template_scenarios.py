@@ -139,7 +139,7 @@ SCENARIOS = {
     "cut after a comma": Scenario(FOUND + ",", FOUND, 2, (BIRD,)),
     "text after the answer": Scenario(FOUND + "} Good?␃", FOUND, 2, (BIRD,)),
     "whitespace of its own": Scenario(f"\n {FOUND} ,\n{OTHER}\n}}␃", f"\n {FOUND} ,\n{OTHER}", 3, (BIRD,)),
-    # The end of turn is a hard stop.
+    # The end-of-turn token is a hard stop.
     "an end of turn between objects": Scenario(f"{FOUND}␃, {written(5, BIRD)}}}␃", FOUND, 2, (BIRD,)),
     "an end of turn in an object": Scenario(FOUND + ', "object_2": {"desc": "bird␃", "a": []}}', FOUND, 2, (BIRD,)),
     "<|im_end|> as text": Scenario(FOUND + ', "object_2": {"desc": "<|im_end|>", "a": []}}', FOUND, 2, (BIRD,)),
@@ -151,7 +151,7 @@ SCENARIOS = {
     "a largest key that is cut off": Scenario(SECOND + ', "object_9": {"desc": "dog", "b": [', SECOND, 3, (BIRD,)),
     "malformed keys": Scenario(MALFORMED + "}␃", MALFORMED, 4, (BIRD,)),
     "a false positive stays and counts": Scenario(DOG + "}␃", DOG, 7, (CAT, BIRD)),
-    # Nothing to append.
+    # No object is missing, so no text is appended.
     "all found": Scenario(f"{FOUND}, {written(2, BIRD)}}}␃", f"{FOUND}, {written(2, BIRD)}", 3, ()),
     "nothing there and nothing found": Scenario("{}␃", "{", 1, (), truth=()),
     # Fallback.
@@ -199,7 +199,7 @@ def test_every_scenario_gives_the_transformers_prompt_and_the_specified_answer(o
         assert keys[len(keys) - len(scenario.appended) :] == [
             f"object_{scenario.first + at}" for at in range(len(scenario.appended))
         ], name
-        # Tokens before the cut are those of the rollout; only the token that the cut splits is encoded again.
+        # Tokens before the cut equal those of the rollout; only a token that the cut splits is encoded again.
         size = len(scenario.prefix.encode())
         ends = list(accumulate(len(tokens.piece(id)) for id in ids))
         kept = 0 if scenario.is_fallback else sum(end <= size for end in ends)
@@ -209,7 +209,7 @@ def test_every_scenario_gives_the_transformers_prompt_and_the_specified_answer(o
         first = starts.index(size)
         assert health.kept_tokens == kept, name
         assert sum(health.fallback.values()) == scenario.is_fallback, name
-        # In the prefix only coordinates are trained; all appended tokens are trained.
+        # In the prefix, only coordinates are trained; all appended tokens are trained.
         is_coordinate = [tokens.decode([id]) in COORDINATES for id in answer]
         assert not any(weight for weight, yes in zip(weights[:first], is_coordinate, strict=False) if not yes), name
         assert all(weight == 1 for weight in weights[first:]), name
@@ -252,7 +252,7 @@ def test_generation_prompts_with_an_added_thinking_block_end_at_the_header():
         assert opened.peer.decode(opened.prompt(QUESTION)) == opened.task.tokenizer.decode(prompt) + added
 
 
-# One sequence, one forward pass.
+# The row is one sequence for one forward pass.
 
 
 def test_each_sample_of_a_step_is_one_row_of_one_forward_pass_and_one_loss(tmp_path, monkeypatch):
@@ -279,7 +279,7 @@ def test_each_sample_of_a_step_is_one_row_of_one_forward_pass_and_one_loss(tmp_p
     train_rollouts(config, tmp_path / "run", generator=answer, quiet=True)
     assert [len(x) for x in passes] == [3] * 4 and len(losses) == 4
     assert all(loss.ndim == 0 for loss in losses)
-    # A row is the prompt and Y_train; its last token is only a label.
+    # A row consists of the prompt and Y_train; its last token is only a label.
     rows = [row for x in passes for row in x.tolist()]
     assert len(rows) == len(made) == 12
     for row, ids in zip(rows, made, strict=True):

@@ -167,7 +167,7 @@ def test_coordinate_names_are_text_if_the_schema_has_no_coordinates(tmp_path):
 def test_answers_with_a_different_token_count_on_the_server_are_reported():
     prompts, records = question()
     size = len(encode_answers([BOX], task())[0])
-    # Token counts with and without the end of turn; too many; too few; missing.
+    # Token counts with and without the end of turn: too many, too few or missing.
     counts = [size + 1, size, size + 2, size - 1, None]
 
     def answer(request, number):
@@ -214,7 +214,7 @@ def test_a_stream_of_token_ids_is_concatenated():
 def test_a_truncated_stream_is_requested_again():
     whole = stream([completion(BOX, None), completion("", "stop")], end=b"")
     prompts, records = question()
-    # Truncated anywhere before the event with the finish reason.
+    # The stream is truncated anywhere before the event with the finish reason.
     last = whole.index(b"data: ", whole.index(b"object_1"))
     for stop in (1, 30, last, last + 9, len(whole) - 1):
 

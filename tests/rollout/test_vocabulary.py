@@ -15,7 +15,7 @@ from chatmill.tokenizer import open_tokenizer
 
 
 class Spaced(Toy):
-    """Adds a space before every text, as SentencePiece does."""
+    """A tokenizer that adds a space before every text, as SentencePiece does."""
 
     def encode(self, text):
         return super().encode(" " + text)

@@ -1,4 +1,4 @@
-"""Datasets shared by many tests."""
+"""Datasets that many tests share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatmill.tokenizer import train_bpe
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory):
-    """Six conversations in the format `primer` over bytes."""
+    """Return six conversations in the format `primer` with one token per byte."""
     folder = tmp_path_factory.mktemp("chats")
     texts = [
         ("hi", "yo"),
@@ -32,9 +32,9 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hostile(tmp_path_factory):
-    """A dataset whose texts and file name contain markup, scripts and terminal escapes.
+    """Return a dataset whose texts and file name contain markup, scripts and terminal escapes.
 
-    Its tokenizer is trained on them, so that whole tags and escapes are single tokens.
+    The tokenizer is trained on these texts, so that whole tags and escapes are single tokens.
     """
     folder = tmp_path_factory.mktemp("hostile")
     control = list(load_format("chatml").tokens.values())
@@ -50,7 +50,7 @@ def browser():
 
 @pytest.fixture
 def watched(browser):
-    """A watched page on which downloads also count as faults."""
+    """Return a watched page on which downloads also count as faults."""
     with watched_page(browser) as seen:
         seen.page.on("download", lambda download: seen.faults.append("download"))
         yield seen
@@ -58,7 +58,7 @@ def watched(browser):
 
 @pytest.fixture
 def rollout_target(tmp_path):
-    """A row in which the target of one token is a different id, as for a rollout coordinate."""
+    """Return a row in which the target of one token is a different id, as for a rollout coordinate."""
     shown = make(tmp_path, [line("q", "a")])
     spans = np.zeros(4, dtype=SPAN)
     spans["length"], spans["message"], spans["target"] = [1, 1, 1, 2], [0, 1, 1, 1], [-1, -1, 52, -1]

@@ -1,4 +1,4 @@
-"""Small datasets to show, prepared by the pipeline."""
+"""Small datasets for tests of the viewer, prepared by the pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The viewer in Chromium: all controls work, and no text of a dataset is executed."""
+"""The viewer in Chromium: all controls work, and no text from a dataset is executed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatmill.tokenizer import train_bpe
 
 @pytest.fixture(scope="module")
 def chats_url(tmp_path_factory):
-    """A viewer of 120 conversations with a trained tokenizer and the audit log of a run."""
+    """Start a viewer of 120 conversations with a trained tokenizer and the audit log of a run."""
     folder = tmp_path_factory.mktemp("browser")
     metals = ["gold", "silver", "iron", "tin"]
     lines = [

@@ -52,7 +52,7 @@ def axe():
             if done.returncode:
                 pytest.skip(f"npm cannot install {AXE}: {done.stderr.strip()[-200:]}")
             if not FOLDER.is_dir():
-                # Another process may have installed it first.
+                # Another process may have installed axe-core first.
                 Path(folder).rename(FOLDER)
                 Path(folder).mkdir()
     return script.read_text("utf-8")

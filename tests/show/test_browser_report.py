@@ -1,4 +1,4 @@
-"""The report in Chromium loads and runs nothing, works by keyboard, and has no overlapping labels."""
+"""The report in Chromium loads no files, runs no scripts, works by keyboard, and has no overlapping labels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_page(folder, shown) -> str:
 
 
 def flow_of(seed: int) -> str:
-    """A flow chart with many columns, names of every length and script, and amounts from 1 to 10^12."""
+    """Return a flow chart with many columns, names of every length and script, and amounts from 1 to 10^12."""
     numbers = random.Random(seed)
     columns = [
         [

@@ -1,4 +1,4 @@
-"""Losses of a run by episode: the last loss of each, for the viewed dataset, from all ranks."""
+"""Losses of a run by episode: the last loss of each episode of the viewed dataset, from all ranks."""
 
 from __future__ import annotations
 

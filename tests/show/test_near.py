@@ -15,7 +15,7 @@ from chatmill.show.viewer import Viewer
 
 
 def sequences(view, number: int) -> set[tuple[int, ...]]:
-    """The 5-token sequences of an episode, without system messages and headers."""
+    """Return the 5-token sequences of an episode, without system messages and headers."""
     row = view.row("train", number)
     ids, at = [], 0
     for span in row.spans:
@@ -32,7 +32,7 @@ def similarity(view, one: int, other: int) -> float:
 
 @pytest.fixture(scope="module")
 def similar(tmp_path_factory):
-    """Episodes 0 to 9 are variants of one text, with more words replaced in each; the others are random."""
+    """Return episodes; 0 to 9 are variants of one text, with more words replaced in each, and the others are random."""
     numbers = random.Random(1)
     words = [f"word{numbers.randrange(10**6)}" for _ in range(120)]
     lines = []
@@ -50,7 +50,7 @@ def test_similarities_agree_with_exact_ones(similar):
         result = finder.find("train", number)
         estimated = {each.episode: each.similarity for each in result.episodes}
         assert result.compared == 50
-        # Four standard errors of 128 values.
+        # The tolerance is four standard errors of 128 values.
         error = 4 * np.sqrt(0.25 / 128)
         assert {other for other, value in exact.items() if value >= MIN_SIMILARITY + error} <= estimated.keys()
         assert all(abs(value - exact[other]) <= error for other, value in estimated.items())

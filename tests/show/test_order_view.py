@@ -79,7 +79,7 @@ def test_an_episode_that_is_too_short_is_in_no_epoch(shown):
 
 @pytest.fixture(scope="module")
 def logged(shown, tmp_path_factory):
-    """A run of 15 steps, resumed once from step 6, with all its batches."""
+    """Run 15 steps, resumed once from step 6; return all batches."""
     folder = tmp_path_factory.mktemp("logs")
     audit = Audit(folder, every=4)
     loader = EpisodeLoader(shown.path, RUN, listener=audit)

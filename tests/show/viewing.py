@@ -1,4 +1,4 @@
-"""Start the viewer as a user does, and open it in a real browser."""
+"""Start the viewer as a user does, and open it in a browser."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def open_browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Chromium has no sandbox for root in a container; the page is our own.
+        # Chromium has no sandbox for root in a container, and the opened page is our own.
         opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=WAIT)
         yield opened
         opened.close()

@@ -1,4 +1,4 @@
-"""Two datasets compared conversation by conversation."""
+"""Two datasets, compared conversation by conversation."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_without_keys_conversations_are_matched_by_their_ids(tmp_path):
     assert (counts(found), found.mask.examples) == ({"equal": 9, "mask": 1}, (ConversationOrigin("train", None, 0),))
 
 
-# A conversation as plain data: its key, its ids and its mask; each row packs several.
+# A conversation as plain data: its key, its ids and its mask; each row packs several conversations.
 conversations_ = st.tuples(
     st.integers(1, 3), st.sampled_from([(5,), (5, 5), (5, 6), (6, 5)]), st.sampled_from([(0, 0), (0, 1), (1, 1)])
 )

@@ -1,4 +1,4 @@
-"""`pad_token_id: null` with tokenizer files of other programs uses their end token, or is one error line."""
+"""`pad_token_id: null` with tokenizer files of other programs uses their end token, or gives one error line."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def canonical(value: object) -> bytes:
 
 @pytest.fixture(scope="module", params=[1000, 100_000], ids=["uint16", "uint32"])
 def dataset(request, tmp_path_factory) -> tuple[Path, Rows]:
-    """A dataset of several shards with segments, targets and weights, and its source rows."""
+    """Return a dataset of several shards with segments, targets and weights, and its source rows."""
     folder = tmp_path_factory.mktemp("dataset")
     rows = some_rows(5, count=60)
     with SplitWriter(folder / "train", vocab_size=request.param, shard_tokens=200) as writer:
@@ -114,7 +114,7 @@ def test_reading_a_dataset_by_the_page_equals_reading_it_with_the_library(datase
             other = np.fromfile(place / "targets.bin", dtype=table("### targets.bin"))
             assert np.all(np.diff(other["span"].astype(np.int64)) > 0)
             targets[other["span"]] = other["target"]
-        # The mask follows from the spans.
+        # The mask is derived from the spans.
         assert np.array_equal(read["mask.bin"], np.repeat(spans["weight"] > 0, spans["length"]))
         assert np.array_equal(index["start"], np.append(0, np.cumsum(index["length"])[:-1]))
         ends = np.append(origins["first_span"][1:], len(spans))

@@ -26,7 +26,7 @@ SHARD = "train/shard_00000"
 
 @pytest.fixture
 def two(tmp_path):
-    """The rows of two datasets by hash, and their folders, which can be exchanged."""
+    """Return the rows of two datasets by hash, and their folders, which can be exchanged."""
     rows = [some_rows(seed, count=12) for seed in (1, 2)]
     folders = [tmp_path / "x", tmp_path / "y"]
     hashes = [write_dataset(*both).sha256 for both in zip(folders, ({"train": each} for each in rows), strict=True)]
@@ -180,7 +180,7 @@ def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):
                 if line:
                     assert line.startswith(f"{path}: was truncated from {len(data)} to {size} bytes while it was read")
                 else:
-                    # The mask is not read, because it follows from the spans; truncated bytes read as zeros.
+                    # The mask is not read, because it is derived from the spans; truncated bytes read as zeros.
                     assert name == "mask.bin" or not any(data[size:])
                     assert equal(episodes.rows(numbers), rows.take(numbers))
             path.write_bytes(data)

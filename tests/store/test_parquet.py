@@ -1,4 +1,6 @@
-"""A dataset as Parquet: exact columns and a card. tests/trainers/test_parquet.py trains TRL on it."""
+"""Export a dataset as Parquet: exact columns and a card. tests/trainers/test_parquet.py trains TRL on such a
+dataset.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SHARD_TOKENS = 300
 
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
-    """A separate cache and scratch folder for each test."""
+    """Use a separate cache and scratch folder for each test."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -43,7 +43,7 @@ def places(tmp_path, monkeypatch):
 
 @pytest.fixture
 def memory():
-    """An in-memory bucket."""
+    """Return an in-memory bucket."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -205,7 +205,7 @@ def test_a_target_with_objects_of_others_is_refused_before_any_work(store, reque
     for name in (f"i/objects/{'0' * 64}", f"i/staging/{'1' * 64}/unit_00000.rows"):
         objects.write(bucket / name, b"left")
     built(bucket / "i")
-    # Neither does a missing permission to list objects.
+    # A missing permission to list objects does not block a build either.
     monkeypatch.setattr(objects, "first_below", lambda url: (_ for _ in ()).throw(objects.RemoteError("not allowed")))
     built(bucket / "in")
 

@@ -1,4 +1,4 @@
-"""Reweighing: another mask for the same tokens, sharing unchanged files."""
+"""Reweighing writes another mask for the same tokens and shares unchanged files."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_shard_bytes_do_not_depend_on_how_rows_are_chunked(plain, one, other, sh
         for name, cuts in (("one", one), ("other", other)):
             parts = split_at(rows, cuts)
             if name == "other":
-                # A file table with other files first, as in a process that has read them.
+                # The file table contains other files first, as in a process that has read them.
                 parts = [concat([Rows(**vars_of(EMPTY), files=(File("s", "z"), *rows.files[::-1])), p]) for p in parts]
             info = write_split(Path(folder) / name, parts, vocab_size=2**32, shard_tokens=shard_tokens)
             found.append((info, contents(Path(folder) / name)))

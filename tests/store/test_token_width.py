@@ -1,4 +1,4 @@
-"""Token width of datasets from other programs: detected exactly, or refused until it is given.
+"""The token width of datasets from other programs is detected exactly, or refused until it is given.
 
 Datasets are written with plain numpy, as the scripts of the specification would; expected values are computed from
 the written arrays.
@@ -238,7 +238,7 @@ def test_a_dataset_written_by_the_specifications_script_opens(tmp_path):
 
 
 def test_a_mix_by_tokens_counts_the_tokens_in_episodes(tmp_path):
-    """Sizes count tokens per episode, not the tokens in the file: episodes may leave gaps or overlap."""
+    """Sizes count the tokens of episodes, not the tokens in the file: episodes may leave gaps or overlap."""
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 9, 60).astype(np.uint16)
     mask = (rng.random(60) < 0.5).astype(np.uint8)

@@ -2,10 +2,8 @@
 
        split_words PATTERN CLASSES < texts > words
 
-   CLASSES is a file with the class of every character. Each text follows its size, a uint32. For each text, the number
-   of words and the end of each word are written as uint32, or UINT32_MAX if the text is left to the caller. Every text
-   is split twice, 64 bytes at a time and one word at a time; the exit code is 3 if the results differ. Memory after the
-   bytes that may be read past a text is protected. */
+   CLASSES is a file with the class of every character. Each text is preceded by its size as a uint32. For each text, the program writes the number of words and the end of each word as uint32, or UINT32_MAX if the text is left to the caller. Every text
+   is split twice, 64 bytes at a time and one word at a time; the exit code is 3 if the results differ. Memory after the last readable byte is protected. */
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -264,7 +264,7 @@ def test_an_engine_that_differs_on_the_probe_is_not_used(trained_json, monkeypat
 
 def test_real_files_with_a_known_pattern_are_compiled():
     assert open_once(DEEPSEEK).engine == "compiled"
-    assert open_once(ANTHROPIC).engine == "fastokens"  # its normalizer is NFKC
+    assert open_once(ANTHROPIC).engine == "fastokens"  # this tokenizer's normalizer is NFKC
 
 
 def test_texts_with_an_added_token_are_skipped(trained):

@@ -1,4 +1,4 @@
-"""The cache of compiled tokenizers: the same ids with and without it, whatever happens to its files."""
+"""The cache of compiled tokenizers: the ids are the same with and without it, even if its files are damaged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEXTS = [*mixed_texts(1, 20_000), *LEFT, ""]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the cached files, which does not exist yet."""
+    """Return the folder of the cached files, which does not exist yet."""
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(compiled_cache.SWITCH, raising=False)
     return tmp_path / "cache" / "tokenizers"
@@ -275,7 +275,7 @@ def test_the_most_recently_used_files_are_kept(trained, folder, loads, tmp_path,
     [second] = {*folder.iterdir()} - {first}
     for file, age in ((first, 200), (second, 100)):
         os.utime(file, (time.time() - age, time.time() - age))
-    # Opening the first makes the second the least recently used one.
+    # Opening the first file makes the second one the least recently used.
     open_tokenizer(paths[0])
     open_tokenizer(paths[2])
     assert len([*folder.iterdir()]) == 2 and first.exists() and not second.exists()

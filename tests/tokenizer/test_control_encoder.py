@@ -52,7 +52,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """Each kind of tokenizer, with the original to compare with."""
+    """Return each kind of tokenizer, with the original to compare with."""
     out = {}
     for name, make in KINDS.items():
         made = make()

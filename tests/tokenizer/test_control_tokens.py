@@ -1,4 +1,4 @@
-"""Text never becomes a control token, in any backend, not even with vocabularies that are made to fail."""
+"""Text never becomes a control token, in any backend, even with adversarial vocabularies."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def ids_of_tokenizers(path: Path, texts: tuple[str, ...]) -> tuple[np.ndarray, n
 
 @pytest.fixture(scope="module", params=["o200k", "unusual"])
 def pairs(request: pytest.FixtureRequest) -> TokenizerJson:
-    """fastokens, once with its own code for a pattern and once with its regular expressions."""
+    """Return fastokens, once with its own code for a pattern and once with its regular expressions."""
     raw = tokenizer_of_pairs(pre_tokenizer_of(PATTERNS[request.param]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chatmill.tokenizer.byte_bpe._bpe", None)
@@ -79,7 +79,7 @@ def assert_equal_ids(backend: TokenizerJson, texts: list[str]) -> None:
 
 
 def test_letters_that_fold_to_ascii_are_encoded_like_in_tokenizers(pairs):
-    # On the first two, fastokens alone gives different ids.
+    # On the first two texts, fastokens alone gives different ids.
     assert_equal_ids(pairs, ["a'\u017f'se", "\n\u180e.", "plain", *PROBE, "", "'\u017ft", "plain"])
 
 

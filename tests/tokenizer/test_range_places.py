@@ -34,7 +34,7 @@ def test_sentencepiece_with_its_added_space_and_characters_of_several_bytes():
         text = random_text(rng).replace("<", "")
         ranges = random_ranges(rng, len(text)) if text else []
         pieces = library.encode(text, return_type="proto").pieces
-        # In bytes; the library assigns a character in byte tokens to the last of them.
+        # Positions are in bytes; the library assigns a character in byte tokens to the last of them.
         begins, ends = [piece.begin for piece in pieces], [piece.end for piece in pieces]
         for at in range(len(pieces) - 2, 0, -1):
             if begins[at] == ends[at]:

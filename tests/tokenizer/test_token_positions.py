@@ -1,4 +1,4 @@
-"""Byte offsets to token positions: a token belongs to the side of a border on which it starts."""
+"""Byte offsets to token positions: a token belongs to the side of a boundary on which it starts."""
 
 from __future__ import annotations
 

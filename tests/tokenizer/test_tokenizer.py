@@ -13,7 +13,7 @@ from chatmill.tokenizer.tokenizer import Tokenizer
 
 
 class Leaky:
-    """The id of every character is its code point, including those of control tokens."""
+    """A tokenizer in which the id of every character is its code point, including those of control tokens."""
 
     engine = "fixed"
     vocab_size = 128

@@ -1,4 +1,4 @@
-"""Hugging Face folders: which file is used, and what tokenizer_config.json adds to it."""
+"""Hugging Face folders: which file is used, and which settings tokenizer_config.json adds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer trained by chatmill: control tokens first, every text can be encoded, the same bytes every time."""
+"""A tokenizer trained by chatmill has control tokens first, encodes every text, and has the same bytes every time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTROL = list(PRIMER.values())
 
 
 def test_control_tokens_have_the_first_ids_and_the_size_is_as_requested(trained_json):
-    # A fallback to the slower engine would be a warning, which is an error here.
+    # A fallback to the slower engine would warn, and warnings are errors here.
     tokenizer = open_tokenizer(trained_json, control=PRIMER)
     assert tokenizer.special_token_ids() == {"sys": 0, "usr": 1, "asst": 2, "eot": 3}
     assert tokenizer.vocab_size == 1000

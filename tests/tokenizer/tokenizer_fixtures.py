@@ -19,7 +19,7 @@ from chatmill.tokenizer.isolate_control import byte_alphabet
 PRIMER = {"sys": "<|sys|>", "usr": "<|usr|>", "asst": "<|asst|>", "eot": "<|eot|>"}
 CHATML = {"start": "<|im_start|>", "eot": "<|im_end|>"}
 
-# Some real files take seconds to open.
+# Some real tokenizer files take seconds to open.
 open_once = cache(open_tokenizer)
 
 

@@ -25,7 +25,7 @@ SIZES = GPTSizes(
 
 
 def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0, compute: torch.dtype | None = None) -> GPT:
-    """A GPT whose weights are large enough for its logits to differ."""
+    """Return a GPT whose weights are large enough for its logits to differ."""
     torch.manual_seed(seed)
     model = GPT(sizes, compute=compute)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0, compute: torch.dtype | 
 
 
 def conversation(length: int, *, seed: int) -> tuple[list[int], list[float]]:
-    """Random ids with a weight for each; about a third has weight 0."""
+    """Return random ids with a weight for each; about a third has weight 0."""
     rng = np.random.default_rng(seed)
     weights = np.where(rng.random(length) < 0.33, 0, rng.choice([0.5, 1.0, 2.0], length))
     return rng.integers(1, VOCAB, length).tolist(), weights.tolist()
@@ -68,7 +68,7 @@ def inputs(batch: Batch) -> Inputs:
 
 
 def plain_loss(model: CausalModel, batch: Batch) -> tuple[Tensor, float]:
-    """Σ weight · loss and Σ weight, from full logits and torch's cross entropy."""
+    """Return Σ weight · loss and Σ weight, from full logits and torch's cross entropy."""
     logits = model.logits(batch.x, batch.positions, batch.segments)
     losses = F.cross_entropy(logits.flatten(0, 1), batch.y.flatten(), reduction="none", ignore_index=-100)
     return (losses * batch.weights.flatten()).sum(), float(batch.weights.sum())

@@ -24,7 +24,7 @@ def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
 
 
 def plain_mask(segments: torch.Tensor) -> torch.Tensor:
-    """The rule for each pair: all segment ids from the key to the query are equal."""
+    """Apply the rule for each pair: all segment ids from the key to the query are equal."""
     rows, size = segments.shape
     mask = torch.zeros(rows, 1, size, size, dtype=torch.bool)
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""The lowest val loss: its checkpoint is kept as `best`, and early stopping ends a run that does not improve."""
+"""The checkpoint with the lowest val loss is kept as `best`, and early stopping ends a run that does not improve."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measured(monkeypatch):
 
 @pytest.fixture
 def stopped(sums_data, tmp_path):
-    """A run that was stopped early."""
+    """Return a run that was stopped early."""
     return trained(sums_data, tmp_path, name="stopped", **EARLY)
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_does_not_improve_stops_and_keeps_its_best_checkpoint(stopped
     best = stopped.folder / "step_00000009"
     assert (stopped.best_step, stopped.best_val_loss, stopped.best_checkpoint) == (9, 1.0, best)
     assert str((stopped.folder / "best").readlink()) == best.name
-    # An evaluation every 3 steps and a checkpoint every 5: the best is written in addition, and kept.
+    # The run evaluates every 3 steps and saves every 5; the best checkpoint is written in addition, and kept.
     assert [path.name[-2:] for path in list_checkpoints(stopped.folder)] == ["09", "10", "15"]
     reason = "val loss has not fallen below 1.0000 for 2 evaluations (early_stop_patience 2)"
     said = json.loads(json.dumps(stopped.to_json()))
@@ -109,11 +109,11 @@ def test_a_run_that_stopped_early_continues_with_more_patience(sums_data, stoppe
     longer = trained(sums_data, tmp_path, name="stopped", resume="auto", **{**EARLY, "early_stop_patience": 3})
     assert (longer.step, longer.best_step) == (27, 18)
     assert [path.name[-2:] for path in list_checkpoints(longer.folder)] == ["18", "25", "27"]
-    # From the best checkpoint; later ones are set aside.
+    # The run continues from the best checkpoint; later checkpoints are set aside.
     best = trained(sums_data, tmp_path, name="stopped", resume=str(longer.folder / "best"), **EARLY)
     assert (best.step, best.best_step) == (24, 18)
     assert (longer.folder / "step_00000027.left").is_dir()
-    # If the best one is set aside, the link is removed.
+    # If the best checkpoint is set aside, the link is removed.
     set_aside_later(best.folder, 4)
     assert not os.path.lexists(best.folder / "best")
     with pytest.raises(UsageError, match=r"best: no such checkpoint; expected auto; .* has no checkpoint yet"):
@@ -127,7 +127,7 @@ def test_turning_early_stopping_off_keeps_the_best_checkpoint(sums_data, stopped
     on = run({**place, "early_stop_patience": "null", "max_iters": "17", "keep_checkpoints": "1"})
     assert (on.step, on.best_step, on.best_checkpoint) == (17, 9, stopped.best_checkpoint)
     assert [path.name[-2:] for path in list_checkpoints(on.folder)] == ["09", "17"]
-    # With a new config file, keep_best null means false, but the old best checkpoint is kept.
+    # In a new config file, keep_best null means false, but the old best checkpoint is kept.
     config = json.loads((on.folder / "config.json").read_text()) | {"keep_best": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     alone = run({**place, "config_file": str(tmp_path / "config.json"), "max_iters": "18", "keep_checkpoints": "1"})

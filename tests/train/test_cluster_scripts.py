@@ -50,7 +50,7 @@ SHOW = "import os, sys; print(os.path.basename(sys.argv[0]), *sys.argv[1:])"
 
 @pytest.fixture
 def cluster(sums_data, tmp_path):
-    """A folder with the layout of the repository, for jobs on two nodes."""
+    """Return a folder with the layout of the repository, for jobs on two nodes."""
     for name in ("train.py", "src"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "small.json").write_text(json.dumps({**SMALL, "max_iters": STEPS, "save_interval": STEPS}))
@@ -99,7 +99,7 @@ def test_a_slurm_job_trains_like_one_process_and_is_requeued_before_its_time_lim
     assert (cluster / "scontrol.txt").read_text() == "requeue 7\n"
     before = len(curve(metrics.parent))
     assert 2 <= before < STEPS
-    # The requeued job, here with a different number of ranks.
+    # The requeued job has a different number of ranks here.
     trained(sums_data, cluster / "runs", name="mine", resume="auto", max_iters=STEPS, save_interval=STEPS)
     trained(sums_data, cluster / "alone", max_iters=STEPS, save_interval=0)
     alone = [(step, pytest.approx(loss, rel=1e-3)) for step, loss in curve(cluster / "alone/run")]

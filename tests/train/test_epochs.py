@@ -153,7 +153,7 @@ def test_a_mixed_run_reports_the_passes_over_each_source(mix, tmp_path, capsys):
     result = train_model(settings, model_name="run", dataset_dir=mix, out_dir=tmp_path)
     assert result.step == 8
     said = capsys.readouterr().err
-    # 32 rows: half of the 46 and 17 rows.
+    # The result is 32 rows: half of the 46 and 17 rows.
     assert "epochs 0.5 of the mix, in passes over each source: large 0.348, small 0.941\n" in said
     assert "step 4/8  epoch 0.25  loss" in said
     assert [line["epoch"] for line in read_metrics(result.folder)] == [4 * step / 63 for step in range(1, 9)]

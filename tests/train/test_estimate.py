@@ -63,14 +63,14 @@ def memory_table():
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    """The folder of a small Hugging Face model in bfloat16."""
+    """Return the folder of a small Hugging Face model in bfloat16."""
     folder = tmp_path_factory.mktemp("model")
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON)).bfloat16().save_pretrained(folder)
     return folder
 
 
 def state_bytes(stepper: Stepper) -> list[int]:
-    """Bytes of weights, gradients and optimizer state that a rank holds after a step with gradients of zero."""
+    """Return the bytes of weights, gradients and optimizer state on a rank after a step with gradients of zero."""
     for parameter in stepper.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -86,7 +86,7 @@ def own(**changes) -> TrainConfig:
     return config(**sizes | {"n_embd": 64, "n_ffn": 96, "n_layer": 3} | changes)
 
 
-# Parts that are exact.
+# Exact parts of the estimate.
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_estimated_shards_equal_those_that_ranks_hold(first_or_last_of_three):
         held = state_bytes(Stepper(model, world.distribute(model, sharded=True, compute=None), world, run))
         estimate = Estimator(on_gpu=False, vocab_size=VOCAB)(run, ranks=3)
         parts = [estimate.parts[name].size for name in ("weights", "gradients", "optimizer")]
-        # The first rank holds the most rows of every weight.
+        # The first rank has the most rows of every weight.
         assert parts == pytest.approx(held) if world.is_first else all(map(operator.ge, parts, held))
 
 
@@ -131,7 +131,7 @@ def test_estimated_shards_equal_those_that_ranks_hold(first_or_last_of_three):
 
 
 def really_saved(model, run) -> int:
-    """Bytes of distinct tensors that autograd saves in a forward pass, without weights."""
+    """Return the bytes of distinct tensors that autograd saves in a forward pass, without weights."""
     weights = {each.untyped_storage()._cdata for each in [*model.parameters(), *model.buffers()]}
     storages = {}
 
@@ -152,7 +152,7 @@ def really_saved(model, run) -> int:
 def test_counted_activations_equal_those_that_autograd_saves(name, compute):
     rows, length = 2, 32
     x = torch.zeros(rows, length, dtype=torch.long)
-    # Two conversations per row, each half of the row.
+    # Each row has two conversations of half its length.
     positions, segments = (torch.arange(length) % 16).repeat(rows, 1), (torch.arange(length) // 16).repeat(rows, 1)
     sizes = GPTSizes(vocab_size=VOCAB, n_layer=3, n_embd=64, n_head=4, n_kv_head=2, n_ffn=96, qk_norm=True)
 
@@ -178,11 +178,11 @@ def test_compiled_layers_recompute_elementwise_results_and_keep_matrix_products(
     layer = count_activations(model, 2, 64, on_gpu=True).layers[-1]
     width, heads, kv, ffn = 64, 64, 32, 96
     projections = heads + 2 * kv
-    # Layer input; projections; rotated queries and keys; attention output; residual sum; gate and up.
+    # These are the layer input, projections, rotated queries and keys, attention output, residual sum, gate and up.
     values = width + projections + heads + kv + heads + width + 2 * ffn
     norms, largest = 4 * (2 + 4 + 2), 4 * 4
     assert 2 * values <= layer.compiled / (2 * 64) <= 2 * values + norms + largest
-    # Both norms and the product of gate and up.
+    # These are both norms and the product of gate and up.
     inputs = 2 * width + ffn
     assert 2 * (values + inputs) <= layer.compiled_inputs / (2 * 64) <= 2 * (values + inputs) + norms + largest
     assert layer.input == 2 * 2 * 64 * width
@@ -224,7 +224,7 @@ def test_estimates_of_architectures_that_cannot_be_counted_are_marked_approximat
     estimate = Estimator(on_gpu=False)(run)
     assert estimate.approximate is not None
     assert any(line.startswith("activations are approximate: ") for line in Fit(estimate, 1e9).notes())
-    # At least the input and the output of every matrix.
+    # Autograd saves at least the input and the output of every matrix.
     assert estimate.parts["activations"].size >= 4 * 4 * run.block_size * 3 * (4 * 128 + 2 * 160)
 
 
@@ -290,7 +290,7 @@ def test_rows_that_cannot_be_divided_among_ranks_are_refused():
         Estimator(on_gpu=True)(TrainConfig(**LARGE), ranks=3)
 
 
-# Changes that would fit.
+# Suggested changes that would fit into memory.
 
 
 def test_changes_that_fit_are_suggested_cheapest_first():

@@ -1,4 +1,4 @@
-"""Evaluation prompts: each stored answer with exactly the ids that precede it in training."""
+"""Evaluation prompts contain exactly the ids that precede each stored answer in training."""
 
 from __future__ import annotations
 

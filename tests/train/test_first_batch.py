@@ -1,4 +1,4 @@
-"""Before the first step a run shows how many tokens of its first batch are trained, and some trained answers."""
+"""Before the first step, a run shows how many tokens of its first batch are trained, and some trained answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_spans_are_consecutive_trained_positions_of_a_segment(data):
 
 
 def letters(ids: Sequence[int]) -> str:
-    """Tokens of zero to five characters."""
+    """A tokenizer whose tokens have zero to five characters."""
     return "".join(chr(97 + id % 26) * (id % 6) for id in ids)
 
 
@@ -59,13 +59,13 @@ def test_a_long_answer_is_shortened_at_token_boundaries(ids, start, end):
         return
     first, last = shown.split("…")
     assert whole.startswith(first) and whole.endswith(last)
-    # As many tokens as fit.
+    # The line shows as many tokens as fit.
     assert start - 5 < len(first) <= start or not start
     assert end - 5 < len(last) <= end
 
 
 def first_of(dataset, *, text=True, **changes):
-    """The first batch of a dataset as a run would see it."""
+    """Return the first batch of a dataset as a run would see it."""
     loader = EpisodeLoader(dataset, config(**changes))
     batch = loader.get_batch()
     counts = count_batch(batch, micro_batches(batch, 1, torch.device("cpu")))
@@ -153,7 +153,7 @@ def test_answers_without_an_end_token_cause_a_warning(tmp_path):
 def test_answers_cut_at_the_end_of_their_row_cause_a_warning(dataset):
     lines = [talk("Hi", "Hello there, how are you?"), *[talk("Hi", "Yes")] * 3]
     data = dataset(*lines, flags=["--max-tokens", "40", "--fit", "windows"])
-    # If all answers of a batch are cut, other batches may have complete ones.
+    # If all answers of a batch are truncated, other batches may have complete ones.
     assert first_of(data, batch_size=1, block_size=39, epoch_shuffle=False).warnings[0].startswith("1 of 1 answers")
     first = first_of(data, batch_size=5, block_size=39)
     assert first.warnings == [

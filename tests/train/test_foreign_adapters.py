@@ -32,7 +32,7 @@ def lm_of(folder: Path) -> Any:
 
 
 def adapters_on(base: Path, *, targets: list[str] | None = None, **settings) -> Path:
-    """An adapter folder that peft wrote, with large weights."""
+    """Return an adapter folder that peft wrote, with large weights."""
     config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets or ["q_proj", "v_proj"], **settings)
     torch.manual_seed(3)
     model = get_peft_model(lm_of(base), config)
@@ -56,7 +56,7 @@ def is_close(logits: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        # Tied embeddings: peft merges an adapter on one of them into both.
+        # With tied embeddings, peft merges an adapter on one of them into both.
         ("gpt2", {"targets": ["c_attn", "wte"]}),
         ("gpt2", {"targets": ["lm_head"]}),
         ("gemma3_text", {"targets": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),

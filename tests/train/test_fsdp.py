@@ -60,7 +60,7 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def architectures(tmp_path_factory) -> Path:
-    """A folder for each architecture, as transformers writes it, in several files."""
+    """Return a folder for each architecture, as transformers writes it, in several files."""
     folder = tmp_path_factory.mktemp("architectures")
     for name in ARCHITECTURES:
         fresh(name).to(torch.bfloat16 if name == "llama" else None).save_pretrained(
@@ -104,7 +104,9 @@ def test_every_architecture_loads_and_saves_in_shards_like_one_process(architect
 
 
 def test_new_models_saved_models_and_adapters_load_like_in_one_process(tmp_path):
-    """Includes row counts that are not divisible by the number of ranks, and the precision of every optimizer."""
+    """The cases include row counts that are not divisible by the number of ranks, and the precision of every
+    optimizer.
+    """
     (tmp_path / "gpt").mkdir()
     small_gpt().save(tmp_path / "gpt")
     qwen, half = save_qwen(tmp_path / "qwen"), tmp_path / "half"
@@ -182,7 +184,7 @@ def test_models_that_cannot_be_loaded_in_shards_are_loaded_whole_or_refused(tmp_
             with pytest.raises(DataError) as alone:
                 open_model(Path(folder))
             assert str(caught.value) == str(alone.value) or "shape" in folder
-        # Weights, gradients and two moments of half a model.
+        # The size is that of weights, gradients and two moments of half a model.
         memory.available_memory = lambda: 2.1 * size
         assert open_for_shards(config(init_from_model=str(base)), VOCAB, compute=None, world=world).note is None
         memory.available_memory = lambda: 1.9 * size

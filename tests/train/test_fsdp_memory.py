@@ -1,4 +1,4 @@
-"""No rank of a sharded run ever holds the whole model, neither while loading nor while saving."""
+"""No rank of a sharded run ever has the whole model in memory, neither while loading nor while saving."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_model(folder: Path, *, layers: int, hidden: int) -> tuple[int, int]:
 
 
 def rss_anon() -> int:
-    """Anonymous resident memory of this process in bytes."""
+    """Return the anonymous resident memory of this process in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) << 10
 
@@ -96,7 +96,7 @@ def open_and_save(world: World, folder: Path, settings: dict[str, Any], saved: P
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, int, int]:
-    """A folder with two models, and the sizes of the larger one."""
+    """Return a folder with two models, and the sizes of the larger one."""
     folder = tmp_path_factory.mktemp("models")
     write_model(folder / "toy", layers=1, hidden=64)
     return folder, *write_model(folder / "model", layers=2, hidden=HIDDEN)
@@ -126,7 +126,7 @@ def test_a_rank_holds_only_its_shard_and_one_tensor(models, tmp_path, count, set
     opening, saving = zip(*growths, strict=True)
     bound = size / count + largest
     assert max(opening) <= bound, f"{growths} for {size} bytes, the largest tensor has {largest}"
-    # Check that each rank did load its shard.
+    # Check that each rank loaded its shard.
     assert min(opening[1:]) >= 0.9 * size / count, growths
     # Allow buffers of files and sockets, in addition to one tensor.
     assert max(saving) <= 1.5 * largest, growths

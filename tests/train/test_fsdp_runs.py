@@ -35,7 +35,7 @@ WAY: dict[str, Any] = {
 ONE = {"max_iters": 2, "save_interval": 0}
 MARKER, INDEX = "checkpoint.json", "model.safetensors.index.json"
 KILLS = [
-    # Rank, the operation at which it is killed, and the file or folder.
+    # The rank, the operation at which it is killed, and the file or folder.
     (1, "write", "model-00002-of-"),
     (0, "create", INDEX),
     (0, "create", MARKER),
@@ -62,7 +62,7 @@ class KillingDisk(Disk):
 
     def write(self, fd: int, data: Any) -> int:
         if self._at[0] == "write" and self._at[1] in self._names[fd].name:
-            # Half of it is written.
+            # Half of the file is written.
             super().write(fd, memoryview(data)[: len(data) // 2])
             self._reach("write", self._names[fd])
         return super().write(fd, data)
@@ -80,7 +80,7 @@ def step(data: Path, folder: Path, *, resume: str | None = None, **changes: Any)
 
 
 def killed(data: Path, folder: Path, victim: int, operation: str, name: str, **changes: Any) -> None:
-    """Train on two ranks; one is killed, then the other too."""
+    """Train on two ranks; kill one, then the other."""
     with tempfile.TemporaryDirectory() as place:
 
         def run_rank(rank: int) -> None:
@@ -106,7 +106,7 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def undisturbed(sums_data, tmp_path_factory) -> Path:
-    """A run on two ranks."""
+    """Return a run on two ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ranks(2, lambda _: step(sums_data, folder, max_iters=6))
     return folder / "run"
@@ -131,7 +131,7 @@ def test_runs_resume_from_two_ranks_to_four_and_from_four_to_one(undisturbed, su
     step(sums_data, tmp_path, resume="auto", max_iters=10, parallel="ddp")
     right = trained(sums_data, tmp_path, name="alone", **{**WAY, "parallel": "ddp", "max_iters": 10})
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(right.folder), rtol=0, atol=1e-5)
-    # Start another run from it, in shards and whole.
+    # Another run starts from this model, both sharded and whole.
     losses = ranks(2, lambda _: step(sums_data, tmp_path, name="more", init_from_model=str(tmp_path / "run"), **ONE))[0]
     whole = trained(sums_data, tmp_path, name="whole", init_from_model=str(tmp_path / "run"), **ONE)
     np.testing.assert_allclose(losses, curve(whole.folder), rtol=0, atol=1e-5)

@@ -24,7 +24,7 @@ def model() -> GPT:
 
 
 def logprobs(model: GPT, ids: list[int]) -> torch.Tensor:
-    """Log-probabilities after each of these ids, without a cache."""
+    """Return the log-probabilities after each of these ids, without a cache."""
     x = torch.tensor([ids])
     with torch.no_grad():
         logits = model.logits(x, torch.arange(len(ids))[None], torch.zeros_like(x))
@@ -140,7 +140,7 @@ def test_tiny_temperatures_choose_the_most_likely_token(temperature):
 
 @pytest.fixture(scope="module")
 def every_answer(model: GPT) -> list[dict[tuple[int, ...], float]]:
-    """For each prompt, all answers of up to three tokens, with their log-likelihoods."""
+    """Return all answers of up to three tokens for each prompt, with their log-likelihoods."""
     found = []
     for prompt in PROMPTS:
         answers = torch.tensor(list(product(range(8), repeat=3)))
@@ -181,10 +181,10 @@ class Markov(CausalModel):
         return self.table[tokens]
 
     def take(self, rows: torch.Tensor) -> None:
-        """The cache has no state."""
+        """This model has no state to cache."""
 
 
-# Ending immediately is likely, but longer answers are almost certain from then on.
+# Ending immediately is likely, but longer answers are almost certain after the first token.
 LATE = [[0.9, 0.1], [1e-6, 1 - 1e-6]]
 # Ending at the second token is more likely than at the first.
 SECOND = [[0.3, 0.7], [0.99, 0.01]]

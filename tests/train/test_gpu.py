@@ -48,7 +48,7 @@ def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled
             hidden.float().square().sum().backward()
         results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    # Memory kept between forward and backward: the inputs of 12 layers, or of one.
+    # The memory kept between forward and backward: the inputs of 12 layers, or of one.
     one = hidden.nbytes
     assert peaks[1] >= 12 * one and peaks[3] < 6 * one
 

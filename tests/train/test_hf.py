@@ -49,17 +49,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi": COMMON,
     # Experts.
     "mixtral": COMMON | {"num_local_experts": 2},
-    # These do not separate conversations: ALiBi, or a recurrent state.
+    # These architectures do not separate conversations: they use ALiBi or a recurrent state.
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    # Its causal model calls only a part of its base model.
+    # The causal model of this architecture calls only a part of its base model.
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 APART = {"bloom", "mamba", "opt"}
 
 
 def fresh(name: str, **changes: Any) -> Any:
-    """A new model of this architecture, with weights large enough for distinct logits."""
+    """Return a new model of this architecture, with weights large enough for distinct logits."""
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name], **changes))
     with torch.no_grad():
@@ -134,7 +134,7 @@ def their_answer(model: HFModel, prompt: list[int], count: int, **how: Any) -> l
 
 
 def qwen(tmp_path: Path) -> Path:
-    """A model folder written by transformers, with tokenizer files."""
+    """Return a model folder written by transformers, with tokenizer files."""
     fresh("qwen3").save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
     (tmp_path / "base" / "chat_template.jinja").write_text("hello")

@@ -1,4 +1,4 @@
-"""The training loop: what a run writes, how it evaluates, and how it stops."""
+"""The training loop: the files of a run, its evaluations, and how it stops."""
 
 from __future__ import annotations
 
@@ -500,7 +500,7 @@ HOST_IS_FULL = (
 )
 def test_a_model_that_does_not_fit_in_host_memory_is_a_one_line_error(sums_data, tmp_path, sizes):
     def train_and_print_the_error() -> None:
-        # Limit the memory that a bug in this test can take.
+        # Limit the memory that a bug in this test can use.
         resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
         try:
             trained(sums_data, tmp_path, **sizes)

@@ -34,7 +34,7 @@ WAYS = pytest.mark.parametrize("way", [{}, ADAPTERS], ids=["all weights", "adapt
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model folder written by transformers, with dropout."""
+    """Return a model folder written by transformers, with dropout."""
     folder = tmp_path_factory.mktemp("base") / "model"
     return save_qwen(folder, vocab_size=300, max_position_embeddings=64, attention_dropout=0.1)
 
@@ -58,7 +58,7 @@ def test_a_resumed_run_is_bitwise_equal_including_dropout(base, sums_data, tmp_p
 
 @pytest.fixture
 def half(base, tmp_path):
-    """The same model in bfloat16, with norms in float32."""
+    """Return the same model in bfloat16, with norms in float32."""
     folder = tmp_path / "half"
     shutil.copytree(base, folder)
     tensors = load_file(base / "model.safetensors")
@@ -144,7 +144,7 @@ def test_transformers_loads_a_trained_model(base, sums_data, tmp_path):
 @WAYS
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_several_ranks_train_like_one(base, sums_data, tmp_path, way, parallel):
-    # Without dropout, because each rank draws its own.
+    # The model has no dropout, because each rank draws its own masks.
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
     config = plain / "config.json"
@@ -180,7 +180,7 @@ def test_adapters_resume_only_on_their_base_model(base, sums_data, tmp_path):
     )
     with pytest.raises(UsageError, match=said):
         trained(sums_data, tmp_path, resume="auto", init_from_model=str(under), max_iters=4, **ADAPTERS)
-    # Its location does not matter.
+    # The location of the base model does not matter.
     assert trained(sums_data, tmp_path, resume="auto", init_from_model=str(base), max_iters=4, **ADAPTERS).step == 4
     assert first.step == 2
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: new ones change nothing, only they are trained, and they can be saved, loaded and merged."""
+"""LoRA adapters: new adapters change no output, only adapters are trained, and they can be saved, loaded and merged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = packed([CHATS[:2], CHATS[2:]], 16)
 
 @pytest.fixture
 def base(tmp_path):
-    """A model folder written by transformers."""
+    """Return a model folder written by transformers."""
     return save_qwen(tmp_path / "base")
 
 
@@ -34,7 +34,7 @@ def adapted(folder, **changes) -> LoraModel:
 
 
 class Run:
-    """A small training loop that can be stopped and resumed."""
+    """Run a small training loop that can be stopped and resumed."""
 
     def __init__(self, model: HFModel) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""A lost rank ends the others within seconds and is named in one line; a slow rank does not."""
+"""A lost rank ends the others within seconds and is named in one line; a slow rank does not end them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_for(path: Path) -> None:
 
 
 def meet(count: int) -> list[dict[str, str]]:
-    """The environment variables of each rank."""
+    """Return the environment variables of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -56,7 +56,7 @@ def sleep(world):
 
 
 def wait_where_no_signal_reaches(world):
-    """Block as a collective on GPUs does: in C, without the GIL."""
+    """Block in C without the GIL, like a collective on GPUs."""
     mutex = ctypes.create_string_buffer(64)
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
@@ -68,7 +68,7 @@ def fail(world):
 
 
 def one_rank(folder: Path, rank: int, work) -> None:
-    """Run one rank as a command: it joins the others, then does its work."""
+    """Run one rank as a command: join the others, then do the work."""
     from chatmill.train import rank_sockets
     from chatmill.train.process_group import init_world
 
@@ -99,7 +99,7 @@ class Ranks:
         os.kill(self.children[rank].pid, number)
 
     def ended(self) -> list[int | None]:
-        """The exit code of each process, None if it does not end."""
+        """Return the exit code of each process, or None if it does not end."""
         for child in self.children:
             child.join(PATIENCE)
         codes = [child.exitcode for child in self.children]
@@ -109,7 +109,7 @@ class Ranks:
         return codes
 
     def lines(self) -> list[tuple[int, str]]:
-        """All lines on stderr, each with the rank that printed it."""
+        """Return all lines on stderr, each with the rank that printed it."""
         files = [(rank, self.folder / str(rank) / "err") for rank in range(len(self.children))]
         return [(rank, line) for rank, file in files for line in file.read_text().splitlines()]
 
@@ -134,7 +134,7 @@ def test_a_suspended_rank_is_waited_for_and_a_killed_rank_ends_all_ranks(tmp_pat
 
     ranks = Ranks(tmp_path, after_all(compute), after_all(wait_in_a_collective), after_all(sleep), victim)
     ranks.send(3, signal.SIGSTOP)
-    # Longer than the limit for a node that does not respond.
+    # The pause is longer than the limit for a node that does not respond.
     time.sleep(5)
     (tmp_path / "go").touch()
     assert [child.exitcode for child in ranks.children] == [None] * 4
@@ -142,7 +142,7 @@ def test_a_suspended_rank_is_waited_for_and_a_killed_rank_ends_all_ranks(tmp_pat
     wait_for(tmp_path / "went on")
     ranks.send(3, signal.SIGKILL)
     for rank in range(3):
-        # torchrun does this and waits for its ranks.
+        # torchrun sends this signal and waits for its ranks.
         ranks.send(rank, signal.SIGTERM)
     assert ranks.ended() == [1, 1, 1, -signal.SIGKILL]
     [(speaker, line)] = ranks.lines()

@@ -30,7 +30,7 @@ TRAINING = {"tokenizer_sha256": None, "step": 7, "format": {"name": "chatml"}}
 
 
 def adapters_on(name: str, dtype: torch.dtype, folder: Path, **sizes) -> Path:
-    """An adapter folder with large weights, next to its base model `base`."""
+    """Return an adapter folder with large weights, next to its base model `base`."""
     base = folder_of(name, dtype, folder / "base")
     (base / "chat_template.jinja").write_text(TEMPLATE)
     (base / "tokenizer.json").write_text("{}")
@@ -80,7 +80,7 @@ def test_transformers_loads_a_merged_model_with_the_logits_of_the_adapters(name,
         name: (each.dtype, each.shape) for name, each in stored.items()
     }
     if name == "llama":
-        # In float32 nothing is rounded.
+        # In float32, no value is rounded.
         merge_adapters(adapters, tmp_path / "exact", save_dtype="float32")
         assert torch.allclose(their_logits(tmp_path / "exact"), wanted, atol=1e-4 * float(wanted.abs().max()))
 

@@ -1,4 +1,4 @@
-"""Evaluation of a mix: the loss of each source and of all sources together, whichever have a val split."""
+"""Evaluation of a mix: the loss of each source with a val split, and of all these sources together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIX = {"large": 0.5, "none": 0.2, "small": 0.3}
 
 @pytest.fixture(scope="module")
 def mix(tmp_path_factory) -> Path:
-    """Three sources, of which `none` has only training rows."""
+    """Return three sources, of which `none` has only training rows."""
     root = tmp_path_factory.mktemp("mix")
     prepare(root, "large", "--val-split", "0.4", seed=1)
     prepare(root, "none", seed=2, count=20)
@@ -36,7 +36,7 @@ def mix(tmp_path_factory) -> Path:
 
 
 def losses(checkpoint: Path, dataset: Path) -> tuple[float, int]:
-    """The sum of the losses of all val rows of one dataset, computed row by row, and the number of tokens."""
+    """Return the summed loss of all val rows of one dataset, computed row by row, and the number of tokens."""
     model = open_model(model_folder(checkpoint))
     loader = EpisodeLoader(dataset, config(batch_size=1, epoch_shuffle=False, epoch_drop_last=False), split="val")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Bad model folders are refused in one line by their file types and headers, before anything is loaded."""
+"""Bad model folders are refused in one line by their file types and headers, before any weight is loaded."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def model():
 
 
 def plain_losses(model: GPT, ids: list[int], mask: list[int]) -> tuple[float, int]:
-    """The sum of the losses of the trained tokens of one conversation, and their number."""
+    """Return the summed loss of a conversation's trained tokens, and their number."""
     x = torch.tensor([ids])
     with torch.no_grad():
         logits = model.logits(x, torch.arange(len(ids))[None], torch.zeros_like(x))[0]
@@ -81,7 +81,7 @@ def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
 
 
 def oracle(model: GPT, files: list[Path], dataset: Path, count: int) -> dict[str, EvalScore]:
-    """The scores by source, computed one conversation and one token at a time."""
+    """Return the scores by source, computed one conversation and one token at a time."""
     episodes = open_dataset(dataset)["train"]
     found: dict[str, EvalScore] = {}
     number = 0
@@ -127,7 +127,7 @@ def test_scores_equal_those_computed_one_conversation_and_token_at_a_time(datase
     wanted = oracle(model, files, dataset, 12)
     found = score_model(model, dataset, split="train", max_tokens=12)
     same(found.sources, wanted)
-    # Some answers were learned and some not; otherwise this test would show nothing.
+    # Some answers were learned and some were not; otherwise this test could not detect a wrong score.
     assert 0 < found.all.exact < found.all.questions == 19
     assert found.all.loss_sum == pytest.approx(sum(each.loss_sum for each in wanted.values()), rel=1e-5)
     assert (found.cut, found.left_out) == (0, Counter())

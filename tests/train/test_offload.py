@@ -24,7 +24,7 @@ COUNTS = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64}
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """Offload on the CPU too, whose streams do nothing."""
+    """Also offload on the CPU, whose streams do nothing."""
     monkeypatch.setattr(ActivationOffload.__init__, "__kwdefaults__", {"device_types": ("cpu",)})
 
 
@@ -43,7 +43,7 @@ def copies(monkeypatch) -> list[str]:
 
 
 def gpt2() -> HFModel:
-    """A model with dropout, whose masks must be the same in the recomputation."""
+    """Return a model with dropout, whose masks must be the same in the recomputation."""
     torch.manual_seed(0)
     return HFModel(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **COUNTS)).train())
 

@@ -108,7 +108,7 @@ def test_weights_of_any_shape_and_stride_get_the_steps_of_adamw(shape, eight_bit
         for _ in range(3):
             a_step(optimizers[0], ours)
             a_step(optimizers[1], theirs)
-        # Three steps of 0.1; the moments are rounded.
+        # After three steps of 0.1, the moments are rounded.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0.06 if eight_bit else 0.006)
 
 
@@ -349,7 +349,7 @@ def test_impossible_optimizer_state_is_refused(saved, name):
 
 @cache
 def chain_batch(changed: int, *seed: int):
-    """Sequences of a Markov chain in which every token is trained; `changed` rows of its table are changed."""
+    """Return sequences of a Markov chain in which every token is trained; `changed` rows of its table are changed."""
     table = np.random.default_rng(0).integers(1, VOCAB, (VOCAB, 2))
     table[:changed] = np.random.default_rng(1).integers(1, VOCAB, (changed, 2))
     rng = np.random.default_rng(seed)
@@ -372,7 +372,7 @@ def a_run(model, stepper, changed: int, *, lr: float, steps: int, seed: int) -> 
 
 @pytest.fixture(scope="module")
 def converged() -> dict[str, torch.Tensor]:
-    """Weights of a small model trained on a chain to convergence."""
+    """Return the weights of a small model trained on a chain to convergence."""
     model = small_gpt(SMALL)
     stepper = Stepper(model, model, ALONE, OptimizerConfig())
     losses = [a_run(model, stepper, 0, lr=0.01, steps=40, seed=part) for part in range(4)]

@@ -61,13 +61,13 @@ def test_training_ends_after_one_pass_of_the_loader(tmp_path):
 
 @pytest.mark.parametrize("packing", ["none", "bins"])
 def test_episodes_that_do_not_fill_a_batch_at_the_end_of_the_pass_are_reported(tmp_path, capsys, packing):
-    # A block fills its row, so packing changes nothing.
+    # A block fills its row, so packing has no effect.
     data = write_blocks(tmp_path / "data", [TALK] * 10, [MASK] * 10)
     settings = {**POST, "epoch_drop_last": True, "max_iters": None, "packing": packing, "batch_size": 3}
     chosen = config(**settings)
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path)
     assert "1 of 10 episodes do not fill a batch at the end of the epoch and are dropped" in capsys.readouterr().err
-    # A resumed run cannot change this.
+    # A resumed run cannot change this setting.
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path, resume="auto")
     assert "fill a batch" not in capsys.readouterr().err
 
@@ -140,7 +140,7 @@ def test_post_training_after_plain_training_starts_a_new_warmup(tmp_path):
     common = {"batch_size": 2, **SIZE, "warmup_iters": None, "warmup_pct": 0.5, "epoch_drop_last": False}
     trained(data, tmp_path, max_iters=4, **common)
     result = trained(data, tmp_path, max_iters=None, resume="auto", post_training=True, **common)
-    # A whole new pass, half of it in warmup.
+    # A whole new pass is trained, half of it in warmup.
     assert result.step == 4 + 6
     rates = [line["lr"] / SMALL["learning_rate"] for line in read_metrics(result.folder)]
     np.testing.assert_allclose(rates[:2], [1 / 2, 1])

@@ -25,7 +25,7 @@ from chatmill.train.step import Pending, Stepper
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory, sums_data):
-    """Data of several kinds and existing runs, in one folder."""
+    """Return data of several kinds and existing runs, in one folder."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(sums_data, folder / "sums")
     shutil.copytree(sums_data, folder / "damaged")

@@ -1,4 +1,6 @@
-"""Training from a bucket: the losses of the local dataset, resuming from either place, and one-line errors."""
+"""Training from a bucket: the same losses as with the local dataset, resuming from either location, and one-line
+errors.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,13 @@ def copied(folder: Path, url: Url) -> Url:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Path:
-    """A dataset of sums, a fifth of them for validation."""
+    """Return a dataset of sums, a fifth of them for validation."""
     return prepare(tmp_path_factory.mktemp("data"), "sums", "--val-split", "0.2")
 
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    # Undo after the test what the keys of a run set.
+    # Restore the settings that a run's keys changed.
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CHATMILL_CACHE_SIZE", "1GB")
     monkeypatch.setattr(objects, "FIRST_DELAY", 0.001)
@@ -179,7 +181,7 @@ def test_the_progress_of_downloads_is_shown_while_the_first_batch_waits(local, t
             shown.set()
 
     def slow(url, *range_of_bytes):
-        # The index is needed before the run starts, the tokens for the first batch.
+        # The index is needed before the run starts, and the tokens for the first batch.
         assert range_of_bytes[1] == index.size or shown.wait(60)
         return read(url, *range_of_bytes)
 
@@ -253,7 +255,7 @@ def test_verify_finds_a_flipped_bit_in_the_cache(local, tmp_path):
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    # Like a disk error, which does not change the modification time.
+    # This simulates a disk error, which does not change the modification time.
     os.utime(path, ns=times)
     with pytest.raises(
         ChatmillError, match=rf"{tokens.sha256}: sha256 .*; the file has changed, remove it from the cache"

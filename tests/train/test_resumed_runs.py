@@ -169,7 +169,7 @@ def test_a_run_continues_on_other_data_with_a_new_warmup(sums_data, tmp_path):
     lines = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
     rates = [round(line["lr"] / 0.01, 3) for line in lines]
     assert (first.step, second.step) == (6, 10)
-    # Half of six steps, and then half of four.
+    # Warmup covers half of six steps, and then half of four.
     assert rates[:3] == [0.333, 0.667, 1.0]
     assert rates[6:8] == [0.5, 1.0]
     assert rates[5] < rates[4] < 1
@@ -200,7 +200,7 @@ def test_runs_resume_from_one_rank_to_two_and_from_two_to_one(undisturbed, sums_
         shutil.rmtree(path)
     losses = ranks(2, go_on)
     assert losses[0] == losses[1]
-    # A finished run has a model folder, however it was saved.
+    # A finished run has a model folder, for every way to save it.
     assert weights(list_checkpoints(tmp_path / "run")[-1]).keys() == weights(undisturbed.checkpoint).keys()
     states = sorted(path.name for path in list_checkpoints(tmp_path / "run")[-1].glob("state-*"))
     assert len(states) == (2 if "checkpoint" in way else 1)
@@ -215,7 +215,7 @@ def test_runs_resume_from_one_rank_to_two_and_from_two_to_one(undisturbed, sums_
 
 def test_damage_found_by_one_rank_stops_all_ranks(undisturbed, sums_data, tmp_path):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
-    # Ranks share the checks; this file is the second one.
+    # Ranks divide the checks among themselves; this file is the second one.
     damaged = tmp_path / "run" / "step_00000008" / "model" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[::-1])
 

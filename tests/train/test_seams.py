@@ -1,4 +1,4 @@
-"""A custom loss and a custom model family are trained without a change to chatmill."""
+"""A custom loss and a custom model family can be trained without changing chatmill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dataset(tmp_path_factory):
 
 
 class ZLoss:
-    """Cross entropy from full logits, and a penalty on the normalizer."""
+    """Compute cross entropy from full logits, with a penalty on the normalizer."""
 
     def __init__(self, penalty: float) -> None:
         self.penalty, self.calls = penalty, 0

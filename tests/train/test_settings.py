@@ -1,4 +1,4 @@
-"""chatmill.toml: read by the commands that build caches and by training; flags and config files override it."""
+"""chatmill.toml is read by the commands that build caches and by training; flags and config files override it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(place, monkeypatch, capsys):
 
 @pytest.fixture
 def runs(place, monkeypatch):
-    """The arguments of every run that the command would start."""
+    """Return the arguments of every run that the command would start."""
     started = []
     monkeypatch.setattr(
         command, "train_model", lambda config, **more: started.append(SimpleNamespace(config=config, **more))
@@ -99,7 +99,7 @@ def test_one_settings_file_configures_building_and_training(run):
         'chatmill.toml: seed 7, epoch_seed 7, block_size 100, dataset_dir "caches", '
         'mix_sft {"primer": 1, "dolly15k": 3}'
     )
-    # A resumed run keeps its settings, whatever the file contains by then.
+    # A resumed run keeps its settings, even if the file has changed.
     Path("chatmill.toml").write_text(EVERYTHING.replace("= 7", "= 8").replace("100", "60"))
     code, _, err = run("train", "--model_name", "mine", "--resume", "auto", "--max_iters", "5")
     assert (code, "chatmill.toml" in err) == (0, False), err
@@ -267,7 +267,7 @@ def test_invalid_toml_is_a_one_line_error(run, content):
     for args in (["build-sft-primer"], ["train", "--model_name", "x", "--dataset_dir", "y"]):
         code, out, err = run(*args)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        # Deep nesting that a version of Python can write is an unknown key.
+        # In Python versions that can write deep nesting, it is an unknown key.
         assert err.startswith(("chatmill: chatmill.toml: not TOML: ", 'chatmill: chatmill.toml: unknown key "a.a.a.'))
         assert len(err) < 1000
 
@@ -319,7 +319,7 @@ def test_a_cache_with_a_different_tokenizer_is_refused_in_one_line(run):
     assert not Path("checkpoints").exists()
     assert not Path("logs").exists()
     assert run(*args, "--check_tokenizer", "false")[0] == 0
-    # After building again, they agree.
+    # After building again, the caches and the settings agree.
     assert run("build-sft-primer", "--overwrite")[0] == 0
     assert run(*args[:2], "other", *args[3:])[0] == 0
 

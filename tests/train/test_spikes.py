@@ -1,4 +1,4 @@
-"""Loss spikes: which steps are spikes, and which conversations caused a spike or a loss that is not finite."""
+"""Loss spikes: steps with a spike, and conversations that caused a spike or a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NoSources:
 
 
 def spikes(losses, *, after=0, lines=None):
-    """The spikes of a series: the step, and how far its loss is above the median."""
+    """Return the spikes of a series: the step, and how far its loss is above the median."""
     watch = LossSpikes(NoSources(), ALONE, (lines if lines is not None else []).append, after, deque(maxlen=WINDOW), 0)
     marks = {step: watch.follow(step, StepResult(loss, 1.0, None)) for step, loss in enumerate(losses, 1)}
     marks = {step: mark["spike"] for step, mark in marks.items() if mark}
@@ -155,7 +155,7 @@ def data(tmp_path_factory):
 
 
 def shown(data: Path, out: Path, *, resume: str | None = None) -> tuple[TrainResult, list[str]]:
-    """Run training; return the result and what it prints apart from progress."""
+    """Run training; return the result and its output without progress."""
     settings = config(max_iters=STEPS, epoch_shuffle=False, save_interval=SAVED)
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         result = train_model(settings, model_name="run", dataset_dir=data, out_dir=out, resume=resume)
@@ -199,7 +199,7 @@ def test_a_resumed_run_finds_the_same_spikes_on_one_and_two_ranks(run, data, tmp
 
     (count, first), second = ranks(2, work)
     assert (count, second) == (1, [1, []])
-    # The counts of the first batch over all ranks; its answers were shown when the run started.
+    # These are the counts of the first batch over all ranks; its answers were shown when the run started.
     assert first[1:-1] == same[1:-1]
     assert same[1].startswith("first batch: 4 rows, ")
     assert len(same) == 3

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def counted(loader: EpisodeLoader) -> tuple[int, int]:
-    """Count what one epoch trains, from its batches: non-answer tokens, and all tokens."""
+    """Count the non-answer tokens and all tokens that one epoch trains, from its batches."""
 
     def trained(**changes: object) -> int:
         wide = config(batch_size=1, block_size=4096, mix_sft=None, **changes)
@@ -39,7 +39,7 @@ def counted(loader: EpisodeLoader) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, sums_data):
-    """A dataset, a cache, a folder of both, and a dataset from another program."""
+    """Return a dataset, a cache, a folder of both, and a dataset from another program."""
     root = tmp_path_factory.mktemp("kinds")
     (root / "primer.jsonl").write_bytes((ROOT / "data/primer.jsonl").read_bytes())
     run_chatmill("build-sft-primer", "--primer-jsonl", str(root / "primer.jsonl"), "--out-dir", str(root / "caches"))
@@ -84,7 +84,7 @@ def test_no_note_is_printed_if_all_trained_tokens_are_answers(folders, tmp_path)
 @pytest.mark.parametrize("command", ["train.py", "chatmill train"])
 def test_the_note_is_printed_first_and_logged_in_json_and_metrics(folders, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
-    # Notes about chatmill.toml and others come after it.
+    # Notes about chatmill.toml and other settings come after this note.
     Path("chatmill.toml").write_text("training.seed = 3\n")
     Path("config.json").write_text(json.dumps({**SMALL, "max_iters": 2, "use_loss_mask": False}))
     loader = EpisodeLoader(folders["dataset"], config(use_loss_mask=False))
@@ -133,5 +133,5 @@ def test_every_shipped_config_sets_use_loss_mask():
 
 
 def test_the_default_of_use_loss_mask_is_that_of_the_specification():
-    assert config().use_loss_mask is True  # the tests' own
+    assert config().use_loss_mask is True  # the default in these tests
     assert type(config())().use_loss_mask is False

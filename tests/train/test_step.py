@@ -19,7 +19,7 @@ LENGTH = 40
 
 
 def a_batch(rows: int = 8) -> Batch:
-    """Rows of one to three conversations each."""
+    """Return rows of one to three conversations each."""
     made = []
     for row in range(rows):
         made.append([conversation(4 + (row * 5 + number) % 9, seed=10 * row + number) for number in range(1 + row % 3)])
@@ -27,7 +27,7 @@ def a_batch(rows: int = 8) -> Batch:
 
 
 def uneven(per_rank: int = 2) -> Batch:
-    """Rows for three ranks: the first trains nothing, the second a little, the third ten times as much."""
+    """Return rows for three ranks: the first trains no token, the second a few, the third ten times as many."""
     rows = [[(ids, [0.0] * len(ids))] for ids in ([5, 6, 7, 8], [9, 10, 11])]
     rows += [[([1, 2, 3], [0.0, 1.0, 0.0])], [([4, 5, 6, 7], [0.0, 0.0, 0.0, 1.0])]]
     rows += [[(list(range(1, 12)), [0.0] + [1.0] * 10)], [(list(range(20, 31)), [0.0] + [1.0] * 10)]]
@@ -44,7 +44,7 @@ def a_stepper(model: GPT, world: World | None = None, *, sharded: bool = False, 
 
 
 def reference(batch: Batch) -> tuple[float, list[torch.Tensor]]:
-    """The mean loss and its gradients, from full logits and torch's cross entropy."""
+    """Return the mean loss and its gradients, from full logits and torch's cross entropy."""
     model = small_gpt()
     total, weight = plain_loss(model, batch)
     return float(total.detach()) / weight, gradients(model, total / weight)
@@ -119,7 +119,7 @@ def test_the_contents_of_a_batch_are_counted():
     rows = [[([1, 2, 3], [0.0, 1.0, 0.5])], [([4, 5], [0.0, 0.0]), ([6, 7, 8], [1.0, 0.0, 0.0])], []]
     batch = packed(rows, 9)
     counts = count_batch(batch, micro_batches(batch, 3, CPU))
-    # The first token of a conversation is never predicted, so the second row trains nothing; the third is empty.
+    # The first token of a conversation is never predicted, so the second row trains no token; the third row is empty.
     assert counts == StepCounts(weight=1.5, trained=2, tokens=8, untrained_rows=1)
 
 
@@ -140,7 +140,7 @@ def test_every_conversation_has_its_own_loss():
                 if weight:
                     found[row, episode] = (float(total.detach()) / weight, weight)
     assert len(rows) == len(found)
-    # Parts keep the order of rows, and rows that of their conversations.
+    # Micro-batches keep the order of rows, and rows keep the order of their conversations.
     for mine, ((_, episode), (loss, weight)) in zip(rows, sorted(found.items()), strict=True):
         assert (mine.episode, mine.weight) == (episode, weight)
         assert abs(mine.loss - loss) < 1e-5

@@ -1,4 +1,4 @@
-"""Trackers: each client reads back all metrics of a run; no tracker can delay or end the run."""
+"""Trackers: each client reads back all metrics of a run, and no tracker can delay or end the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALL = ["tensorboard", "wandb", "mlflow"]
 SECRET = "value-of-an-environment-variable"
 SETTINGS = {"eval_interval": 2, "save_interval": 2, "eval_samples": 1, "keep_checkpoints": 9, "report_to": ALL}
 
-# Warnings of the clients themselves.
+# Ignore warnings of the clients themselves.
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -57,7 +57,7 @@ def run(data, out, *, resume=None, trackers=(), quiet=True, watch=None, **change
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory):
-    """The clients' settings: W&B offline, MLflow on SQLite."""
+    """Set up the clients: W&B offline, MLflow on SQLite."""
     folder = tmp_path_factory.mktemp("clients")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -81,7 +81,7 @@ def clients(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tracked(clients, sums_data):
-    """A run of 4 steps that resumes from its second step and ends at the fifth; also returns its earlier metrics."""
+    """Return a run of 4 steps that resumes from its second step and ends at the fifth, and its earlier metrics."""
     result = run(sums_data, clients / "out", max_iters=4, **SETTINGS)
     first = read_metrics(result.folder)
     before = {"numbers": first, "plot": (result.folder / "loss.svg").read_bytes()}
@@ -91,7 +91,7 @@ def tracked(clients, sums_data):
 
 
 def resumed_lines(tracked):
-    """All lines that were logged after the run resumed."""
+    """Return all lines that were logged after the run resumed."""
     return [line for line in tracked.lines if line["step"] > 2]
 
 
@@ -250,7 +250,7 @@ def test_a_tracker_that_cannot_start_is_reported_and_the_run_continues(sums_data
     assert run(sums_data, tmp_path, trackers=[Recorder(start=broken)], quiet=False, max_iters=2).step == 2
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("own: ")]
     assert len(shown) == 2 and shown[0].endswith("the run continues without it")
-    # Two steps, four files, and the end.
+    # The events are two steps, four files, and the end.
     assert shown[1] == "own: 7 of 7 reports failed"
     assert not (tmp_path / "mine" / "trackers.json").exists()
 
@@ -264,7 +264,7 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end(sums_data, tmp_
     assert result.step == 8
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("own: ")]
     assert shown[0] == "own: is slower than the run: 3 reports are queued, and further ones are dropped"
-    # Eight steps, four files, and the end.
+    # The events are eight steps, four files, and the end.
     assert shown[1] == "own: has not finished in time; up to 13 of 13 reports are lost"
 
 

@@ -48,7 +48,7 @@ def place(sums_data, tmp_path, monkeypatch):
 
 
 class Started:
-    """The command in a separate process, which has already imported everything it needs."""
+    """Run the command in a separate process that has already imported all modules it needs."""
 
     def __init__(self, *args: str, **variables: str) -> None:
         self._output = tempfile.TemporaryDirectory()
@@ -94,7 +94,7 @@ def test_train_py_needs_only_numpy_torch_and_safetensors(place):
 
 @pytest.mark.parametrize("size", ["150M", "30M"])
 def test_the_documented_command_trains(place, monkeypatch, capsys, size):
-    # As documented, with model sizes reduced to keep the test short.
+    # These are the documented commands, with smaller models to keep the test short.
     (place / "configs").unlink()
     (place / "configs/sft1").mkdir(parents=True)
     shipped = json.loads((ROOT / f"configs/sft1/{size}.json").read_text())
@@ -267,7 +267,7 @@ def test_a_run_without_checkpoints_says_so_when_stopped_and_when_restarted(place
 
 
 def world(count: int) -> list[dict[str, str]]:
-    """The environment variables that torchrun sets for its processes."""
+    """Return the environment variables that torchrun sets for its processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

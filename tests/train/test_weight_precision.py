@@ -1,4 +1,4 @@
-"""Half-precision weights: float32 compute gives the same results as float32 weights, in less memory."""
+"""Half-precision weights: computing in float32 gives the same results as float32 weights, with less memory."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_each_weight_of_a_mixed_precision_folder_keeps_its_dtype(tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     stored = open_model(folder, weights="stored", compute=torch.bfloat16)
     for name, tensor in stored.lm.state_dict().items():
-        # A weight that is wider in one layer is loaded wider in all.
+        # A weight with a wider dtype in one layer is loaded with that dtype in all layers.
         assert tensor.dtype == (torch.float32 if name.endswith(("norm.weight", "up_proj.weight")) else torch.bfloat16)
         assert torch.equal(tensor.float(), tensors[name].float())
     assert torch.equal(logits_of(open_model(folder, weights="stored")), logits_of(open_model(folder)))
@@ -165,7 +165,7 @@ def test_adapters_on_a_half_precision_base_train_in_float32(name, tmp_path):
 def test_bfloat16_weights_can_be_trained_and_their_gradients_are_bfloat16(tmp_path):
     folder = folder_of("llama", torch.float32, tmp_path)
     model = open_model(folder, weights="bfloat16")
-    # The same values in float32.
+    # The weights have the same values in float32.
     exact = open_model(folder)
     with torch.no_grad():
         for parameter in exact.parameters():

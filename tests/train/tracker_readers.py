@@ -13,7 +13,7 @@ Logged = tuple[int, str, float]
 
 
 def numbers_of(lines: Sequence[Mapping[str, Any]]) -> list[Logged]:
-    """The values that trackers must have for lines of metrics."""
+    """Return the values that trackers must have for lines of metrics."""
     return [
         (line["step"], name, float(value))
         for line in lines
@@ -38,7 +38,7 @@ def tensorboard_numbers(run: Path) -> list[Logged]:
 
 
 def tensorboard_texts(run: Path, tag: str) -> list[tuple[int, str]]:
-    """The texts of a tag, without the indentation for verbatim display."""
+    """Return the texts of a tag, without the indentation for verbatim display."""
     shown = open_events(run).Tensors(f"{tag}/text_summary")
     texts = [each.tensor_proto.string_val[0].decode() for each in shown]
     return [
@@ -52,12 +52,12 @@ BLOCK, HEADER = 32768, 7
 
 
 def wandb_folders(run: Path) -> list[Path]:
-    """The folders of the wandb client, one for each start of the run, oldest first."""
+    """Return the folders of the wandb client, one for each start of the run, oldest first."""
     return sorted((run / "wandb").glob("offline-run-*"), key=lambda folder: folder.stat().st_ctime_ns)
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
-    """The client's records of an offline run: a LevelDB log of protocol buffers after a header."""
+    """Return the client's records of an offline run: a LevelDB log of protocol buffers after a header."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     [path] = folder.glob("run-*.wandb")
@@ -103,7 +103,7 @@ def wandb_tables(folder: Path) -> list[Any]:
 
 
 def wandb_artifacts(folder: Path) -> dict[str, bytes]:
-    """The files of artifacts by name; the client keeps copies until they are uploaded."""
+    """Return the files of artifacts by name; the client keeps copies until they are uploaded."""
     entries = [entry for each in wandb_records(folder) for entry in each.artifact.manifest.contents]
     return {entry.path: Path(entry.local_path).read_bytes() for entry in entries}
 

@@ -58,7 +58,7 @@ def run_chatmill(*args: str) -> None:
 
 
 def sums(count: int, *, seed: int = 0) -> str:
-    """Conversations about sums, as JSONL."""
+    """Return conversations about sums, as JSONL."""
     rng = np.random.default_rng(seed)
     lines = []
     for a, b in rng.integers(0, 50, (count, 2)).tolist():
@@ -77,7 +77,7 @@ def prepare(folder: Path, name: str, *flags: str, seed: int = 0, count: int = 60
 
 
 def write_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Path:
-    """Write a dataset like another program: only the documented files."""
+    """Write a dataset as another program would: only the documented files."""
     shard = target / "train" / shard_name(0)
     shard.mkdir(parents=True)
     np.array([id for ids in episodes for id in ids], dtype="<u2").tofile(shard / TOKENS)
@@ -122,12 +122,12 @@ def trained(
 
 
 def weights(checkpoint: Path) -> dict[str, np.ndarray]:
-    """The weights of a checkpoint's model."""
+    """Return the weights of a checkpoint's model."""
     return {name: tensor.numpy() for name, tensor in load_file(checkpoint / "model" / "model.safetensors").items()}
 
 
 def curve(run: Path) -> list[tuple[int, float]]:
-    """The loss of every step, from the metrics."""
+    """Return the loss of every step, from the metrics."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 

@@ -1,4 +1,4 @@
-"""What the tests of Accelerate run on each rank: functions for `trainer_fixtures.ranks`, and for one process."""
+"""Functions that the Accelerate tests run, on each rank with `trainer_fixtures.ranks` or in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEWER = 8
 
 
 def new_accelerator(accumulation: int = 1, **settings: Any) -> Accelerator:
-    """An accelerator that shares nothing with one before it but the process group."""
+    """Return an accelerator that shares only the process group with earlier accelerators."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **settings)
@@ -36,12 +36,12 @@ def arrays(batch: Mapping[str, torch.Tensor]) -> Columns:
 
 
 def batches(dataset: Path, config: Mapping[str, Any], *, steps: int, accumulation: int = 1) -> list[Columns]:
-    """The micro-batches of a run."""
+    """Return the micro-batches of a run."""
     return [arrays(batch) for batch in train_loader(new_accelerator(accumulation), dataset, config, steps=steps)]
 
 
 class Run:
-    """A loop as a user writes it, with AdamW at a constant rate."""
+    """A hand-written training loop with AdamW at a constant learning rate."""
 
     def __init__(
         self, dataset: Path, model: Path, *, steps: int = STEPS, accumulation: int = 1, **options: Any
@@ -53,7 +53,7 @@ class Run:
         self.loader = train_loader(self.accelerator, dataset, PACKED, steps=steps, **options)
 
     def losses(self) -> Iterator[float]:
-        """The loss of each step that is left."""
+        """Return the loss of each remaining step."""
         parts = []
         for batch in self.loader:
             with self.accelerator.accumulate(self.model):
@@ -72,7 +72,9 @@ def losses(dataset: Path, model: Path, *, accumulation: int = 1) -> list[float]:
 
 
 def interrupted(dataset: Path, model: Path, folder: Path, *, at: int, accumulation: int = 1) -> list[float]:
-    """The losses of a run that is saved at a step, goes on for two, and is resumed; its audit log is in `folder`."""
+    """Return the losses of a run that is saved at a step, continues for two steps, and is resumed; its audit log is in
+    `folder`.
+    """
     run = {"steps": FEWER, "accumulation": accumulation, "audit_dir": folder / "audit"}
     first = Run(dataset, model, **run)
     steps = first.losses()
@@ -86,7 +88,7 @@ def interrupted(dataset: Path, model: Path, folder: Path, *, at: int, accumulati
 
 
 def saved_at_each_step(dataset: Path, folder: Path, *, steps: int, accumulation: int = 1) -> None:
-    """A run without a model that saves its state in `folder`/N after N steps."""
+    """Run without a model, and save the state in `folder`/N after N steps."""
     accelerator = new_accelerator(accumulation)
     loader = train_loader(accelerator, dataset, PACKED, steps=steps)
     accelerator.save_state(str(folder / "0"))
@@ -96,7 +98,7 @@ def saved_at_each_step(dataset: Path, folder: Path, *, steps: int, accumulation:
 
 
 def resumed(dataset: Path, checkpoint: Path, *, steps: int, accumulation: int = 1) -> list[Columns]:
-    """The micro-batches that are left after a checkpoint."""
+    """Return the micro-batches that remain after a checkpoint."""
     accelerator = new_accelerator(accumulation)
     loader = train_loader(accelerator, dataset, PACKED, steps=steps)
     accelerator.load_state(str(checkpoint))
@@ -107,7 +109,7 @@ def resumed(dataset: Path, checkpoint: Path, *, steps: int, accumulation: int = 
 
 
 class Wrapped(IterableDataset):
-    """A dataset of a user that returns dicts."""
+    """A user's dataset that returns dicts."""
 
     def __init__(self, loader: EpisodeLoader) -> None:
         self.loader = loader
@@ -123,7 +125,7 @@ def only(items: list[Any]) -> Any:
 
 
 def refusal(read: Any) -> str:
-    """The line that reading ends in; empty if it returns a batch."""
+    """Return the error line of reading, or an empty string if it returns a batch."""
     try:
         next(iter(read))
     except ChatmillError as error:
@@ -132,7 +134,9 @@ def refusal(read: Any) -> str:
 
 
 def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
-    """How `accelerator.prepare` of a loader ends, by the loader's ranks, dispatching, workers and wrapping."""
+    """Return the result of `accelerator.prepare` for loaders with different ranks, dispatching, workers and
+    wrapping.
+    """
     lines = {}
     rank, world_size = (accelerator := new_accelerator()).process_index, accelerator.num_processes
     for dispatch in (None, False):
@@ -140,11 +144,11 @@ def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
             for ranks in ((rank, world_size), (0, 1)):
                 for wraps in (False, True):
                     if wraps and dispatch is None and (workers or rank):
-                        continue  # rank 0 reads for the others, which would wait
+                        continue  # rank 0 would read for the other ranks, which would wait
                     config = DataLoaderConfiguration(dispatch_batches=dispatch)
                     accelerator = new_accelerator(dataloader_config=config)
                     loader = EpisodeLoader(dataset, PACKED, rank=ranks[0], world_size=ranks[1])
-                    # Accelerate's shards of a dataset need a batch size.
+                    # Accelerate needs a batch size to shard a dataset.
                     size = {"batch_size": 1, "collate_fn": only} if wraps else {"batch_size": None}
                     data = DataLoader(Wrapped(loader) if wraps else loader, num_workers=workers, **size)
                     lines[ranks[1], dispatch, workers, wraps] = refusal(accelerator.prepare(data))
@@ -152,7 +156,7 @@ def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
 
 
 def unprepared(dataset: Path) -> list[list[list[int]]]:
-    """The first rows of this rank, read in ways that are right, in a process that uses Accelerate."""
+    """Return the first rows of this rank, read in several correct ways, in a process that uses Accelerate."""
     accelerator = new_accelerator()
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
@@ -173,7 +177,7 @@ def unprepared(dataset: Path) -> list[list[list[int]]]:
 
 
 def on_two_ranks(dataset: Path, model: Path, folder: Path) -> dict[str, Any]:
-    """All that is tested on two ranks, in one start of them."""
+    """Return all results that the tests need from two ranks, from one start of the processes."""
     saved_at_each_step(dataset, folder / "steps", steps=5)
     return {
         "batches": batches(dataset, PACKED, steps=50),
@@ -187,5 +191,5 @@ def on_two_ranks(dataset: Path, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def is_untouched(loader: AcceleratorBatches) -> bool:
-    """Whether `accelerator.prepare` leaves a loader as it is."""
+    """Whether `accelerator.prepare` returns a loader unchanged."""
     return new_accelerator().prepare(loader) is loader

@@ -1,4 +1,4 @@
-"""Fixtures of the tests with other trainers, which run in environments of their own: see `make test-integrations`."""
+"""Fixtures for tests with other trainers, which run in separate environments: see `make test-integrations`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
-# tests/conftest.py is not loaded here, but modules next to it are imported.
+# tests/conftest.py is not loaded here, but modules in the same folder are imported.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "store"))
 
@@ -18,7 +18,7 @@ import trainer_fixtures
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Each file runs in one process, because its tests share fixtures that are slow to make."""
+    """Run each file in one process, because its tests share slow fixtures."""
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
@@ -26,17 +26,17 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory) -> Path:
-    """A dataset of chats whose answers all have weight 1."""
+    """Return a dataset of chats whose answers all have weight 1."""
     return trainer_fixtures.write_dataset(tmp_path_factory.mktemp("data") / "plain")
 
 
 @pytest.fixture(scope="session")
 def weighted(tmp_path_factory) -> Path:
-    """A dataset of chats whose answers have weights of 0.25, 0.5, 1 and 3."""
+    """Return a dataset of chats whose answers have weights of 0.25, 0.5, 1 and 3."""
     return trainer_fixtures.write_dataset(tmp_path_factory.mktemp("data") / "weighted", weights=(0.25, 0.5, 1, 3))
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
-    """A small Llama of random weights with a tokenizer, as transformers writes them."""
+    """Return a small Llama with random weights and a tokenizer, as transformers writes them."""
     return trainer_fixtures.save_model(tmp_path_factory.mktemp("model") / "llama")

@@ -1,4 +1,4 @@
-"""Runs of `transformers.Trainer` and TRL's trainers on chatmill's data, in the process of a test or on ranks."""
+"""Runs of `transformers.Trainer` and TRL's trainers on chatmill's data, in the test process or on several ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 
 
 def make_trainer(rows: hf.TrainRows, model: Path, folder: Path, kind: str = "Trainer", **options: Any) -> Trainer:
-    """A trainer of these rows; `options` are arguments of `TrainingArguments`, and `flatten`."""
+    """Return a trainer for these rows; `options` are arguments of `TrainingArguments`, and `flatten`."""
     flatten = options.pop("flatten", False)
     if kind == "Trainer":
         args = TrainingArguments(str(folder), **{**COMMON, **hf.training_arguments(rows), **options})
@@ -50,7 +50,7 @@ def make_trainer(rows: hf.TrainRows, model: Path, folder: Path, kind: str = "Tra
 
 
 def train(trainer: Trainer, *, resume: Path | None = None) -> tuple[list[float], list[dict[str, np.ndarray]]]:
-    """The loss of each step, and what the model was given in each, by micro-batch."""
+    """Return the loss of each step, and the model inputs of each micro-batch."""
     inputs: list[dict[str, np.ndarray]] = []
     training_step = trainer.training_step
 
@@ -65,15 +65,15 @@ def train(trainer: Trainer, *, resume: Path | None = None) -> tuple[list[float],
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], inputs
 
 
-# On each of two ranks.
+# The same holds on each of two ranks.
 
 
 def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[str, Any]:
-    """All that the tests of two ranks look at."""
+    """Return all results that the tests with two ranks need."""
     two_steps = {**PACKED, "gradient_accumulation_steps": 2}
     rows = hf.TrainRows(weighted, two_steps, steps=50, audit_dir=folder / "audit")
     trainer = make_trainer(rows, model, folder / "run", save_strategy="steps", save_steps=30)
-    # After 20 steps as after 20 of chatmill's own loop.
+    # After 20 steps, the state is the same as after 20 steps of chatmill's own loop.
     trainer.add_callback(EvaluateAt(20))
     losses, inputs = train(trainer)
     evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -109,7 +109,7 @@ class EvaluateAt(hf.TrainerCallback):
 
 
 def refusals(plain: Path, model: Path, folder: Path, trainer: Trainer) -> dict[str, str]:
-    """What wrong ways of reading on two ranks are answered with."""
+    """Return the error messages for wrong ways of reading on two ranks."""
     config = {**PACKED, "batch_size": 8}
 
     def sharded_twice(count: int) -> None:
@@ -136,7 +136,7 @@ def refusals(plain: Path, model: Path, folder: Path, trainer: Trainer) -> dict[s
 
 
 def refusal(way: Any) -> str:
-    """The line with which something is refused."""
+    """Return the error line of a refused call."""
     try:
         way()
     except ChatmillError as error:

@@ -1,4 +1,4 @@
-"""Runs of Lightning's trainer with `EpisodeDataModule`, which record what was trained."""
+"""Runs of Lightning's trainer with `EpisodeDataModule` that record the trained batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chatmill import EpisodeLoader
 from chatmill.integrations.lightning import EpisodeDataModule, weighted_loss
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-# Lightning 2.6 with torch 2.13.
+# Lightning 2.6 raises this warning with torch 2.13.
 warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -28,7 +28,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 class SmallModel(nn.Module):
-    """Next tokens from the token alone: enough where only batches count."""
+    """A model that predicts the next token from the current token alone, for tests that only check batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,9 @@ def make_trainer(
     epochs: int | None = None,
     **settings: Any,
 ) -> Trainer:
-    """A quiet trainer over the ranks of the environment; with `checkpoints`, it saves one each `save_steps` steps."""
+    """Return a quiet trainer over the ranks of the environment; with `checkpoints`, it saves one every `save_steps`
+    steps.
+    """
     if checkpoints is not None:
         save = ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=save_steps, save_top_k=-1)
         callbacks = (*callbacks, save)
@@ -115,7 +117,7 @@ def train(
     limit_val_batches: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """What a run trained on this rank, from the start or from a checkpoint."""
+    """Return the batches and losses of a run on this rank, from the start or from a checkpoint."""
     module = Recorder(model)
     data = EpisodeDataModule(dataset, config, audit_dir=audit_dir, audit_steps=3)
     accumulation = config.get("gradient_accumulation_steps", 1)
@@ -133,7 +135,7 @@ def train(
 
 
 def two_rank_runs(dataset: Path, config: Mapping[str, Any], model: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Several runs in the same processes, which take long to start."""
+    """Do several runs in the same processes, because processes take long to start."""
     audited = {"model": model, "audit_dir": folder / "audit"}
     return {
         "whole": train(dataset, config, **audited, max_steps=50, checkpoints=folder, save_steps=STEPS + 1),

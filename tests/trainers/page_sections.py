@@ -1,4 +1,6 @@
-"""The sections of docs/how-to/integrations.md: each is a whole example, run with the real library in its own folder."""
+"""The sections of docs/how-to/integrations.md are complete examples; each runs with the real library in its own
+folder.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ HEADINGS = re.findall(r"^## (.+)$", PAGE.read_text("utf-8"), re.MULTILINE)
 
 
 def run_section(heading: str, folder: Path) -> None:
-    """Run the blocks before the first section and those of this one, in `folder`, which becomes the current one."""
+    """Run the blocks before the first section and those of this section in `folder`, which becomes the current
+    folder.
+    """
     shutil.copytree(ROOT / "data", folder / "data", ignore=shutil.ignore_patterns("cache"))
     os.chdir(folder)
     page = PAGE.read_text("utf-8")
@@ -23,7 +27,7 @@ def run_section(heading: str, folder: Path) -> None:
     for line in page.splitlines():
         if line.startswith("## "):
             keeps = line == f"## {heading}"
-        # Left empty, so that faults name the line of the page.
+        # Other lines are left empty, so that errors name the line of the page.
         kept.append(line if keeps else "")
     section = folder / PAGE.name
     section.write_text("\n".join(kept) + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""Accelerate: the batches, losses and checkpoints of a hand-written loop, and shardings that are refused."""
+"""Accelerate: the batches, losses and checkpoints of a hand-written loop, and refused shardings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate():
-    """A test leaves no accelerator to the next."""
+    """Reset Accelerate's state, so that the next test starts without an accelerator."""
     yield
     runs.AcceleratorState._reset_state(True)
     runs.GradientState._reset_state()
@@ -45,7 +45,7 @@ def two_ranks(weighted, model_folder, tmp_path_factory):
 
 
 def same_as_own(columns, batch, step_weight) -> None:
-    """Assert that Hugging Face's columns hold a batch of chatmill's loader: whole arrays, moved by one."""
+    """Assert that the columns for Hugging Face equal a batch of chatmill's loader, shifted by one."""
     assert columns.keys() == {"input_ids", "labels", "position_ids", "weights", "step_weight"}
     assert columns["input_ids"][:, :-1].tolist() == batch["x"].tolist()
     assert columns["labels"][:, 1:].tolist() == batch["y"].tolist()
@@ -112,7 +112,7 @@ def test_the_losses_on_two_ranks_are_those_of_the_own_loop(two_ranks, own, way):
 
 
 def test_a_cache_would_mix_the_conversations_of_a_packed_row(weighted, model_folder):
-    """Why `causal_lm_loss` turns it off."""
+    """`causal_lm_loss` therefore disables the cache."""
     model = open_model(model_folder)
     batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_a_run_that_began_without_an_audit_log_goes_on_without(weighted, tmp_pat
 
 
 def check_log(dataset, folder) -> None:
-    """Assert that the log of `runs.interrupted` holds all steps, and the two that were left behind."""
+    """Assert that the log of `runs.interrupted` contains all steps, and the two abandoned steps."""
     (log,) = (folder / "audit").glob("*.log")
     result = verify_log(log, dataset)
     assert (result.fault, result.steps, result.abandoned) == (None, runs.FEWER + 2, 2)
@@ -262,7 +262,7 @@ def test_settings_that_contradict_each_other_are_refused(weighted, accumulation,
         train_loader(runs.new_accelerator(accumulation), weighted, config, **length)
 
 
-# Loaders that Accelerate or Trainer would misread.
+# Loaders that Accelerate or Trainer would read incorrectly.
 
 
 def test_accelerate_does_not_shard_a_loader_a_second_time(two_ranks):

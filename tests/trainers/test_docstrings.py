@@ -1,4 +1,4 @@
-"""The examples in the docstrings of chatmill.integrations run, in a folder with the data of the repository."""
+"""The docstring examples of chatmill.integrations run, in a folder with the repository's data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""chatmill's data in `transformers.Trainer` on one rank: rows, losses, resume, refusals and the audit log."""
+"""chatmill's data in `transformers.Trainer` on one rank: rows, losses, resuming, refusals and the audit log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ own = cache(lambda dataset, model, packed: own_run(dataset, model, PACKED if pac
 
 
 def assert_rows_of_the_loop(inputs, dataset, config, *, first=0, rank=0, world_size=1):
-    """What a model was given are the rows that chatmill's loader returns, labels and weights included."""
+    """Assert that the model inputs are the rows of chatmill's loader, including labels and weights."""
     accumulation = config.get("gradient_accumulation_steps", 1)
     assert len(inputs) % accumulation == 0
     steps = len(inputs) // accumulation
@@ -49,7 +49,7 @@ def assert_rows_of_the_loop(inputs, dataset, config, *, first=0, rank=0, world_s
 
 
 def plain_labels(labels):
-    """Labels and weights, taken apart one by one."""
+    """Compute labels and weights one by one."""
     flat = [(label & 0xFFFFFFFF, (label >> 32) ^ 0x3F800000) if label >= 0 else (-100, 0) for label in labels.ravel()]
     ids, bits = np.array(flat, dtype=np.int64).T.reshape(2, *labels.shape)
     return ids, bits.astype(np.uint32).view(np.float32)
@@ -106,7 +106,7 @@ def test_flattened_rows_name_their_sequences_as_transformers_does(plain):
     for step in range(30):
         batch = [rows[4 * step + row] for row in range(4)]
         flat = hf.Collator(flatten=True)(batch)
-        # One example for each conversation, as DataCollatorWithFlattening takes them.
+        # There is one example per conversation, as DataCollatorWithFlattening expects.
         alone = []
         for row in batch:
             starts = [at for at, position in enumerate(row["position_ids"].tolist()) if position == 0]
@@ -153,7 +153,7 @@ def test_a_packed_conversation_gets_the_logits_that_it_gets_alone(attention, pla
     assert checked > 4
 
 
-# Without the pieces of trainer_arguments.
+# This trainer does not use trainer_arguments.
 
 
 def test_data_of_weight_1_trains_with_the_trainers_own_loss(plain, model_folder, tmp_path):
@@ -187,13 +187,13 @@ def test_resume_from_a_checkpoint_gives_the_rows_that_would_have_come(weighted, 
     rows = hf.TrainRows(weighted, config, steps=12)
     saving = {"save_strategy": "steps", "save_steps": 1, "dataloader_num_workers": workers}
     losses, _ = train(make_trainer(rows, model_folder, tmp_path, **saving))
-    # With the dataset that was read before, and with another.
+    # Resume with the dataset that was read before, and with a new one.
     for step, data in ((5, rows), (1, hf.TrainRows(weighted, config, steps=12)), (11, rows)):
         resumed = make_trainer(data, model_folder, tmp_path, dataloader_num_workers=workers)
         again, inputs = train(resumed, resume=tmp_path / f"checkpoint-{step}")
         assert len(inputs) == 2 * (12 - step)
         assert_rows_of_the_loop(inputs, weighted, config, first=step)
-        # The losses before come from the state of the trainer.
+        # The earlier losses come from the state of the trainer.
         assert again[:step] == losses[:step]
         np.testing.assert_allclose(again, losses, rtol=0, atol=1e-6)
 
@@ -295,7 +295,7 @@ def test_without_the_callback_the_dataset_itself_refuses(plain, model_folder, tm
 
 
 def verified(folder: Path) -> AuditResult:
-    """The result for the only log of a folder."""
+    """Return the verification result of the only log in a folder."""
     [log] = folder.glob("*.log")
     return verify_log(log)
 
@@ -306,7 +306,7 @@ def test_the_audit_log_has_the_steps_that_were_trained_and_verifies(weighted, mo
     options = {"save_strategy": "steps", "save_steps": 4, "dataloader_num_workers": workers}
     audited = {"epochs": 2, "audit_dir": tmp_path / "audit"}
     rows = hf.TrainRows(weighted, config, **audited)
-    # It stops while workers have read further.
+    # The run stops while workers have read further batches.
     train(make_trainer(rows, model_folder, tmp_path, max_steps=6, **options))
     stopped = verified(tmp_path / "audit")
     assert (stopped.fault, stopped.steps) == (None, 6)
@@ -315,7 +315,7 @@ def test_the_audit_log_has_the_steps_that_were_trained_and_verifies(weighted, mo
         resume=tmp_path / "checkpoint-4",
     )
     result = verified(tmp_path / "audit")
-    # Those of steps 4 and 5 and of their checkpoint were trained, and are not part of the run any more.
+    # Steps 4 and 5 and their checkpoint were trained, but no longer belong to the run.
     assert (result.fault, result.steps, result.abandoned) == (None, 6 + rows.steps - 4, 2)
     [log] = (tmp_path / "audit").glob("*.log")
     assert log.read_text().count("action=epoch_complete") == 2
@@ -344,4 +344,4 @@ def test_a_run_that_failed_resumes_in_the_same_process_with_its_log(plain, model
         trainer.train()
     train(make_trainer(rows, model_folder, tmp_path), resume=tmp_path / "checkpoint-2")
     result = verified(tmp_path / "audit")
-    assert (result.fault, result.steps) == (None, 7)  # the third was trained twice
+    assert (result.fault, result.steps) == (None, 7)  # the third row was trained twice

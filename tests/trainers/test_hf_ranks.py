@@ -1,4 +1,4 @@
-"""chatmill's data in `transformers.Trainer` and TRL's trainer on two ranks: one run that many tests look at."""
+"""chatmill's data in `transformers.Trainer` and TRL's trainer on two ranks, with one run shared by many tests."""
 
 from __future__ import annotations
 

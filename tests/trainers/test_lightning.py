@@ -1,4 +1,6 @@
-"""Lightning trains chatmill's batches: the same rows and losses as the own loop, and the same after resuming."""
+"""Lightning trains on chatmill's batches: the rows and losses equal those of chatmill's own loop, also after
+resuming.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
     pytest.mark.filterwarnings("ignore:.*module.s. in eval mode at the start of training"),
-    # Without a limit of its own, a trainer of steps has the epochs that it needs.
+    # A trainer with max_steps and no max_epochs runs as many epochs as it needs.
     pytest.mark.filterwarnings("ignore:.max_epochs. was not set"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks used to create"),
@@ -30,7 +32,9 @@ ACCUMULATED = {**PACKED, "gradient_accumulation_steps": 2}
 
 
 def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndarray]], parts: int = 1) -> None:
-    """Each `parts` batches of columns together are one batch of the own loop: written out here, not by chatmill."""
+    """Assert that each `parts` batches of columns together equal one batch of chatmill's own loop, computed
+    independently.
+    """
     assert len(batches) == len(own) * parts
     for number, arrays in enumerate(own):
         of_step = batches[number * parts : (number + 1) * parts]
@@ -45,7 +49,7 @@ def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndar
 
 
 def mean_losses(losses: list[list[float]], parts: int = 1) -> np.ndarray:
-    """The loss of each step: Lightning averages over ranks and over accumulated batches."""
+    """Return the loss of each step; Lightning averages over ranks and over accumulated batches."""
     return np.array(losses).reshape(len(losses), -1, parts).mean(axis=(0, 2))
 
 
@@ -74,7 +78,7 @@ def test_losses_are_those_of_the_own_loop(config, weighted, model_folder):
 
 
 def test_two_ranks_train_the_batches_and_losses_of_the_own_loop(weighted, model_folder, tmp_path):
-    """One test for all that needs two ranks: processes take long to start."""
+    """One test covers all checks with two ranks, because processes take long to start."""
     arguments = {"dataset": weighted, "config": ACCUMULATED, "model": model_folder, "folder": tmp_path}
     runs = ranks(2, "lightning_runs:two_rank_runs", **arguments)
     for rank, of_rank in enumerate(runs):
@@ -85,14 +89,14 @@ def test_two_ranks_train_the_batches_and_losses_of_the_own_loop(weighted, model_
     np.testing.assert_allclose(losses, own_losses(weighted, model_folder, ACCUMULATED), rtol=0, atol=1e-5)
     assert_validated([of_rank["validated"] for of_rank in runs], weighted, ACCUMULATED)
 
-    # The first run had 50 steps, and the other went on from its step 21 to 45.
+    # The first run had 50 steps, and the other run continued from its step 21 to 45.
     (log,) = (tmp_path / "audit").iterdir()
     state = torch.load(tmp_path / "resumed" / "step=45.ckpt", weights_only=True)["EpisodeDataModule"]["audit"]
     result = verify_log(log, weighted, heads={"step=45": state["head"]})
     assert (result.fault, result.steps, state["cursor"]["step"]) == (None, 50 + 45 - (STEPS + 1), 45)
     assert "ranks=all" in log.read_text()
 
-    # One rank resumes from the checkpoint of two.
+    # One rank resumes from the checkpoint of two ranks.
     checkpoint = tmp_path / f"step={STEPS + 1}.ckpt"
     resumed = train(weighted, ACCUMULATED, model=model_folder, ckpt_path=checkpoint, max_steps=45)
     assert_own(resumed["batches"], own_batches(weighted, ACCUMULATED, 45)[STEPS + 1 :], 2)
@@ -105,13 +109,13 @@ SIX = {**PACKED, "batch_size": 6}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """A dataset of few rows, whose epochs end soon."""
+    """Return a dataset of few rows, whose epochs are short."""
     return lightning_runs.small_dataset(tmp_path_factory.mktemp("data") / "small")
 
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    """Epochs of many windows, which differ in the number of their packed rows."""
+    """Return a dataset whose epochs have many windows with different numbers of packed rows."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 16)
 
 
@@ -141,7 +145,7 @@ def test_epochs_of_different_lengths_are_trained_by_steps(small, small_windows, 
 
 
 def test_a_trainer_that_fetches_ahead_saves_the_position_of_what_it_trained(small, tmp_path):
-    # The order `random` has no epochs and no length, and Lightning then fetches one batch more than it trains.
+    # The order `random` has no epochs and no length, so Lightning fetches one batch more than it trains.
     config = {**UNPACKED, "batch_sampling_mode": "random"}
     train(small, config, max_steps=6, checkpoints=tmp_path)
     for step in (1, 4):
@@ -170,7 +174,7 @@ def test_limits_and_a_second_fit_go_on_with_the_next_rows(small):
     trainer.fit(module, data)
     assert trainer.global_step == 15
     assert_own(module.batches, own_batches(small, SIX, 15))
-    # Another trainer begins at the first step.
+    # A new trainer begins at the first step.
     module.batches.clear()
     make_trainer(max_steps=2, limit_val_batches=0).fit(module, data)
     assert_own(module.batches, own_batches(small, SIX, 2))
@@ -191,11 +195,11 @@ def test_a_batch_that_a_hook_skips_is_trained_next(small):
     assert_own(module.batches, own_batches(small, SIX, 5))
 
 
-# Validation, other forms of a batch, and the audit log.
+# Validation, other batch formats, and the audit log.
 
 
 def val_oracle(dataset: Path, config, table: np.ndarray) -> float:
-    """The weighted mean loss over the rows of val, of a model that looks next tokens up in a table."""
+    """Return the weighted mean loss over the rows of val, for a model that looks up next tokens in a table."""
     loader = lightning_runs.EpisodeLoader(dataset, config, tensors=False)
     total = weight = 0.0
     scores = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
@@ -208,7 +212,7 @@ def val_oracle(dataset: Path, config, table: np.ndarray) -> float:
 
 
 def assert_validated(runs: list[dict], dataset: Path, config) -> None:
-    """The ranks read every row of val once, and Lightning's mean over all of them is the weighted one."""
+    """The ranks read every row of val once, and Lightning's mean over all ranks is the weighted mean."""
     loader = lightning_runs.EpisodeLoader(dataset, config, tensors=False)
     expected = sorted(row.tobytes() for batch in loader.one_pass("val") for row in batch.x)
     rows = [row.tobytes() for run in runs for batch in run["val_batches"] for row in batch["input_ids"][:, :-1]]
@@ -264,7 +268,7 @@ def test_the_audit_log_does_not_have_a_batch_that_was_only_fetched(small, tmp_pa
     assert (result.fault, result.steps) == (None, 5)
 
 
-# What is refused.
+# Refused settings.
 
 
 def test_another_accumulation_than_that_of_the_config_is_refused(small):

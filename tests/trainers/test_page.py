@@ -1,4 +1,4 @@
-"""The examples of the pages about other trainers run with the real libraries."""
+"""The examples on the pages about other trainers run with the real libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset that was exported as Parquet has the same loss in TRL as the dataset itself."""
+"""A dataset exported as Parquet has the same loss in TRL as the dataset itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ["input_ids", "labels", "position_ids", "seq_lengths"]
 
 
 def expected(rows) -> list[dict]:
-    """One token at a time."""
+    """Compute the columns one token at a time."""
     found = []
     for row in (rows[at : at + 1] for at in range(len(rows))):
         lengths = [n for n in np.diff(row.segment_start).tolist() if n]
@@ -44,8 +44,8 @@ def tiny_model():
 
 
 def losses_in_trl(dataset, folder, *, padding_free: bool, skip: bool) -> list[float]:
-    """The loss of ten steps of `SFTTrainer`, rows in their order."""
-    # The trainer wants a tokenizer, from which it takes no more than the id to pad with.
+    """Return the losses of ten steps of `SFTTrainer`, with rows in their order."""
+    # The trainer requires a tokenizer, but uses only its padding id.
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     trainer = trl.SFTTrainer(
         tiny_model(),
@@ -78,7 +78,9 @@ def losses_in_trl(dataset, folder, *, padding_free: bool, skip: bool) -> list[fl
 
 
 def losses_one_by_one(episodes) -> list[float]:
-    """The same ten steps over the dataset itself, each conversation alone: nothing of TRL, padding or packing."""
+    """Return the losses of the same ten steps on the dataset itself, with each conversation alone: without TRL, padding
+    and packing.
+    """
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     losses = []
@@ -100,7 +102,7 @@ def losses_one_by_one(episodes) -> list[float]:
 
 
 def adapted(episodes):
-    """The rows of a dataset straight from its mapped files, as the one kind of stream that TRL takes."""
+    """Return the rows of a dataset from its mapped files, as the only kind of stream that TRL accepts."""
 
     def stream():
         for rows in episodes.sweep(tokens=500):
@@ -126,7 +128,7 @@ def test_trl_trains_on_it_with_the_loss_of_the_dataset(tmp_path, pack):
     alone = losses_one_by_one(episodes)
     assert of_export == pytest.approx(alone, rel=1e-5)
     if packed:
-        # As the card says: without padding_free, TRL lets conversations of a row see each other.
+        # As the card explains, without padding_free TRL lets the conversations of a row attend to each other.
         mingled = losses_in_trl(exported, tmp_path / "trl", padding_free=False, skip=False)
         assert mingled != pytest.approx(alone, rel=1e-5)
     assert len(of_export) == STEPS

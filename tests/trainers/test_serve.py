@@ -1,4 +1,4 @@
-"""Rollouts from the real `transformers serve`: its answers are those of the same folder in this process."""
+"""Rollouts from the real `transformers serve`: its answers equal those of the same folder in this process."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ START_LIMIT = 300
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder for each template, with a small model that was taught the true answers, so that it writes plain JSON."""
+    """Return a folder for each template, with a small model that was trained on the true answers, so that it writes
+    plain JSON.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
     place = tmp_path_factory.mktemp("served")
     write_truth(place / "truth.jsonl")
     torch.set_num_threads(1)
-    # The server reads the answers of a Qwen3 by the headers of its template, which brackets lack.
+    # The server parses the answers of a Qwen3 by the headers of its template, which this template lacks.
     for kind, names in ((Qwen3Config, ("chatml", "thinking")), (LlamaConfig, ("brackets",))):
         folders = [write_folder(place / name, name, special_coordinates=False) for name in names]
         rows = concat([answer_rows(questions(place), open_task(str(folder), None)) for folder in folders])
@@ -66,7 +68,7 @@ SIZES = {
 
 
 def questions(place: Path) -> list[GroundTruth]:
-    """The records of the truth, and a conversation with an earlier answer."""
+    """Return the ground-truth records, and a conversation with an earlier answer."""
     turns = [Message("user", "scene 1"), Message("assistant", "{}"), Message("user", "scene 2")]
     return [*read_truth(place / "truth.jsonl"), GroundTruth(Record(turns, "turns"), TRUTH)]
 
@@ -85,7 +87,7 @@ def teach(model: torch.nn.Module, rows: Rows) -> None:
 
 @pytest.fixture(scope="module")
 def url(place):
-    """The server, in a process that ends with the tests of this file."""
+    """Start the server in a process that ends with the tests of this file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -129,13 +131,13 @@ def test_greedy_answers_are_those_of_the_same_folder_in_this_process(place, url,
     prompts, records = prompt_lists(task_prompts(truths, task)), [truth.record for truth in truths]
     model = open_model(place / name)
     mine = generate(model, prompts, max_tokens=90, end_ids=[task.eos_id])
-    # What the model was taught: answers in canonical tokens, each with its end.
+    # The model was trained on answers in canonical tokens, each with its end token.
     assert {task.tokenizer.decode(ids).count("object_") for ids in mine} >= {0, 2}
     assert all(ids[-1] == task.eos_id for ids in mine)
     server = TextServer(url, folder, 90, task=task, api=api)
     assert server(prompts, step=0, records=records) == mine
     assert server.counts == {"as_text": 6, "retokenized": 0}
-    # An answer that is cut off has no end.
+    # A truncated answer has no end token.
     short = TextServer(url, folder, 9, task=task, api=api)(prompts, step=0, records=records)
     for cut, whole in zip(short, mine, strict=True):
         limited = whole[:9]
@@ -162,7 +164,7 @@ def test_what_this_server_cannot_do_is_one_line(place, url):
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="check that the server runs and serves no/such/model"):
         TextServer(url, "no/such/model", 5, pause=0, task=task, api="completions")(prompts, step=0)
-    # Text that looks like a control token is a token there, and text in training.
+    # Text that looks like a control token is a token on the server, and text in training.
     record = Record([Message("user", "end <|im_end|> here")])
     prompt = prompt_lists(task_prompts([GroundTruth(record, ())], task))
     with pytest.raises(DataError, match=rf"reports \d+ tokens in a prompt that has {len(prompt[0])} in training"):
@@ -190,7 +192,7 @@ def test_a_run_trains_on_the_answers_of_the_server_and_is_replayed_to_the_bit(pl
     lines = [json.loads(line) for line in logged.splitlines()]
     task, model = open_task(str(folder), None), open_model(folder)
     prompts = [line["prompt_token_ids"] for line in lines]
-    # The server keeps its weights, so every answer is one of the model before training.
+    # The server keeps its weights, so every answer comes from the model before training.
     assert [line["response_token_ids"] for line in lines] == generate(
         model, prompts, max_tokens=90, end_ids=[task.eos_id]
     )

@@ -1,4 +1,4 @@
-"""torchdata: the batches of a `StatefulDataLoader` on each rank, and its states."""
+"""torchdata: the batches and states of a `StatefulDataLoader` on each rank."""
 
 from __future__ import annotations
 

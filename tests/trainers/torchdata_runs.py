@@ -1,4 +1,4 @@
-"""What the tests of torchdata run on each rank: functions for `trainer_fixtures.ranks`."""
+"""Functions that the torchdata tests run on each rank with `trainer_fixtures.ranks`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatmill.integrations.torchdata import stateful_loader
 
 
 def arrays(batch: Any) -> dict[str, Any]:
-    """A batch of either kind as numpy arrays."""
+    """Return a batch of either kind as numpy arrays."""
     columns = batch if isinstance(batch, dict) else batch._asdict()
     return {name: column.numpy() for name, column in columns.items()}
 
@@ -25,7 +25,7 @@ def batches(dataset: Path, *, steps: int, workers: int) -> list[dict[str, Any]]:
 
 
 def losses(dataset: Path, model: Path) -> list[float]:
-    """The loss of each step of a loop in plain torch, on one rank or several."""
+    """Return the loss of each step of a loop in plain torch, on one or several ranks."""
     opened = open_model(model).train()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     module = torch.nn.parallel.DistributedDataParallel(opened) if world_size > 1 else opened
@@ -47,7 +47,7 @@ def losses(dataset: Path, model: Path) -> list[float]:
 
 
 def on_two_ranks(dataset: Path, model: Path) -> dict[str, Any]:
-    # Ranks are known from torchrun's variables first, then from torch.distributed.
+    # Ranks come from torchrun's variables first, then from torch.distributed.
     before = batches(dataset, steps=50, workers=0)
     dist.init_process_group("gloo")
     return {0: before, 2: batches(dataset, steps=50, workers=2), "losses": losses(dataset, model)}

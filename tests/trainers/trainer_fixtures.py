@@ -1,7 +1,7 @@
-"""What the tests with other trainers share: a dataset, a model, chatmill's own batches and losses, and ranks.
+"""Shared by the tests with other trainers: a dataset, a model, chatmill's own batches and losses, and ranks.
 
-The fixtures `plain`, `weighted` and `model_folder` of conftest.py are made here. transformers is imported only where a
-model is made, because torchtitan's environment has none.
+The fixtures `plain`, `weighted` and `model_folder` of conftest.py are created here. transformers is imported only where
+a model is created, because torchtitan's environment does not have it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORDS = ["mill", "stone", "grain", "water", "wheel", "flour", "sack", "miller", 
 
 
 def write_dataset(folder: Path, *, weights: Sequence[float] = (), count: int = 260, val_split: float = 0.1) -> Path:
-    """A dataset of short chats with a val split; their answers have these weights in turn, else 1."""
+    """Write a dataset of short chats with a val split; their answers have these weights in turn, or weight 1."""
     rng = random.Random(7)
     lines = []
     for number in range(count):
@@ -53,7 +53,7 @@ def write_dataset(folder: Path, *, weights: Sequence[float] = (), count: int = 2
 
 
 def save_model(folder: Path) -> Path:
-    """A Llama of random weights and a tokenizer, without dropout, in float32."""
+    """Write a Llama with random weights and a tokenizer, without dropout, in float32."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -73,13 +73,13 @@ def open_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
 
 
-# What chatmill itself does.
+# Reference results of chatmill itself.
 
 
 def own_batches(
     dataset: Path, config: Mapping[str, Any], steps: int, *, rank: int = 0, world_size: int = 1
 ) -> list[dict[str, np.ndarray]]:
-    """The arrays of the first steps that the loader returns on a rank."""
+    """Return the arrays of the first steps that the loader returns on a rank."""
     loader = EpisodeLoader(dataset, config, rank=rank, world_size=world_size, tensors=False)
     batches = [batch._asdict() for batch in islice(loader, steps)]
     loader.close()
@@ -87,9 +87,9 @@ def own_batches(
 
 
 def own_losses(dataset: Path, model: Path, config: Mapping[str, Any], *, steps: int = STEPS) -> list[float]:
-    """The loss of each step of chatmill's own loop: AdamW at a constant rate, in float32, on one rank.
+    """Return the loss of each step of chatmill's own loop: AdamW at a constant learning rate, in float32, on one rank.
 
-    On more ranks or with other accumulation it is the same.
+    More ranks or other gradient accumulation give the same losses.
     """
     return own_run(dataset, model, config, steps=steps)[0]
 
@@ -97,7 +97,7 @@ def own_losses(dataset: Path, model: Path, config: Mapping[str, Any], *, steps: 
 def own_run(
     dataset: Path, model: Path, config: Mapping[str, Any], *, steps: int = STEPS
 ) -> tuple[list[float], float | None]:
-    """The loss of each step of chatmill's own loop, and that of val after the last."""
+    """Return the loss of each step of chatmill's own loop, and the val loss after the last step."""
     adamw = {"beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.0, "grad_clip": 0.0}
     run = {"max_iters": steps, "learning_rate": RATE, "lr_schedule": "constant", "warmup_iters": 0, "device": "cpu"}
     quiet = {"check_tokenizer": False, "eval_interval": steps, "save_interval": 0, "audit_dir": None}
@@ -133,7 +133,7 @@ with open(result, "wb") as file:
 
 
 def ranks(count: int, function: str, **arguments: Any) -> list[Any]:
-    """What `module:function` returns on each of `count` processes, started as torchrun starts them."""
+    """Return the result of `module:function` on each of `count` processes, started as torchrun starts them."""
     module, name = function.split(":")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         Path(folder, "arguments").write_bytes(pickle.dumps(arguments))

@@ -1,4 +1,4 @@
-"""torchtitan's process group of one rank, in the process of the tests."""
+"""torchtitan's process group of one rank, in the test process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_fixtures import free_port
 
 @pytest.fixture(scope="session", autouse=True)
 def one_rank():
-    """What torchrun sets; torchtitan's trainer joins the group that it finds."""
+    """Set torchrun's variables; torchtitan's trainer joins the existing group."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     yield
     if dist.is_initialized():

@@ -1,9 +1,9 @@
-"""Lets torchtitan's own trainer run on a CPU; imported before torchtitan.
+"""Let torchtitan's own trainer run on a CPU; this module must be imported before torchtitan.
 
-Without an accelerator torchtitan takes CUDA for the device, which a CPU build of torch does not have. Three things are
-put in its place here: torch's CPU module as the device, zeros for the memory that it logs, and for FlexAttention, which
-has no backward pass on a CPU, a dense attention with the mask that torchtitan made. Left out are new time limits after
-the first step, which need the number of a GPU, and two seconds of sleep at the end. All else is torchtitan.
+Without an accelerator, torchtitan uses CUDA as the device, which a CPU build of torch does not have. This module
+replaces three parts: the device module by torch's CPU module, the logged memory by zeros, and FlexAttention, which has
+no backward pass on a CPU, by dense attention with torchtitan's mask. It also skips new time limits after the first
+step, which need the index of a GPU, and two seconds of sleep at the end. All other code is torchtitan's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda *_: None
 torch.cpu.memory_stats = lambda *_: {}
 
 with warnings.catch_warnings():
-    # torch's own, in parts of torch that torchtitan imports.
+    # These warnings come from parts of torch that torchtitan imports.
     warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
     from torchtitan import trainer
     from torchtitan.distributed import utils
@@ -36,7 +36,7 @@ with warnings.catch_warnings():
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, scale: float | None, enable_gqa: bool, **_: Any
 ) -> tuple[Tensor, None]:
-    """What `flex_attention` computes."""
+    """Compute the result of `flex_attention` with dense attention."""
     rows, length = query.shape[0], query.shape[2]
     mask = create_mask(block_mask.mask_mod, rows, 1, length, length, device="cpu")
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
@@ -50,7 +50,7 @@ trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: N
 
 
 def without_gpu_settings(monkeypatch: Any) -> None:
-    """Lets torchtitan's own configs run: without CUDA graphs, and in float32, because a CPU is slow in bfloat16."""
+    """Make torchtitan's own configs run without CUDA graphs and in float32, because a CPU is slow in bfloat16."""
     monkeypatch.setattr(trainer, "wrap_with_cuda_graph", lambda function: function)
     monkeypatch.setattr(trainer, "cudagraph_teardown", lambda: None)
     monkeypatch.setitem(trainer.TORCH_DTYPE_MAP, "bfloat16", torch.float32)

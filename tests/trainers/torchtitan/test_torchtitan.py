@@ -1,4 +1,4 @@
-"""torchtitan's own trainer trains chatmill's batches: the same rows and losses, and the same after resuming."""
+"""torchtitan's own trainer trains on chatmill's batches: the rows and losses are the same, also after resuming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 128, "local_batch_size": 4
 
 
 def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndarray]], parts: int = 1) -> None:
-    """Each `parts` batches of torchtitan together are one batch of the own loop."""
+    """Assert that each `parts` batches of torchtitan together equal one batch of chatmill's own loop."""
     assert len(batches) == len(own) * parts
     for number, arrays in enumerate(own):
         of_step = batches[number * parts : (number + 1) * parts]
@@ -37,7 +37,9 @@ def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndar
 
 @pytest.fixture(scope="module")
 def plain_loop(plain):
-    """Compares the losses of a run with those of `plain_losses`, which is called once for each set of first weights."""
+    """Compare the losses of a run with those of `plain_losses`, which is called once for each set of initial
+    weights.
+    """
     results: list[tuple[dict[str, torch.Tensor], list[float]]] = []
 
     def compare(run: dict) -> None:
@@ -55,8 +57,9 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def plain_losses(dataset, weights: dict[str, torch.Tensor]) -> list[float]:
-    """The losses of a loop that shares nothing with the dataloader or trainer: each conversation goes alone through the
-    model, without padding, and AdamW is torch's."""
+    """Return the losses of a loop that shares no code with the dataloader or trainer: the model gets each conversation
+    alone, without padding, and AdamW is torch's.
+    """
     model = small_llama().build()
     model.init_weights(buffer_device=None)
     model.load_state_dict(weights)
@@ -96,7 +99,7 @@ def test_fifty_steps_train_the_batches_of_the_own_loop_and_the_losses_of_a_plain
 
 
 def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path):
-    """One test for all that needs two ranks: processes take long to start."""
+    """One test covers all checks with two ranks, because processes take long to start."""
     runs = ranks(2, "titan_runs:two_rank_runs", dataset=plain, load=PACKED, folder=tmp_path)
     for rank, (whole, resumed) in enumerate(runs):
         own = own_batches(plain, PACKED, 50, rank=rank, world_size=2)
@@ -105,13 +108,13 @@ def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path)
         plain_loop(whole)
         np.testing.assert_allclose(resumed["losses"], whole["losses"][STEPS + 1 : 45], rtol=0, atol=1e-5)
 
-    # The first run had 50 steps, and the other went on from its step 21 to 45.
+    # The first run had 50 steps, and the other run continued from its step 21 to 45.
     (log,) = (tmp_path / "audit").iterdir()
     result = verify_log(log, plain)
     assert (result.fault, result.steps) == (None, 50 + 45 - (STEPS + 1))
     assert "ranks=all" in log.read_text()
 
-    # One rank resumes from the checkpoint of two.
+    # One rank resumes from the checkpoint of two ranks.
     one = train(plain, PACKED, steps=45, folder=tmp_path, interval=500, load_step=STEPS + 1)
     assert_own(one["batches"], own_batches(plain, PACKED, 45)[STEPS + 1 :])
     np.testing.assert_allclose(one["losses"], runs[0][0]["losses"][STEPS + 1 : 45], rtol=0, atol=1e-5)
@@ -147,7 +150,7 @@ def test_the_validator_reads_every_row_of_val_once(plain):
         np.testing.assert_array_equal(np.concatenate(inputs), np.concatenate(expected))
 
 
-# What is refused.
+# Refused settings.
 
 
 @pytest.mark.parametrize(

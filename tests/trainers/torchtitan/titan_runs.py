@@ -1,4 +1,4 @@
-"""Runs of torchtitan's trainer with `EpisodeDataLoader`, which record what was trained."""
+"""Runs of torchtitan's trainer with `EpisodeDataLoader` that record the trained batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logging.getLogger().setLevel(logging.ERROR)
 
 
 class NoTokenizer(BaseTokenizer):
-    """Stands where torchtitan expects a tokenizer: chatmill's rows are tokens already."""
+    """A placeholder for the tokenizer that torchtitan expects; chatmill's rows are already tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -52,7 +52,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 def small_llama() -> Llama3Model.Config:
-    """torchtitan's Llama with two small layers."""
+    """Return torchtitan's Llama with two small layers."""
     init = {"weight": lambda weight: torch.nn.init.normal_(weight, std=0.02)}
     ones = {"weight": torch.nn.init.ones_}
     return Llama3Model.Config(
@@ -76,7 +76,7 @@ def small_llama() -> Llama3Model.Config:
 def trainer_config(
     dataset: Path, load: Mapping[str, Any], *, steps: int, folder: Path, **settings: Any
 ) -> Trainer.Config:
-    """A run in float32, with AdamW at a constant rate."""
+    """Return the config of a run in float32, with AdamW at a constant learning rate."""
     spec = model_registry("debugmodel")
     spec.model = small_llama()
     titan = {"local_batch_size": load["batch_size"], "global_batch_size": -1, **settings.pop("training", {})}
@@ -111,12 +111,12 @@ def trainer_config(
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight, gathered from all ranks."""
+    """Return a copy of a weight, gathered from all ranks."""
     return weight.full_tensor().clone() if isinstance(weight, DTensor) else weight.clone()
 
 
 class Recorder(Trainer):
-    """torchtitan's trainer, which records the batches and losses of each step on this rank."""
+    """torchtitan's trainer, extended to record the batches and losses of each step on this rank."""
 
     def __init__(self, config: Trainer.Config) -> None:
         super().__init__(config)
@@ -136,7 +136,7 @@ class Recorder(Trainer):
 
 
 def train(dataset: Path, load: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-    """What a run of torchtitan trained on this rank."""
+    """Return the batches and losses of a torchtitan run on this rank."""
     trainer = Recorder(trainer_config(dataset, load, **settings))
     trainer.train()
     trainer.dataloader.close()
@@ -150,7 +150,9 @@ def train(dataset: Path, load: Mapping[str, Any], **settings: Any) -> dict[str, 
 
 
 def two_rank_runs(dataset: Path, load: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """A run of 50 steps, and one that resumes from its step 21, in the same processes, which take long to start."""
+    """Do a run of 50 steps, and one that resumes from its step 21, in the same processes, because processes take long
+    to start.
+    """
     settings = {
         "folder": folder,
         "training": {"local_batch_size": 1, "global_batch_size": load["batch_size"]},
