@@ -113,13 +113,13 @@ def compared(trial: Trial, data: str) -> dict[str, Any]:
 
 def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
     yield (
-        "| template | data | TRL | records: equal | differ | refused by chatmill, TRL, both "
-        "| tokens: trained by both | only by chatmill | only by TRL |"
+        "| template | data | TRL | equal records | different records | records refused by chatmill, TRL, both "
+        "| tokens trained by both | tokens trained only by chatmill | tokens trained only by TRL |"
     )
     yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
     for trial, data, result in results:
         peer, records, tokens = result["peer"], result["records"], result["tokens"]
-        how = "every token" if peer["no_mask"] else "its training template" if peer["patched"] else "the tags"
+        how = "every token" if peer["no_mask"] else "training template" if peer["patched"] else "generation tags"
         refused = ", ".join(f"{records['refused'][name]:,}" for name in ("chatmill", "TRL", "both"))
         differ = sum(records[name] for name in ("mask", "cut", "ids", "dropped"))
         counts = " | ".join(f"{tokens[name]:,}" for name in ("both", "only_chatmill", "only_peer"))
@@ -134,7 +134,7 @@ def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
         name = "every token" if result["peer"]["no_mask"] else f"`{trial.name}`"
         for each in result["reasons"]:
             sums.setdefault((name, each["text"]), Counter()).update({column: each[column] for column in COLUMNS})
-    yield "| template | why | records | trained only by chatmill | only by TRL | by neither |"
+    yield "| template | reason | records | tokens trained only by chatmill | only by TRL | by neither |"
     yield "|---|---|---:|---:|---:|---:|"
     for (name, why), counts in sums.items():
         yield f"| {name} | {why} | {' | '.join(f'{counts[column]:,}' for column in COLUMNS)} |"

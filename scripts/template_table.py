@@ -49,10 +49,10 @@ TOKEN = re.compile(
 AFTER = "{} *after*"
 BEFORE = "{} *before*"
 MORE = "not {}, *written*"
-LEGEND = """The last column lists tokens that only one of the two trains, chatmill or the tagged version, and why:
-*after*: it follows the end of the turn, where a server has stopped, so it is context.
-*before*: the prompt already contains it, so the model never has to generate it and it is context.
-*written*: the model has to generate it for a server to stop there, so it is trained."""
+LEGEND = """The last column lists tokens that only chatmill or only the tagged version trains, with the reason.
+*after* marks a token after the end of the turn, where a server has already stopped; the token is context.
+*before* marks a token that the prompt already contains; the token is context.
+*written* marks a token that the model has to generate so that a server stops; the token is trained."""
 
 
 class Line(NamedTuple):
@@ -187,9 +187,9 @@ def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, D
         for reason, text in differences(one.rendering.text, spans(one.answers), spans(two.answers)):
             reasons.setdefault(reason, set()).add(f"`{json.dumps(text, ensure_ascii=False)[1:-1]}`")
     if not compared:
-        return "writes every probe differently"
+        return "the tagged version writes every probe differently"
     summary = "; ".join(reason.format(", ".join(sorted(texts))) for reason, texts in reasons.items())
-    return summary or "the same mask"
+    return summary or "no difference"
 
 
 def spans(answers: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
@@ -216,11 +216,11 @@ def markdown(table: Sequence[Line]) -> str:
     certified = sum(line.certified for line in table)
     both = sum(line.starts > 0 and line.stops > 0 for line in table)
     out = [
-        f"{certified} of {len(table)} certify; both derivations apply to {both} of them.",
+        f"{certified} of {len(table)} templates pass `certify`; both derivations apply to {both} templates.",
         "",
         LEGEND,
         "",
-        "| template | certified | answers by origin | by prefix: begin / end | also trained by the tagged version |",
+        "| template | certified | answers by origin | answers by prefix: begin / end | difference from the tagged version |",
         "|---|---|---:|---:|---|",
     ]
     for line in table:
@@ -229,7 +229,7 @@ def markdown(table: Sequence[Line]) -> str:
     refused = [(line.name, finding) for line in table for finding in line.findings if not finding.passed]
     for name, finding in refused:
         text = finding.text.replace(f"{FOLDER}/", "")
-        out += ["", f"`{name}` is refused at *{finding.name}*:", "", f"    {text}"]
+        out += ["", f"`certify` fails for `{name}` with this `{finding.name}` line:", "", "```text", text, "```"]
     return "\n".join(out)
 
 
