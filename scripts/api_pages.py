@@ -17,21 +17,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 API = ROOT / "docs" / "reference" / "api"
 PACKAGES = {
-    "chatmill": "The names that most programs need, from message dictionaries to a trained model.",
-    "chatmill.records": "Read conversations from files into `Record`, whatever their shape.",
-    "chatmill.tokenizer": "Open a tokenizer, or train one; control tokens stay apart from text.",
-    "chatmill.format": "Chat formats and chat templates: render conversations to token ids and a loss mask.",
-    "chatmill.fit": "Fit rows into a context: truncate, pack, cut into blocks.",
-    "chatmill.prepare": "Build a dataset from files of conversations, in one process or in many.",
+    "chatmill": "Import the names that most programs need, from message dictionaries to a trained model.",
+    "chatmill.records": "Read conversations of any supported shape from files into `Record` objects.",
+    "chatmill.tokenizer": "Open or train a tokenizer that never encodes text as control tokens.",
+    "chatmill.format": "Render conversations to token ids and a loss mask, with chat formats or chat templates.",
+    "chatmill.fit": "Fit rows into a context length by truncating, packing, or splitting into blocks.",
+    "chatmill.prepare": "Build a dataset from files of conversations, in one or more processes.",
     "chatmill.store": "Read, write, verify and compare datasets on disk.",
-    "chatmill.load": "Load batches of a dataset for each rank, in a reproducible order.",
-    "chatmill.audit": "Write and verify the log of what a run was trained on.",
-    "chatmill.train": "Models, losses, the training loop, checkpoints and generation.",
+    "chatmill.load": "Load the batches of each rank in a reproducible order.",
+    "chatmill.audit": "Write and verify the log of the rows that a run was trained on.",
+    "chatmill.train": "Train models, save checkpoints, and generate text.",
     "chatmill.rollout": "Train on the model's own answers with rollout matching.",
-    "chatmill.show": "Show a dataset in the terminal, as a report, or in a browser.",
+    "chatmill.show": "Show a dataset in the terminal, in a report, or in a browser.",
 }
 LIBRARIES = ("hf", "trl", "accelerate", "lightning", "torchdata", "torchtitan")
-INTEGRATIONS = "Feed chatmill's batches to other trainers; each module needs its library."
+INTEGRATIONS = "Use chatmill's batches in other trainers; each module needs the library that it is named after."
 NOTE = "<!-- Made by scripts/api_pages.py --write: change that, not this page. -->"
 
 
@@ -91,7 +91,7 @@ def package_page(package: str) -> str:
     lines = [f"# {package}", "", NOTE, "", PACKAGES[package]]
     if shared:
         links = ", ".join(f"[`{name}`][chatmill.{name}]" for name in shared)
-        lines += ["", f"Also in `chatmill`: {links}."]
+        lines += ["", f"The package `chatmill` also exports {links}."]
     return entries(lines, [f"{package}.{name}" for name in names if name not in shared])
 
 
