@@ -220,7 +220,7 @@ def markdown(table: Sequence[Line]) -> str:
         "",
         LEGEND,
         "",
-        "| template | certified | answers by origin | answers by prefix: begin / end | difference from tagged version |",
+        "| template | certified | answers by origin | by prefix (begin / end) | difference from tagged version |",
         "|---|---|---:|---:|---|",
     ]
     for line in table:
