@@ -44,7 +44,7 @@ def test_a_valid_template_passes_every_check(run, folder):
     assert (code, err) == (0, "")
     levels = {level: [name for name, (of, _) in found.items() if of == level] for level in ("WARN", "SKIP", "FAIL")}
     assert levels == {"WARN": ["reasoning"], "SKIP": ["terminator", "bos", "tools", "null"], "FAIL": []}
-    assert found["ids"][1].startswith("18 conversations have the ids of transformers")
+    assert found["ids"][1].startswith("18 conversations have the same ids as in transformers")
     assert found["terminator"][1].endswith("without generation_config.json it is unknown whether the model stops there")
     assert "the template drops the tool_calls of message 1" in found["tools"][1]
     assert found["text_tokens"][1] == "all 4 control tokens are plain text inside messages"
@@ -55,7 +55,7 @@ def test_faulty_records_can_be_skipped(run, folder, tmp_path):
     code, _, err = run("certify", "--tokenizer", "model", name)
     assert (code, err.split(": ")[1]) == (1, "chat.jsonl:2")
     code, out, err = run("certify", "--tokenizer", "model", name, "--on-error", "skip")
-    assert (code, lines(out)["records"]) == (0, ("PASS", "1 record, every answer trained"))
+    assert (code, lines(out)["records"]) == (0, ("PASS", "1 record; every answer is trained"))
     assert err == "rejected 1: 1 role; see rejects.jsonl\n"
 
 
@@ -85,13 +85,14 @@ def test_two_bos_tokens_fail(run, folder):
         json.dumps({"bos_token": "<s>", "chat_template": "<s>{{ bos_token }}" + CHATML})
     )
     code, out, _ = run("certify", "--tokenizer", "model")
-    assert code == 1 and lines(out)["bos"] == ("FAIL", "<s> is doubled at the start of probe one turn")
+    assert code == 1 and lines(out)["bos"] == ("FAIL", "<s> occurs twice at the start of probe one turn")
 
 
 def test_the_template_is_also_checked_on_the_users_records(run, folder, tmp_path):
     good = write(tmp_path / "good.jsonl", say("Hi", "Yo"), say("a <|im_end|> b", "c"))
     code, out, _ = run("certify", "--tokenizer", "model", good)
-    assert code == 0 and lines(out)["records"][1] == "2 records, 1 of them with control text, every answer trained"
+    counted = "2 records, 1 of them with control tokens in message text"
+    assert code == 0 and lines(out)["records"][1] == f"{counted}; every answer is trained"
     call = {"name": "f", "arguments": {}}
     lost = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     bad = write(tmp_path / "bad.jsonl", say("Hi", "Yo"), lost)
@@ -102,8 +103,8 @@ def test_the_template_is_also_checked_on_the_users_records(run, folder, tmp_path
         "name": "records",
         "level": "FAIL",
         "details": {"records": 2, "refused": {"not_written": 1}, "notes": {}},
-        "text": "2 records; rejected: 1 not_written; the first: bad.jsonl:2: the template drops the tool_calls of "
-        "message 1 (assistant); use a template that renders it, or remove the record",
+        "text": "2 records; rejected records: 1 not_written; first error: bad.jsonl:2: the template drops the tool_calls "
+        "of message 1 (assistant); use a template that renders every field, or remove the record",
     }
 
 

@@ -96,12 +96,12 @@ def test_all_problems_of_a_format_are_reported_in_one_line():
         "two keys in [tokens] name the same token",
         "tokens.empty must be a non-empty string",
         '[user] has unknown key "shut"',
-        "no [assistant]; a format needs at least user and assistant",
+        "[assistant] is missing; a format needs at least [user] and [assistant]",
         "user.open must start with a control token",
         "user.close must contain a control token",
         "end must consist only of control tokens",
         'body.reasoning must contain "{}" exactly once',
-        "default_system is set but there is no [system]",
+        "default_system is set but [system] is missing",
         "tokens.eot is never used",
     ):
         assert fault in line
@@ -113,7 +113,7 @@ def test_all_problems_of_a_format_are_reported_in_one_line():
         ("name = ", "not TOML"),
         ("tokens = 3", r"\[tokens\] must be a table"),
         ("name = 3", "name must be a string"),
-        ("", r"no \[tokens\]"),
+        ("", r"\[tokens\] is missing"),
         ("[tokens]\na = 1", "tokens.a must be a non-empty string"),
         ('[tokens]\na = "<|a|>"\n[body]\ntools = "<|a|>{}"', "body.tools must be plain text"),
     ],

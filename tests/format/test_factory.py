@@ -74,7 +74,7 @@ def test_a_chat_template_is_restored_with_all_its_options(tmp_path):
     "value", [None, "chatlm", {}, {"name": "template"}, {"name": "x", "tokens": {"eot": "<|eot|>"}}, 7]
 )
 def test_an_invalid_format_is_one_line(value):
-    with pytest.raises(DataError, match=r"^model: .*set it with --format$"):
+    with pytest.raises(DataError, match=r"^model: .*set the format with --format$"):
         renderer_from_json(value, open_tokenizer("bytes"), spec="bytes", where="model")
 
 

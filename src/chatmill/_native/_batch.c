@@ -9,7 +9,7 @@
 #include "_sha256.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "stored numbers are little-endian; other machines use the Python implementation"
+#error "stored numbers are little-endian; on big-endian machines, use the Python implementation"
 #endif
 
 enum { SPAN_BYTES = 15, WEIGHT_AT = 8, PART_AT = 13 };
@@ -19,9 +19,9 @@ enum { FITS = -1, OUTSIDE = -2 };
 static const int64_t IGNORED = -100;
 static const uint32_t ONE = 0x3F800000; /* 1.0 as bits */
 
-/* The bytes that are hashed for a row, as defined in docs/reference/files.md: numbers, one bit per label, ids. The
-   numbers are written when the row is complete; until then `weights` collects the positions and values of unusual
-   weights. */
+/* The bytes that are hashed for one row, in the layout of docs/reference/files.md: numbers, one bit per label, and ids.
+   The numbers are written when the row is complete; until then, `weights` collects the position and value of each
+   weight that differs from its bit. */
 typedef struct {
     uint8_t *weights, *bits, *ids; /* NULL if the row is not hashed */
     int64_t num_weights;
@@ -33,8 +33,8 @@ typedef struct {
     uint8_t *mask;
     float *weights;
     int32_t *positions, *segments;
-    int64_t size;     /* length of x and y: one less than the number of tokens in a row */
-    int64_t run;      /* the first token of the current run of equal weights, and the bits of that weight */
+    int64_t size;     /* length of x and of y, which is the number of tokens in a row minus one */
+    int64_t run;      /* the first token of the current run of equal weights; `weight` contains its bits */
     uint32_t weight;
     int64_t segment;  /* the first token of the current segment */
     int64_t *counts;
@@ -88,7 +88,7 @@ static void put_ids(uint8_t *restrict to, const uint8_t *from, int64_t count, in
         }
 }
 
-/* Record the weight of positions [begin, stop) and, if `has_label`, a label for each of them. */
+/* Record the weight of positions [begin, stop) and, if `has_label`, set the label bit of each position. */
 static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weight, int has_label) {
     for (int64_t n = begin; has_label && n < stop;)
         if (n % 8 || stop - n < 8)
@@ -102,7 +102,8 @@ static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weig
         }
 }
 
-/* Finish the message to hash when its row is complete. Return its start, and set `blocks` to its number of blocks. */
+/* Complete the message to hash after the last token of its row. Return a pointer to the start of the message, and set
+   `blocks` to the number of SHA-256 blocks. */
 static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t *blocks) {
     const Message *message = &row->message;
     int64_t last = row->size - 1, labels = row->y[last] != IGNORED ? 2 : 0, episodes = 0, at = 6;
@@ -113,7 +114,7 @@ static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t
     memcpy(begin, counts, sizeof counts);
     for (int64_t n = 0; n < row->counts[SEGMENTS]; n++)
         if (row->episodes[n] >= 0) put_number(begin, at++, row->episodes[n]);
-    /* Every label except the last one equals the next token of x. */
+    /* Hash only the last label as a number, because every other label equals the next token of x. */
     if (labels) put_number(begin, at++, last), put_number(begin, at++, row->y[last]);
     *blocks = sha256_padded(begin, message->ids + 4 * row->size - begin);
     return begin;
@@ -170,7 +171,8 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
             continue;
         }
         if (at == filled && episode[CUT]) {
-            /* If this first kept span is an answer with tokens on both sides of the cut, the answer is truncated. */
+            /* Count a truncated answer if the first kept span is trained and tokens of the same answer were
+               removed. */
             row->counts[ANSWER_CUT] += is_trained && (cut || (was_trained && !at_border));
             length -= cut, cut = 0, begins = 1;
         }
@@ -180,7 +182,8 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
             if (row->counts[SEGMENTS] >= source->most_segments) return 0;
             if (at) end_segment(row, at, (int32_t)row->counts[SEGMENTS] - 1);
             row->episodes[row->counts[SEGMENTS]++] = episode[NUMBER];
-            /* No token predicts the first token of a segment. */
+            /* The first token of a segment is never a label, because it must not be predicted from the previous
+               segment. */
             if (row->weight) end_run(row, at, tokens, from, source->width), row->weight = 0;
         }
         if (weight != row->weight) {
@@ -190,7 +193,7 @@ static int append(Row *row, int64_t filled, const int64_t *episode, const Source
         row->counts[TRAINED] += as_float(weight) > 0 ? length - begins : 0;
         at += length, begins = 0;
     }
-    /* The next episode reads from another token array. */
+    /* End the run here, because the next episode may read from another token array. */
     if (row->weight) end_run(row, at, tokens, from, source->width), row->weight = 0;
     row->counts[CUT_EPISODES] += episode[CUT] > 0;
     row->counts[CUT_TOKENS] += episode[CUT];
@@ -220,7 +223,8 @@ static int is_inside(const int64_t *episode, const Source *source) {
            episode[LAST_BORDER] <= source->num_borders;
 }
 
-/* Return the buffers of a list; NULL with an exception set if an item does not support buffers. */
+/* Return the buffers of the items in a list. If an item does not support the buffer protocol, set an exception and
+   return NULL. */
 static Py_buffer *all_buffers(PyObject *list, Py_ssize_t *count) {
     Py_ssize_t size = PyList_Size(list);
     Py_buffer *buffers = PyMem_Calloc(size ? size : 1, sizeof(Py_buffer));
@@ -242,9 +246,9 @@ PyDoc_STRVAR(rows_doc,
              "rows(x, y, loss_mask, weights, positions, segments, episode_ids, counts, tokens, spans, episodes, first,\n"
              "     borders, size, most_segments, width, pad, use_loss_mask, pad_part[, digests, steps, first_row])\n\n"
              "Write the rows of a batch. Row r contains episodes[first[r]:first[r + 1]]. Return -1, or the index of\n"
-             "the first episode whose spans do not tile its tokens.\n\n"
+             "the first episode whose spans do not cover its tokens exactly.\n\n"
              "With `digests`, also write 16 bytes of the hash of each row. All `steps` have the same number of rows, and\n"
-             "`first_row` is the index of the first one in the global batch.");
+             "`first_row` is the index of the first row of each step in the global batch.");
 
 static PyObject *rows(PyObject *module, PyObject *args) {
     (void)module;
@@ -279,8 +283,8 @@ static PyObject *rows(PyObject *module, PyObject *args) {
     const uint8_t *begins[2];
     int64_t blocks[2];
     if (fits && rows_a_step) {
-        /* Space for two messages, each with the maximum size of a row's numbers, bits and ids, and 72 bytes of padding.
-           */
+        /* Allocate two messages, each large enough for the numbers, bits and ids of any row and for 72 bytes of
+           padding. */
         bits_at = 8 * (8 + most + 2 * size), ids_at = bits_at + (size + 7) / 8;
         messages[0] = PyMem_Malloc(2 * (ids_at + 4 * size + 72));
         if (messages[0] == NULL)
@@ -341,7 +345,7 @@ end:
     release(out, 9), release(in, 4);
     if (PyErr_Occurred()) return NULL;
     if (result != OUTSIDE) return PyLong_FromSsize_t(result);
-    PyErr_SetString(PyExc_ValueError, "expected episodes within their tokens and spans, and rows that hold them");
+    PyErr_SetString(PyExc_ValueError, "expected episodes within the bounds of their arrays, and rows large enough for them");
     return NULL;
 }
 

@@ -1,9 +1,9 @@
 /* Byte-level BPE for many texts in one call.
 
-   A text is split into words as the tokenizer's pattern would split it, and each word is looked up in a table of words
-   that have been merged before. Nearly all words are in this table. The encoder skips a text if it contains a word
-   longer than LONGEST, a character of unknown class, a character that must be normalized, or an added token. A skipped
-   text gets no ids, and its index is returned in a list, so that the caller can encode it. */
+   A text is split into words by the tokenizer's split pattern, and each word is looked up in a table of words that have
+   been merged before. The table contains nearly all words of a typical text. The encoder skips a text if it contains a
+   word longer than LONGEST, a character of unknown class, a character that must be normalized, or an added token. A
+   skipped text gets no ids, and its index is returned in a list, so that the caller can encode it. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -19,11 +19,11 @@ typedef struct {
     Cutter cutter;
     Table table;
     Heap classes, text, out, offsets;
-    Heap added; /* tokens to search for before splitting: for each, one byte with its length, then its bytes */
+    Heap added; /* added tokens to search for before splitting, each stored as one length byte followed by its bytes */
     int ready;
 } Encoder;
 
-/* Read from a buffer that may be unaligned. */
+/* Read an integer from a buffer that may be unaligned. */
 static inline int64_t number_at(const Py_buffer *buffer, Py_ssize_t n) {
     int64_t number;
     memcpy(&number, (const uint8_t *)buffer->buf + 8 * n, 8);
@@ -37,7 +37,7 @@ static inline uint32_t id_at(const Py_buffer *buffer, size_t n) {
 }
 
 static int is_ready(const Encoder *self) {
-    if (!self->ready) PyErr_SetString(PyExc_RuntimeError, "this encoder was not made");
+    if (!self->ready) PyErr_SetString(PyExc_RuntimeError, "the encoder is not initialized; call Encoder(...) first");
     return self->ready;
 }
 
@@ -53,7 +53,7 @@ static int has_added(const Encoder *self, const uint8_t *text, size_t size) {
     return 0;
 }
 
-/* Append the ids of `self->text`, or set `odd` if the caller must encode it. Return 0 if out of memory. */
+/* Append the token ids of `self->text`, or set `odd` if the caller must encode the text. Return 0 if out of memory. */
 static int encode_text(Encoder *self, size_t size) {
     size_t room = self->out.size + (size + FEW) * sizeof(uint32_t);
     if (!reserve(&self->out, room)) return 0;
@@ -101,14 +101,16 @@ static int note_odd(PyObject *odd, Py_ssize_t number) {
 
 static PyObject *answer(Encoder *self, PyObject *odd) {
     const char *ids = self->out.data ? (char *)self->out.data : "";
-    // Do not use "y#": if built with the headers of Python 3.13, it fails in older versions with the same limited API.
+    // Avoid the format "y#": a module built with Python 3.13 headers would fail on older Python versions, despite the
+    // limited API.
     return Py_BuildValue("(NNN)", PyBytes_FromStringAndSize(ids, (Py_ssize_t)self->out.size),
                          PyBytes_FromStringAndSize((char *)self->offsets.data, (Py_ssize_t)self->offsets.size), odd);
 }
 
 PyDoc_STRVAR(encode_doc,
              "encode(texts: list[str], normal: bool) -> (ids, offsets, odd)\n\n"
-             "Return ids as uint32, len(texts) + 1 offsets as int64, and the indices of texts left to the caller.");
+             "Return ids as uint32, len(texts) + 1 offsets as int64, and the indices of the texts that the\n"
+             "caller must encode.");
 
 static PyObject *encode(PyObject *object, PyObject *args) {
     Encoder *self = (Encoder *)object;
@@ -147,7 +149,7 @@ static PyObject *encode_columns(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*y*y*y*OO", &data, &start, &stop, &kind, &before, &after)) return NULL;
     Py_ssize_t count = kind.len;
     if (start.len != count * 8 || stop.len != count * 8 || !PyList_Check(before) || !PyList_Check(after)) {
-        PyErr_SetString(PyExc_ValueError, "expected columns of one length, and two lists");
+        PyErr_SetString(PyExc_ValueError, "expected columns of equal length and two lists");
         goto done;
     }
     self->cutter.normal = 0;
@@ -157,7 +159,7 @@ static PyObject *encode_columns(PyObject *object, PyObject *args) {
         int64_t from = number_at(&start, n), to = number_at(&stop, n);
         uint8_t which = ((const uint8_t *)kind.buf)[n];
         if (from < 0 || to < from || to > data.len) {
-            PyErr_SetString(PyExc_ValueError, "expected texts that lie within the data");
+            PyErr_SetString(PyExc_ValueError, "expected text ranges within the data");
             goto done;
         }
         PyObject *first = PyList_GetItem(before, which), *last = first ? PyList_GetItem(after, which) : NULL;
@@ -216,7 +218,7 @@ static int take_in(Encoder *self, const Py_buffer *given) {
     if (self->cutter.pattern < 0 || self->cutter.pattern >= PATTERNS || !are_classes(classes, self->cutter.pattern) ||
         !are_tokens(added) || byte_ids->len != sizeof self->table.byte_ids || into->len % 4 || pairs->len != into->len * 2 || merges >= MERGES ||
         numbers->len % 4 || places->len != (Py_ssize_t)(words + 1) * 8 || !are_in_order(places, words, vocabulary->len)) {
-        PyErr_SetString(PyExc_ValueError, "expected columns that fit together");
+        PyErr_SetString(PyExc_ValueError, "the arrays do not match; expected sizes as in Encoder.__doc__");
         return -1;
     }
     memset(self->cutter.lead, WIDE, sizeof self->cutter.lead);
@@ -250,11 +252,12 @@ no_memory:
 
 PyDoc_STRVAR(encoder_doc,
              "Encoder(pattern, whole, classes, byte_ids, pairs, into, vocabulary, places, numbers, added)\n\n"
-             "pattern: how words are cut, a value of `Pattern` in split_pattern.py.\n"
-             "whole: whether a word of the vocabulary is its own token without being merged.\n"
-             "classes: a byte for each character; byte_ids: 256 ids; pairs and into: ids of the merges, in order.\n"
-             "vocabulary, places, numbers: the bytes of its words, their offsets, and their ids.\n"
-             "added: tokens; texts that contain one are left to the caller. Each follows a byte with its size.");
+             "pattern: the split pattern, a value of `Pattern` in split_pattern.py.\n"
+             "whole: whether every word of the vocabulary is a single token that needs no merging.\n"
+             "classes: one byte for each character. byte_ids: 256 token ids.\n"
+             "pairs, into: for each merge, in order, the ids of its two tokens and the id of the result.\n"
+             "vocabulary, places, numbers: the bytes of all words, their offsets, and their token ids.\n"
+             "added: added tokens, each preceded by one length byte. The caller must encode texts that contain one.");
 
 static int init(PyObject *object, PyObject *args, PyObject *names) {
     static char *keys[] = {"pattern",    "whole",  "classes", "byte_ids", "pairs", "into",
@@ -262,7 +265,7 @@ static int init(PyObject *object, PyObject *args, PyObject *names) {
     Encoder *self = (Encoder *)object;
     Py_buffer given[8];
     if (self->table.words) {
-        PyErr_SetString(PyExc_RuntimeError, "an encoder is made once");
+        PyErr_SetString(PyExc_RuntimeError, "the encoder is already initialized; create a new Encoder");
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(args, names, "ipy*y*y*y*y*y*y*y*", keys, &self->cutter.pattern, &self->table.whole,

@@ -2,7 +2,8 @@
 
    A line has the common form if it is {"messages": [{"role": …, "content": …}, …]}, with or without an id, and every
    other accepted key is null. Parsing stops before the first line in another form, which Python must parse. Parsed
-   lines are written as MessagePack, which contains their texts unchanged; record keys are computed from these bytes. */
+   lines are written as MessagePack, which contains the message texts unchanged; record keys are computed from the
+   MessagePack bytes. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -14,7 +15,7 @@
 #include <emmintrin.h>
 #endif
 
-/* Must match record.py. */
+/* The roles and nullable keys must match record.py. */
 static const char *const ROLES[] = {"system", "user", "assistant", "tool"};
 static const char *const NULL_KEYS[] = {"name",    "tool_calls",        "tool_call_id", "function_call",
                                         "refusal", "reasoning_content", "train",        "weight"};
@@ -27,10 +28,10 @@ typedef struct {
 } Column;
 
 typedef struct {
-    const uint8_t *at, *end; /* the remaining input; the byte at the end is 0 */
+    const uint8_t *at, *end; /* the remaining input, which is followed by a 0 byte */
     uint8_t *base, *out;     /* the start of the output, and the position of the next byte */
-    Column messages, stop;   /* for each record: its number of messages, and its end */
-    Column role, from, to;   /* for each message: its role, and the range of its text */
+    Column messages, stop;   /* for each record: the number of messages and the end offset in the output */
+    Column role, from, to;   /* for each message: the role and the range of the text */
     int no_memory;
 } Reader;
 
@@ -56,7 +57,7 @@ static inline int take(Reader *self, char wanted) {
     return 1;
 }
 
-/* The input ends with a 0, so the comparison never reads past it. */
+/* The input ends with a 0 byte, so strncmp never reads past the end of the input. */
 static int take_word(Reader *self, const char *word) {
     size_t size = strlen(word);
     if (strncmp((const char *)self->at, word, size)) return 0;
@@ -68,7 +69,8 @@ static int take_null(Reader *self) { return take(self, 'n') && take_word(self, "
 
 /* Strings. */
 
-/* Copy up to the first quote, backslash or control character; set a bit of `high` if any byte is not ASCII. */
+/* Copy bytes up to the first quote, backslash or control character; set `high` to a nonzero value if any byte is not
+   ASCII. */
 static inline void copy_ordinary(Reader *self, int *high) {
 #ifdef __SSE2__
     while (self->end - self->at >= 16) {
@@ -99,7 +101,7 @@ static int is_utf8(const uint8_t *at, const uint8_t *end) {
         uint8_t first = *at++;
         if (first < 0x80) continue;
         int more = first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3;
-        /* Range of the second byte: excludes overlong forms, surrogates, and code points above U+10FFFF. */
+        /* The range of the second byte excludes overlong forms, surrogates, and code points above U+10FFFF. */
         uint8_t low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
         uint8_t high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
         if (first < 0xC2 || first > 0xF4 || end - at < more || *at < low || *at > high) return 0;
@@ -148,7 +150,7 @@ static int take_escape(Reader *self) {
     return 1;
 }
 
-/* Read a string and write it to `out`. */
+/* Parse a JSON string and write its text to `out`. */
 static int take_string(Reader *self) {
     int high = 0;
     const uint8_t *begin = self->out;
@@ -174,7 +176,8 @@ static size_t header_of(uint8_t *header, size_t size, int is_text) {
     return 1 + bytes;
 }
 
-/* Read a key without escapes and the colon after it; return its index in `names`, or -1. */
+/* Parse a key without escapes and the colon after the key; return the index of the key in `names`, or -1 if it is not
+   listed. */
 static int take_key(Reader *self, const char *const *names, size_t count) {
     if (!take(self, '"')) return -1;
     const uint8_t *name = self->at;
@@ -207,7 +210,7 @@ static int take_message(Reader *self) {
             if (role >= 0 || (role = take_role(self)) < 0) return 0;
         } else if (key == CONTENT) {
             if (content) return 0;
-            /* Write the text where it usually belongs: after the role and a three-byte header. */
+            /* Write the text to its usual position, which is after the role and a three-byte header. */
             self->out += 1 + 5 + 1 + (role < 0 ? NAME_SIZE : strlen(ROLES[role])) + 8 + HEADER;
             content = self->out;
             if (!take_string(self)) return 0;
@@ -261,7 +264,7 @@ static int take_messages(Reader *self) {
     return add_number(self, &self->messages, count);
 }
 
-/* Read and discard a string or an integer: the id is not part of a record's key. */
+/* Parse and discard the id, which is a string, an integer or null, because record keys do not depend on ids. */
 static int take_id(Reader *self) {
     uint8_t *out = self->out;
     if (take(self, 'n')) return take_word(self, "ull");
@@ -293,7 +296,7 @@ static int take_record(Reader *self) {
     return 1;
 }
 
-/* Read one line, including its line end; return 0 and restore the state if it does not have the common form. */
+/* Parse one line including its line end. If the line does not have the common form, restore the state and return 0. */
 static int take_line(Reader *self) {
     Reader before = *self;
     if (*self->at == '{' && take_record(self)) {
@@ -308,9 +311,9 @@ static int take_line(Reader *self) {
 
 PyDoc_STRVAR(columns_doc,
              "columns(block: bytes, start: int) -> (end, data, messages, stop, role, from, to)\n\n"
-             "Return where the plain lines after `start` end, and their content. By record: its number of messages, and\n"
-             "where it ends in the data. By message: its role, and the range of its text. Numbers are int64, roles\n"
-             "uint8.");
+             "Parse lines in the common form from `start` on. Return the offset after the last parsed line, the data,\n"
+             "and columns. For each record: the number of messages and the end offset in the data. For each message:\n"
+             "the role and the range of the text in the data. Numbers are int64, and roles are uint8.");
 
 static PyObject *columns(PyObject *module, PyObject *args) {
     (void)module;
@@ -319,7 +322,7 @@ static PyObject *columns(PyObject *module, PyObject *args) {
     Py_ssize_t size, start;
     if (!PyArg_ParseTuple(args, "On", &block, &start) || PyBytes_AsStringAndSize(block, &data, &size)) return NULL;
     if (start < 0 || start > size) {
-        PyErr_SetString(PyExc_ValueError, "expected a start within the block");
+        PyErr_SetString(PyExc_ValueError, "expected a start offset within the block");
         return NULL;
     }
     Reader self = {.at = (uint8_t *)data + start, .end = (uint8_t *)data + size};
@@ -344,14 +347,15 @@ static PyObject *columns(PyObject *module, PyObject *args) {
 /* Duplicate keys. */
 
 #define MAX_DEPTH 64
-#define MAX_KEYS 64 /* maximum per object, because keys are compared pairwise */
+#define MAX_KEYS 64 /* maximum number of keys per object, because keys are compared pairwise */
 
 typedef struct {
     const uint8_t *name;
     size_t size;
 } Key;
 
-/* Return the end of the string that starts before `at`, or NULL; set `escaped` if it contains a backslash. */
+/* Return the end of the string whose first character is at `at`, or NULL if the string is not closed; set `escaped` if
+   the string contains a backslash. */
 static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *escaped) {
     for (; at < end && *at != '"'; at++)
         if (*at == '\\') {
@@ -361,12 +365,12 @@ static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *es
     return at < end ? at + 1 : NULL;
 }
 
-/* Whether an object in JSON text may have the same key twice. Also return 1 for objects with many keys or keys with
-   escapes, for deep nesting and for invalid JSON; Python must then check the text. */
+/* Whether an object in JSON text may have the same key twice. Also return 1 for objects with many keys or with escapes
+   in a key, for deep nesting and for invalid JSON, so that Python checks the text. */
 static int may_repeat_key(const uint8_t *at, const uint8_t *end) {
     Key keys[MAX_DEPTH * 8]; /* the keys of all open objects, innermost last */
     size_t first[MAX_DEPTH], count = 0, depth = 0;
-    uint64_t is_object = 0; /* one bit per level */
+    uint64_t is_object = 0; /* one bit per nesting level */
     int expects_key = 0;
     while (at < end) {
         uint8_t c = *at++;
@@ -399,8 +403,8 @@ static int may_repeat_key(const uint8_t *at, const uint8_t *end) {
 
 PyDoc_STRVAR(may_repeat_key_doc,
              "may_repeat_key(text: bytes) -> bool\n\n"
-             "False if no object in this JSON text, or lines of it, has a duplicate key; True if one has, or if only a\n"
-             "parser can tell.");
+             "Whether an object in JSON text or JSON lines may have a duplicate key. True also means that only a JSON\n"
+             "parser can decide.");
 
 static PyObject *may_repeat_key_of(PyObject *module, PyObject *text) {
     (void)module;

@@ -1,4 +1,4 @@
-/* Copy many ranges of arrays in one call; one call per range would cost more than the copy. */
+/* Copy many array ranges in one call, because a Python call for each range would cost more than the copy. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -11,7 +11,7 @@ static int outside(int64_t at, int64_t count, Py_ssize_t size) {
     return count && (at < 0 || count < 0 || at > size - count);
 }
 
-/* Read from a buffer that may be unaligned. */
+/* Read an integer from a buffer that may be unaligned. */
 static inline int64_t number_at(const Py_buffer *buffer, Py_ssize_t n) {
     int64_t number;
     memcpy(&number, (const uint8_t *)buffer->buf + 8 * n, 8);
@@ -31,8 +31,8 @@ static inline void copy(uint8_t *to, const uint8_t *from, size_t size) {
 
 PyDoc_STRVAR(ranges_doc,
              "ranges(target, to, source, start, stop, width)\n\n"
-             "Copy source[start:stop] to target[to:] for every entry of the three int64 arrays, which count items of\n"
-             "`width` bytes.");
+             "Copy source[start:stop] to target[to:] for each entry of the int64 arrays `to`, `start` and `stop`.\n"
+             "Offsets count items of `width` bytes.");
 
 static PyObject *ranges(PyObject *module, PyObject *args) {
     (void)module;
@@ -59,8 +59,8 @@ static PyObject *ranges(PyObject *module, PyObject *args) {
 
 PyDoc_STRVAR(pieces_doc,
              "pieces(target, first, second, start, length)\n\n"
-             "Fill the target with consecutive ranges of uint32, from `first`, or from `second` if they start at\n"
-             "len(first) or later.");
+             "Fill the uint32 array `target` with consecutive ranges of the concatenation of `first` and `second`. A\n"
+             "range must not cross from `first` to `second`.");
 
 static PyObject *pieces(PyObject *module, PyObject *args) {
     (void)module;

@@ -1,4 +1,4 @@
-/* For rollout targets: parse the entries of an answer that have exactly the form of a box; find overlapping boxes. */
+/* Parse boxes in the standard form from generated answers, and find overlapping boxes, to build rollout targets. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -14,7 +14,7 @@ typedef struct {
     const uint8_t *at, *end;
 } Reader;
 
-/* If this text comes next, skip it and return 1. */
+/* Skip `text` and return 1 if the remaining input starts with `text`; otherwise return 0. */
 static int passes(Reader *reader, const char *text, size_t size) {
     if ((size_t)(reader->end - reader->at) < size || memcmp(reader->at, text, size)) return 0;
     reader->at += size;
@@ -22,7 +22,7 @@ static int passes(Reader *reader, const char *text, size_t size) {
 }
 #define PASSES(reader, text) passes(reader, text, sizeof(text) - 1)
 
-/* Read at most `most` digits; return their count and set `number` to their value. */
+/* Parse at most `most` digits; return the number of digits and set `number` to the parsed value. */
 static int digits(Reader *reader, int most, long *number) {
     int count = 0;
     for (*number = 0; count < most && reader->at < reader->end && *reader->at >= '0' && *reader->at <= '9'; count++)
@@ -30,17 +30,18 @@ static int digits(Reader *reader, int most, long *number) {
     return count;
 }
 
-/* Read "<|coord_k|>" with k from 0 to 999, without leading zeros. */
+/* Parse "<|coord_k|>", where k is a number from 0 to 999 without leading zeros. */
 static int coordinate(Reader *reader, long *k) {
     if (!PASSES(reader, "\"<|coord_")) return 0;
     int is_zero = reader->at < reader->end && *reader->at == '0';
     return digits(reader, is_zero ? 1 : 3, k) && PASSES(reader, "|>\"");
 }
 
-/* Printable ASCII except the quote and the backslash. */
+/* Whether a byte is printable ASCII other than a quote or a backslash. */
 static int is_plain(uint8_t byte) { return byte >= ' ' && byte <= '~' && byte != '"' && byte != '\\'; }
 
-/* Read the next entry as a tuple; return NULL if it has another form, or with an exception set if an error occurs. */
+/* Parse the next entry and return it as a tuple. Return NULL without an exception if the entry is not a box in the
+   standard form, and NULL with an exception if an error occurs. */
 static PyObject *box(Reader *reader, const uint8_t *data) {
     Reader next = *reader;
     long number, k[4];
@@ -71,8 +72,8 @@ static PyObject *box(Reader *reader, const uint8_t *data) {
 
 PyDoc_STRVAR(boxes_doc,
              "boxes(data, at)\n\n"
-             "Return the entries after `at` that have exactly the form of a box, separated by a comma and a space, as\n"
-             "tuples of the fields of `ParsedEntry`.");
+             "Parse consecutive boxes in the standard form, separated by a comma and a space, starting at offset `at`.\n"
+             "Return each box as a tuple of the fields of `ParsedEntry`.");
 
 static PyObject *boxes(PyObject *module, PyObject *args) {
     (void)module;
@@ -96,7 +97,8 @@ static PyObject *boxes(PyObject *module, PyObject *args) {
     return entries;
 }
 
-/* Return four coordinates per box; NULL if a box is not a list of four small integers, or an error occurs. */
+/* Return an array with four coordinates per box, or NULL if a box is not a list of four small integers or memory runs
+   out. */
 static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     double *all = PyMem_Malloc((count ? count : 1) * 4 * sizeof(double));
     if (!all) PyErr_NoMemory();
@@ -115,23 +117,23 @@ static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     return all;
 }
 
-/* Whether two boxes intersect; `ratio` is their intersection over union. */
+/* Whether two boxes intersect. If so, set `ratio` to the intersection over union of the boxes. */
 static int overlap(const double *one, const double *other, double *ratio) {
     double x1 = one[0] > other[0] ? one[0] : other[0], y1 = one[1] > other[1] ? one[1] : other[1];
     double width = (one[2] < other[2] ? one[2] : other[2]) - x1, height = (one[3] < other[3] ? one[3] : other[3]) - y1;
     if (width < 0 || height < 0) return 0;
     double shared = width * height;
     double both = (one[2] - one[0]) * (one[3] - one[1]) + (other[2] - other[0]) * (other[3] - other[1]) - shared;
-    /* Points and lines have no area: they overlap only if they are equal. */
+    /* Points and lines have no area, so two of them overlap only if they are equal. */
     *ratio = both > 0 ? shared / both : !memcmp(one, other, 4 * sizeof(double));
     return 1;
 }
 
 PyDoc_STRVAR(overlaps_doc,
              "overlaps(boxes, others)\n\n"
-             "Return the pairs of boxes [x1, y1, x2, y2] that intersect: the index of each in its list, as int64, and\n"
-             "the intersection over union, as float64. Return None if a box is not a list of four integers that are\n"
-             "small enough for exact areas.");
+             "Return the pairs of boxes [x1, y1, x2, y2] that intersect, as three arrays: the index in `boxes`\n"
+             "(int64), the index in `others` (int64) and the intersection over union (float64). Return None if a box\n"
+             "is not a list of four integers that are small enough for exact areas.");
 
 static PyObject *overlaps(PyObject *module, PyObject *args) {
     (void)module;

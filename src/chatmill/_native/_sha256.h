@@ -1,4 +1,5 @@
-/* SHA-256 of two messages at a time: while one waits for the result of an instruction, the other proceeds. */
+/* Compute SHA-256 of two messages in an interleaved loop, so that instructions for one message run during the latency
+   of the other. */
 
 #include <stdint.h>
 #include <string.h>
@@ -146,7 +147,7 @@ TARGET static void sha256_both(uint32_t (*state)[8], const uint8_t **data, int64
     sha256_blocks(state, data, blocks, 2);
 }
 
-/* Pad a message in place, which needs room for 72 more bytes. Return its number of 64-byte blocks. */
+/* Pad a message in place and return the number of 64-byte blocks. The buffer must have room for 72 more bytes. */
 static int64_t sha256_padded(uint8_t *message, int64_t length) {
     int64_t blocks = (length + 72) / 64;
     memset(message + length, 0, 64 * blocks - length);
@@ -155,7 +156,7 @@ static int64_t sha256_padded(uint8_t *message, int64_t length) {
     return blocks;
 }
 
-/* Compute the hashes of one or two padded messages, 32 bytes each. */
+/* Compute the 32-byte hashes of one or two padded messages. */
 static void sha256(const uint8_t **data, const int64_t *blocks, int count, int has_instructions, uint8_t (*hashes)[32]) {
     uint32_t state[2][8];
     int64_t both = count < 2 ? 0 : blocks[0] < blocks[1] ? blocks[0] : blocks[1];

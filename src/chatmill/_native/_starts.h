@@ -1,19 +1,22 @@
-/* Find the word starts in the next 64 bytes of a text, as bits. Must match `word_at`, which finds one word at a time.
+/* Find the word starts in the next 64 bytes of a text, as one bit per byte. The result must match `word_at`, which
+   finds one word at a time.
 
-   Shifting a set of characters left by one gives the characters after them; shifting it right those before. */
+   Shifting a bit set left by one selects the characters after those in the set; shifting it right selects the
+   characters before them. */
 
 #include "_vector.h"
 #include "_words.h"
 
 #ifdef HAS_VECTORS
 
-#define ALWAYS_INLINE inline __attribute__((always_inline)) /* makes the pattern a constant */
+#define ALWAYS_INLINE inline __attribute__((always_inline)) /* makes `pattern` a compile-time constant */
 
 static const uint64_t ONE = 1;
 
 typedef struct {
-    uint64_t letter, upper, number, space, blank, line, other, control, quote, slash; /* sets of ASCII characters */
-    uint64_t inside; /* bytes that belong to the text */
+    /* one bit set for each class of ASCII characters */
+    uint64_t letter, upper, number, space, blank, line, other, control, quote, slash;
+    uint64_t inside; /* the bytes of the window that belong to the text */
     int known;       /* number of ASCII bytes before the first non-ASCII byte */
     int ends;        /* whether the text ends in the window */
 } Window;
@@ -46,7 +49,8 @@ static ALWAYS_INLINE Window window_at(const uint8_t *at, size_t left, int patter
     return window;
 }
 
-/* Extend the marked characters by adjacent characters in `through`, after them (up) or before them (down). */
+/* `fill_up` extends each marked character to the later adjacent characters in `through`, `fill_down` to the earlier
+   ones. */
 static inline uint64_t fill_up(uint64_t marked, uint64_t through) {
     for (int step = 1; step < 64; through &= through << step, step *= 2) marked |= through & marked << step;
     return marked;
@@ -57,9 +61,9 @@ static inline uint64_t fill_down(uint64_t marked, uint64_t through) {
     return marked;
 }
 
-/* Return the starts that do not depend on text after the window: a contraction needs three characters, the last word
-   two, and a run of spaces its whole length. The result includes the end of the text, but not the first byte, which is
-   known to be a start. */
+/* Return the word starts that do not depend on text after the window. To find a start, a contraction needs three
+   characters, the last word two, and a run of spaces its whole length. The result includes the end of the text, but not
+   the first byte of the window, which is always a word start. */
 static inline uint64_t certain(const Window *window, uint64_t starts, size_t left) {
     if (window->ends) return ((starts & window->inside) | ONE << left) & ~ONE;
     int known = window->known;
@@ -90,19 +94,20 @@ static inline uint64_t starts_of_numbers(uint64_t number, int digits) {
     return starts;
 }
 
-/* All patterns except GPT-2 use this function; they differ in what they add to runs of characters. */
+/* Return the word starts for every pattern except GPT-2; the patterns differ in which neighbors they add to a run of
+   characters. */
 static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int pattern) {
     Window w = window_at(at, left, pattern);
-    uint64_t tabs = w.space & ~w.line; /* spaces that are not line ends */
-    /* Line ends belong to the OTHER characters before them. */
+    uint64_t tabs = w.space & ~w.line; /* whitespace characters other than line ends */
+    /* Line ends directly after OTHER characters belong to the same word as those characters. */
     uint64_t taken = w.line & w.other << 1;
     if (taken) taken = fill_up(taken, w.line | w.slash);
     uint64_t other = w.other & ~taken, space = w.space & ~taken;
     uint64_t first_other = other & ~(other << 1) & ~(w.blank << 1);
-    /* A run of letters includes one character before it. */
+    /* A word that is a run of letters also includes one character before the run, such as a space. */
     uint64_t prefix = tabs | w.control | (first_other & ~(other >> 1));
     uint64_t starts = first_other | (w.letter & ~(w.letter << 1) & ~(prefix << 1)) | starts_of_numbers(w.number, most_digits(pattern));
-    /* A run of spaces is cut after its last line end, and before its last space if a word follows. */
+    /* Split a run of spaces after its last line end, and before its last space if a word follows. */
     uint64_t words = pattern == DEEPSEEK ? w.inside & ~w.number : w.inside;
     uint64_t last = tabs & ~(w.space >> 1);
     starts |= (space & ~(space << 1)) | (last & words >> 1);
@@ -130,7 +135,7 @@ static ALWAYS_INLINE uint64_t starts_of(const uint8_t *at, size_t left, int patt
     return certain(&w, starts, left);
 }
 
-/* Return the starts of the words after the one that starts here; 0 if `word_at` must find them. */
+/* Return the starts of the words after the word at `at`, or 0 if `word_at` must find them. */
 static inline uint64_t starts_after(const Cutter *self, const uint8_t *at, size_t left) {
     if (*at >= 0x80) return 0;
     switch (self->pattern) {

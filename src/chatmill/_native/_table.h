@@ -7,25 +7,26 @@
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "keys are the bytes of words as a little-endian number"
+#error "word keys are read as little-endian numbers; use the Python implementation on big-endian machines"
 #endif
 
 #define LONGEST 512           /* a power of two */
-#define MERGES (1u << 22)     /* a rank and a position in a word must fit into 32 bits */
+#define MERGES (1u << 22)     /* the rank of a merge and a position in a word must fit into 32 bits together */
 #define SHORT 15
 #define FEW 3
-#define MOST (1u << 16)       /* maximum number of words in addition to the initial ones */
-#define MOST_BYTES (1u << 25) /* maximum number of additional bytes for words stored ELSEWHERE */
-#define ELSEWHERE (1u << 31)
+#define MOST (1u << 16)       /* maximum number of words in addition to those of the vocabulary */
+#define MOST_BYTES (1u << 25) /* maximum number of additional bytes for words that do not fit into the table */
+#define ELSEWHERE (1u << 31)  /* flag in `count`: the bytes and ids of a word are stored outside the table */
 
-/* Key of a short word: its bytes, with the length in the top byte; of a long word: a hash, and the length below 0xFF. */
+/* The lookup key of a word. For a short word, `low` and `high` contain the bytes of the word, and the top byte of
+   `high` is the length. For a long word, `low` is a hash, and `high` contains the length and has a top byte of 0xFF. */
 typedef struct {
     uint64_t low, high;
 } Key;
 
 typedef struct {
     Key key;
-    uint32_t ids[FEW]; /* or, if stored ELSEWHERE, the offsets of its bytes and ids */
+    uint32_t ids[FEW]; /* the token ids, or with the flag ELSEWHERE the offsets of the word's bytes and ids */
     uint32_t count;
 } Word;
 
@@ -43,14 +44,14 @@ typedef struct {
     uint32_t byte_ids[256];
     Merge *merges;
     int merge_bits;
-    Heap vocabulary, places, numbers; /* the initial words and their ids */
-    int whole;                        /* whether initial words are tokens that need no merging */
+    Heap vocabulary, places, numbers; /* the words of the vocabulary: their bytes, offsets and ids */
+    int whole;                        /* whether every word of the vocabulary is a single token that needs no merging */
     Word *words;
     uint32_t num_words, most_words;
     size_t most_bytes;
     int word_bits;
     pid_t process;
-    Heap bytes, ids; /* of words stored ELSEWHERE */
+    Heap bytes, ids; /* the bytes and ids of words with the flag ELSEWHERE */
 } Table;
 
 static int reserve(Heap *heap, size_t room) {
@@ -70,8 +71,8 @@ static int append(Heap *heap, const void *data, size_t size) {
     return 1;
 }
 
-/* Allocate zeroed memory for random access, in huge pages if the system supports them. Do not allocate from the heap:
-   its pages are already in use and stay small. */
+/* Allocate zeroed memory for random access, in huge pages if the system supports them. Memory from the heap would not
+   use huge pages, because the heap reuses small pages. */
 #define LARGE_PAGE ((size_t)1 << 21)
 
 static size_t in_pages(size_t size) { return (size + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE; }
@@ -107,15 +108,15 @@ static inline Merge *merge_of(const Table *self, uint32_t left, uint32_t right) 
     }
 }
 
-/* Return the merge priority, lowest first: the rank of a pair in the high bits, the position of its first half in the
-   low bits. */
+/* Return the priority of merging a pair, where lower values are merged first: the merge rank in the high bits, and the
+   position of the pair in the low bits. */
 static inline uint32_t pair_at(const Table *self, const uint32_t *ids, uint32_t at, uint32_t next, uint32_t *into) {
     const Merge *merge = merge_of(self, ids[at], ids[next]);
     *into = merge->id;
     return merge->rank == UINT32_MAX ? UINT32_MAX : merge->rank * LONGEST | at;
 }
 
-/* Repeatedly merge the first pair with the lowest rank, until no pair can be merged. */
+/* Repeatedly merge the pair with the lowest rank, leftmost first, until no pair can be merged. */
 static uint32_t merged(const Table *self, const uint8_t *word, uint32_t size, uint32_t *ids) {
     uint32_t pair[LONGEST], into[LONGEST], count = 0;
     uint16_t next[LONGEST + 1], before[LONGEST + 1];
@@ -203,7 +204,7 @@ static int keep(Table *self, Word *word, const uint8_t *bytes, size_t size, cons
     return 1;
 }
 
-/* Reset the table to the words of the vocabulary, or empty it; common words are soon added again. */
+/* Reset the table to the words of the vocabulary, or to an empty table. */
 static int begin(Table *self, int with_vocabulary) {
     memset(self->words, 0, sizeof(Word) << self->word_bits);
     self->num_words = 0;
@@ -225,13 +226,13 @@ static int begin(Table *self, int with_vocabulary) {
 
 static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
     uint32_t ids[LONGEST];
-    /* If the table is full, reset it to bound its memory use. Words that need no merging must be restored. */
+    /* Reset a full table to bound its memory use, and restore the vocabulary if its words need no merging. */
     int full = self->num_words >= self->most_words || self->bytes.size + self->ids.size >= self->most_bytes;
     if (full && !begin(self, self->whole)) return 0;
     return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
 }
 
-/* Write the ids of a word; return where to write the next ids, or NULL if out of memory. */
+/* Write the token ids of a word to `out`; return the output position after them, or NULL if out of memory. */
 static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint64_t hash, const uint8_t *bytes,
                                                      size_t size, uint32_t *out) {
     Word fresh = {{0, 0}, {0}, 0};
@@ -257,9 +258,8 @@ static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint6
     return out + count;
 }
 
-/* Write the ids of the words that start at `at` and at the bits of `starts`; the last bit is the end of the last word.
-   All table entries are prefetched first, because memory latency dominates; nearly all words are short and stored in
-   the table itself. */
+/* Write the token ids of the words that start at `at` and at each bit of `starts`; the highest bit marks the end of the
+   last word. All table entries are prefetched first, because memory latency dominates the run time. */
 static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t starts, uint32_t *out) {
     struct Asked {
         Key key;
@@ -289,7 +289,7 @@ static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t sta
     return out;
 }
 
-/* After a fork, copy the words: writing to shared memory would split its huge pages. */
+/* Copy the table after a fork, because writing to copy-on-write memory would split its huge pages. */
 static int own_words(Table *self) {
     if (self->process == getpid()) return 1;
     size_t size = sizeof *self->words << self->word_bits;

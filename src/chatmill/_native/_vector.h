@@ -1,4 +1,4 @@
-/* Test 64 bytes at a time and return one bit per byte, with SSE2 on x86-64 and NEON on ARM. */
+/* Test 64 bytes at a time with SSE2 (x86-64) or NEON (ARM), and return one bit per byte. */
 
 #include <stdint.h>
 
@@ -16,13 +16,13 @@ static inline Bytes64 load64(const uint8_t *at) {
     return bytes;
 }
 
-/* Convert upper case letters to lower case; other bytes may change, but not to letters. */
+/* Convert uppercase letters to lowercase. Other bytes may also change, but never to a letter. */
 static inline Bytes64 folded(Bytes64 bytes) {
     for (int n = 0; n < 4; n++) bytes.part[n] = _mm_or_si128(bytes.part[n], _mm_set1_epi8(0x20));
     return bytes;
 }
 
-/* Return which bytes are in the range of `count` values starting at `first`. */
+/* Return one bit per byte: whether first <= byte < first + count. */
 static inline uint64_t bits_between(Bytes64 bytes, int first, int count) {
     uint64_t bits = 0;
     for (int n = 0; n < 4; n++) {
@@ -52,7 +52,8 @@ static inline Bytes64 folded(Bytes64 bytes) {
     return bytes;
 }
 
-/* NEON has no movemask: each byte keeps the bit of its position modulo 8, and adjacent bytes are added three times. */
+/* NEON has no movemask instruction, so each matching byte is reduced to the bit of its position modulo 8, and three
+   pairwise additions combine eight bytes into one. */
 static inline uint64_t bits_between(Bytes64 bytes, int first, int count) {
     static const uint8_t PLACES[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
     uint8x16_t place = vld1q_u8(PLACES), found[4];

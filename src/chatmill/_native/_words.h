@@ -1,25 +1,25 @@
-/* Split a text into words as the tokenizer's pattern does, one word at a time, for all characters.
-   `_starts.h` does the same 64 bytes at a time and must give the same result. */
+/* Split a text of any characters into words, one word at a time, with the same result as the tokenizer's regular
+   expression. `_starts.h` splits 64 bytes at a time and must give the same words. */
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* Character classes; must match split_pattern.py. DOUBT is added to the class of a character that normalization may
-   change. WIDE and END are classes of bytes. If a pattern does not distinguish some classes, it uses only the first of
-   them. */
+/* The character classes must match split_pattern.py. DOUBT is added to the class of a character that normalization may
+   change. WIDE and END are classes of single bytes, not of characters. Patterns that ignore case use LETTER for UPPER
+   and LOWER. */
 enum { LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN, WIDE, END, DOUBT = 16 };
 enum { GPT2, CL100K, QWEN2, O200K, TEKKEN, DEEPSEEK, PATTERNS };
 
-#define STOP 0xFF          /* the byte after a text; never occurs in UTF-8 */
+#define STOP 0xFF          /* end marker after a text; this byte never occurs in UTF-8 */
 #define BEYOND 80          /* number of readable bytes after a text */
 
 typedef struct {
     int pattern;
-    uint8_t lead[256]; /* for each byte: the class of an ASCII character, WIDE or END */
+    uint8_t lead[256]; /* for each byte value: the class of the ASCII character, WIDE, or END */
     const uint8_t *classes;
-    size_t known; /* number of characters with a class */
+    size_t known; /* number of code points in `classes` */
     int normal;   /* whether texts are known to be normalized */
-    int odd;      /* set for a text that the caller must encode */
+    int odd;      /* whether the caller must encode the current text */
 } Cutter;
 
 /* Return the required class of an ASCII character. */
@@ -32,7 +32,8 @@ static inline uint8_t ascii_class(int pattern, int c) {
     return pattern == DEEPSEEK && (c < ' ' || c == 0x7F) ? CONTROL : OTHER;
 }
 
-/* Splitting stops at invalid UTF-8: bytes after it are not examined, so nothing is read past the text. */
+/* Return the class of a multi-byte character. Invalid UTF-8 returns END, which stops splitting before any byte after
+   the text is read. */
 static inline uint8_t wide(Cutter *self, const uint8_t *at, int *size) {
     uint32_t c = *at;
     int more = c < 0xE0 ? 1 : c < 0xF0 ? 2 : 3;
@@ -57,13 +58,13 @@ static inline uint8_t class_of(Cutter *self, const uint8_t *at, int *size) {
     return class == WIDE ? wide(self, at, size) : class;
 }
 
-/* Sets of classes, as bits. */
+/* Sets of character classes, with one bit per class. */
 #define SET(class) (1u << (class))
 #define LETTERS (SET(LETTER) | SET(UPPER) | SET(LOWER) | SET(MARK))
 
 static inline int is_in(uint32_t set, uint8_t class) { return set >> class & 1; }
 
-/* Return the end of a run of characters of these classes. */
+/* Return the end of the run of characters whose class is in `set`. */
 static inline const uint8_t *run_of(Cutter *self, const uint8_t *at, uint32_t set) {
     for (int size;; at += size) {
         while (is_in(set, self->lead[*at])) at++;
@@ -79,21 +80,21 @@ static inline const uint8_t *last_character(const uint8_t *end) {
 
 static inline int is_line_end(uint8_t byte) { return byte == '\n' || byte == '\r'; }
 
-/* Return the end of a run of spaces; before a word, the last space belongs to the word. */
+/* Return the end of a run of spaces. If a word follows the run, the last space belongs to the word. */
 static inline const uint8_t *spaces(const uint8_t *from, const uint8_t *to) {
     if (*to == STOP) return to;
     const uint8_t *last = last_character(to);
     return last > from ? last : to;
 }
 
-/* Like `spaces`, for patterns in which a run ends after its last line end. */
+/* Like `spaces`, for patterns that end a run of spaces after its last line end. */
 static inline const uint8_t *lines(const uint8_t *from, const uint8_t *to, int before_word) {
     for (const uint8_t *last = to; last > from; last--)
         if (is_line_end(last[-1])) return last;
     return before_word ? spaces(from, to) : to;
 }
 
-/* Return the end of 's, 't, 're, 've, 'm, 'll or 'd; `fold` 0x20 ignores case. */
+/* Return the end of the contraction ('s, 't, 're, 've, 'm, 'll or 'd) at `at`, or NULL. A `fold` of 0x20 ignores case. */
 static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
     uint8_t first = at[1] | fold, second = at[1] == STOP ? STOP : at[2] | fold;
     if (first == 's' || first == 't' || first == 'm' || first == 'd') return at + 2;
@@ -101,14 +102,15 @@ static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
     return first == 'l' && second == 'l' ? at + 3 : NULL;
 }
 
-/* Like `contraction`, but ignores case, and `at` need not be an apostrophe; a long s (U+017F) counts as s. */
+/* Like `contraction`, but ignore case and return NULL if `at` is not an apostrophe. Leave texts with a long s (U+017F),
+   which also matches s, to the caller. */
 static inline const uint8_t *contraction_folded(Cutter *self, const uint8_t *at) {
     if (*at != '\'') return NULL;
     if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;
     return contraction(at, 0x20);
 }
 
-/* Maximum number of digits in a word; not used for GPT-2, which has no limit. */
+/* Return the maximum number of digits in a word. GPT-2 has no limit and does not call this function. */
 static inline int most_digits(int pattern) { return pattern == QWEN2 || pattern == TEKKEN ? 1 : 3; }
 
 static inline const uint8_t *digits_of(Cutter *self, const uint8_t *end) {
@@ -151,8 +153,8 @@ static inline const uint8_t *word_cl100k(Cutter *self, const uint8_t *at) {
     return lines(at, run_of(self, at, SET(SPACE)), 1);
 }
 
-/* [upper or caseless]* [lower or caseless]+, or [upper or caseless]+: upper case letters after the last caseless
-   character start the next word, unless lower case follows them. */
+/* Match [upper or caseless]* [lower or caseless]+ or [upper or caseless]+. Without a lowercase letter, the word ends
+   after its last caseless character, if it has one. */
 static inline const uint8_t *cased_letters(Cutter *self, const uint8_t *at) {
     const uint8_t *caseless = NULL;
     for (int size;; at += size) {
@@ -180,7 +182,8 @@ static inline const uint8_t *word_o200k(Cutter *self, const uint8_t *at) {
     return lines(at, run_of(self, at, SET(SPACE)), 1);
 }
 
-/* Numbers, then runs of Chinese characters and kana, are split off first: the word pattern does not look past them. */
+/* The DeepSeek pattern first splits off numbers and then runs of Chinese characters and kana, so a word never extends
+   past either. */
 static inline const uint8_t *word_deepseek(Cutter *self, const uint8_t *at) {
     int size, next_size;
     uint8_t class = class_of(self, at, &size);

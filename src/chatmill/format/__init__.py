@@ -1,4 +1,4 @@
-"""Chat formats and renderers: turn conversations into token ids and decide which of them are trained.
+"""Chat formats and renderers, which turn conversations into token ids and decide which tokens are trained.
 
 ChatFormat, TurnMarkers     a chat format; load_format and parse_format return one, PRESETS lists the built-in names
 Renderer                    a chat format with its tokenizer; open_renderer opens one, resolve_format picks the format
@@ -9,7 +9,7 @@ renderer_from_json          restores the renderer stored in a dataset or a model
 record_texts                all texts of a record, to train a tokenizer on
 transcript_turns            the turns of a record as text
 
-Names are imported on first use.
+All names are imported lazily, on first use.
 """
 
 from __future__ import annotations

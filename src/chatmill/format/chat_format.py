@@ -1,7 +1,7 @@
 """Chat formats: the tokens around each turn, and which parts of an assistant turn are trained.
 
-A format is a small TOML file. The same code reads the presets in `presets/` and user-defined formats.
-`CompiledFormat` is a format compiled to token ids for one tokenizer.
+A chat format is a small TOML file. The same code reads the presets in `presets/` and user-defined formats.
+`CompiledFormat` is a chat format compiled to token ids for one tokenizer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TurnMarkers(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A chat format that marks turns with control tokens; `load_format` reads one.
+    """A chat format that marks turns with control tokens. `load_format` loads a format by name or path.
 
     >>> from chatmill import load_format
     >>> format = load_format("chatml")
@@ -59,20 +59,20 @@ class ChatFormat:
 
     name: str
     tokens: Mapping[str, str]
-    """Control tokens by key, for example `sys`, `usr`, `asst` and `eot`."""
+    """Mapping from keys, for example `sys`, `usr`, `asst` and `eot`, to control tokens."""
     turns: Mapping[str, TurnMarkers]
     trained: tuple[str, ...] = ("content", "close")
     default_system: str | None = None
     begin: str = ""
     end: str = ""
-    """Control tokens around each conversation."""
+    """`begin` and `end` are the control tokens before and after each conversation."""
     body: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_BODY))
     """Templates for reasoning, a tool call and the list of tools, each with one `{}`."""
     requires_user: bool = False
-    """Train only whole answers after a complete user turn in the same row, and keep whitespace between turns."""
+    """Whether to train only whole answers that follow a complete user turn, and to keep whitespace between turns."""
 
     def split(self, text: str) -> list[tuple[str | None, str]]:
-        """Split `text` into control tokens, as (key, token), and other text, as (None, text)."""
+        """Split `text` into pieces: (key, token) for a control token and (None, text) for other text."""
         pieces: list[tuple[str | None, str]] = []
         keys = {token: key for key, token in self.tokens.items()}
         while text:
@@ -90,7 +90,7 @@ class ChatFormat:
 
     @property
     def has_turns(self) -> bool:
-        """Whether the format marks turns; all formats except `text` do."""
+        """Whether the format marks turns, which is true for all formats except `text`."""
         return any(turn.open for turn in self.turns.values())
 
     @property
@@ -99,10 +99,10 @@ class ChatFormat:
         return next(key for key, _ in self.split(self.turns["assistant"].close) if key is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that determines the rendered text, as JSON for dataset metadata."""
+        """Return all settings that determine the rendered text, as JSON for dataset metadata."""
         stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         if not self.requires_user:
-            # Omitted if false, so that the metadata of existing datasets does not change.
+            # Omit `requires_user` if it is false, so that the metadata of existing datasets does not change.
             stored.pop("requires_user", None)
         return stored
 
@@ -144,7 +144,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
 
     tokens = _strings(data.get("tokens", {}), "tokens", faults)
     if not tokens:
-        faults.append('no [tokens]; list each control token there, for example eot = "<|eot|>"')
+        faults.append('[tokens] is missing; list each control token there, for example eot = "<|eot|>"')
     if len(set(tokens.values())) < len(tokens):
         faults.append("two keys in [tokens] name the same token")
     turns: dict[str, TurnMarkers] = {}
@@ -153,7 +153,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
             turn = _strings(data[role], role, faults, allowed=("open", "close"))
             turns[role] = TurnMarkers(turn.get("open", ""), turn.get("close", ""))
     missing = [role for role in ("user", "assistant") if role not in turns]
-    faults += [f"no [{role}]; a format needs at least user and assistant" for role in missing]
+    faults += [f"[{role}] is missing; a format needs at least [user] and [assistant]" for role in missing]
     trained = data.get("trained", ["content", "close"])
     if not isinstance(trained, list) or not trained or any(part not in TRAINABLE for part in trained):
         faults.append(f"trained must be a non-empty list of {', '.join(TRAINABLE)}")
@@ -167,7 +167,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
     if not isinstance(requires_user, bool):
         faults.append("requires_user must be true or false")
     if "default_system" in data and "system" not in turns:
-        faults.append("default_system is set but there is no [system]")
+        faults.append("default_system is set but [system] is missing")
 
     format = ChatFormat(
         name=texts.get("name") or Path(where).stem,
@@ -187,7 +187,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
 
 
 def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the string values of a TOML table; add other values to `faults`."""
+    """Return the string values of a TOML table, and add a message to `faults` for every other value."""
     if not isinstance(table, dict):
         faults.append(f"[{name}] must be a table")
         return {}
@@ -203,7 +203,10 @@ def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ..
 
 
 def _marker_faults(format: ChatFormat) -> list[str]:
-    """Check that control tokens delimit all turns; otherwise text could imitate a turn."""
+    """Return the problems of the turn markers.
+
+    Without control tokens around a turn, message text could imitate a turn.
+    """
     faults, used = [], set()
     for role, turn in format.turns.items():
         opening, closing = format.split(turn.open), format.split(turn.close)
@@ -237,27 +240,30 @@ def _marker_faults(format: ChatFormat) -> list[str]:
 
 
 BEGIN, OPEN, BODY, CLOSE, AFTER, END = range(6)
-"""Pieces of a message, used as columns of the tables below. All except BODY are fixed for a role."""
+"""The pieces of a message, which are the columns of the tables in `CompiledFormat`.
+
+Only BODY differs between messages.
+"""
 PARTS = (Part.OPEN, Part.OPEN, Part.CONTENT, Part.CLOSE, Part.CLOSE, Part.EOS)
 ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate((*ROLES, NO_ROLE))}
-"""Rows of the tables below; a role's code equals its `Role` value."""
+"""Mapping from roles to the rows of the tables in `CompiledFormat`. The code of a role equals its `Role` value."""
 
 
 class CompiledFormat:
-    """A chat format compiled to token ids for one tokenizer; `literals` holds the ids of all fixed pieces."""
+    """A chat format compiled to token ids for one tokenizer. `literals` contains the ids of all fixed pieces."""
 
     def __init__(self, format: ChatFormat, tokenizer: Tokenizer) -> None:
         opened_for = getattr(tokenizer, "control", None)
         if opened_for is not None and dict(opened_for) != dict(format.tokens):
             raise DataError(
                 f"the tokenizer was opened for other control tokens ({', '.join(opened_for.values()) or 'none'}); "
-                f"open it with those of the format {format.name}"
+                f"open it with the control tokens of the format {format.name}"
             )
         ids = tokenizer.special_token_ids()
         control = {key: int(ids[key]) for key in format.tokens}
         self.prefix: list[str] = []
         self.suffix: list[str] = []
-        """For each role, the text of the opening and closing markers that is encoded together with the body."""
+        """For each role, `prefix` and `suffix` contain the marker text that is encoded together with the body."""
         fixed: list[list[tuple[str | None, str]]] = []
         for role in ROLES:
             turn = format.turns.get(role)
@@ -282,7 +288,7 @@ class CompiledFormat:
         ]
         self.lengths = np.array([len(ids) for ids in encoded], dtype=np.int64).reshape(-1, len(PARTS))
         self.starts = offsets(self.lengths.ravel())[:-1].reshape(self.lengths.shape)
-        # Control tokens used inside bodies follow the fixed pieces, one id each.
+        # After the fixed pieces, `literals` contains one id for each control token, for use inside message bodies.
         self.control_start = {key: int(self.lengths.sum()) + at for at, key in enumerate(control)}
         self.literals = np.array([i for ids in encoded for i in ids] + list(control.values()), dtype=np.uint32)
 
@@ -290,7 +296,7 @@ class CompiledFormat:
         self.rules = (Rule.HEADER, *trainable, Rule.HEADER, Rule.HEADER)
 
     def fixed(self, role: str, piece: int) -> list[int]:
-        """Token ids of one fixed piece."""
+        """Return the token ids of a fixed piece of a message with this role."""
         start, length = int(self.starts[ROLE_CODES[role], piece]), int(self.lengths[ROLE_CODES[role], piece])
         ids: list[int] = self.literals[start : start + length].tolist()
         return ids

@@ -1,4 +1,4 @@
-"""Open a renderer: by format name and tokenizer, or from the metadata of a dataset or model."""
+"""Open a renderer from a format name and a tokenizer, or from the metadata of a dataset or model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 TEMPLATE = "template"
 """The format name that selects the chat template of the tokenizer folder."""
 DEFAULT_FORMAT = "chatml"
-"""The format if neither a format nor a chat template is given."""
+"""The format that is used if neither a format nor a chat template is given."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class TemplateOptions:
     """Template variables, as `name=value`."""
     mask: Mask = "derived"
     date: str | None = None
-    """The date for templates that print one, as YYYY-MM-DD; defaults to today."""
+    """The date for templates that print the current date, as YYYY-MM-DD. Defaults to today."""
     text_tokens: TextTokens = "as-transformers"
     allow_no_end_token: bool = False
     """Whether to train answers without an end-of-turn token instead of rejecting them."""
     strip_prompt_space: bool = False
-    """Whether trailing spaces of the assistant header belong to the answer instead of the prompt."""
+    """Whether to treat trailing spaces of the assistant header as part of the answer instead of the prompt."""
 
     def given(self) -> list[str]:
-        """The command-line flags of the options that differ from their defaults."""
+        """Return the command-line flags of the options that differ from their defaults."""
         flags = {
             "--chat-template": self.chat_template is not None,
             "--template-arg": bool(self.arguments),
@@ -58,10 +58,10 @@ class TemplateOptions:
 
 
 def resolve_format(name: str | None, tokenizer: str, *, chat_template: str | None = None) -> str:
-    """Return the name of the format to use. All commands call this function.
+    """Return the name of the format to use. All commands call this function to choose a format.
 
-    Without `name`, the format is "template" if a chat template is given or the tokenizer folder has one, else "chatml".
-    A path to a tokenizer file selects only the tokenizer, not a template next to it.
+    If `name` is None, the format is "template" if a chat template is given or the tokenizer folder contains one, and
+    otherwise "chatml". A path to a tokenizer file selects only the tokenizer, not a chat template in the same folder.
 
     >>> from chatmill.format import resolve_format
     >>> resolve_format(None, "bytes"), resolve_format("primer", "bytes")
@@ -77,9 +77,9 @@ def open_renderer(
 ) -> TurnRenderer | TemplateRenderer:
     """Open a renderer for a preset, a .toml file, or "template" (the chat template in the tokenizer folder).
 
-    If `name` is None, use the folder's chat template if it has one, else "chatml"; see `resolve_format`. `tokenizer` is
-    a Hugging Face folder, a tokenizer file, or "bytes". Its vocabulary must contain the control tokens of the format;
-    with `add_tokens`, missing ones get new ids after the end of the vocabulary.
+    If `name` is None, `resolve_format` chooses the format. `tokenizer` is a Hugging Face folder, a tokenizer file, or
+    "bytes". The vocabulary must contain the control tokens of the format; with `add_tokens`, missing control tokens get
+    new ids after the end of the vocabulary.
 
     >>> from chatmill import Message, Record, open_renderer
     >>> renderer = open_renderer("primer", "bytes")
@@ -109,7 +109,9 @@ def open_renderer(
     flags = {"--allow-no-end-token": template.allow_no_end_token, "--strip-prompt-space": template.strip_prompt_space}
     if template.mask == "tags" and any(flags.values()):
         names = ", ".join(flag for flag, given in flags.items() if given)
-        raise UsageError(f"{names} with --mask tags: its tags decide what is trained; remove one of the flags")
+        raise UsageError(
+            f"{names} with --mask tags: generation tags decide which tokens are trained; remove one of the flags"
+        )
     folder = read_folder(tokenizer, template.chat_template)
     start_server()
     return TemplateRenderer(
@@ -125,7 +127,7 @@ def open_renderer(
 
 
 def _template_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments like `enable_thinking=false`; values that are valid JSON are decoded."""
+    """Parse arguments like `enable_thinking=false`; decode values that are valid JSON, and keep others as strings."""
     out: dict[str, Any] = {}
     for argument in arguments:
         name, separator, value = argument.partition("=")
@@ -150,7 +152,7 @@ def _date(date: str | None) -> datetime:
 
 
 def control_tokens_from_json(stored: Any) -> dict[str, str]:
-    """Return the control tokens of a stored format by key, or an empty dict if it does not list them."""
+    """Return the control tokens of a stored format by key; empty if the format does not list its control tokens."""
     if isinstance(stored, str) and stored in PRESETS:
         return dict(load_format(stored).tokens)
     tokens = stored.get("tokens") if isinstance(stored, dict) else None
@@ -160,7 +162,8 @@ def control_tokens_from_json(stored: Any) -> dict[str, str]:
 def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> TurnRenderer | TemplateRenderer:
     """Restore a renderer from the result of its `to_json`, or from a preset name, with a tokenizer opened from `spec`.
 
-    The result renders exactly like the stored renderer; raise `DataError` if that is not possible.
+    The returned renderer produces exactly the same rows as the stored renderer. Raise `DataError` if this is not
+    possible.
     """
     try:
         if isinstance(stored, dict) and stored.get("name") == TEMPLATE:
@@ -172,11 +175,13 @@ def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: s
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ChatmillError):
             raise
-        raise DataError(f"{where}: cannot read the format that it was trained with; set it with --format") from None
-    # `now` is stored only if the template uses it.
+        raise DataError(f"{where}: cannot read the stored format; set the format with --format") from None
+    # The date `now` is stored only if the template uses the date.
     if not isinstance(stored, str) and {**renderer.to_json(), "now": stored.get("now")} != {"now": None, **stored}:
         shown = one_line(str(stored.get("name")))
-        raise DataError(f"{where}: the format {shown} was stored by another version of chatmill; set it with --format")
+        raise DataError(
+            f"{where}: the format {shown} was stored by another version of chatmill; set the format with --format"
+        )
     return renderer
 
 

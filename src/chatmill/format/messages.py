@@ -1,7 +1,7 @@
-"""Convert the messages of a chunk of records to columns: bodies, and the texts to encode.
+"""Convert the messages of a chunk of records to columns of message bodies and texts to encode.
 
-The body of a message with reasoning or tool calls has several pieces. The text between two control tokens is
-encoded as a whole, and its parts are separated after encoding by byte offsets.
+The body of a message with reasoning or tool calls has several pieces. The text between two control tokens is encoded as
+a whole, and the encoded tokens are then assigned to parts by byte offset.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from chatmill.tokenizer.tokenizer import token_positions
 
 
 class BodyPiece(NamedTuple):
-    """A control token inside a body, or a stretch of text that belongs to a single part."""
+    """A control token inside a message body, or a piece of text that belongs to a single part."""
 
     part: Part
     token: str | None
-    """Key of the control token; None for text."""
+    """Key of the control token, or None if the piece is text."""
     text: str
     content_at: int = -1
     """Offset of the message's content in `text`; -1 if `text` does not contain it."""
@@ -39,7 +39,7 @@ Body = list[BodyPiece]
 
 
 def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> Body:
-    """Return the reasoning, content and tool calls in the order in which a model generates them."""
+    """Return the body of a message: reasoning, content and tool calls, in the order in which a model generates them."""
     body: Body = []
 
     def add(part: Part, *pieces: tuple[str | None, str], is_content: bool = False) -> None:
@@ -52,7 +52,7 @@ def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> B
                 body.append(BodyPiece(part, token, text, 0 if is_content else -1))
 
     def add_filled(part: Part, template: str, text: str) -> None:
-        # Only the template may contain control tokens; `text` is data.
+        # Search for control tokens only in the template, because `text` is data.
         before, after = template.split("{}")
         add(part, *format.split(before), (None, text), *format.split(after))
 
@@ -69,7 +69,7 @@ def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> B
 
 
 def text_runs(body: Body) -> list[str]:
-    """Return the texts between the control tokens of a body; each is encoded as a whole."""
+    """Return the text runs of a body. A run is the text between two control tokens and is encoded as a whole."""
     runs = groupby(body, key=lambda piece: piece.token is None)
     return ["".join(piece.text for piece in pieces) for is_text, pieces in runs if is_text]
 
@@ -87,14 +87,14 @@ def content_place(body: Body) -> tuple[int, int]:
 
 
 def record_texts(record: Record) -> Iterator[str]:
-    """Yield all texts of a conversation, for training a tokenizer."""
+    """Yield all texts of a conversation, to train a tokenizer on them."""
     yield from record.tools
     for message in record.messages:
         yield from filter(None, (message.reasoning, message.content, *map(call_text, message.tool_calls)))
 
 
 def call_text(call: ToolCall) -> str:
-    """Format a tool call as compact JSON; its arguments keep their key order."""
+    """Return a tool call as compact JSON. The arguments keep their key order."""
     return f'{{"name":{msgspec.json.encode(call.name).decode()},"arguments":{call.arguments}}}'
 
 
@@ -102,7 +102,9 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
     """Return the messages to render, with the default system message and the tool definitions added."""
     messages = record.messages
     if not messages:
-        raise RecordError("the record has no messages", "give at least one", kind="empty").at(record.file, record.line)
+        raise RecordError("the record has no messages", "expected at least one message", kind="empty").at(
+            record.file, record.line
+        )
     first = next((at for at, message in enumerate(messages) if message.role != NO_ROLE), 0)
     has_system = messages[first].role == "system"
     if not record.tools and (has_system or format.default_system is None):
@@ -118,11 +120,11 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
 def split_bodies(
     bodies: Sequence[Body], flat: Ids, text_start: Index, tokenizer: Tokenizer, control_start: Mapping[str, int]
 ) -> tuple[Index, Index, NDArray[np.uint8]]:
-    """Return the start, length and part of each piece of these bodies, whose runs come last in the encoded texts.
+    """Return the start, length and part of each piece of `bodies`, whose text runs are the last encoded texts.
 
-    Control tokens are stored after the encoded ids, at offset `control_start`. If the tokenizer normalizes the text of
-    a run, its pieces have no exact boundaries: the whole run becomes one piece of content, and its other pieces are
-    empty.
+    The ids of control tokens follow the ids of the encoded texts, at the offsets `control_start`. If the tokenizer
+    normalizes the text of a run, the boundaries between its pieces are unknown. In this case, the whole run becomes one
+    piece of content, and the other pieces of the run are empty.
     """
     pieces = [piece for body in bodies for piece in body]
     parts = np.array([piece.part for piece in pieces], dtype=np.uint8)
@@ -179,34 +181,34 @@ def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
 
 
 EXTENDED = 8
-"""Added to the role code of an extended message; larger than every role code."""
+"""The value that is added to the role code of an extended message. It is larger than every role code."""
 
 
 @dataclass(frozen=True)
 class MessageColumns:
-    """The messages of several records, ready to be encoded."""
+    """The messages of several records, prepared for encoding."""
 
     records: Sequence[Record]
     messages: Sequence[Message]
-    """Empty if the records are `ChatColumns`."""
+    """All messages in order, or an empty sequence if the records are `ChatColumns`."""
     first_message: Index
-    """Index of the first message of each record; one more entry for the end."""
+    """Index of the first message of each record. The last entry is the total number of messages."""
     added: Index
     """Number of messages that the format adds at the start of each record."""
     roles: NDArray[np.uint8]
     extended: list[int]
-    """Messages that have tool calls, reasoning, a weight or train ranges, or are incomplete; usually few."""
+    """Indices of messages that are incomplete or have tool calls, reasoning, a weight or train ranges."""
     bodies: dict[int, Body]
-    """The bodies of messages with tool calls, reasoning or ranges."""
+    """The bodies of messages with tool calls, reasoning or train ranges, by message index."""
     texts: Sequence[str]
     text_of: Index
-    """Index in `texts` of the body of each message."""
+    """For each message, the index of its text in `texts`."""
     layout: int = 0
-    """Number of records with whitespace between turns that the format drops."""
+    """Number of records in which the format drops whitespace between turns."""
 
     @property
     def outside(self) -> list[int]:
-        """Indices of messages that are text outside turns."""
+        """Indices of the messages that consist of text outside turns."""
         numbers: list[int] = np.flatnonzero(self.roles == ROLE_CODES[NO_ROLE]).tolist()
         return numbers
 
@@ -227,7 +229,7 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
             messages_by_record[at] = messages_of(record, format)
             added[at] = len(messages_by_record[at]) - counts[at]
     messages = list(chain.from_iterable(messages_by_record))
-    # The only loop over all messages; it collects their roles and whether they are extended.
+    # For speed, a single loop over all messages collects both the role of each message and whether it is extended.
     listed = [
         ROLE_CODES[message.role]
         if message.weight is None

@@ -1,4 +1,4 @@
-"""The `Renderer` protocol: a chat format together with the tokenizer that encodes it."""
+"""The `Renderer` protocol: a chat format combined with a tokenizer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from chatmill.tokenizer import Tokenizer
 Mask = Literal["derived", "tags"]
 """How to compute the loss mask for a chat template: from its output, or from its `{% generation %}` tags."""
 TextTokens = Literal["as-transformers", "never"]
-"""How to encode non-special added tokens in text that no header or turn end uses, such as `<think>`."""
+"""How to encode message text that contains an added token, such as `<think>`, that is not special or a turn marker."""
 OnReject = Callable[[RecordError], None]
 
 
 class Renderer(Protocol):
     """Renders conversations to `Rows`: token ids, and the role, part and weight of every span.
 
-    `TurnRenderer` implements presets and TOML formats, and `TemplateRenderer` implements the chat template of a Hugging
-    Face folder. `open_renderer` opens either of them.
+    `TurnRenderer` renders presets and TOML formats, and `TemplateRenderer` renders with the chat template of a Hugging
+    Face folder. `open_renderer` opens either kind of renderer.
 
     >>> from chatmill.format import open_renderer
     >>> from chatmill.records import Message, Record
@@ -49,23 +49,26 @@ class Renderer(Protocol):
         """Whether the rendered text depends on the current date."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that determines the rendered text, as JSON for dataset metadata."""
+        """Return all settings that determine the rendered text, as JSON for dataset metadata."""
 
     def renderable(
         self, records: Iterable[Record], on_reject: OnReject | None = None, *, last_only: bool = False
     ) -> Iterator[Record]:
-        """Yield the records that can be rendered. Pass errors to `on_reject`, or raise them if it is None.
+        """Yield the records that can be rendered.
 
-        With `last_only`, only the last assistant message is trained, so earlier ones need no exact answer boundaries.
+        Pass the errors of other records to `on_reject`, or raise the first error if `on_reject` is None.
+
+        With `last_only`, only the last assistant message is trained, so the answer boundaries of earlier messages need
+        not be exact.
         """
 
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
-        """Return the columns unchanged if `render` accepts them, else convert them to a list of `Record`s."""
+        """Return the columns unchanged if `render` accepts them. Otherwise convert them to a list of `Record`s."""
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
     ) -> Rows:
-        """Render each record to one row. All records must be renderable; anomalies are noted in the ledger."""
+        """Render each record to one row; all records must be renderable. The ledger counts anomalies, if given."""
 
     def render_chunks(
         self,
@@ -75,13 +78,13 @@ class Renderer(Protocol):
         ledger: Ledger | None = None,
         chunk: int = 512,
     ) -> Iterator[Rows]:
-        """Like `render`, but in chunks that are small enough for the CPU cache."""
+        """Like `render`, but yield the rows in chunks that are small enough for the CPU cache."""
         stream = iter(records)
         while batch := list(islice(stream, chunk)):
             yield self.render(batch, train_on=train_on, ledger=ledger)
 
     def prompt_ids(self, record: Record) -> list[int]:
-        """Return the token ids before the next answer, which are the same in training and inference."""
+        """Return the prompt for the next answer as token ids, which are the same in training and inference."""
 
 
 def apply_record_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
@@ -98,14 +101,14 @@ def apply_record_weights(records: Sequence[Record], spans: Table, first_span: In
 
 
 def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
-    """Return the origins of rows that contain one record each, and the files that the origins refer to."""
+    """Return the origin (file and line) of each record, and the files that the origins refer to."""
     origins = np.zeros(len(records), dtype=ORIGIN)
     if isinstance(records, ChatColumns):
         origins["line"] = np.arange(records.line, records.line + len(records))
         return origins, (File(records.source, records.file),)
     sources = list(map(attrgetter("source", "file"), records))
     number = {key: at for at, key in enumerate(dict.fromkeys(sources))}
-    # Usually all records of a chunk come from one file.
+    # Skip the per-record file index in the usual case that all records come from one file.
     if len(number) > 1:
         origins["file"] = [number[key] for key in sources]
     origins["line"] = [record.line for record in records]

@@ -47,7 +47,7 @@ def test_a_template_without_tool_definitions_passes_with_warnings(tmp_path):
     }
     assert found["tools"].text == "calls are rendered, but tool definitions are dropped"
     assert found["terminator"].text == "<|im_end|> is trained at the end of answers; the model stops there"
-    assert found["shapes"].text == "all 24 shapes of conversations are rendered"
+    assert found["shapes"].text == "all 24 conversation shapes are rendered"
 
 
 def test_a_missing_end_fails_and_an_end_that_cannot_be_judged_is_skipped(tmp_path):
@@ -160,7 +160,7 @@ def test_null_content_that_transformers_renders_differently_is_a_warning(tmp_pat
     assert found["ids"].level is Level.PASS and found["ids"].details["different"] == 0
     assert found["null"].level == level
     if text == "None":
-        assert 'transformers renders null as "None' in found["null"].text
+        assert 'transformers renders it as "None' in found["null"].text
 
 
 def test_ids_that_differ_fail_and_name_the_conversations(tmp_path):

@@ -1,4 +1,4 @@
-"""Hugging Face chat templates: render conversations to Rows, with a loss mask that is derived and checked.
+"""Render conversations to Rows with Hugging Face chat templates, and derive and check the loss mask.
 
 renderer     TemplateRenderer: derives the answers of a conversation, or replays a cached trace
 template     a compiled template, and records as its variables

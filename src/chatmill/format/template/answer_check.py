@@ -1,7 +1,8 @@
-"""Check the invariant of trained answers on the derived answers. `row_check` checks finished rows.
+"""Check that derived answers satisfy the invariant of trained answers.
 
-Each answer (a) starts where its prompt ends (row and prompt are compared starting at the assistant header), (b)
-contains no header and no text of another message, (c) ends with a token that ends a turn.
+`row_check` checks the same invariant on finished rows. Each answer (a) starts where its prompt ends (row and prompt are
+compared starting at the assistant header), (b) contains no header and no text of another message, (c) ends with a token
+that ends a turn.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ NO_END: Final = "no_end_token"
 def check_answers(
     derived: DerivedAnswers, tokens: ControlTokens, turns: TurnMarks, *, allow_no_end: bool
 ) -> tuple[Note, ...]:
-    """Raise a `RecordError` unless all answers satisfy the invariant; return notes for the ledger.
+    """Raise a `RecordError` if an answer violates the invariant of this module; otherwise return notes for the ledger.
 
-    Answers between generation tags are not checked, because the template itself marks what is trained.
+    Answers between generation tags are not checked, because the template itself marks the trained text.
     """
     if not derived.contexts:
         return ()
@@ -34,18 +35,18 @@ def check_answers(
         if not text.endswith(context.text, 0, answer.start) or (not context.text and answer.start):
             what = f"message {answer.message} starts after {shown_end(text[: answer.start])}, but its prompt ends with"
             raise _broken(f"{what} {shown_end(context.text + context.prompt_only)}", "prompt_mismatch")
-        # If an answer continues in another turn, the server does not have to stop between the two.
+        # If an answer spans several turns, only its last turn must end with a token at which the server stops.
         ended = _check_text(derived, answer, tokens, turns) or (after is not None and after.message == answer.message)
         if not ended and not allow_no_end:
             what = f"no token ends the answer of message {answer.message}, after {shown_end(text[: answer.stop])}"
-            right = "use a template with an end token, or train without one: --allow-no-end-token"
+            right = "use a template with an end token, or pass --allow-no-end-token to train without one"
             raise RecordError(what, right, kind=NO_END)
         unended |= not ended
     return (NO_END,) if unended else ()
 
 
 def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
-    """Implement --strip-prompt-space: move trailing spaces of the assistant header from the prompt to the answer."""
+    """Move trailing spaces of the assistant header from the prompt to the answer, for --strip-prompt-space."""
     answers, contexts = [], []
     for answer, context in zip(derived.answers, derived.contexts, strict=False):
         text = context.text if context.prompt_only else context.text.rstrip(" ")
@@ -70,7 +71,7 @@ def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlToke
     text = "".join(literals)
     last = tokens.find(text)[-1:]
     ended = bool(last) and last[0].end() == len(text) and last[0][0] in turns.ends
-    # If the server stops at the token that opens the next turn, that token ends this turn.
+    # Exclude the end token from `body`, because the token that ends this turn may also open the next turn.
     body = text[: last[0].start()] if ended else text
     for match in tokens.find(body):
         if match[0] in turns.ends:

@@ -74,8 +74,11 @@ class SimpleSections(NamedTuple):
     after_text: NDArray[np.bool_]
     """Whether the slot's text comes before each boundary."""
     takes_columns: bool
-    """Whether texts of the conversation are encoded unchanged: none is computed or stripped, and none can form a text
-    token together with the literals around it."""
+    """Whether all texts of the conversation are encoded unchanged.
+
+    This requires that the template does not compute or strip any text, and that no text forms a text token together
+    with the literals around it.
+    """
 
     def texts(self, slots: Sequence[str]) -> list[str]:
         return [before + slots[at] + after for at, (before, after) in zip(self.slots, self.around, strict=True)]

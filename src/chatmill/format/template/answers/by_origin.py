@@ -1,15 +1,17 @@
-"""Derive answers by origin: the source of each character shows where an answer starts and ends.
+"""Derive answers by origin: find where an answer starts and ends from the source of each character.
 
 Between the last field of the previous messages and the first field of the answer, a rendering contains only literals of
-the template. The same holds for the prompt that a server would send for those messages. The common prefix of both
-stretches of literals is part of the prompt; the answer starts where they diverge.
+the template. The prompt that a server would send for the previous messages also contains only literals after their last
+field. The common prefix of the literals in the rendering and the prompt is context; the answer starts where they
+diverge.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
     rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
                      common                              | trained
 
-The answer ends with the last control token among the literals that the template writes for this message after its last
-field. Earlier messages may differ between the prompt and the rendering, because only these literals are compared.
+The answer ends with the last control token among the literals that the template outputs after the last field of the
+answer's message. Earlier messages may differ between the prompt and the rendering, because only literals next to the
+answer are compared.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class AnswerSpan(NamedTuple):
     start: int
     stop: int
     closed: bool
-    """Whether it ends with a control token."""
+    """Whether the trained text ends with a control token."""
 
 
 def disputed(what: str, right: str = "rewrite the conversation, or remove it") -> RecordError:
@@ -41,19 +43,19 @@ def disputed(what: str, right: str = "rewrite the conversation, or remove it") -
 
 
 def shown(text: str) -> str:
-    """Return the start of a text, in quotes."""
+    """Return the first characters of a text in quotes, for error messages."""
     return f'"{one_line(text, SHOWN)}"'
 
 
 def shown_end(text: str) -> str:
-    """Return the end of a text, in quotes."""
+    """Return the last characters of a text in quotes, for error messages."""
     return f'"{"…" if len(text) > SHOWN else ""}{one_line(text[-SHOWN:], SHOWN)}"'
 
 
 RenderTraced = Callable[[int, bool], Rendering]
 """Renders the first n messages with tracing, with or without the generation prompt."""
 PromptEnds = Callable[[int, str], bool]
-"""Whether the prompt after n messages ends with a text."""
+"""Returns whether the prompt after the first n messages ends with the given text."""
 
 
 def answers_by_origin(
@@ -66,19 +68,19 @@ def answers_by_origin(
     eos: str | None = None,
     prompt_ends: PromptEnds | None = None,
 ) -> list[AnswerSpan]:
-    """Return the answer of each message in `assistants`; `ends` are the tokens at which a server stops, if known.
+    """Return the answer of each message in `assistants`. `ends` contains the tokens at which a server stops, if known.
 
-    `prompts` lists the numbers of messages after which a prompt may show the usual header.
+    `prompts` lists message counts; the usual assistant header is taken from the prompt after that many messages.
 
-    With `prompt_ends`, a prompt is not traced if an earlier prompt ended the same way and its answer started the same
-    way.
+    With `prompt_ends`, a prompt is not traced if an earlier prompt ends with the same literals and the same literals
+    precede its answer.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]
 
 
 class _OriginSearch:
-    """Finds the answers of one conversation."""
+    """Finds the answers of one conversation by origin."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class _OriginSearch:
         self.render_traced, self.tokens, self.prompt_ends = render_traced, tokens, prompt_ends
         self.ends, self.eos = ends, eos
         self.places = list(accumulate((len(piece.text) for piece in full.pieces), initial=0))
-        """Offset of each piece; one more entry for the length of the text."""
+        """Start offset of each piece. The last entry is the length of the text."""
         self.fields = [at for at, piece in enumerate(full.pieces) if piece.source is not None]
         self.visited = {
             piece.owner
@@ -103,16 +105,14 @@ class _OriginSearch:
         }
         """Messages in whose loop iteration the template outputs a field of another message."""
         self.known_starts: dict[str, tuple[str, int]] = {}
-        """Maps the literals before an answer to those at the end of its prompt, and their common prefix length."""
+        """Maps the literals before an answer to the end of its prompt and the length of their common prefix."""
         self.known_closings: dict[str, int] = {}
-        """Maps the literals from the first control token after an answer to the number of characters that close it."""
+        """Maps the literals after an answer, from a control token on, to the number of characters that close it."""
 
     def answer(self, message: int) -> AnswerSpan:
         start = self._start(message)
         stop, closed = self._stop(message, start)
         return AnswerSpan(message, start, stop, closed)
-
-    # The start.
 
     def _start(self, message: int) -> int:
         own = next((at for at in self.fields if self._message_of(at) == message), len(self.pieces))
@@ -134,7 +134,7 @@ class _OriginSearch:
         after = next((at for at in self.fields if at > before), len(self.pieces))
         literals = self._between(before, after)
         if own < len(self.pieces) and after != own:
-            what = f"text of message {self._message_of(after)} separates message {message} from the message it answers"
+            what = f"text of message {self._message_of(after)} is rendered between message {message} and its prompt"
             raise disputed(f"{what}: {shown(self.pieces[after].text)}")
         begin = self.places[before + 1]
         common = self._common(literals, prompt_end)
@@ -142,37 +142,39 @@ class _OriginSearch:
             header = self._visible_header(message, prompt_end)
             place = len(prompt_end) - len(header)
             if common == place and self._opening(self._usual_header()) not in header:
-                # The turn continues, as after a tool result: the text that the prompt adds is not a header.
+                # The prompt adds text that is not a header, because the turn continues, for example after a tool
+                # result.
                 return begin + common
             if common <= place:
                 header_at = self._header_place(literals, prompt_end, header)
                 if header_at is None:
                     what = f"message {message} starts with {shown(literals[common:])}, but its prompt ends with"
-                    right = "use a template whose rows open answers like its prompts"
+                    right = "use a template whose rows and prompts have the same assistant header"
                     raise disputed(f"{what} {shown_end(prompt_end)}", right)
                 place = header_at
             return begin + place + self._common(literals[place:], header)
         header = self._usual_header() if common < len(literals) and not self._header(message) else ""
         header_at = self._header_place(literals[common:], header, header) if header else None
         if header_at is not None:
-            # A header is context, even if this prompt lacks the header that other prompts have.
+            # Treat the usual header as context even if the prompt for this answer lacks it.
             return begin + common + header_at + self._common(literals[common + header_at :], header)
         self.known_starts.setdefault(literals, (prompt_end, common))
         return begin + common
 
     def _usual_header(self) -> str:
-        """Return the header of the first prompt of this conversation that has one."""
+        """Return the assistant header from the first prompt of this conversation that has a header."""
         headers = map(self._header, self.prompts)
         return next((header for header in headers if header), "").lstrip()
 
     def _start_without_prompt(self, message: int, own: int, error: RecordError) -> int:
-        """Find the start after the usual header if the template rejects the prompt, for example for a first message."""
+        """Find the start of an answer whose prompt the template rejects, by searching for the usual header."""
         before = max((at for at in self.fields if at < own), default=-1)
         literals = self._between(before, own)
         header = self._usual_header()
         opening = self._opening(header)
         places = [match.start() for match in re.finditer(re.escape(opening), literals)] if header else []
-        # There may be several openings, for example after a default system message; take the one closest to the header.
+        # The opening may occur several times, for example after a default system message, so take the longest match
+        # with the header.
         common, place = max(((self._common(literals[at:], header), at) for at in places), default=(0, -1))
         if not common:
             what = f"the template rejects the prompt for message {message}: {error.what}"
@@ -180,10 +182,10 @@ class _OriginSearch:
         return self.places[before + 1] + place + common
 
     def _visible_header(self, message: int, prompt_end: str) -> str:
-        """Return the header at the end of a prompt, or the last control token if the generation prompt adds nothing."""
+        """Return the header at the end of a prompt, even if the template ignores `add_generation_prompt`."""
         if header := (self._header(message) or "").lstrip():
             return header
-        # The template may ignore add_generation_prompt and always output the header; then the row also ends with the
+        # If the template ignores add_generation_prompt and always outputs the header, the row also ends with the
         # header.
         last = _tail(self.full)[1]
         always = next((at for at in range(len(prompt_end)) if last.endswith(prompt_end[at:])), len(prompt_end))
@@ -192,12 +194,12 @@ class _OriginSearch:
         return prompt_end.lstrip() if at is None else prompt_end[at:]
 
     def _opening(self, header: str) -> str:
-        """Return a header up to and including its first control token, or the whole header if it has none."""
+        """Return a header up to the end of its first control token, or the whole header without a control token."""
         matches = self.tokens.find(header)
         return header[: matches[0].end()] if matches else header.rstrip()
 
     def _header_place(self, literals: str, prompt_end: str, header: str) -> int | None:
-        """Find the header in the literals before an answer; whitespace before it may differ."""
+        """Return the offset of the header in the literals before an answer. Whitespace before the header may differ."""
         prompted = "".join(prompt_end[: len(prompt_end) - len(header)].split())
         opening = self._opening(header)
         places = [match.start() for match in re.finditer(re.escape(opening), literals)]
@@ -214,7 +216,7 @@ class _OriginSearch:
         return prompt_end[self._common(prompt_end, without) :]
 
     def _anchor(self, message: int, source: FieldPath | None, own: int) -> int:
-        """Return the last piece before the answer that the prompt's last field produced."""
+        """Return the index of the last piece before the answer that comes from the last field of the prompt."""
         if source is None:
             return -1
         anchor = max((at for at in self.fields if at < own and self.pieces[at].source == source), default=None)
@@ -222,8 +224,6 @@ class _OriginSearch:
             what = f"the text before message {message} in its prompt is missing from the row"
             raise disputed(f"{what} ({'.'.join(map(str, source.path))} of message {source.message})")
         return anchor
-
-    # The stop.
 
     def _stop(self, message: int, start: int) -> tuple[int, bool]:
         last = self._last_field(message, start)
@@ -235,24 +235,27 @@ class _OriginSearch:
         matches = self.tokens.find(closing) or self.tokens.find(own or "")
         is_tag = bool(matches) and matches[-1][0].startswith("</") and matches[-1][0] not in (*self.ends, self.eos)
         if own is not None and (is_tag if matches else not own.strip()):
-            # Text after the loop, or of the next message, may close the answer, but a closing tag does not.
+            # A closing tag does not end the answer, so search the text after the message loop or at the start of the
+            # next message.
             further = self.tokens.find(self._closing(message, start, literals))[len(matches) :]
             if further and not literals[len(own) : further[0].start()].strip():
                 matches = further[:1]
         if matches:
-            # Take the first token at which a server stops, else the first EOS, else the last token.
+            # End the answer at the first token at which a server stops, otherwise at the first EOS, otherwise at the
+            # last token.
             stops = [match for match in matches if match[0] in self.ends]
             end = (stops or [match for match in matches if match[0] == self.eos] or matches[-1:])[0]
             return begin + end.end(), True
         following = self.tokens.find(literals)
         between = literals[len(own or "") : following[0].start()] if following else ""
         if following and following[0][0] in self.ends and not between.strip():
-            # The token that opens the next turn closes this one: a server stops there, so the model must generate it.
+            # Train the token that opens the next turn, because a server stops at this token and the model must generate
+            # it.
             return begin + following[0].end(), True
         return begin + len((own if own is not None else closing).rstrip()), False
 
     def _last_field(self, message: int, start: int) -> int | None:
-        """Return the last piece of this message in its answer, which ends the answer if no message follows."""
+        """Return the index of the piece that ends the body of an answer, or None if the answer contains no field."""
         run: list[int] = []
         for at in self.fields:
             if self.places[at] >= start:
@@ -273,14 +276,14 @@ class _OriginSearch:
         return ending[-1]
 
     def _alone(self, message: int) -> Rendering:
-        """Render the conversation up to and including this message."""
+        """Return the rendering of the conversation up to and including `message`."""
         try:
             return self.render_traced(message + 1, False)
         except RecordError:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """Return the literals after `begin` that belong to this message; None if no message loop identifies them."""
+        """Return the literals after `begin` from the loop iteration of this message; None without a message loop."""
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""
@@ -294,7 +297,7 @@ class _OriginSearch:
         return literals[: max(0, stop - begin)]
 
     def _own_closing(self, message: int, own: str) -> str:
-        """Return the literals of this message that also close it when it is the last message."""
+        """Return the part of `own` that the template also outputs if this message is the last one."""
         matches = self.tokens.find(own)
         if len(matches) < 2:
             return own
@@ -304,11 +307,11 @@ class _OriginSearch:
         return own[: max(0, first + known[own[first:]])]
 
     def _closing(self, message: int, start: int, literals: str) -> str:
-        """Return the literals outside loop iterations that close this message regardless of what follows."""
+        """Return the literals that close this message whether or not another message follows."""
         alone = self._alone(message)
         source, tail = _tail(alone, of=message)
         if source is None:
-            # The output contains no field of this message, so take the text after its start.
+            # The rendering contains no field of this message, so take the text after the start of the answer.
             tail = alone.text[start:] if alone.text.startswith(self.full.text[:start]) else ""
         closing = literals[: self._common(literals, tail)]
         try:
@@ -317,8 +320,6 @@ class _OriginSearch:
             return closing
         both = closing[: self._common(closing, prompted)]
         return both if self.tokens.find(both) else closing
-
-    # Pieces and literals.
 
     def _message_of(self, at: int) -> int | None:
         source = self.pieces[at].source if at < len(self.pieces) else None
@@ -338,7 +339,7 @@ class _OriginSearch:
 
 
 def _tail(rendering: Rendering, *, of: int | None = None) -> tuple[FieldPath | None, str]:
-    """Return the last field of a rendering (or of message `of`) and the text after it."""
+    """Return the last field of a rendering, or of the message `of` in it, and the text after that field."""
     texts: list[str] = []
     for piece in reversed(rendering.pieces):
         if piece.source is not None and (of is None or piece.source.message == of):

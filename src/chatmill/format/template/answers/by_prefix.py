@@ -1,8 +1,9 @@
 """Derive answers by prefix: compare the prompts that a server would send with the rendering, as plain text.
 
-This derivation does not use the origin of characters. If the prompt for an answer is a prefix of the rendering, the
-answer starts at the end of the prompt. If the conversation up to and including the answer, alone or with the next
-prompt, is a prefix of the rendering, the answer ends with the control tokens at the end of that prefix.
+The derivation by prefix does not use the origin of characters. If the prompt for an answer is a prefix of the
+rendering, the answer starts at the end of the prompt. If the conversation up to and including the answer, with or
+without the next generation prompt, is a prefix of the rendering, the answer ends with the control tokens at the end of
+that prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ RenderText = Callable[[int, bool], str]
 
 
 class PrefixAnswer(NamedTuple):
-    """Start and stop of one answer, found by prefix; None if no prefix matches."""
+    """Start and stop of one answer, found by prefix. Each is None if no prefix matches."""
 
     message: int
     start: int | None
@@ -34,9 +35,10 @@ def answers_by_prefix(
     ends: Collection[str],
     eos: str | None = None,
 ) -> list[PrefixAnswer]:
-    """Return the answer of each message in `assistants`, if prefixes match; a server stops at the tokens in `ends`.
+    """Return the answer of each message in `assistants`, with None for positions that no prefix determines.
 
-    `prompts` lists the numbers of messages after which a prompt may show the usual header.
+    `ends` contains the tokens at which a server stops. `prompts` lists message counts; the usual assistant header is
+    taken from the prompt after that many messages.
     """
     token = token_pattern(tokens)
 
@@ -47,22 +49,23 @@ def answers_by_prefix(
             return None
 
     def added(message: int) -> str:
-        """Return the text that the generation prompt adds."""
+        """Return the text that the generation prompt adds before `message`."""
         prompt, before = rendered(message, True), rendered(message, False)
         return "" if prompt is None or before is None else header_of(prompt, before, token)
 
     usual = next(filter(None, map(added, prompts)), "")
 
     def header(message: int, prompt: str) -> str:
-        """Return the usual header if the prompt ends with it, else the text that the generation prompt adds."""
+        """Return the usual header if the prompt ends with it, otherwise the text that the generation prompt adds."""
         return usual if usual and prompt.endswith(usual) else added(message)
 
     def end_of(message: int, prompt: str) -> int | None:
-        """Return the offset in the text at which the message ends."""
+        """Return the offset in the rendering at which a message ends, or None if no prefix determines it."""
         alone = rendered(message + 1, False)
         last = [match[0] for match in token.finditer(prompt)][-1:]
         if not usual and alone is not None and last and alone.rstrip().endswith(last[0]):
-            # The template ignores add_generation_prompt and always outputs the header.
+            # The prefix does not show the end, because the template ignores add_generation_prompt and always outputs
+            # the header.
             return None
         if alone is not None and alone != text and text.startswith(alone):
             return len(alone)
@@ -72,7 +75,7 @@ def answers_by_prefix(
         return min(lengths, default=None)
 
     def closing_tokens(body: str) -> list[re.Match[str]]:
-        """Return the control tokens at the end of a text, with only whitespace between them."""
+        """Return the control tokens at the end of a text that are separated only by whitespace."""
         closing: list[re.Match[str]] = []
         end = len(body)
         for match in reversed(list(token.finditer(body))):
@@ -104,12 +107,12 @@ def answers_by_prefix(
 
 
 def token_pattern(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the tokens, longest first."""
+    """Return a regular expression that matches any of the tokens and prefers longer tokens."""
     return re.compile("|".join(re.escape(name) for name in sorted(tokens, key=len, reverse=True) if name) or r"(?!)")
 
 
 def header_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
-    """Return the text that a generation prompt adds, including a control token in which the renderings diverge."""
+    """Return the text that a generation prompt adds, starting at the beginning of a control token that differs."""
     parting = (at for at, (one, other) in enumerate(zip(prompt, before, strict=False)) if one != other)
     common = len(before) if prompt.startswith(before) else next(parting, len(prompt))
     split = [match.start() for match in token.finditer(prompt) if match.start() < common < match.end()]

@@ -1,18 +1,18 @@
 """The context that must precede an answer: the end of its prompt, starting at the assistant header, as plain text.
 
 The prompt for an answer ends with the assistant header, which the template adds for `add_generation_prompt`. In the
-row, the answer starts where this header ends:
+row, the answer starts after the assistant header:
 
     prompt   … Hi<|im_end|>\\n<|im_start|>assistant\\n
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
                               context              |answer
 
-Whitespace before the header may differ. If the row and prompt diverge after the header (only one of them has
-`<think>\\n`), the answer starts where they diverge. Text before the header is not compared, because templates rewrite
-earlier messages.
+The row and the prompt may differ in whitespace before the header. If they diverge after the header, for example because
+only one of them contains `<think>\\n`, the answer starts where they diverge. Text before the header is not compared,
+because templates rewrite earlier messages.
 
-This module uses only plain renderings. It shares no code with the derivations and does not depend on how they find an
-answer.
+This module uses only plain renderings. It shares no code with `by_origin` and `by_prefix`, so that it can check their
+results.
 """
 
 from __future__ import annotations
@@ -25,31 +25,37 @@ from chatmill.errors import RecordError, one_line
 from chatmill.format.template.tracing.trace import Rendering
 
 FIELD = "\0"
-"""Placeholder for one character of a field of the conversation."""
+"""Replaces each character that comes from a field of the conversation."""
 PlainText = Callable[[int, bool], str]
-"""Renders the first n messages, with or without the generation prompt; `RecordError` if the template rejects them."""
+"""Renders the first n messages, with or without the generation prompt.
+
+Raises `RecordError` if the template rejects them.
+"""
 
 
 class Context(NamedTuple):
     """The text before an answer, starting at the assistant header."""
 
     text: str
-    """The part that row and prompt have in common."""
+    """The part of the header that the row and the prompt have in common."""
     prompt_only: str = ""
-    """The part after it that only the prompt has."""
+    """The rest of the header, which only the prompt contains."""
 
 
 class Headers(NamedTuple):
-    """Text that a template outputs between the messages of a plain conversation."""
+    """The headers that a template outputs in a plain conversation."""
 
     assistant: str
-    """The text that a generation prompt adds, without leading whitespace."""
+    """The text that the generation prompt adds, without leading whitespace."""
     user: str
     """The text between an answer and the next user message."""
 
 
 def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[str]) -> Headers:
-    """Find the headers of a template; `plain` renders at least three messages with the contents `words`."""
+    """Return the headers of a template.
+
+    `plain` renders a conversation of at least three messages with the contents `words`.
+    """
     try:
         user = plain(3, False).split(words[1], 1)[1].split(words[2], 1)[0]
     except (RecordError, IndexError):
@@ -58,12 +64,13 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
         prompt = plain(1, True)
         header = _added(prompt, plain(1, False), token)
         if words[0] in header:
-            # A prompt may also differ before the messages, for example in its system message.
+            # With a generation prompt, the text before the first message may also differ, for example the system
+            # message.
             after_question, after_answer = prompt.rsplit(words[0], 1)[1], plain(2, True).rsplit(words[1], 1)[1]
             header = _common_end(after_question, after_answer, token).lstrip()
         if not header:
-            # The template may ignore add_generation_prompt and end every rendering with the header. Then the text after
-            # the last answer is not the text before the next message.
+            # The template may ignore add_generation_prompt and end every rendering with the assistant header. In this
+            # case, the text after an answer changes if a user message follows.
             after_question, after_answer = (
                 plain(1, False).rsplit(words[0], 1)[1],
                 plain(2, False).rsplit(words[1], 1)[1],
@@ -86,16 +93,16 @@ class ContextFinder:
         token: re.Pattern[str],
         text_tokens: Collection[str],
     ) -> None:
-        """`token` matches control tokens; `text_tokens` are those that may come from message text."""
+        """`token` matches control tokens; `text_tokens` lists the control tokens that may come from message text."""
         self.text = full.text
         self.literals = "".join(
             piece.text if piece.source is None else FIELD * len(piece.text) for piece in full.pieces
         )
-        """The text with the fields of the conversation replaced by null characters."""
+        """The rendering with all characters from fields of the conversation replaced by null characters."""
         self.plain, self.headers, self.token, self.text_tokens = plain, headers, token, text_tokens
 
     def context(self, message: int, start: int) -> tuple[Context, tuple[str, ...]]:
-        """Return the context of the answer at `start`, and notes on how row and prompt differ."""
+        """Return the context of the answer at `start`, and notes on how the row and the prompt differ."""
         prompt, header = self._prompt(message)
         if prompt is None:
             return self._common_with(header, message, start), ()
@@ -104,7 +111,7 @@ class ContextFinder:
                 return Context(usual[:size], usual[size:]), ("header_not_in_prompt",)
             return self._without_header(message, start, prompt, "")
         if not self._is_context(header, self._before(header, start), start) and not self._is_usual(header):
-            # The turn continues, as after a tool result: the text that the prompt adds is not a header.
+            # The prompt adds text that is not a header, because the turn continues, for example after a tool result.
             return self._without_header(message, start, prompt[: -len(header)], header)
         context = self._common_with(header, message, start)
         notes = ["parts_behind_header"] if context.prompt_only else []
@@ -116,18 +123,18 @@ class ContextFinder:
         return context, tuple(notes)
 
     def repeated_header(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Return the start and stop of the next assistant header inside an answer; None if there is none."""
+        """Return the start and stop of the next assistant header inside an answer, or None without such a header."""
         header = self.headers.assistant
         core = header[: self._core(header)]
         at = self.literals.find(core, start, stop) if core else -1
         return None if at < 0 else (at, at + common_prefix(self.literals[at:stop], header, self.token))
 
     def continued(self, message: int, start: int) -> Context:
-        """Return the context of another turn of the same answer, which starts after a repeated header."""
+        """Return the context of a later turn of an answer that spans several turns."""
         return self._common_with(self.headers.assistant, message, start)
 
     def _prompt(self, message: int) -> tuple[str | None, str]:
-        """Return the prompt and its header; None and the usual header if the template rejects the prompt."""
+        """Return the prompt and its header, or None and the usual header if the template rejects the prompt."""
         usual = self.headers.assistant
         try:
             prompt = self.plain(message, True)
@@ -150,28 +157,31 @@ class ContextFinder:
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """Return the part of the header that the row and the prompt share; raise if they do not share its core."""
+        """Return the part of the header that the row and the prompt share.
+
+        Raise if they do not share the core of the header.
+        """
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)
         return Context(header[:size], header[size:])
 
     def _is_context(self, header: str, size: int, start: int) -> bool:
-        """Whether `size` characters of a header identify an assistant turn, and row and prompt diverge after them."""
+        """Whether exactly `size` characters of a header are in both row and prompt and identify an assistant turn."""
         common = common_prefix(self.text[start - size :][: len(header) + 1], header, self.token)
         if self.literals[start : start + 1] == FIELD:
-            # Message text can equal a token of the prompt only if that token may come from text.
+            # Message text can match a control token of the prompt only if the token may come from text.
             tokens = (match for match in self.token.finditer(header, size) if match[0] not in self.text_tokens)
             common = min(common, next((match.start() for match in tokens), common))
         return size > 0 and size >= self._core(header) and size == common
 
     def _is_usual(self, header: str) -> bool:
-        """Whether a header opens a turn like the usual header does."""
+        """Whether a header starts with the core of the usual assistant header."""
         usual = self.headers.assistant
         return header.startswith(usual[: self._core(usual)])
 
     def _before(self, header: str, start: int) -> int:
-        """Return how many characters of a header directly precede `start`."""
+        """Return the length of the longest header prefix that directly precedes `start` in the row."""
         return next((size for size in range(len(header), 0, -1) if self.text.endswith(header[:size], 0, start)), 0)
 
     def _core(self, header: str) -> int:
@@ -185,10 +195,10 @@ class ContextFinder:
         return len(header)
 
     def _without_header(self, message: int, start: int, prompt: str, added: str) -> tuple[Context, tuple[str, ...]]:
-        """Return the context if a prompt adds no header: the text after the last field, starting at its last token.
+        """Return the context of an answer whose prompt adds no header: the literals before the answer.
 
-        `added` is the text that the prompt adds instead of a header. Only literals of the row are compared, because the
-        text of messages differs.
+        `added` is the text that the prompt adds instead of a header. Only literals are compared, because templates
+        rewrite the text of earlier messages.
         """
         before = self.text[:start]
         tail = before[self.literals.rfind(FIELD, 0, start) + 1 :]
@@ -196,11 +206,12 @@ class ContextFinder:
         opening = self.literals[start : first_field if first_field >= 0 else len(self.literals)]
         tokens = list(self.token.finditer(tail))
         header = tail[tokens[-1].start() :] if tokens else tail.lstrip()
-        # Whitespace at the end of the prompt may differ.
+        # The row and the prompt may differ in whitespace at the end of the prompt.
         ends_alike = prompt.endswith(header) or prompt.rstrip().endswith(header)
         same = before == prompt or (bool(header) and ends_alike and _visible(prompt).endswith(_visible(tail)))
         if not same or (not message and opening.strip() and (self.headers.assistant or not prompt)):
-            # A first answer does not continue a turn, so the literals before its text are a header.
+            # The first message cannot continue a turn, so the literals before its text are a header that the prompt
+            # lacks.
             raise self._mismatch(message, start, prompt)
         if before == prompt:
             return Context(header, added), (("parts_behind_header",) if added else ())
@@ -212,17 +223,17 @@ class ContextFinder:
     def _mismatch(self, message: int, start: int, header: str) -> RecordError:
         before = one_line(self.text[max(0, start - 40) : start], 60)
         what = f'message {message} starts after "{before}", but its prompt ends with "{one_line(header[-60:], 80)}"'
-        right = "use a template whose rows open answers like its prompts, or remove the record"
+        right = "use a template whose rows and prompts have the same assistant header, or remove the record"
         return RecordError(what, right, kind="prompt_mismatch")
 
 
 def _added(prompt: str, without: str, token: re.Pattern[str]) -> str:
-    """Return the text that a prompt adds, without leading whitespace, including a token in which the texts diverge."""
+    """Return the text that a prompt adds, from the start of a control token that differs, without leading space."""
     return prompt[common_prefix(prompt, without, token) :].lstrip()
 
 
 def common_prefix(one: str, other: str, token: re.Pattern[str]) -> int:
-    """Return the length of the common prefix, without splitting a token."""
+    """Return the length of the common prefix of two texts, without splitting a control token."""
     size = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     for text in (one, other):
         size = next((match.start() for match in token.finditer(text) if match.start() < size < match.end()), size)
@@ -230,7 +241,7 @@ def common_prefix(one: str, other: str, token: re.Pattern[str]) -> int:
 
 
 def _common_end(one: str, other: str, token: re.Pattern[str]) -> str:
-    """Return the common suffix, without splitting a token."""
+    """Return the common suffix of two texts, without splitting a control token."""
     inside = {at for match in token.finditer(one) for at in range(match.start() + 1, match.end())}
     return next((one[at:] for at in range(len(one)) if at not in inside and other.endswith(one[at:])), "")
 

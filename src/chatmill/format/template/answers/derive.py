@@ -1,7 +1,7 @@
-"""Derive the answers of one conversation in two ways, and reject it if the results differ.
+"""Derive the answers of one conversation with two methods, and reject the conversation if the results differ.
 
-One derivation uses the origin of the characters, the other the prompts that a server would send. They share no code.
-If both find an answer, they must agree.
+`by_origin` derives answers from the origin of the characters, `by_prefix` from the prompts that a server would send.
+The two derivations share no code. If both derivations find an answer, they must agree.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def derive(
     text_tokens: Collection[str] = (),
     eos: str | None = None,
 ) -> DerivedAnswers:
-    """Derive the answers of a conversation; raise a `RecordError` if they cannot be determined.
+    """Derive the answers of a conversation. Raise a `RecordError` if the answers cannot be determined.
 
-    `ends` are the tokens at which a server stops, `text_tokens` those that may come from message text, `eos` is the
-    end-of-sequence token. With `cacheable`, guards for everything observed are recorded, so that other conversations
-    can reuse the trace. With `last_only`, only the last assistant message is an answer and earlier ones are context;
-    generation tags override this.
+    `ends` contains the tokens at which a server stops, `text_tokens` the control tokens that may come from message
+    text, and `eos` is the end-of-sequence token. With `cacheable`, the trace records guards, so that other
+    conversations can reuse it. With `last_only`, only the last assistant message is an answer, and earlier assistant
+    messages are context; `last_only` has no effect if generation tags mark the answers.
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
@@ -79,7 +79,7 @@ def derive(
     text, full = render_text(count, False), render_traced(count, False)
     if full.text != text:
         at = common_length(full.text, text)
-        raise disputed(f"the origin of its text is unknown starting at character {at}, {shown(text[at:])}")
+        raise disputed(f"cannot determine the origin of the rendered text from character {at} on, {shown(text[at:])}")
 
     def prompt_ends(messages: int, end: str) -> bool:
         try:
@@ -88,7 +88,7 @@ def derive(
             return False
 
     assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
-    # Prompts that may show the usual header if the prompt of an answer lacks it.
+    # Take the usual assistant header from these prompts if the prompt of an answer lacks a header.
     prompts = (*assistants, count)
     if last_only and mask == "derived":
         assistants = assistants[-1:]
@@ -98,7 +98,8 @@ def derive(
     if mask == "tags":
         answers = answers_by_tags(full, assistants)
     else:
-        # Guards need the trace of every prompt; without guards, a prompt that ends like an earlier one is not traced.
+        # Trace every prompt if guards are needed; otherwise skip prompts that end with the same literals as an earlier
+        # prompt.
         skip = None if cacheable else prompt_ends
         answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, eos, skip)
         headers = template.headers(pattern)
@@ -107,7 +108,8 @@ def derive(
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
         prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends, eos)
         for answer, prefix in zip(answers, prefixes, strict=True):
-            # In plain text, a control token quoted in a message looks like a control token of the template.
+            # Skip the comparison if a message quotes a control token, because plain text cannot distinguish it from the
+            # template's.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)
@@ -124,7 +126,7 @@ def derive(
 
 
 def _ended_by(eos: str | None, full: Rendering, answer: AnswerSpan) -> AnswerSpan:
-    """If an answer has no end token but the template outputs EOS after it, extend the answer to include EOS."""
+    """Extend an answer without an end token to include EOS if the template outputs EOS after the answer."""
     following = full.text[answer.stop :]
     if answer.closed or not eos or not following.lstrip().startswith(eos):
         return answer
@@ -144,10 +146,11 @@ def _enter_fields(
     token: re.Pattern[str],
     text_tokens: Collection[str],
 ) -> tuple[Rendering, list[AnswerSpan]]:
-    """Move the start of an answer into its text, for as long as the prompt continues with the same text.
+    """Move the start of an answer past the characters of its own text that the prompt already contains.
 
-    A prompt may end with `<think>\\n`, and the content of the answer may start with it. The piece is split at the new
-    start. A control token of the prompt can match text of the answer only if text may contain it (`text_tokens`).
+    For example, a prompt may end with `<think>\\n`, and the content of the answer may start with `<think>\\n`. The
+    piece of the rendering that contains the new start is split there. A control token of the prompt can match text of
+    the answer only if it is one of `text_tokens`.
     """
     pieces, entered = list(full.pieces), list(answers)
     for number, answer in enumerate(answers):
@@ -156,7 +159,7 @@ def _enter_fields(
             (match.start() for match in token.finditer(prompt_only) if match[0] not in text_tokens), len(prompt_only)
         )
         common = _common_with_text(trace, pieces, answer, prompt_only[:written])
-        # A token in which they diverge is not part of the common prefix.
+        # Exclude a control token that the common prefix contains only in part.
         common = next(
             (match.start() for match in token.finditer(prompt_only) if match.start() < common < match.end()), common
         )
@@ -177,18 +180,18 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """Return how many characters of `prompt_only` the answer's own text starts with, and add guards for it."""
+    """Return the length of the common prefix of `prompt_only` and the answer's own text, and add guards."""
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)
         if place <= answer.start:
             continue
         if begins < answer.start:
-            # The answer starts with a literal of the template.
+            # The answer starts inside this piece.
             break
         own = piece.source is not None and piece.source.message == answer.message
         if begins != answer.start + common:
-            # The answer starts inside a literal.
+            # The previous piece ends before the common prefix does.
             break
         if common == len(prompt_only) or (not own and (piece.source is not None or not common)):
             break
@@ -208,9 +211,9 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
 def _split_turns(
     full: Rendering, answers: Sequence[AnswerSpan], finder: ContextFinder, tokens: ControlTokens
 ) -> list[AnswerSpan]:
-    """Split answers that the template renders as several turns, so that the headers between them are not trained.
+    """Split answers that the template renders as several turns, so that the headers between the turns are not trained.
 
-    gpt-oss renders the reasoning and the content of one message as two turns, each with a header.
+    For example, gpt-oss renders the reasoning and the content of one message as two turns, each with a header.
     """
     split: list[AnswerSpan] = []
     for answer in answers:
@@ -228,7 +231,7 @@ def _split_turns(
 
 
 def _contexts(answers: Sequence[AnswerSpan], finder: ContextFinder) -> tuple[list[Context], tuple[Note, ...]]:
-    """Return the context that must precede each answer, and notes on how row and prompts differ."""
+    """Return the context that must precede each answer, and notes on how the row and the prompts differ."""
     contexts: list[Context] = []
     notes: set[str] = set()
     messages: set[int] = set()
@@ -245,7 +248,7 @@ def _contexts(answers: Sequence[AnswerSpan], finder: ContextFinder) -> tuple[lis
 
 
 def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[AnswerSpan]:
-    """Return each stretch of text between generation tags as an answer of its message."""
+    """Return each text between generation tags as an answer of its message."""
     answers: list[AnswerSpan] = []
     place = 0
     start: int | None = None
@@ -267,7 +270,7 @@ def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[Answer
 
 
 def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
-    """Remove empty pieces from the rendering; a guard records which slots are empty."""
+    """Remove empty pieces from a rendering, and add a guard for each slot that records whether its text is empty."""
     for piece in rendering.pieces:
         if piece.slot is not None:
             trace.guard("bool", (piece.slot,), expected=bool(piece.text))
@@ -280,15 +283,15 @@ def _texts_of(message: Message) -> tuple[str, ...]:
 
 def _check_complete(record: Record) -> None:
     if not record.messages:
-        raise RecordError("the record has no messages", "give at least one", kind="empty")
+        raise RecordError("the record has no messages", "expected at least one message", kind="empty")
     for number, message in enumerate(record.messages):
         if not message.complete:
-            what = f"message {number} is incomplete, which a template cannot render"
+            what = f"message {number} is incomplete, but a chat template can render only complete messages"
             raise RecordError(what, "use another format, or remove the message", kind="unfinished")
 
 
 def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> None:
-    """Raise unless both derivations agree on an answer."""
+    """Raise if the two derivations disagree on an answer."""
     for name, one, other in (("begins", answer.start, prefix.start), ("ends", answer.stop, prefix.stop)):
         if other is not None and one != other:
             low, high = sorted((one, other))
@@ -296,11 +299,11 @@ def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> Non
             by = f"by origin {'before' if one < other else 'after'}, by prefix {'before' if other < one else 'after'}"
             raise disputed(f"cannot determine whether {what}: {by}")
     if answer.start >= answer.stop:
-        raise disputed(f"no part of message {answer.message} would be trained", "give the answer some text")
+        raise disputed(f"no part of message {answer.message} would be trained", "expected an answer with text")
 
 
 def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
-    """Raise if part of a message is rendered outside its answer, for example after the result of its tool call."""
+    """Raise if a field of a message is rendered only outside its answer, for example after its tool result."""
     answer_of = {answer.message: answer for answer in answers}
     inside: set[FieldPath] = set()
     outside: dict[FieldPath, str] = {}
@@ -314,7 +317,7 @@ def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
                 outside[piece.source] = piece.text
         place += len(piece.text)
     for source, text in outside.items():
-        # A field may be repeated outside the answer, like the name of a tool before its result.
+        # A field inside the answer may be repeated outside it, for example the name of a tool before the tool result.
         if source not in inside and source.path[0] in ("content", "reasoning", "tool_calls"):
             what = f"{source.path[0]} of message {source.message} is rendered outside its turn: {shown(text)}"
             raise disputed(what)
@@ -327,7 +330,10 @@ def _check_written(
     assistants: Collection[int],
     answers: Sequence[AnswerSpan],
 ) -> tuple[Note, ...]:
-    """Raise if the template drops a field of a message; note dropped reasoning and tools."""
+    """Raise if the template drops the content or a tool call of a message.
+
+    Return notes on dropped reasoning and tools.
+    """
     paths = {piece.source for piece in full.pieces if piece.source is not None}
     written = {(at, path[0]) for at, path in paths}
     trained = {answer.message for answer in answers}
@@ -335,7 +341,7 @@ def _check_written(
         lost = []
         content = given["content"][0]["text"] if isinstance(given["content"], list) else given["content"]
         assert isinstance(content, TracedStr)
-        # Blank content may be dropped; a guard records that it is blank.
+        # The template may drop blank content; `observe` adds a guard that the content is blank.
         if (number, "content") not in written and not content.observe("is_blank"):
             lost.append("content")
         calls = {path[1] for at, path in paths if at == number and path[0] == "tool_calls"}
@@ -344,10 +350,14 @@ def _check_written(
             lost.append("tool_calls" if not calls else f"tool call {missing[0]}")
         if lost:
             what = f"the template drops the {' and '.join(lost)} of message {number} ({message.role})"
-            raise RecordError(what, "use a template that renders it, or remove the record", kind="not_written")
+            raise RecordError(what, "use a template that renders every field, or remove the record", kind="not_written")
         if number in assistants and number not in trained:
             what = f"no part of message {number} (assistant) is trained"
-            raise RecordError(what, "put it between generation tags, or use --mask derived", kind="not_trained")
+            raise RecordError(
+                what,
+                "put generation tags around every answer in the template, or use --mask derived",
+                kind="not_trained",
+            )
     notes: list[Note] = []
     if any(record.messages[at].reasoning and (at, "reasoning") not in written for at in assistants):
         notes.append("reasoning_left_out")

@@ -1,4 +1,4 @@
-"""The result of deriving answers: plain data that the template process sends to the renderer."""
+"""The result of deriving answers, as plain data that the template process sends to the renderer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ Note = Literal[
     "several_turns",
     "no_end_token",
 ]
-"""Reasons that are noted in the ledger about a rendering.
+"""Notes in the ledger about a rendering.
 
-reasoning_left_out, tools_left_out    the template drops them
-space_before_header                   row and prompt differ in whitespace before the assistant header
-parts_behind_header                   row and prompt diverge after the assistant header
-header_not_in_prompt                  the row has an assistant header where the prompt has none
-history_rewritten                     row and prompt differ before the header in more than whitespace
-several_turns                         an answer is rendered as several turns; headers between them are context
-no_end_token                          no token ends an answer (with --allow-no-end-token)
+reasoning_left_out, tools_left_out the template drops reasoning or tool definitions space_before_header row and prompt
+differ in whitespace before the assistant header parts_behind_header row and prompt diverge after the assistant header
+header_not_in_prompt the row has an assistant header where the prompt has none history_rewritten row and prompt differ
+before the header in more than whitespace several_turns an answer is rendered as several turns; headers between them are
+context no_end_token no token ends an answer (with --allow-no-end-token)
 """
 
 
@@ -39,9 +37,12 @@ class DerivedAnswers:
     rendering: Rendering
     answers: tuple[AnswerSpan, ...]
     prefixes: tuple[PrefixAnswer, ...]
-    """The answers by prefix; empty with generation tags."""
+    """The answers that the derivation by prefix found. Empty if generation tags mark the answers."""
     contexts: tuple[Context, ...]
-    """The text that must precede each answer, starting at the assistant header; empty with generation tags."""
+    """The text that must precede each answer, from the assistant header on.
+
+    Empty if generation tags mark the answers.
+    """
     steps: tuple[TraceStep, ...] | None
-    """The steps and guards of the trace; None if other conversations cannot reuse it."""
+    """The steps and guards of the trace, or None if other conversations cannot reuse the trace."""
     notes: tuple[Note, ...]

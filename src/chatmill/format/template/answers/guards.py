@@ -1,7 +1,7 @@
-"""Guards under which a cached trace is valid for another conversation: the derivation by prefix gives the same result.
+"""Guards that ensure that the derivation by prefix gives the same result for every conversation that reuses a trace.
 
-Usually the literals determine whether one rendering is a prefix of another; if the text in a slot matters, a guard is
-added.
+Usually the literals of two renderings determine whether one is a prefix of the other. If the text in a slot matters, a
+guard is added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def guard_prefixes(
     prompts: Sequence[int],
     token: re.Pattern[str],
 ) -> None:
-    """Add guards for everything that `answers_by_prefix` depends on, or mark the trace as not cacheable."""
+    """Add guards for all conditions that `answers_by_prefix` depends on, or mark the trace as not cacheable."""
     whole = _items(full)
     usual = ""
 
@@ -43,7 +43,7 @@ def guard_prefixes(
         if prompt is not None and before is not None:
             (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
             if head != head_before:
-                # The header depends on texts of the conversation, so it may differ in other conversations.
+                # Do not cache the trace, because the header depends on texts of the conversation.
                 trace.cacheable = False
                 return
             usual = header_of(end, end_before, token)
@@ -73,7 +73,7 @@ def guard_prefixes(
 
 
 def _split_end(items: Items) -> tuple[Items, str]:
-    """Split off the literal at the end of `items`."""
+    """Return `items` without the literal at the end, and that literal."""
     return (items[:-1], items[-1]) if items and isinstance(items[-1], str) else (items, "")
 
 
@@ -82,7 +82,7 @@ def _items(rendering: Rendering) -> Items:
 
 
 def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:
-    """Add a guard for whether `prefix` is a prefix of `whole`, unless the literals determine this."""
+    """Add a guard for whether `prefix` is a prefix of `whole`, unless the literals alone determine the answer."""
     whole, prefix = _without_common(whole, prefix)
     if not prefix or not whole or (isinstance(whole[0], str) and isinstance(prefix[0], str)):
         return
@@ -95,7 +95,8 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
     """Return the arguments of `Trace.evaluate` that test whether `whole` begins with `prefix`."""
     literals = [item for item in prefix if isinstance(item, str)]
     if len(literals) == len(prefix):
-        # Only the first `len(prefix)` characters of `whole` are needed; none of its texts is empty.
+        # Keep only as many items of `whole` as `prefix` can reach. Each slot counts as one character, because no text
+        # is empty.
         size = 0
         for number, item in enumerate(whole):
             size += len(item) if isinstance(item, str) else 1
@@ -108,7 +109,7 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
 
 
 def _without_common(whole: Items, prefix: Items) -> tuple[Items, Items]:
-    """Remove the common prefix of `whole` and `prefix`."""
+    """Return `whole` and `prefix` without their common prefix."""
     one, other = list(whole), list(prefix)
     while one and other:
         if one[0] == other[0]:

@@ -1,4 +1,4 @@
-"""Certificates of chat templates.
+"""Check chat templates and report the result as a certificate.
 
 certificate      the lines of a certificate, in order
 finding          one line of a certificate: PASS, WARN, FAIL or SKIP

@@ -1,6 +1,6 @@
-"""Certificates of chat templates: one line for each property that training relies on.
+"""Certificates of chat templates, with one line for each property that training relies on.
 
-Every line is checked on one conversation per record shape and, if given, on the user's records.
+Each property is checked on one conversation per record shape and on the user's records, if any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINES = (
 def certify(
     renderer: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
 ) -> list[Finding]:
-    """Return the lines of the certificate, in order; they refer to the peer as `peer_name`."""
+    """Return the lines of the certificate, in order. `peer_name` is the name of the peer in these lines."""
     seen = Observations(renderer, peer, peer_name)
     seen.read(records)
     return list(_findings(seen))
@@ -43,7 +43,7 @@ def _findings(seen: Observations) -> Iterator[Finding]:
 
 
 def _all_refused(seen: Observations) -> Finding:
-    """Return the only line for a template that rejects every conversation."""
+    """Return the line that a certificate contains if the template rejects every conversation."""
     record = PLAIN[0]
     fault = seen.faults[record.id]
     details = {"kind": fault.kind, "what": fault.what, "right": fault.right}

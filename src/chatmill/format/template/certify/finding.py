@@ -1,9 +1,9 @@
 """The lines of a certificate.
 
-PASS   the property holds
-WARN   it works, but the user should know: a choice of the template, or a shape of records that will be rejected
-FAIL   something would be trained wrongly, or cannot be trained
-SKIP   not checked; the line gives the reason
+PASS   the template has the property
+WARN   training works, but the template makes an unusual choice or rejects a shape of records
+FAIL   some tokens would be trained wrongly, or cannot be trained
+SKIP   the property was not checked; the line gives the reason
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 from chatmill.errors import RecordError, one_line
 
 EXAMPLES = 3
-"""Number of examples in a line."""
+"""Maximum number of examples in one line of a certificate."""
 
 
 LINE_OF_KIND = {"no_end_token": "terminator", "prompt_mismatch": "prompt"}
-"""The line that reports an error of this kind in a plain conversation; `answers` for all other kinds."""
+"""The certificate line that reports a rejected plain conversation, by the kind of error.
+
+Other kinds are reported by the line `answers`.
+"""
 
 
 class Level(StrEnum):
@@ -36,7 +39,7 @@ class Finding(NamedTuple):
     level: Level
     text: str
     details: Mapping[str, Any] = {}
-    """Counts and examples, as JSON values."""
+    """Counts and examples for the JSON output."""
 
     @property
     def passed(self) -> bool:
@@ -49,7 +52,7 @@ def some(places: Sequence[str]) -> str:
 
 
 def refused(records: str, fault: RecordError) -> str:
-    return f"records {records} will be rejected: {fault.what}"
+    return f"{records} will be rejected: {fault.what}"
 
 
 def shown(text: str) -> str:
@@ -61,5 +64,5 @@ def shown_end(text: str) -> str:
 
 
 def line_of(fault: RecordError) -> str:
-    """Return the name of the line that reports this error in a plain conversation."""
+    """Return the name of the certificate line that reports this error in a plain conversation."""
     return LINE_OF_KIND.get(fault.kind, "answers")

@@ -1,4 +1,4 @@
-"""Render conversations to observe a chat template: one per record shape, and the user's records."""
+"""Render one conversation per record shape and the user's records, to observe how a chat template behaves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from chatmill.records import Record
 from chatmill.rows import Rows
 
 CONTROL_TEXT = "control_text"
-"""Note on rows whose texts contain control tokens, which transformers encodes differently."""
+"""Ledger note on rows whose message texts contain control tokens, which transformers encodes differently."""
 
 
 class Peer(Protocol):
-    """Another program that renders records, such as transformers."""
+    """Another library that renders records, such as transformers."""
 
     def __call__(self, record: Record, *, null_content: bool = False) -> Sequence[int]:
-        """Return the ids of a record, empty if rejected; `null_content` makes empty content with tool calls null."""
+        """Return the token ids of a record, or an empty sequence if the library rejects it.
+
+        With `null_content`, pass empty content next to tool calls as null.
+        """
 
 
 class Rendered(NamedTuple):
@@ -35,7 +38,7 @@ class Rendered(NamedTuple):
     rows: Rows
     answers: list[CheckedAnswer]
     notes: frozenset[str]
-    """The notes in the ledger about it."""
+    """The ledger notes about the conversation."""
 
     @property
     def place(self) -> str:
@@ -45,7 +48,7 @@ class Rendered(NamedTuple):
 
 @dataclass
 class OwnRecords:
-    """Observations of the user's records, located by `file:line`."""
+    """Results for the user's records. Records are identified by `file:line`."""
 
     rendered: int = 0
     refused: list[RecordError] = field(default_factory=list)
@@ -64,7 +67,7 @@ class OwnRecords:
 
 
 class Observations:
-    """Observations of the probes, by id, and of the user's records."""
+    """The rendered probes, by id, and the results for the user's records."""
 
     def __init__(self, renderer: TemplateRenderer, peer: Peer | None, peer_name: str) -> None:
         self.renderer, self.peer, self.peer_name = renderer, peer, peer_name
@@ -93,7 +96,7 @@ class Observations:
 
     @property
     def answers(self) -> list[tuple[Rendered, CheckedAnswer]]:
-        """All answers in the probes."""
+        """All answers in the probes, each with its probe."""
         return [(probe, answer) for probe in self.good.values() for answer in probe.answers]
 
     def rendered(self, record: Record) -> Rendered:
@@ -105,7 +108,7 @@ class Observations:
         return Rendered(record, text_of(len(record.messages), False), rows, answers, notes)
 
     def differs(self, one: Rendered) -> bool:
-        """Whether the peer returns different ids; rows whose texts contain control tokens are not compared."""
+        """Whether the peer returns different ids. Rows whose message texts contain control tokens are not compared."""
         return (
             self.peer is not None
             and CONTROL_TEXT not in one.notes
@@ -116,7 +119,7 @@ class Observations:
         return answer.ids[-1] in self.control_ids
 
     def read(self, records: Iterable[Record]) -> None:
-        """Observe the user's records."""
+        """Render the user's records and add the results to `own`."""
         own = self.own
         for record in self.renderer.renderable(records, own.refused.append):
             one = self.rendered(record)

@@ -1,6 +1,6 @@
-"""The independent check of a certificate: compare finished rows with the template's prompts, as plain text.
+"""Compare finished rows with the template's prompts, as plain text, as an independent check for certificates.
 
-It uses only the ids of a row, the loss mask, and the text that the template renders. It does not use the
+The check uses only the ids of a row, the loss mask, and the text that the template renders. The check does not use the
 derivation of answers, so it can find errors in the derivation.
 
     prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
@@ -47,14 +47,14 @@ differs                the header differs: the model would be prompted different
 unknown                decoding the ids does not restore the text of the row
 """
 MARK = "\0"
-"""Follows every control token in marked text, to distinguish it from text that only looks like one."""
+"""Inserted after every control token in marked text, because message text may look like a control token."""
 _WORD = re.compile(r"\w{2,}")
 _LONG_WORD = re.compile(r"\w{4,}")
 
 
 @dataclass(frozen=True)
 class CheckedAnswer:
-    """A run of trained tokens from one message."""
+    """A run of consecutive trained tokens from one message."""
 
     message: int
     text: str
@@ -63,9 +63,9 @@ class CheckedAnswer:
     goes_on: bool
     """Whether the same answer continues in another turn."""
     straddles: bool
-    """Whether its first token starts in the header, and is therefore not trained."""
+    """Whether the first token of the answer starts in the header and is therefore not trained."""
     faults: tuple[str, ...]
-    """Descriptions of what is trained wrongly; empty for a correct answer."""
+    """Descriptions of the errors in the trained text. Empty for a correct answer."""
 
 
 class _Run(NamedTuple):
@@ -86,7 +86,7 @@ TextOf = Callable[[int, bool], str]
 
 
 class PlainCheck:
-    """Checks rows of one template, whose headers are learned from the plain conversation `turns`."""
+    """Checks the rows of one template. The headers of the template are learned from the plain conversation `turns`."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class PlainCheck:
         self._control = np.array(list(tokenizer.control_ids.values()), dtype=np.uint32)
         self._source = "\n".join(sources).casefold()
         self.header = ""
-        """The text that the prompt for the first answer adds."""
+        """The text that the generation prompt for the first answer adds."""
         self._marks: tuple[str, ...] = ()
         """Texts that occur only in headers."""
         self._openers: frozenset[str] = frozenset()
@@ -120,7 +120,7 @@ class PlainCheck:
         row = text_of(len(turns.messages), False)
         first, answer, second = (message.content.strip() for message in turns.messages[:3])
         before, gap = row.partition(first)[0], row.partition(answer)[2].partition(second)[0]
-        # The user header is the common start of both user turns, without a token that ends the previous turn.
+        # The user header is the text that precedes both user messages, without a token that ends the previous turn.
         of_user = self._without_ends(self._common_end(before, gap))
         self._ends |= {match[0] for match in self._tokens.find(gap[: len(gap) - len(of_user)])[-1:]}
         self.header = self._added(text_of(1, True), text_of(1, False))
@@ -133,7 +133,7 @@ class PlainCheck:
         self._openers = frozenset(name for name in names if self._tokens.ids[name] not in self._stops)
 
     def _common_end(self, one: str, other: str) -> str:
-        """Return the common end of two texts, without splitting a control token."""
+        """Return the common suffix of two texts, without splitting a control token."""
         start = len(one) - _common(one[::-1], other[::-1])
         inside = [match.end() for match in self._tokens.find(one) if match.start() < start < match.end()]
         return one[inside[0] if inside else start :]
@@ -143,7 +143,7 @@ class PlainCheck:
         return header[max((match.end() for match in self._tokens.find(header) if match[0] in self._ends), default=0) :]
 
     def _opener(self, header: str) -> str:
-        """Return the first control token of a header, with the text up to the next token or line end."""
+        """Return the first control token of a header and the text after it up to the next control token or line end."""
         header = header.strip()
         tokens = self._tokens.find(header)
         if not tokens or tokens[0].start():
@@ -151,7 +151,7 @@ class PlainCheck:
         return header[: tokens[1].start() if len(tokens) > 1 else None].partition("\n")[0].rstrip()
 
     def answers(self, record: Record, rows: Rows, text_of: TextOf) -> list[CheckedAnswer]:
-        """Check the runs of trained tokens in a record's row."""
+        """Return the runs of trained tokens in a record's row, with the errors found in each run."""
         runs = list(self._runs(rows))
         text, marked = text_of(len(record.messages), False), "".join(run.marked for run in runs)
         decoded = marked.replace(MARK, "")
@@ -175,7 +175,7 @@ class PlainCheck:
                         relation, straddles = self._relation(record, run.message, before, after, token, text_of, exact)
                     if relation == "differs":
                         place = shown_end(before.replace(MARK, ""))
-                        faults.append(f"starts after {place}, but its prompt ends elsewhere")
+                        faults.append(f"starts after {place}, but its prompt has a different end")
                     faults += self._faults(record, run, ids, token if straddles else "")
                     faults += self._cut_off(ids[-1], after[len(run.marked) :])
                     if run == of_message[-1] and run.message < len(record.messages):
@@ -196,21 +196,19 @@ class PlainCheck:
             yield _Run(None if of < 0 else of, start, stop, self._marked(rows.ids[start:stop]))
 
     def _marked(self, ids: Ids) -> str:
-        """Decode ids, with a mark after each control token."""
+        """Return the decoded ids with a mark after each control token."""
         edges = [0, *(np.flatnonzero(np.isin(ids, self._control)) + 1).tolist()]
         parts = [self._tokenizer.decode(ids[start:stop].tolist()) for start, stop in pairwise(edges)]
         return "".join(part + MARK for part in parts) + self._tokenizer.decode(ids[edges[-1] :].tolist())
 
-    # Where an answer starts.
-
     def _relation(
         self, record: Record, message: int, before: str, after: str, token: str, text_of: TextOf, exact: bool
     ) -> tuple[Relation, bool]:
-        """Compare the row before an answer with its prompt; also return whether a token spans the answer's start."""
+        """Compare the row before an answer with the prompt; also return whether a token spans the answer's start."""
         try:
             prompt = text_of(message, True)
         except RecordError:
-            # The template rejects this prompt; the answer must start like the others.
+            # If the template rejects the prompt, the answer must follow the header that other prompts have.
             own = self._mark(self.header)
             known = own.strip() and self._relate(before, after, own, own) != "differs"
             return "header_not_in_prompt" if known else "differs", False
@@ -229,7 +227,7 @@ class PlainCheck:
             return "header_not_in_prompt", False
         sides = (self._mark(prompt), self._mark(header))
         if not header.strip() or self._opener(own) not in header:
-            # This is not an assistant header: the turn continues, as after a tool result in some templates.
+            # The prompt adds no assistant header, because the turn continues, for example after a tool result.
             sides = (self._mark(prompt), self._mark(_after_words(prompt, record.messages[:message])))
             if _ends_alike(before, after, *sides):
                 return "space_before_header", False
@@ -242,7 +240,7 @@ class PlainCheck:
         return "differs", False
 
     def _goes_on(self, before: str) -> Relation:
-        """Check that an answer continues after the header of another turn."""
+        """Return the relation of a later turn of an answer, which must follow an assistant header."""
         opener = self._mark(self._opener(self.header))
         gap = before[before.rindex(opener) :] if opener and opener in before else None
         return "differs" if gap is None or _WORD.search(gap.removeprefix(opener)) else "several_turns"
@@ -263,7 +261,10 @@ class PlainCheck:
         return "differs"
 
     def _mark(self, text: str) -> str:
-        """Add a mark after each control token of a text that comes only from the template."""
+        """Return `text` with a mark after each control token.
+
+        `text` must contain only control tokens of the template.
+        """
         for match in reversed(self._tokens.find(text)):
             text = f"{text[: match.end()]}{MARK}{text[match.end() :]}"
         return text
@@ -278,18 +279,16 @@ class PlainCheck:
         return size >= len(self._opener(header)) and not inside
 
     def _added(self, prompt: str, without: str) -> str:
-        """Return the text that a prompt adds, including a control token in which both renderings diverge."""
+        """Return the text that a generation prompt adds, starting at the beginning of a control token that differs."""
         common = _common(prompt, without)
         split = [match.start() for match in self._tokens.find(prompt) if match.start() < common < match.end()]
         return prompt[split[0] if split else common :]
-
-    # What an answer contains.
 
     def _faults(self, record: Record, run: _Run, ids: Sequence[int], straddling: str) -> Iterator[str]:
         assert run.message is not None
         message = record.messages[min(run.message, len(record.messages) - 1)]
         if message.role != "assistant":
-            yield f"is from the {message.role}"
+            yield f"has the role {message.role}, but is trained"
             return
         own_text = "\n".join(_texts(message)).casefold()
         trained = (straddling + run.text).casefold()
@@ -333,7 +332,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
-    """Whether the row and the prompt end alike, ignoring trailing whitespace that does not continue in the row."""
+    """Whether `before` and the prompt end with the same text, ignoring whitespace that the answer does not continue."""
     space, own = (text[len(text.rstrip()) :] for text in (prompt, before))
     goes_on = own + after[: len(after) - len(after.lstrip())]
     same = _common(space, goes_on) == len(own)
@@ -341,14 +340,14 @@ def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
 
 
 def _after_words(prompt: str, messages: Sequence[Message]) -> str:
-    """Return the text of a prompt after the last word of its messages."""
+    """Return the text in a prompt after the last word of the messages."""
     words = (word for message in reversed(messages) for word in reversed(_WORD.findall(message.content)))
     word = next((word for word in words if word in prompt), "")
     return prompt.rpartition(word)[2] if word else prompt
 
 
 def _common(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two texts."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""Lines of a certificate about what a template renders: roles, tools, reasoning, and the shapes that it rejects."""
+"""The certificate lines about rendering: roles, tools, reasoning, and the record shapes that a template rejects."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def space(seen: Observations) -> Finding:
     changed = {message.role for message in probe.record.messages if message.content not in probe.text}
     stripped = [role for role in ("user", "assistant") if role in changed]
     if not stripped:
-        return Finding("space", Level.PASS, "around messages is kept", {"stripped": []})
-    text = f"around {' and '.join(stripped)} messages is stripped, as in serving"
+        return Finding("space", Level.PASS, "whitespace around messages is kept", {"stripped": []})
+    text = f"whitespace around {' and '.join(stripped)} messages is stripped, as in serving"
     return Finding("space", Level.PASS, text, {"stripped": stripped})
 
 
@@ -45,11 +45,11 @@ def history(seen: Observations) -> Finding:
     if not places:
         return Finding("history", Level.PASS, "answers stay the same when more messages follow", details)
     what = f"answers change when more messages follow: {some(places)}"
-    return Finding("history", Level.WARN, f"{what}; --unroll trains each as it is prompted", details)
+    return Finding("history", Level.WARN, f"{what}; use --unroll to train each answer as it is prompted", details)
 
 
 def _is_rewritten(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> bool:
-    """Whether an answer has different text, apart from its end, when it is the last message."""
+    """Whether an answer, except its last token, changes if the messages after it are removed."""
     if answer.message + 1 == len(probe.record.messages):
         return False
     record = probe.record
@@ -63,40 +63,46 @@ def _is_rewritten(seen: Observations, probe: Rendered, answer: CheckedAnswer) ->
 
 def system(seen: Observations) -> Finding:
     if (fault := seen.faults.get(SYSTEM.id)) is not None:
-        return Finding("system", Level.WARN, refused("with a system message", fault), {"kind": fault.kind})
-    return Finding("system", Level.PASS, "messages are rendered")
+        return Finding("system", Level.WARN, refused("records with a system message", fault), {"kind": fault.kind})
+    return Finding("system", Level.PASS, "system messages are rendered")
 
 
 def tools(seen: Observations) -> Finding:
     if (fault := seen.faults.get(TOOL.id)) is not None:
         if fault.kind == "not_written":
-            what = f"not supported by the template: records with tool calls will be rejected ({fault.what})"
+            what = f"the template does not support tools: records with tool calls will be rejected ({fault.what})"
             return Finding("tools", Level.SKIP, what, {"kind": fault.kind})
-        return Finding("tools", Level.WARN, refused("with tool calls", fault), {"kind": fault.kind})
+        return Finding("tools", Level.WARN, refused("records with tool calls", fault), {"kind": fault.kind})
     probe = seen.good[TOOL.id]
     calls = [call.arguments_text for message in probe.record.messages for call in message.tool_calls]
     if seen.renderer.templates[True].style.arguments_as_text and not all(text in probe.text for text in calls):
-        return Finding("tools", Level.FAIL, f"the arguments {calls[0]} of a call are rewritten")
+        return Finding("tools", Level.FAIL, f"the arguments {calls[0]} of a tool call are rewritten")
     if "tools_left_out" in probe.notes:
-        return Finding("tools", Level.WARN, "calls are rendered, but tool definitions are dropped")
-    return Finding("tools", Level.PASS, "definitions, calls and results are rendered")
+        return Finding("tools", Level.WARN, "tool calls are rendered, but tool definitions are dropped")
+    return Finding("tools", Level.PASS, "tool definitions, calls and results are rendered")
 
 
 def reasoning(seen: Observations) -> Finding:
     if (fault := seen.faults.get(REASONING.id)) is not None:
-        return Finding("reasoning", Level.WARN, refused("with reasoning", fault), {"kind": fault.kind})
+        return Finding("reasoning", Level.WARN, refused("records with reasoning", fault), {"kind": fault.kind})
     probe = seen.good[REASONING.id]
     is_trained = [probe.record.messages[answer.message].reasoning in answer.text for answer in probe.answers]
     if not any(is_trained):
-        return Finding("reasoning", Level.WARN, "is dropped: the template does not render it")
+        return Finding("reasoning", Level.WARN, "reasoning is dropped, because the template does not render it")
     if not all(is_trained):
-        return Finding("reasoning", Level.WARN, "is trained only in the last answer; --unroll trains all of it")
-    return Finding("reasoning", Level.PASS, "is trained in every answer")
+        return Finding(
+            "reasoning", Level.WARN, "reasoning is trained only in the last answer; use --unroll to train all reasoning"
+        )
+    return Finding("reasoning", Level.PASS, "reasoning is trained in every answer")
 
 
 def null_content(seen: Observations) -> Finding:
     if seen.peer is None:
-        return Finding("null", Level.SKIP, "not compared: transformers is not installed or cannot open the tokenizer")
+        return Finding(
+            "null",
+            Level.SKIP,
+            "not compared, because transformers is not installed or cannot open the tokenizer",
+        )
     probe = seen.good.get(TOOL.id)
     if probe is None:
         return Finding(
@@ -106,18 +112,18 @@ def null_content(seen: Observations) -> Finding:
         )
     theirs = list(seen.peer(probe.record, null_content=True))
     if theirs == probe.rows.ids.tolist():
-        return Finding("null", Level.PASS, 'content next to tool calls is rendered as ""')
+        return Finding("null", Level.PASS, 'null content next to tool calls is rendered as ""')
     if not theirs:
-        what = f'content next to tool calls is rendered as ""; {seen.peer_name} rejects null'
+        what = f'null content next to tool calls is rendered as ""; {seen.peer_name} rejects it'
         return Finding("null", Level.WARN, what)
     ours, other = probe.text, seen.renderer.encoder.tokenizer.decode(theirs)
     at = next((n for n, (a, b) in enumerate(zip(ours, other, strict=False)) if a != b), 0)
-    what = f'content next to tool calls is rendered as ""; {seen.peer_name} renders null as {shown(other[at:])}'
+    what = f'null content next to tool calls is rendered as ""; {seen.peer_name} renders it as {shown(other[at:])}'
     return Finding("null", Level.WARN, what)
 
 
 def shapes(seen: Observations) -> Iterator[Finding]:
-    """Yield one line per reason for rejected shapes that no other line reports."""
+    """Yield one line for each reason why the template rejects shapes that no other line reports."""
     hidden = {SYSTEM.id, REASONING.id, *(record.id for record in PLAIN)}
     if TOOL.id in seen.faults:
         hidden |= {record.id for record in TOOL_SHAPES}
@@ -130,4 +136,4 @@ def shapes(seen: Observations) -> Iterator[Finding]:
         text = f"{', '.join(names)}: records of this shape will be rejected: {faults[0][1].what}"
         yield Finding("shapes", Level.WARN, text, {"kind": kind, "refused": names})
     if not reasons:
-        yield Finding("shapes", Level.PASS, f"all {len(seen.probes)} shapes of conversations are rendered")
+        yield Finding("shapes", Level.PASS, f"all {len(seen.probes)} conversation shapes are rendered")

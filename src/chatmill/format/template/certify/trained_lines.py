@@ -1,4 +1,4 @@
-"""Lines of a certificate about what is trained: ids, answers, their starts and ends."""
+"""The certificate lines about training: the ids, the answers, and where answers start and end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from chatmill.format.template.probes import PLAIN, dialog, probe_record
 from chatmill.records import Record
 
 RELATIONS = {
-    "space_before_header": "has different whitespace before the header",
-    "parts_behind_header": "diverges from the row after the header",
-    "header_not_in_prompt": "lacks the header that the row has",
-    "history_rewritten": "has a different history from the row",
-    "several_turns": "covers only the first of several turns of an answer, with headers that are not trained,",
+    "space_before_header": "the prompt has different whitespace before the header",
+    "parts_behind_header": "the prompt diverges from the row after the header",
+    "header_not_in_prompt": "the prompt lacks the header that the row has",
+    "history_rewritten": "the prompt renders earlier messages differently from the row",
+    "several_turns": "the prompt covers only the first of several turns, whose headers are not trained,",
 }
-"""Text of the line `prompt`, followed by the number of answers."""
+"""The text that the certificate line `prompt` prints for each relation, followed by the number of answers."""
 
 
 def _plain_refused(seen: Observations, line: str) -> Finding | None:
-    """Return a FAIL if `line` is the one that reports the rejection of a plain conversation; else None."""
+    """Return a FAIL if a plain conversation is rejected and `line` reports this error, otherwise None."""
     for record in PLAIN:
         if (fault := seen.faults.get(record.id)) is not None and line_of(fault) == line:
             details = {"refused": record.id, "kind": fault.kind}
@@ -35,7 +35,7 @@ def _plain_refused(seen: Observations, line: str) -> Finding | None:
 
 
 def reason(seen: Observations, record: Record, fault: RecordError) -> str:
-    """Return why a probe is rejected and how to fix it, quoting the template line that should end the answer."""
+    """Return why a probe is rejected and how to fix the template, with the template line that should end the answer."""
     text = f"{fault.what}; {fault.right}"
     if fault.kind != "no_end_token":
         return text
@@ -46,33 +46,37 @@ def reason(seen: Observations, record: Record, fault: RecordError) -> str:
 
 def ids(seen: Observations) -> Finding:
     if seen.peer is None:
-        return Finding("ids", Level.SKIP, "not compared: transformers is not installed or cannot open the tokenizer")
+        return Finding(
+            "ids", Level.SKIP, "not compared, because transformers is not installed or cannot open the tokenizer"
+        )
     places = [probe.place for probe in seen.probes if seen.differs(probe)] + seen.own.different
     compared = sum(CONTROL_TEXT not in probe.notes for probe in seen.probes) + seen.own.compared
     details = {"compared": compared, "different": len(places), "examples": places[:EXAMPLES]}
     if places:
-        return Finding("ids", Level.FAIL, f"differ from those of {seen.peer_name}: {some(places)}", details)
-    return Finding("ids", Level.PASS, f"{compared} conversations have the ids of {seen.peer_name}", details)
+        return Finding("ids", Level.FAIL, f"the ids differ from those of {seen.peer_name}: {some(places)}", details)
+    return Finding("ids", Level.PASS, f"{compared} conversations have the same ids as in {seen.peer_name}", details)
 
 
 def answers(seen: Observations) -> Finding:
     if (refused := _plain_refused(seen, "answers")) is not None:
         return refused
-    # With generation tags, the template itself marks what is trained.
+    # If the template has generation tags, its author decides which text is trained, so check only the role.
     is_derived = seen.renderer.mask == "derived"
     faults = [
         f"message {answer.message} of {probe.place} {text}"
         for probe, answer in seen.answers
         for text in answer.faults
-        if is_derived or text.startswith("is from")
+        if is_derived or text.startswith("has the role")
     ]
     faults += seen.own.wrong if is_derived else []
     count = len(seen.answers) + seen.own.answers
     details = {"answers": count, "wrong": len(faults), "examples": faults[:EXAMPLES]}
     if faults:
-        return Finding("answers", Level.FAIL, f"are trained wrongly: {some(faults)}", details)
+        return Finding("answers", Level.FAIL, f"some answers are trained wrongly: {some(faults)}", details)
     if all(answer.relation == "unknown" for _, answer in seen.answers):
-        return Finding("answers", Level.SKIP, "decoding the ids does not restore the text", details)
+        return Finding(
+            "answers", Level.SKIP, "answers were not checked, because the ids do not decode to the text", details
+        )
     if not is_derived:
         return Finding("answers", Level.PASS, f"{count} spans between generation tags are trained", details)
     what = f"{count} answers in {len(seen.probes) + seen.own.rendered} conversations start where their prompt ends"
@@ -92,7 +96,9 @@ def terminator(seen: Observations) -> Finding:
             what = f"no control token ends {where}, after {shown_end(answer.text)}"
             details: dict[str, Any] = {"example": where}
             if seen.renderer.mask == "tags":
-                return Finding("terminator", Level.WARN, f"the tags exclude the end: {what}", details)
+                return Finding(
+                    "terminator", Level.WARN, f"generation tags exclude the end of an answer: {what}", details
+                )
             if "no_end_token" in probe.notes:
                 return Finding("terminator", Level.WARN, what, details)
             return Finding("terminator", Level.FAIL, f"{what}; {_quote_end(seen, probe, answer)}", details)
@@ -115,17 +121,17 @@ def terminator(seen: Observations) -> Finding:
     others = [token for token in earlier if seen.renderer.encoder.ids[token] not in stops]
     if others:
         what = f"{text}, but earlier answers end with {', '.join(others)}, where the model does not stop"
-        return Finding("terminator", Level.WARN, f"{what}; --unroll renders each answer as the last one", details)
+        return Finding("terminator", Level.WARN, f"{what}; use --unroll to render each answer as the last one", details)
     return Finding("terminator", Level.PASS, f"{text}; the model stops there", details)
 
 
 def _quote_end(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> str:
-    """Quote the template line that produced the end of an answer."""
+    """Return a quote of the template line that produced the end of an answer."""
     return _quote(seen, probe.record, probe.text.find(answer.text) + len(answer.text))
 
 
 def _quote(seen: Observations, record: Record, stop: int) -> str:
-    """Quote the template line that produced the text before `stop`."""
+    """Return a quote of the template line that produced the text before `stop`."""
     template = seen.renderer.templates[bool(record.tools)]
     pieces = seen.renderer.derive(record).rendering.pieces
     ends = accumulate(len(piece.text) for piece in pieces)
@@ -140,8 +146,8 @@ def bos(seen: Observations) -> Finding:
         return Finding("bos", Level.SKIP, "the tokenizer has no BOS token")
     for probe in seen.probes:
         if probe.rows.ids[:2].tolist() == [id, id]:
-            return Finding("bos", Level.FAIL, f"{token} is doubled at the start of {probe.place}")
-    # The same token may be both BOS and the end of a turn.
+            return Finding("bos", Level.FAIL, f"{token} occurs twice at the start of {probe.place}")
+    # Ignore the last token of an answer, because the same token may be both BOS and the end of a turn.
     inside = [(probe, answer) for probe, answer in seen.answers if id in answer.ids[:-1]]
     if inside:
         probe, answer = inside[0]
@@ -167,7 +173,7 @@ def prompt(seen: Observations) -> Finding:
     wrong = [(probe, answer) for probe, answer in seen.answers if answer.relation == "differs"]
     if wrong or counts["differs"]:
         where = f"message {wrong[0][1].message} of {wrong[0][0].place}" if wrong else seen.own.wrong[0]
-        return Finding("prompt", Level.FAIL, f"does not end with the header of the row: {where}", details)
+        return Finding("prompt", Level.FAIL, f"the prompt does not end with the header of the row: {where}", details)
     total = sum(counts.values())
     texts = []
     for relation, text in RELATIONS.items():
@@ -178,8 +184,10 @@ def prompt(seen: Observations) -> Finding:
     if texts:
         return Finding("prompt", Level.WARN, "; ".join(texts), details)
     if counts["unknown"]:
-        return Finding("prompt", Level.SKIP, "decoding the ids does not restore the text", details)
-    return Finding("prompt", Level.PASS, "is always a prefix of the row", details)
+        return Finding(
+            "prompt", Level.SKIP, "prompts were not checked, because the ids do not decode to the text", details
+        )
+    return Finding("prompt", Level.PASS, "every prompt is a prefix of its row", details)
 
 
 def borders(seen: Observations) -> Finding:
@@ -193,7 +201,7 @@ def borders(seen: Observations) -> Finding:
         return Finding("borders", Level.PASS, "no token spans the start of an answer", details)
     what = f"the first token of {' and '.join(shares)} starts in the header and is not trained"
     if seen.check.header.endswith(" "):
-        what += "; the header ends in a space: --strip-prompt-space trains it as part of the answer instead"
+        what += "; the header ends with a space, which --strip-prompt-space would train as part of the answer"
     return Finding("borders", Level.WARN, what, details)
 
 
@@ -204,7 +212,7 @@ def text_tokens(seen: Observations) -> Finding:
     from_text = seen.renderer.text_tokens.ids
     ids = {token: id for token, id in seen.renderer.encoder.ids.items() if token not in from_text}
     count = written = 0
-    # Some vocabularies have thousands of control tokens, and the cost grows faster than the number of tokens in a text.
+    # Test the control tokens in groups, because a vocabulary may have thousands and long texts are slow to check.
     for first in range(0, len(ids), TOKENS_IN_TEXT):
         text = " ".join(list(ids)[first : first + TOKENS_IN_TEXT])
         record = probe_record("control text", *dialog(f"Say {text} twice.", f"{text} and {text}."))
@@ -222,15 +230,15 @@ def text_tokens(seen: Observations) -> Finding:
         return Finding("text_tokens", Level.FAIL, what, details)
     what = f"all {len(ids)} control tokens are plain text inside messages"
     if from_text:
-        what += f"; encoded as tokens, as in transformers: {one_line(' '.join(from_text), 200)}"
+        what += f"; added tokens in messages are encoded as in transformers: {one_line(' '.join(from_text), 200)}"
     return Finding("text_tokens", Level.PASS, what, details)
 
 
 def sandbox(seen: Observations) -> Finding:
     if "seccomp" in seen.renderer.process.protections:
-        what = "the template runs in a process without environment, files, network or other processes"
+        what = "the template runs in a process without access to the environment, files, network or other processes"
         return Finding("sandbox", Level.PASS, what)
-    what = "the template runs in a process with limits and no environment; no seccomp filter restricts its system calls"
+    what = "the template runs in a process with resource limits and an empty environment, but without a seccomp filter"
     return Finding("sandbox", Level.WARN, what)
 
 
@@ -241,18 +249,22 @@ def own_records(seen: Observations) -> Finding:
     text = f"{own.count:,} {'record' if own.count == 1 else 'records'}"
     if own.refused:
         reasons = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-        what = f"{text}; rejected: {reasons}; the first: {own.refused[0]}"
+        what = f"{text}; rejected records: {reasons}; first error: {own.refused[0]}"
         return Finding("records", Level.FAIL, what, details)
     if own.wrong and seen.renderer.mask == "derived":
-        return Finding("records", Level.FAIL, f"{text}, trained wrongly: {some(own.wrong)}", details)
+        return Finding("records", Level.FAIL, f"{text}; some answers are trained wrongly: {some(own.wrong)}", details)
     if own.unended:
         allowed = "no_end_token" in own.notes or seen.renderer.mask == "tags"
-        what = f"{text}, {len(own.unended):,} answers without a control token at the end: {some(own.unended)}"
+        what = f"{text}; {len(own.unended):,} answers have no control token at the end: {some(own.unended)}"
         return Finding("records", Level.WARN if allowed else Level.FAIL, what, details)
     if own.notes[CONTROL_TEXT]:
-        text += f", {own.notes[CONTROL_TEXT]:,} of them with control text"
-    left_out = [f"{what.removesuffix('_left_out')} of {n:,}" for what, n in own.notes.items() if "_left_out" in what]
+        text += f", {own.notes[CONTROL_TEXT]:,} of them with control tokens in message text"
+    left_out = [
+        f"{what.removesuffix('_left_out')} in {n:,} {'record' if n == 1 else 'records'}"
+        for what, n in own.notes.items()
+        if "_left_out" in what
+    ]
     if left_out:
-        what = f"{text}, every answer trained; the template drops the {' and the '.join(left_out)}"
+        what = f"{text}; every answer is trained; the template drops {' and '.join(left_out)}"
         return Finding("records", Level.WARN, what, details)
-    return Finding("records", Level.PASS, f"{text}, every answer trained", details)
+    return Finding("records", Level.PASS, f"{text}; every answer is trained", details)
