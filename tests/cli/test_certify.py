@@ -103,8 +103,8 @@ def test_the_template_is_also_checked_on_the_users_records(run, folder, tmp_path
         "name": "records",
         "level": "FAIL",
         "details": {"records": 2, "refused": {"not_written": 1}, "notes": {}},
-        "text": "2 records; rejected records: 1 not_written; first error: bad.jsonl:2: the template drops the tool_calls "
-        "of message 1 (assistant); use a template that renders every field, or remove the record",
+        "text": "2 records; rejected records: 1 not_written; first error: bad.jsonl:2: the template drops the "
+        "tool_calls of message 1 (assistant); use a template that renders every field, or remove the record",
     }
 
 

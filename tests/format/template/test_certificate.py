@@ -45,7 +45,7 @@ def test_a_template_without_tool_definitions_passes_with_warnings(tmp_path):
         **dict.fromkeys(("ids", "null"), "SKIP"),
         "tools": "WARN",
     }
-    assert found["tools"].text == "calls are rendered, but tool definitions are dropped"
+    assert found["tools"].text == "tool calls are rendered, but tool definitions are dropped"
     assert found["terminator"].text == "<|im_end|> is trained at the end of answers; the model stops there"
     assert found["shapes"].text == "all 24 conversation shapes are rendered"
 
@@ -82,7 +82,7 @@ def test_a_bos_for_each_turn_passes_and_a_doubled_or_trained_one_fails(tmp_path)
         "<s> occurs in several turns, up to 8 times in one row",
     )
     found = certificate(tmp_path / "b", "<s>{{- bos_token -}}" + CHATML)
-    assert found["bos"].level is Level.FAIL and "doubled" in found["bos"].text
+    assert found["bos"].level is Level.FAIL and "occurs twice" in found["bos"].text
     trained = CHATML.replace(
         "{{- message.content -}}", "{{- ('<s>' if message.role == 'assistant' else '') + message.content -}}"
     )
@@ -104,7 +104,7 @@ def test_rewritten_history_is_a_warning_with_a_fix(tmp_path):
     found = certificate(tmp_path, source)
     assert found["history"].level is found["reasoning"].level is Level.WARN
     assert "message 1 of probe reasoning" in found["history"].text and "--unroll" in found["history"].text
-    assert found["reasoning"].text.startswith("is trained only in the last answer")
+    assert found["reasoning"].text.startswith("reasoning is trained only in the last answer")
 
 
 def test_rejected_shapes_are_warnings_with_their_reason(tmp_path):
@@ -167,4 +167,6 @@ def test_ids_that_differ_fail_and_name_the_conversations(tmp_path):
     renderer = own_format(tmp_path, CHATML, control=CONTROL)
     found = lines(certify(renderer, peer=lambda record, *, null_content=False: [1], peer_name="transformers"))
     assert found["ids"].level is Level.FAIL
-    assert found["ids"].text.startswith("differ from those of transformers: probe one turn, probe several turns, ")
+    assert found["ids"].text.startswith(
+        "the ids differ from those of transformers: probe one turn, probe several turns, "
+    )

@@ -215,7 +215,7 @@ def test_a_template_that_is_stopped_repeatedly_is_given_up(tmp_path, monkeypatch
     format = good(tmp_path, "{% if messages[0].content == 'Hi' %}" + nested + "{% endif %}")
     other = Record([user("Ho"), answer("Hello.")])
     for _ in range(client.MAX_KILLS - 1):
-        with pytest.raises(RecordError, match="the template was stopped: it ran for more than") as stopped:
+        with pytest.raises(RecordError, match="the template was stopped: the time limit of") as stopped:
             format.lay_out(TALK)
         assert str(stopped.value).startswith("chat.jsonl:7: ") and stopped.value.kind == "template_limit"
         assert "Ho" in format.text(other)
@@ -309,7 +309,7 @@ def test_a_process_that_sends_an_invalid_response_is_killed(tmp_path, monkeypatc
         return b"\xc1"
 
     monkeypatch.setattr(Channel, "exchange", nonsense)
-    with pytest.raises(RecordError, match="its process sent an invalid response"):
+    with pytest.raises(RecordError, match="the process sent an invalid response"):
         format.text(TALK)
 
 

@@ -1,4 +1,4 @@
-"""Encode records to Rows in bulk, using their layouts."""
+"""Encode many records to Rows together, using the token layout of each record."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _NOTES, _LAYOUT, _WEIGHT = attrgetter("notes"), attrgetter("layout"), attrgetter
 
 
 class LaidOut(NamedTuple):
-    """The layout of a conversation and the texts to fill in."""
+    """The layout of a conversation and the texts for its slots."""
 
     layout: TokenLayout
     slots: list[str] | None
-    """Texts for the slots of the layout; None for a conversation in columns, whose own texts are used."""
+    """The texts for the slots of the layout, or None if the conversation and its texts are stored in columns."""
     notes: tuple[str, ...]
-    """Reasons to note in the ledger."""
+    """Notes about the record for the ledger."""
     expected: ExpectedAnswers | None
-    """The headers that must precede the answers; None if generation tags mark the answers."""
+    """The headers that must precede the answers, or None if generation tags mark the answers."""
     char_weights: CharWeights | None = None
-    """The weight of each character of the rendering from `train_ranges`; None without ranges."""
+    """The weight of each character of the rendering according to `train_ranges`, or None without ranges."""
 
 
 class LaidOutRecord(Record, frozen=True, kw_only=True):
@@ -69,7 +69,10 @@ def encode_rows(
     check: RowCheck | None,
     ledger: Ledger,
 ) -> Rows:
-    """Encode each record to one row. With `tags`, a token that spans an answer's boundary belongs to the answer."""
+    """Encode each record to one row.
+
+    With `tags`, a token that spans the boundary of an answer belongs to the answer.
+    """
     if not len(records):
         return EMPTY
     rows_encoder = _RowEncoder(
@@ -101,7 +104,7 @@ def encode_rows(
 
 
 def _apply_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
-    """Apply the weights of messages, which override the weights of their roles."""
+    """Apply the weights that records set for single messages, which override the weights of roles."""
     if isinstance(records, ChatColumns):
         return
     for row, record in enumerate(records):
@@ -120,7 +123,7 @@ class _Sections(NamedTuple):
     """The encoded sections of all rows."""
 
     ids: Ids
-    """Token ids of all sections, in any order."""
+    """The token ids of all sections. `first` and `last` are the start and stop of each section in `ids`."""
     first: Index
     last: Index
     size: Index
@@ -128,7 +131,7 @@ class _Sections(NamedTuple):
     literal_bytes: Index
     """Size of the literals of each simple section, in bytes."""
     stripped: dict[int, int]
-    """Number of characters that the control token before each section strips; empty if no token strips."""
+    """Number of characters that the preceding control token strips from each section. Empty if no token strips."""
 
 
 @dataclass
@@ -138,12 +141,12 @@ class _RowEncoder:
     tags: bool
     tables: LayoutTables
     columns: ChatColumns | None
-    """The conversations, if they are in columns."""
+    """The conversations, if they are stored in columns."""
     straddling: int = 0
     """Number of tokens that span the boundary of an answer."""
 
     def by_sections(self, laid_out: Sequence[LaidOut]) -> tuple[Rows, NDArray[np.bool_]]:
-        """Encode all rows together. Also return which rows have a boundary that is not at an exact token position."""
+        """Encode all rows together. Also return which rows have a boundary whose token position is not exact."""
         laid_out, inexact = self._with_text_tokens(laid_out)
         rows = self.tables.rows([*map(_LAYOUT, laid_out)])
         table = rows.table
@@ -167,7 +170,7 @@ class _RowEncoder:
             border = table.border[cells][in_section]
             inner = np.flatnonzero(border >= 0)
             border = border[inner] + np.repeat(offsets(num_borders)[:-1], num_cells)[in_section[inner]]
-            # A cell starts where the previous cell of its section ends.
+            # A cell starts where the previous cell of the same section ends.
             last[inner] = first[inner + 1] = position[border]
         starts[in_section], lengths[in_section] = first, last - first
         return rows.rows(lengths, copy_tokens(encoded.ids, starts, lengths, table.ids)), inexact
@@ -175,7 +178,10 @@ class _RowEncoder:
     def _encoded(
         self, laid_out: Sequence[LaidOut], table: LayoutTable, numbers: Index, num_sections: Index
     ) -> _Sections:
-        """Encode the sections of all rows; `numbers` are their table indices, `num_sections` their number per row."""
+        """Encode the sections of all rows.
+
+        `numbers` contains the table index of each section, `num_sections` the count per row.
+        """
         in_columns = np.array([one.slots is None for one in laid_out], dtype=bool)
         of_columns = np.repeat(in_columns, num_sections)
         ids, literal_bytes = EMPTY.ids, table.literal_bytes[numbers]
@@ -208,10 +214,10 @@ class _RowEncoder:
         return _Sections(ids, first, last, size, literal_bytes, stripped)
 
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
-        """Create separate layouts for rows whose texts contain text tokens.
+        """Replace the layouts of rows whose texts contain text tokens by layouts with a cell for each text token.
 
-        Also return which rows must be encoded as a whole, because a text token spans a boundary or the text is
-        normalized before it is searched for tokens. Texts in columns contain no text tokens.
+        Also return which rows must be encoded as a whole, because a text token spans a boundary or the tokenizer
+        normalizes the text before it searches for tokens. Texts in columns never contain text tokens.
         """
         whole = np.zeros(len(laid_out), dtype=bool)
         filled = [at for at, one in enumerate(laid_out) if one.slots is not None] if self.text_tokens.ids else []
@@ -243,10 +249,11 @@ class _RowEncoder:
         borders: Index,
         section: Index,
     ) -> tuple[Index, NDArray[np.bool_]]:
-        """Return the token position of each boundary and whether it is exact; `section` is the boundary's section.
+        """Return the token position of each boundary and whether it is exact. `section` contains the section of each
+        boundary.
 
-        A token that spans the end of the prompt is context. With generation tags it belongs to the answer, as in
-        transformers.
+        A token that spans the end of the prompt is context. With generation tags, such a token belongs to the answer,
+        as in transformers.
         """
         size = encoded.size[section]
         text_bytes = np.where(table.after_text[borders], size - encoded.literal_bytes[section], 0)
@@ -266,7 +273,7 @@ class _RowEncoder:
         return np.where(straddles, position - 1, position) if self.tags else position, exact
 
     def range_weights(self, records: Sequence[Record], laid_out: Sequence[LaidOut], rows: Rows) -> TokenWeights | None:
-        """Return the weights that train ranges give the tokens of the rows; None if no record has ranges."""
+        """Return the weight of each token according to `train_ranges`, or None if no record has ranges."""
         ranged = [at for at, one in enumerate(laid_out) if one.char_weights is not None]
         if not ranged:
             return None
@@ -293,7 +300,7 @@ class _RowEncoder:
         return whole_weights(one.char_weights, *self._parts(one.layout, one.slots), ids, self.encoder)
 
     def _parts(self, layout: TokenLayout, slots: Sequence[str]) -> tuple[list[str], list[bool]]:
-        """Return the texts of all cells, and which cells are control tokens that never come from text."""
+        """Return the text of each cell, and whether each cell is a control token that never comes from text."""
         texts = [fill_slots(text, slots) for text in layout.texts]
         return texts, [token is not None and token not in self.text_tokens.ids for token in layout.tokens]
 
@@ -304,9 +311,9 @@ class _RowEncoder:
         return self.columns.texts(row)
 
     def as_whole(self, one: LaidOut, row: int) -> Rows:
-        """Encode one row as a single text, with the offsets that `tokenizers` reports."""
+        """Encode one row as a single text, and locate its cells by the offsets that `tokenizers` reports."""
         if not self.encoder.can_encode_whole:
-            what = "cannot locate the start of its tokens: the tokenizer changes its text"
+            what = "cannot determine where the tokens start, because the tokenizer changes the text"
             raise RecordError(what, "use a tokenizer.json, or remove the record", kind="vague_border")
         layout = one.layout
         texts, is_control = self._parts(layout, self._slots(one, row))
@@ -324,7 +331,7 @@ class _RowEncoder:
 
 
 def _section_texts(laid_out: Sequence[LaidOut]) -> list[str]:
-    """Return the section texts of all rows that have slots."""
+    """Return the texts of all sections, for rows that are not stored in columns."""
     texts: list[str] = []
     for layout, slots, *_ in laid_out:
         if slots is not None:

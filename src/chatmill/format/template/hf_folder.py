@@ -14,13 +14,13 @@ from chatmill.format.template.template_input import SPECIAL_NAMES
 from chatmill.remote.named_files import TOKENIZER_LIMIT, given_name, local_file
 
 TOOL_USE = "tool_use"
-"""Name of the folder's template for conversations with tools."""
+"""The name of the chat template for conversations with tools in a folder with several templates."""
 
 
 @dataclass(frozen=True)
 class TemplateSource:
     name: str
-    """Its path, plus its key if it comes from a JSON file; error messages add the line in the template."""
+    """The path of the template, with the key if the file is JSON. Error messages append the line number."""
     source: str
 
 
@@ -30,9 +30,9 @@ class HFFolder:
     with_tools: TemplateSource | None = None
     """The template for conversations with tools, if the folder has one."""
     special: Mapping[str, str] = field(default_factory=dict)
-    """`bos_token`, `eos_token` and so on."""
+    """Special tokens by name, such as `bos_token` and `eos_token`."""
     stops: tuple[int, ...] | None = None
-    """Ids at which a server stops, from generation_config.json; None without that file."""
+    """Ids at which a server stops, from generation_config.json, or None if the file is missing."""
     tokenizer_json: Path | None = None
     marked_special: frozenset[str] = frozenset()
     """The tokens that tokenizer_config.json and special_tokens_map.json mark as special."""
@@ -41,7 +41,10 @@ class HFFolder:
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
-    """Read everything but the vocabulary; `chat_template` is a file to use instead of the folder's template."""
+    """Read a folder, except its vocabulary.
+
+    `chat_template` is the path of a file to use instead of the folder's template.
+    """
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     is_folder = tokenizer != "bytes" and path.is_dir()
     files = [_json(path / name) for name in ("special_tokens_map.json", "tokenizer_config.json")] if is_folder else []
@@ -56,10 +59,12 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
         where = _shown(path)
         if templates:
             names = ", ".join(templates)
-            raise UsageError(f"{where}: has chat templates {names} but no default; choose one with --chat-template")
+            raise UsageError(
+                f"{where}: has the chat templates {names} but no default; choose a template with --chat-template FILE"
+            )
         if tokenizer != "bytes" and not path.exists():
             raise UsageError(f"{where}: no such file or folder; expected the folder of a Hugging Face tokenizer")
-        raise UsageError(f"{where}: has no chat template; give one with --chat-template FILE")
+        raise UsageError(f"{where}: has no chat template; pass a template with --chat-template FILE")
     return HFFolder(
         templates["default"],
         templates.get(TOOL_USE),
@@ -72,20 +77,20 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens that a folder defines: `bos_token`, `eos_token` and so on."""
+    """Return the special tokens that a folder defines, by name, such as `bos_token` and `eos_token`."""
     files = [_json(folder / name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
     config: dict[str, Any] = {key: value for file in files for key, value in file.items()}
     return {name: token for name in SPECIAL_NAMES if (token := _token(config.get(name))) is not None}
 
 
 def has_template(tokenizer: str) -> bool:
-    """Whether `tokenizer` is a folder with a chat template, even if it has no default template."""
+    """Whether `tokenizer` is a folder with at least one chat template, default or not."""
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     return tokenizer != "bytes" and path.is_dir() and bool(_templates(path, _json(path / "tokenizer_config.json")))
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSource]:
-    """Return the templates of a folder by name; chat_template.jinja takes precedence over tokenizer_config.json."""
+    """Return the templates of a folder by name. chat_template.jinja takes precedence over tokenizer_config.json."""
     file = folder / "tokenizer_config.json"
     listed = config.get("chat_template")
     templates: dict[str, TemplateSource] = {}
@@ -113,7 +118,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSou
 
 
 def _stops(path: Path) -> tuple[int, ...] | None:
-    """Return `eos_token_id`, which is one id or a list of ids; None if it is missing."""
+    """Return the ids in `eos_token_id`, which is one id or a list of ids, or None if the key is missing."""
     given = _json(path).get("eos_token_id") if path.is_file() else None
     if given is None:
         return None
@@ -145,7 +150,7 @@ def _marked_special(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The part of a tokenizer.json that identifies it."""
+    """The part of a tokenizer.json that distinguishes it from other JSON files."""
 
     model: dict[str, msgspec.Raw]
 
@@ -172,7 +177,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise DataError(f"{_shown(path)}: cannot be read ({one_line(str(error))}); expected a JSON object") from None
     if not isinstance(content, dict):
-        raise DataError(f"{_shown(path)}: not a JSON object")
+        raise DataError(f"{_shown(path)}: expected a JSON object")
     return content
 
 

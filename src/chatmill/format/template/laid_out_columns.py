@@ -1,4 +1,4 @@
-"""Conversations in columns with their layouts, one per shape; most are never converted to `Record`s."""
+"""Lay out conversations in columns. Conversations of one shape share a layout, and few are converted to `Record`s."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from chatmill.records.record import new_message, new_record
 
 @dataclass(frozen=True, eq=False)
 class LaidOutColumns(ChatColumns):
-    """Conversations in columns with their layouts; none is rejected."""
+    """Conversations in columns, each with its layout. All of these conversations can be rendered."""
 
     laid_out: list[LaidOut]
 
 
 class RefusedRecord(Record, frozen=True, kw_only=True):
-    """A record that cannot be rendered, with the error."""
+    """A record that cannot be rendered, with the reason."""
 
     fault: Any
     """A `RecordError`."""
@@ -38,13 +38,13 @@ class ColumnSearch:
     def __init__(self, tokens: ControlTokens) -> None:
         self._search = tokens.pattern.search
         self._beginnings: dict[int, NDArray[np.bool_]] = {}
-        """First bytes of control tokens, each with the set of possible second bytes."""
+        """For each first byte of a control token, whether each byte value can be the second byte."""
         for token in map(str.encode, filter(None, tokens.ids)):
             is_second = self._beginnings.setdefault(token[0], np.zeros(256, dtype=bool))
             is_second[token[1] if len(token) > 1 else slice(None)] = True
 
     def rows(self, columns: ChatColumns) -> set[int]:
-        """Return the indices of conversations with a control token in a text."""
+        """Return the indices of the conversations whose texts contain a control token."""
         data, start, stop = columns.data, columns.start, columns.stop
         content = np.frombuffer(data, dtype=np.uint8)
         places = [np.empty(0, dtype=np.int64)]
@@ -57,7 +57,7 @@ class ColumnSearch:
 
 
 def conversation(columns: ChatColumns, row: int, texts: Sequence[str]) -> Record:
-    """Return the record of a row without its id, because columns do not store ids."""
+    """Return a row as a record. The record has no id, because columns do not store ids."""
     first, stop = columns.first_message[row : row + 2].tolist()
     roles = columns.roles[first:stop].tolist()
     messages = [new_message(ROLES[role], text) for role, text in zip(roles, texts, strict=True)]
@@ -72,10 +72,11 @@ def lay_out_columns(
     confirm: Callable[[CachedTrace, Sequence[str], Callable[[], Record]], None],
     lay_out: Callable[[ShapeKey, list[str], Callable[[], Record]], LaidOut],
 ) -> ChatColumns | list[Record]:
-    """Lay out the conversations as columns; if one is rejected, return a list that is laid out up to that record.
+    """Lay out the conversations as columns, or as a list of records if one of them is rejected.
 
-    `holding` are the rows with control tokens in their texts. `plain` returns the trace that all other rows of a shape
-    follow, `confirm` compares a trace with the template, `lay_out` lays out a conversation without a plain trace.
+    In the list, only the records before the rejected record are laid out. `holding` contains the rows whose texts
+    contain control tokens. `plain` returns the trace that all other rows of a shape follow, `confirm` compares a trace
+    with the template, and `lay_out` lays out a conversation without a plain trace.
     """
     has_empty = columns.start == columns.stop
     odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}

@@ -1,7 +1,8 @@
-"""Token layouts: how to divide a rendering for encoding, for one conversation or for all conversations of a trace.
+"""Token layouts, which divide a rendering into cells for encoding.
 
-A layout is a sequence of cells. A cell is one control token, or a stretch of text of one kind: the header of a turn,
-content, or reasoning. The text between two control tokens is a section, which is encoded as a whole.
+A layout is a sequence of cells, for one conversation or for all conversations that share a trace. A cell is one control
+token, or text of one kind: the header of a turn, content, or reasoning. The text between two control tokens is a
+section, which is encoded as a whole.
 
     cells      <|im_start|> | assistant\\n | Hi | <|im_end|> | \\n
     sections                  ----------------                --
@@ -34,9 +35,9 @@ PARTS = {"content": Part.CONTENT, "reasoning": Part.REASONING, "tool_calls": Par
 
 
 MAX_SECTION = 2**13
-"""Maximum number of cells between two control tokens; encoding time is quadratic in this number."""
+"""Maximum number of cells in a section. Encoding time is quadratic in the number of cells."""
 MAX_SPLITS = 8
-"""Maximum number of cached layouts with text tokens per trace."""
+"""Maximum number of cached layouts with text tokens for each trace."""
 
 
 class SpanKind(NamedTuple):
@@ -49,12 +50,12 @@ class SpanKind(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Text between two control tokens, encoded once its slots are filled."""
+    """The text between two control tokens, which is encoded after its slots are filled."""
 
     text: tuple[TextItem, ...]
     before: str | None
     after: str | None
-    """The control tokens before and after it."""
+    """`before` and `after` are the control tokens around the section, if any."""
     first_cell: int
     stop_cell: int
 
@@ -72,7 +73,7 @@ class SimpleSections(NamedTuple):
     border_bytes: Index
     """Size of the literals before each boundary, in bytes."""
     after_text: NDArray[np.bool_]
-    """Whether the slot's text comes before each boundary."""
+    """For each boundary, whether it follows the text of the slot."""
     takes_columns: bool
     """Whether all texts of the conversation are encoded unchanged.
 
@@ -86,17 +87,17 @@ class SimpleSections(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The cells of a row. A cell is part of a section, or its ids are known."""
+    """The cells of a row. The ids of a cell are known, or the cell is part of a section that must be encoded."""
 
     sections: tuple[Section, ...]
     tokens: tuple[str | None, ...]
-    """The control token of each cell, or None for text."""
+    """For each cell, its control token, or None if the cell is text."""
     texts: tuple[tuple[TextItem, ...], ...]
     """The text of each cell."""
     section: Index
-    """The section of each cell, or -1 if its ids are known."""
+    """For each cell, the index of its section, or -1 if the ids of the cell are known."""
     border: Index
-    """The boundary at the end of each cell, or -1 at the end of a section."""
+    """For each cell, the index of the boundary at its end, or -1 if the cell ends its section."""
     ids: Ids
     """The known ids of all cells, concatenated."""
     lengths: Index
@@ -104,21 +105,21 @@ class TokenLayout:
     starts: Index
     """Offset in `ids` of the known ids of each cell."""
     border_section: Index
-    """The section of each boundary; a boundary separates two cells of a section."""
+    """For each boundary between two cells of a section, the index of the section."""
     border_text: tuple[tuple[TextItem, ...], ...]
-    """The text of the section before each boundary."""
+    """For each boundary, the text of its section before the boundary."""
     border_bytes: Index
-    """Byte offset of each boundary in its section; -1 if it depends on slots."""
+    """Byte offset of each boundary in its section, or -1 if the offset depends on slots."""
     border_of_answer: NDArray[np.bool_]
     """Whether an answer starts or ends at each boundary."""
     first_cell: Index
-    """The first cell of each span; one more entry for the end."""
+    """Index of the first cell of each span. The last entry is the number of cells."""
     spans: Table
-    """The spans, without their lengths."""
+    """The spans of the row, whose lengths are not yet known."""
     simple: SimpleSections | None = None
-    """Its sections if each has exactly one slot; only for layouts of traces."""
+    """The sections, if every section has exactly one slot. Only set for layouts of traces."""
     splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
-    """Cached layouts in which some cells are split at text tokens, by the pieces of those cells."""
+    """Cached layouts in which some cells are split at text tokens, by the list of pieces."""
 
 
 @dataclass
@@ -127,7 +128,7 @@ class _Cell:
     text: list[TextItem]
     token: str | None
     at_border: bool
-    """Whether an answer starts or ends before the cell."""
+    """Whether an answer starts or ends at the start of the cell."""
 
 
 def token_layout(
@@ -138,10 +139,10 @@ def token_layout(
     text_tokens: ControlTokens,
     encoder: ControlEncoder | None = None,
 ) -> TokenLayout:
-    """Return the layout of a record with derived answers; `text_tokens` are the `tokens` that may come from text.
+    """Return the layout of a record with derived answers. `text_tokens` contains the tokens that may come from text.
 
-    Without `encoder` the layout is for this conversation only, with its slots filled. With `encoder`, the slots stay
-    open, and sections without slots are encoded once, here.
+    Without `encoder`, the slots are filled, and the layout is valid only for this conversation. With `encoder`, the
+    slots stay open, and sections without slots are encoded once, here.
     """
     cells: list[_Cell] = []
     for cell in _CellSplitter(record, derived, tokens, text_tokens, filled=encoder is None).cells():
@@ -156,9 +157,9 @@ def token_layout(
 def split_text_tokens(
     layout: TokenLayout, slots: list[str], sections: Sequence[int], tokens: ControlTokens, encoder: ControlEncoder
 ) -> tuple[TokenLayout, list[str]] | None:
-    """Return a layout in which the text tokens of these sections are cells, and its slots.
+    """Return a layout in which each text token in `sections` is a cell, and the texts for its slots.
 
-    Return None if a text token spans a boundary. The whitespace that lstrip/rstrip removes counts as part of a token.
+    Return None if a text token, including the whitespace that its lstrip/rstrip removes, spans a boundary.
     """
     pieces: list[tuple[int, str | None]] = []
     texts: list[str] = []
@@ -192,7 +193,7 @@ def _split(
     tokens: ControlTokens,
     encoder: ControlEncoder,
 ) -> TokenLayout:
-    """Split some cells into pieces: (cell, text token), or (cell, None) for a text, which gets a new slot."""
+    """Return a layout with some cells split into pieces: (cell, text token), or (cell, None) for text in a new slot."""
     kinds = [SpanKind(*(int(span[field]) for field in SpanKind._fields)) for span in layout.spans]
     kind_of = np.repeat(np.arange(len(kinds)), np.diff(layout.first_cell)).tolist()
     in_pieces = {at: [token for _, token in group] for at, group in groupby(pieces, key=itemgetter(0))}
@@ -206,14 +207,14 @@ def _split(
         for number, piece in enumerate(in_pieces.get(at, ())):
             item = next(new_slots) if piece is None else piece
             cells.append(_Cell(kinds[kind], [item], piece, at_border and number == 0))
-    # If the layout has slots, its literals are encoded only once.
+    # Encode the literals of a layout with slots once, because other conversations may reuse the layout.
     return _layout(cells, encoder.ids, tokens, encoder if num_slots else None)
 
 
 def _layout(
     cells: Sequence[_Cell], ids: Mapping[str, int], text_tokens: ControlTokens, encoder: ControlEncoder | None
 ) -> TokenLayout:
-    """Build the layout from cells. With `encoder`, sections with neither slots nor text tokens are encoded here."""
+    """Build a layout from cells. With `encoder`, encode the sections that contain no slots and no text tokens."""
     sections: list[Section] = []
     borders: list[tuple[int, tuple[TextItem, ...], bool]] = []
     section, border = np.full((2, len(cells)), -1, dtype=np.int64)
@@ -227,10 +228,10 @@ def _layout(
         stop = next((n for n in range(at, len(cells)) if cells[n].token is not None), len(cells))
         if stop - at > MAX_SECTION:
             what = f"the template alternates between its own text and message text more than {MAX_SECTION:,} times"
-            right = "put control tokens between them, or remove the record"
+            right = "use a template with a control token in each turn, or remove the record"
             raise RecordError(f"{what} without a control token", right, kind="template_limit")
         around = (cells[at - 1].token if at else None, cells[stop].token if stop < len(cells) else None)
-        # The text of the section up to the end of each cell.
+        # For each cell, the text from the start of the section to the end of the cell.
         texts = [merge_literals(item for cell in cells[at : n + 1] for item in cell.text) for n in range(at, stop)]
         text = fill_slots(texts[0], ()) if len(texts) == 1 and _is_literal(texts[0]) else None
         if encoder and encoder.by_sections and text and not text_tokens.any_in([text]) and encoder.is_normal(text):
@@ -271,7 +272,7 @@ def _layout(
 
 
 class _CellSplitter:
-    """Splits a rendering wherever the kind of its characters changes."""
+    """Splits a rendering into cells, with a new cell wherever the kind of the characters changes."""
 
     def __init__(
         self,
@@ -289,9 +290,9 @@ class _CellSplitter:
         self.edges = {edge for answer in self.answers for edge in (answer.start, answer.stop)}
         self.answered = {answer.message for answer in derived.answers}
         self.written: set[int] = set()
-        """Messages with at least one field in the rendering so far."""
+        """The messages that already have at least one field in the rendering."""
         self.last = OUTSIDE
-        """The message of the last field."""
+        """The message that the last field belongs to."""
         self.fields = [at for at, piece in enumerate(self.pieces) if piece.source is not None]
 
     def cells(self) -> Iterator[_Cell]:
@@ -310,7 +311,7 @@ class _CellSplitter:
         assert piece.source is not None
         if piece.mixed and any(match[0] not in self.text_tokens.ids for match in self.tokens.find(piece.text)):
             text = f"{piece.source.message} in {shown(piece.text)}"
-            what = f"cannot tell whether a control token comes from the template or from message {text}"
+            what = f"cannot determine whether a control token comes from the template or from message {text}"
             raise disputed(what)
         kind = self._kind(number, place, None)
         if piece.source.message >= 0:
@@ -320,7 +321,7 @@ class _CellSplitter:
         return _Cell(kind, [item], None, place in self.edges)
 
     def _literals(self, first: int, stop: int, place: int) -> Iterator[_Cell]:
-        """Yield cells for the literals between two fields: control tokens and the text between them."""
+        """Yield a cell for each control token and each text in the literals between two fields."""
         text = "".join(piece.text for piece in self.pieces[first:stop])
         ends = [*accumulate((len(piece.text) for piece in self.pieces[first:stop]), initial=place)][1:]
         matches = {place + match.start(): match for match in self.tokens.find(text)}
@@ -333,7 +334,10 @@ class _CellSplitter:
             yield _Cell(kind, [text[begin - place : end - place]], token, begin in self.edges)
 
     def _kind(self, number: int, place: int, token_stop: int | None) -> SpanKind:
-        """Return the kind of a piece's characters at a position; `token_stop` is the end of a control token there."""
+        """Return the kind of the characters at `place`.
+
+        `token_stop` is the end of a control token that starts there.
+        """
         source, owner = self.pieces[number].source, self.pieces[number].owner
         at = bisect_right(self.starts, place) - 1
         if at >= 0 and place < self.answers[at].stop:
@@ -351,15 +355,18 @@ class _CellSplitter:
             return SpanKind(Role.NONE, Part.OPEN, Rule.HEADER, int(NO_MESSAGE))
         if owner == OUTSIDE and len(self.written) == len(self.roles):
             return SpanKind(Role.NONE, Part.EOS, Rule.HEADER, message)
-        # An answer may be empty.
+        # An empty answer has no field, so also compare the position with the answers.
         is_after = message in self.written or (at >= 0 and self.answers[at].message == message)
         part = Part.CLOSE if is_after else Part.OPEN
-        # If an answer is context, its end is also context.
+        # If an assistant message is context, its end token is also context.
         context = self.roles[message] == Role.ASSISTANT and message not in self.answered and part == Part.CLOSE
         return SpanKind(self.roles[message], part, Rule.EARLIER_ROW if context else Rule.HEADER, message)
 
     def _part(self, number: int, answer: AnswerSpan) -> int:
-        """Return the part of a piece of an answer; literals take the part of the next field, or of the previous one."""
+        """Return the part of a piece of an answer.
+
+        A literal has the part of the next field, or of the previous field.
+        """
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):
             source = self.pieces[at].source

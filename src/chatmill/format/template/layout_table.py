@@ -1,4 +1,4 @@
-"""Layouts of many rows in columns, to assemble all rows together.
+"""Store the layouts of many rows in columns, to assemble all rows of a batch together.
 
 rows        0  1  2  3            which layout each row has: [0 1 0 0]
 layouts     [<|im_start|> user\\n · <|im_end|> \\n …]  [<|im_start|> system\\n · …]
@@ -19,15 +19,15 @@ from chatmill.rows import EMPTY, Ids, Index, Rows, Table, joined, offsets, ragge
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 MAX_KINDS = 2**8
-"""Maximum number of different literals around texts in one batch of columns."""
+"""Maximum number of different pairs of literals around a text in one batch of columns."""
 MAX_KEPT = 2**14
-"""Maximum number of cells in a table that is kept for the next batch."""
+"""Maximum number of cells in a layout table that is kept for the next batch."""
 
 
 def simple_sections(
     layout: TokenLayout, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
 ) -> SimpleSections | None:
-    """Return the sections of a layout for conversations of `num_texts` texts; None unless each has one slot."""
+    """Return the sections of a layout if every section has exactly one slot, otherwise None."""
     slots: list[int] = []
     around: list[tuple[str, str]] = []
     takes_columns = encoder.by_sections and not encoder.normalizes and encoder.normalized is None
@@ -59,7 +59,10 @@ def _literals(text: Sequence[TextItem]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayoutTable:
-    """Several layouts in columns; `first_…` are the offsets of each layout's cells, sections, boundaries and spans."""
+    """Several layouts in columns.
+
+    The `first_…` columns contain the offsets of each layout's cells, sections, boundaries and spans.
+    """
 
     first_cell: Index
     section: Index
@@ -70,31 +73,31 @@ class LayoutTable:
     ids: Ids
     first_section: Index
     slot: Index
-    """The slot of each section; -1 in a layout whose sections are not simple."""
+    """The slot of each section, or -1 in a layout without simple sections."""
     kind: NDArray[np.uint8]
-    """Index in `around` of each section; only for sections that take columns."""
+    """Index in `around` of the literals of each section, for sections that take columns."""
     around: list[tuple[str, str]]
     literal_bytes: Index
     first_border: Index
     border_section: Index
     border_bytes: Index
-    """Bytes of literals before each boundary; -1 if its section is not simple and it follows a slot."""
+    """Size in bytes of the literals before each boundary, or -1 if this size depends on slots."""
     after_text: NDArray[np.bool_]
     border_of_answer: NDArray[np.bool_]
     first_span: Index
     spans: Table
     span_cell: Index
-    """The first cell of each span within the layout."""
+    """Index of the first cell of each span, relative to its layout."""
 
 
 class LayoutTables:
-    """Builds the layout table of each batch and keeps it for the next one, because most rows share a few layouts."""
+    """Builds layout tables and keeps the last one for the next batch, because most rows share a few layouts."""
 
     def __init__(self) -> None:
         self._kept: tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]] | None = None
 
     def rows(self, layouts: Sequence[TokenLayout]) -> RowCells:
-        """Return the cells of rows with these layouts."""
+        """Return the cells of rows that have the given layouts, in order."""
         by_id = {id(layout): layout for layout in layouts}
         if self._kept is None or not by_id.keys() <= self._kept[1].keys():
             self._kept = self._with(by_id)
@@ -102,7 +105,7 @@ class LayoutTables:
         return RowCells(table, np.array([numbers[key][0] for key in map(id, layouts)], dtype=np.int64))
 
     def _with(self, by_id: dict[int, TokenLayout]) -> tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]:
-        """Return the kept table with new layouts added, or a table of only these layouts if it would grow too large."""
+        """Return the kept table with new layouts added, or only the new layouts if the table would become too large."""
         every = {key: layout for key, (_, layout) in self._kept[1].items()} | by_id if self._kept else by_id
         if sum(len(layout.tokens) for layout in every.values()) > MAX_KEPT:
             every = by_id
@@ -162,19 +165,19 @@ def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:
 
 @dataclass(frozen=True, eq=False)
 class RowCells:
-    """The cells of consecutive rows, found through their layouts in a table."""
+    """The cells of consecutive rows, as references to the layouts in a table."""
 
     table: LayoutTable
     which: Index
     """Index of the layout of each row."""
 
     def items(self, first: Index) -> tuple[Index, Index]:
-        """Return the table indices of the items of all rows, in order, and the number of items of each row."""
+        """Return the table indices of all items, row by row, and the number of items in each row."""
         counts = np.diff(first)[self.which]
         return ragged_index(first[self.which], counts), counts
 
     def rows(self, lengths: Index, ids: Ids) -> Rows:
-        """Build rows of one conversation each from the lengths of their cells; origins stay empty."""
+        """Build rows with one conversation each from the lengths of all cells. The origins of the rows stay empty."""
         table = self.table
         numbers, counts = self.items(table.first_span)
         spans = table.spans.take(numbers)

@@ -1,6 +1,6 @@
-"""Small conversations that show how a chat template behaves, one for each shape of records.
+"""Small conversations that show how a chat template behaves, with one conversation for each record shape.
 
-The words of every message are unique, so that text that appears in the wrong message is noticed.
+The words of every message are unique, so that checks detect text that appears in the wrong message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WEATHER_CALL = ToolCall("weather", '{"city":"Lisbon"}', "call00001")
 SECOND_CALL = ToolCall("weather", '{"city":"Oslo"}', "call00002")
 WEATHER = result('{"sky":"clear"}', WEATHER_CALL)
 
-# Used by `ChatTemplate` to find the style of a template.
+# `ChatTemplate` renders these conversations to determine the style of a template.
 QUESTION = probe_record("one turn", user("Which way is north?"), answer("Towards the pole star."))
 _ASKED = (user("Rain?"), answer("", "", WEATHER_CALL))
 CALL = probe_record("style", *_ASKED, WEATHER, answer("No."), tools=TOOLS)
@@ -75,9 +75,9 @@ SIXTEEN = probe_record(
     *(message for at in range(8) for message in (user(f"Question q{at}x?"), answer(f"Answer a{at}x."))),
 )
 BASIC = (QUESTION, TURNS, SYSTEM, SPACES, REASONING, TOOL, TOOL_REASONING)
-"""Shapes that most templates support."""
+"""Conversation shapes that most templates support."""
 PLAIN = (QUESTION, TURNS, SIXTEEN)
-"""Shapes that every template must support; all other shapes may be rejected."""
+"""Conversation shapes that every template must support. A template may reject all other shapes."""
 TOOL_SHAPES = (
     TOOL,
     TOOL_REASONING,
@@ -119,4 +119,4 @@ PROBES = (
     probe_record("equal texts", *dialog("Same.", "Same.", "Same.", "Same.")),
     probe_record("role words as content", *dialog("user", "assistant", "system", "user")),
 )
-"""One conversation for each shape."""
+"""One conversation for each record shape."""

@@ -1,4 +1,4 @@
-"""Start template processes and exchange frames with them, within limits that a process cannot evade."""
+"""Start template processes and exchange frames with them. Enforce limits that a process cannot evade."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from chatmill.errors import DataError, one_line
 from chatmill.format.template.process import messages
 
 WAITING = 20.0
-"""Maximum wall-clock time of a process as a multiple of its CPU time limit; the machine may be busy."""
+"""Maximum wall-clock time of a process as a multiple of its CPU time limit.
+
+It is large because the machine may be busy.
+"""
 GRACE = 1.0
-"""Extra seconds before a process is killed, because a process that stops itself can report the line of the template."""
+"""Extra seconds before a process is killed, so that it can stop by itself and report the line of the template."""
 START_SECONDS = 600.0
-"""Maximum time for a fork server to start; the machine may be busy."""
+"""Maximum seconds for a fork server to start. The limit is high because the machine may be busy."""
 POLL_SECONDS = 0.1
 HEADER = struct.Struct("<Q")
 
@@ -35,18 +38,18 @@ import_module(sys.argv[1]).main()
 
 
 class EndedError(Exception):
-    """A process was killed or exited; the message gives the reason."""
+    """A template process was killed or exited. The message gives the reason."""
 
 
 class ForkServer:
-    """A fork server: a fresh interpreter that calls the `main` function of a module."""
+    """A fork server, which is a fresh interpreter that calls the `main` function of a module."""
 
     def __init__(self, module: str) -> None:
         self._owner = os.getpid()
         self._control, theirs = socket.socketpair()
         paths = [str(Path(__file__).resolve().parents[4]), *(str(Path(path).absolute()) for path in sys.path if path)]
         options = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
-        # Python might not start without the paths of the dynamic loader.
+        # Keep LD_LIBRARY_PATH, because Python might not start without its shared libraries.
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         try:
             with theirs:
@@ -60,13 +63,13 @@ class ForkServer:
                     start_new_session=True,
                 )
         except (OSError, TypeError) as error:
-            # `sys.executable` is None if its path is unknown.
+            # Popen raises TypeError if `sys.executable` is None, which means that its path is unknown.
             self._control.close()
             what = f"the process that runs chat templates cannot be started ({one_line(str(error), 200)})"
             raise DataError(f"{what}; check that {one_line(str(sys.executable), 200)} can be run") from None
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
-        """Return the channel and the leash of a new process."""
+        """Start a process and return its channel and its leash. The process is killed when the leash is closed."""
         channel, its_channel = socket.socketpair()
         leash, its_leash = socket.socketpair()
         with its_channel, its_leash:
@@ -79,7 +82,7 @@ class ForkServer:
         return channel, leash
 
     def close(self) -> None:
-        """Kill the server and its processes."""
+        """Kill the fork server and its processes."""
         self._control.close()
         if self._owner == os.getpid():
             self._process.kill()
@@ -91,9 +94,9 @@ _servers_lock = threading.Lock()
 
 
 def fork_server(module: str) -> ForkServer:
-    """Return the fork server for a module, starting it if needed; forked processes share it.
+    """Return the fork server for a module, starting the server if needed. Forked processes share the server.
 
-    The server starts in the background.
+    The fork server starts in the background.
     """
     with _servers_lock:
         if module not in _servers:
@@ -102,7 +105,7 @@ def fork_server(module: str) -> ForkServer:
 
 
 def stop_servers() -> None:
-    """Kill all servers and their processes; they are started again when needed."""
+    """Kill all fork servers and their processes. `fork_server` starts a new server when needed."""
     with _servers_lock:
         servers = list(_servers.values())
         _servers.clear()
@@ -114,7 +117,10 @@ atexit.register(stop_servers)
 
 
 class Channel:
-    """One process of a fork server that may use `memory` bytes; `arguments` are passed to its start function."""
+    """A process of a fork server that may use `memory` additional bytes.
+
+    `arguments` are passed to its start function.
+    """
 
     def __init__(self, server: ForkServer, memory: int, *arguments: str) -> None:
         self.memory, self.pid = memory, 0
@@ -131,7 +137,7 @@ class Channel:
         self.pid, self.protections = ready.pid, ready.protections
 
     def exchange(self, frame: bytes, *, seconds: float, limit: int) -> bytes:
-        """Send a request and receive its response, within limits on time and size."""
+        """Send a request and return the response. Raise if the process exceeds the limits on time or response size."""
         clock = _Clock(self.pid, seconds)
         for part in (HEADER.pack(len(frame)), frame):
             data = memoryview(part)
@@ -140,7 +146,7 @@ class Channel:
                 data = data[self._socket.send(data) :]
         (size,) = HEADER.unpack(self._receive(HEADER.size, clock))
         if size > limit:
-            raise EndedError(f"its response has more than {limit >> 20:,} MiB")
+            raise EndedError(f"the response exceeds {limit >> 20:,} MiB")
         return self._receive(size, clock)
 
     def _receive(self, size: int, clock: _Clock) -> bytes:
@@ -161,7 +167,7 @@ class Channel:
         clock.check_sometimes()
 
     def end(self) -> int | None:
-        """Kill the process if it is still running; return its exit code (negative for a signal), or None if unknown."""
+        """Kill the process if it is running. Return its exit code (negative for a signal), or None if it is unknown."""
         try:
             self._leash.shutdown(socket.SHUT_WR)
             self._leash.settimeout(60)
@@ -172,7 +178,7 @@ class Channel:
         return int(struct.unpack("<i", status)[0]) if len(status) == 4 else None
 
     def close(self) -> None:
-        """Close the sockets; the server kills the process once no process holds them."""
+        """Close the sockets. The server kills the process when every copy of the leash is closed."""
         self._socket.close()
         self._leash.close()
 
@@ -191,7 +197,7 @@ class _Clock:
             self.check()
 
     def check(self) -> None:
-        """Raise if the CPU time limit, or the much larger wall-clock limit, is exceeded."""
+        """Raise if the process exceeds the CPU time limit or the much larger wall-clock limit."""
         waited = time.monotonic() - self._began
         cpu = _cpu_time(self._pid)
         used = waited if cpu is None or self._cpu is None else cpu - self._cpu
@@ -200,11 +206,11 @@ class _Clock:
 
 
 def too_long(seconds: float) -> str:
-    return f"it ran for more than {seconds:.0f} seconds"
+    return f"the time limit of {seconds:.0f} seconds was exceeded"
 
 
 def _cpu_time(pid: int) -> float | None:
-    """Return the CPU seconds that a process has used; None if the system does not report them."""
+    """Return the CPU seconds that a process has used, or None if the system does not report CPU time."""
     if not pid or sys.platform != "linux":
         return None
     try:
@@ -215,7 +221,7 @@ def _cpu_time(pid: int) -> float | None:
 
 
 def _after_fork() -> None:
-    """Replace the lock, which may be held by a thread that does not exist in the child."""
+    """Replace the lock in a forked child, because a thread that exists only in the parent may have acquired it."""
     global _servers_lock
     _servers_lock = threading.Lock()
 

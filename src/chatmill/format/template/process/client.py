@@ -1,8 +1,8 @@
-"""The renderer's side of a template process: start it, send requests, and kill it when it reaches a limit.
+"""The client of a template process, which starts the process, sends requests, and kills it when it reaches a limit.
 
-The limits on a request (CPU time, response size and memory) are enforced here, independently of the process. A process
+The client enforces the limits on a request (CPU time, response size and memory) independently of the process. A process
 is started with a memory limit that fits the conversation. A process that reaches a limit is killed and replaced. After
-a few kills no more requests are sent for the template.
+a few kills, the client sends no more requests for the template.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from chatmill.format.renderer import Mask
 
 SECONDS = 3.0
-"""CPU time limit for a small conversation; a normal template needs a few milliseconds."""
+"""CPU seconds for a small conversation. A normal template needs a few milliseconds."""
 SECONDS_PER_CHARACTER = 2e-6
 SECONDS_PER_PAIR = 5e-4
-"""Added per pair of messages: every prefix of a conversation is rendered, and the template may visit all of it."""
+"""CPU seconds added per pair of messages, because a template may visit all messages of every prefix."""
 MEMORY = 512 << 20
 MEMORY_PER_BYTE = 64
 MEMORY_PER_MESSAGE = 4
-"""Added per byte and message of the conversation, because every prefix is rendered."""
+"""Bytes of memory added per byte and per message of the conversation, because every prefix is rendered."""
 RESPONSE = 16 << 20
 RESPONSE_PER_BYTE = 64
 MAX_KILLS = 3
-"""After this many killed or crashed processes, a renderer gives up on its template."""
+"""Number of killed or crashed processes after which a renderer gives up on its template."""
 ENGINE = "chatmill.format.template.process.engine"
 _RIGHT = "change the conversation or the template"
 
@@ -56,18 +56,18 @@ class OpenedTemplate:
     name: str
     source: str
     has_tags: bool
-    """Whether it has generation tags."""
+    """Whether the template has generation tags."""
     style: Style
 
     def quote(self, line: int) -> str:
-        """Return a line of the template with its number, for messages."""
+        """Return a line of the template with its number, for error messages."""
         lines = self.source.split("\n")
         text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
         return f"{self.name}:{line}: {one_line(text, 160)}"
 
 
 class TemplateProcess:
-    """The chat templates of one renderer, in a process that can only run them."""
+    """The chat templates of one renderer, which run in a separate, restricted process."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class TemplateProcess:
 
     @property
     def protections(self) -> list[str]:
-        """The protections in force in the process, as named by `lock_down`."""
+        """The names of the active protections of the process, as returned by `lock_down`."""
         with self._lock:
             if self._channel is None:
                 self._started(MEMORY)
@@ -109,7 +109,7 @@ class TemplateProcess:
             return [one_line(name) for name in self._channel.protections]
 
     def text(self, template: int, record: Record, count: int | None = None, *, prompt: bool = False) -> str:
-        """Render the first `count` messages as text, with the generation prompt if `prompt`."""
+        """Render the first `count` messages as text, with the generation prompt if `prompt` is true."""
         request = messages.RenderText(template, _sent(record), count, prompt, _seconds(record))
         response = self._request(request)
         if not isinstance(response, messages.Text):
@@ -127,7 +127,10 @@ class TemplateProcess:
         last_only: bool = False,
         text_tokens: Iterable[str] = (),
     ) -> DerivedAnswers:
-        """Derive the answers of a record with `texts` texts; `text_tokens` are the tokens that may come from text."""
+        """Derive the answers of a record with `texts` texts.
+
+        `text_tokens` contains the tokens that may come from text.
+        """
         may_hold, seconds = sorted(text_tokens), _seconds(record)
         request = messages.Derive(template, _sent(record), mask, cacheable, last_only, may_hold, seconds)
         response = self._request(request)
@@ -139,7 +142,7 @@ class TemplateProcess:
             raise self._broken() from None
 
     def close(self) -> None:
-        """Kill the process; the next request starts a new one."""
+        """Kill the process. The next request starts a new process."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -147,12 +150,15 @@ class TemplateProcess:
     __del__ = close
 
     def after_fork(self) -> None:
-        """Drop the connection in a forked child, without killing the parent's template process."""
+        """Close the connection in a forked child without killing the parent's template process."""
         self._lock = threading.Lock()
         self.close()
 
     def _request(self, request: messages.RenderText | messages.Derive) -> messages.Response:
-        """Send a request about one record; raise the errors it returns as `RecordError` or `DataError`."""
+        """Send a request about one record and return the response.
+
+        Raise `RecordError` or `DataError` for an error response.
+        """
         try:
             frame = messages.encode(request)
         except UnicodeEncodeError:
@@ -164,7 +170,7 @@ class TemplateProcess:
             except EndedError as error:
                 raise self._stopped(str(error)) from None
             if isinstance(response, messages.Stopped):
-                memory = f"it needs more than {self._memory() >> 20:,} MiB of memory"
+                memory = f"the memory limit of {self._memory() >> 20:,} MiB was exceeded"
                 why = memory if response.limit == "memory" else too_long(request.seconds)
                 raise self._stopped(why, response.place)
         if isinstance(response, messages.RecordFault):
@@ -184,9 +190,10 @@ class TemplateProcess:
             except (EOFError, OSError):
                 code = self._end()
                 if code in (None, -signal.SIGKILL, -signal.SIGXCPU) and not attempt:
-                    # The process was killed from outside: by the out-of-memory killer, or at its total CPU limit.
+                    # Retry once if the process was killed from outside, by the out-of-memory killer or at its total CPU
+                    # limit.
                     continue
-                raise EndedError(f"its process ended with {_shown_exit(code)}") from None
+                raise EndedError(f"the process ended with {_shown_exit(code)}") from None
             except BaseException:
                 self._end()
                 raise
@@ -200,7 +207,7 @@ class TemplateProcess:
         except EndedError as error:
             why = str(error)
         except (EOFError, OSError):
-            why = f"its process ended with {_shown_exit(self._end())}"
+            why = f"the process ended with {_shown_exit(self._end())}"
         except BaseException:
             self._end()
             raise
@@ -212,7 +219,7 @@ class TemplateProcess:
                 if len(response.has_tags) == len(response.styles) == count:
                     return response
             is_time = isinstance(response, messages.Stopped) and response.limit == "time"
-            why = too_long(SECONDS) if is_time else f"it needs more than {memory >> 20:,} MiB of memory"
+            why = too_long(SECONDS) if is_time else f"the memory limit of {memory >> 20:,} MiB was exceeded"
         self._end()
         raise DataError(f"{self._name}: the template was stopped: {why}; fix the template")
 
@@ -224,17 +231,17 @@ class TemplateProcess:
         return None if channel is None else channel.end()
 
     def _stopped(self, why: str, place: str = "") -> DataError:
-        """Kill the process; return an error about the record, or about the template after too many kills."""
+        """Kill the process. Return an error about the record or, after too many kills, an error about the template."""
         self._end()
         self._kills += 1
         what = f"{one_line(place, 300) or self._name}: the template was stopped: {why}"
         if self._kills >= MAX_KILLS:
-            return DataError(f"{what}; giving up after {self._kills} stops; fix the template")
+            return DataError(f"{what}; giving up after {self._kills} attempts; fix the template")
         return RecordError(what, _RIGHT, kind="template_limit")
 
     def _broken(self) -> DataError:
         with self._lock:
-            return self._stopped("its process sent an invalid response")
+            return self._stopped("the process sent an invalid response")
 
 
 _processes: weakref.WeakSet[TemplateProcess] = weakref.WeakSet()
@@ -257,17 +264,17 @@ def _new_channel(memory: int) -> Channel:
     try:
         return Channel(fork_server(ENGINE), memory)
     except (EOFError, OSError):
-        # The server may have been killed in the meantime.
+        # Start a new server, because the old one may have been killed.
         stop_servers()
     try:
         return Channel(fork_server(ENGINE), memory)
     except EOFError:
         stop_servers()
-        what = "the process that runs chat templates exits right after its start"
+        what = "the process that runs chat templates exits immediately"
         raise DataError(f"{what}; check that {one_line(sys.executable, 200)} can import jinja2 and msgspec") from None
     except OSError as error:
         raise DataError(
-            f"cannot start a process for the chat template: {error.strerror}; free memory or processes"
+            f"cannot start a process for the chat template: {error.strerror}; free some memory, or end other processes"
         ) from None
 
 
@@ -275,12 +282,12 @@ def _decoded(frame: bytes) -> messages.Response:
     try:
         response: messages.Response = messages.decode_response(frame)
     except (msgspec.DecodeError, ValueError, RecursionError):
-        raise EndedError("its process sent an invalid response") from None
+        raise EndedError("the process sent an invalid response") from None
     return response
 
 
 def _sent(record: Record) -> Record:
-    """Return the part of a record that is sent to the process."""
+    """Return the part of a record that is sent to the template process."""
     return new_record(record.messages, None, record.tools)
 
 

@@ -1,8 +1,8 @@
-"""The code that runs in a template process: open the templates of one renderer and answer requests about records."""
+"""The service in a template process, which opens the templates of one renderer and answers requests about records."""
 
 from __future__ import annotations
 
-# Jinja imports these lazily, which fails after the lockdown.
+# Import the modules that Jinja imports lazily, because imports fail after the lockdown.
 import html  # noqa: F401
 import pprint  # noqa: F401
 import time
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 class TemplateEngine:
-    """The templates of one renderer."""
+    """Opens the templates of one renderer and answers requests."""
 
     def __init__(self) -> None:
         self.templates: list[ChatTemplate] = []
@@ -41,7 +41,7 @@ class TemplateEngine:
         self.eos: str | None = None
 
     def __call__(self, frame: bytes) -> bytes:
-        """Return the response to a request."""
+        """Decode a request and return the encoded response."""
         request = messages.decode_request(frame)
         try:
             return messages.encode(self.answer(request))
@@ -104,14 +104,15 @@ class TemplateEngine:
         except RecordError:
             if not request.cacheable:
                 raise
-            # A trace with guards renders more prompts. That must not affect whether or why a record is rejected.
+            # Try again without guards, because recording guards renders more prompts, which must not change why a
+            # record is rejected.
             derived = attempt(False)
         steps = derived.steps
         if steps is not None:
             try:
                 messages.encode(steps)
             except (OverflowError, TypeError):
-                # The steps contain numbers that are too large for a message, as in `content[:10 ** 30]`.
+                # Drop steps that contain numbers too large for MessagePack, as in `content[:10 ** 30]`.
                 steps = None
         return messages.Derived(
             derived.rendering.pieces, derived.answers, derived.prefixes, derived.contexts, steps, derived.notes
@@ -119,7 +120,7 @@ class TemplateEngine:
 
 
 def _warm_up() -> None:
-    """Trigger lazy imports and caches before the lockdown."""
+    """Trigger lazy imports and fill caches before the lockdown."""
     engine = TemplateEngine()
     record: Any = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     opened = messages.OpenTemplates([("warm", WARM_UP)], b"{}", "2000-01-01", ["x"], [], 60.0)

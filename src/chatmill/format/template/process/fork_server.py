@@ -1,9 +1,10 @@
-"""A fork server: a fresh interpreter that forks locked-down processes on request.
+"""A fork server, which is a fresh interpreter that forks locked-down processes on request.
 
-It has imported everything that its processes need, and has read no untrusted data. Its standard input is a socket: each
-byte on it carries two sockets, and the server forks a process for them. The first is the channel of that process. The
-second is its leash, which the server keeps: when the other end is closed, no matter how the renderer exits, the server
-kills the process. The exit code of the process is written to the leash.
+The server imports all modules that its processes need and never reads untrusted data. The standard input of the server
+is a Unix socket. For each byte that it receives, together with two socket descriptors, the server forks a process. The
+first socket is the channel for requests and responses of the new process. The second socket is the leash, which stays
+in the server: when the renderer closes the other end or exits, the server kills the process. When the process exits,
+the server writes its exit code to the leash.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from chatmill.format.template.process import messages
 from chatmill.format.template.process.lockdown import lock_down
 
 CHANNEL = 0
-"""The file descriptor of a process's channel, the only one that it has."""
+"""The file descriptor of the channel, which is the only descriptor of a forked process."""
 HEADER = struct.Struct("<Q")
 
 Service = Callable[[bytes], bytes]
-"""Maps a request to its response."""
+"""A function that maps an encoded request to an encoded response."""
 
 
 def run_server(start: Callable[..., Service]) -> None:
-    """Fork a process for every byte on standard input, until the other end is closed.
+    """Fork a process for every byte on standard input until the renderer closes its end.
 
-    Each process calls `start` to get its service, and is locked down before it reads a request.
+    Each process calls `start` to create its service and is locked down before it reads a request.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Imported objects are shared with the processes and never garbage-collected.
+    # Freeze imported objects, so that forked processes share them and never garbage-collect them.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -45,7 +46,7 @@ def run_server(start: Callable[..., Service]) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     control = socket.socket(fileno=CHANNEL)
     children: dict[int, socket.socket] = {}
-    """Processes that have not been reaped, so that their pids cannot be reused, each with its leash."""
+    """The leash of each process by pid. A process stays listed until it is reaped, so that its pid cannot be reused."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(woken, select.POLLIN)
@@ -86,7 +87,7 @@ def _tell(leash: socket.socket, code: int) -> None:
 
 
 def _fork(channel: int, highest: int, start: Callable[..., Service]) -> int:
-    """Fork a process with `channel` as its only descriptor; `highest` is the highest descriptor of the server."""
+    """Fork a process with `channel` as its only descriptor. `highest` is the highest open descriptor of the server."""
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -107,7 +108,7 @@ def _fork(channel: int, highest: int, start: Callable[..., Service]) -> int:
 
 
 def _read() -> bytes:
-    """Return the next frame; empty at the end of the stream."""
+    """Return the next frame, or empty bytes at the end of the stream."""
     header = _read_exactly(HEADER.size)
     return _read_exactly(HEADER.unpack(header)[0]) if header else b""
 

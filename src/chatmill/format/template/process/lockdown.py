@@ -1,8 +1,8 @@
-"""Restrict a template process before it reads a template, without needing privileges.
+"""Restrict the privileges of a template process before it reads a template. Root access is not required.
 
-Each protection is applied if the system supports it; `lock_down` returns those in force. The system call filter
-(seccomp) allows only the calls for memory, locks, clocks, and the one socket. The process cannot
-open files, create sockets, start programs or see other processes.
+Each protection is applied if the system supports it; `lock_down` returns the names of the active protections. The
+system call filter (seccomp) allows only the system calls for memory, locks, clocks, and the existing socket. A
+restricted process cannot open files, create sockets, start programs or see other processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 CPU_SECONDS = 3600
-"""Total CPU time of a process; the renderer enforces a separate limit for each request."""
+"""Maximum total CPU seconds of a process. The renderer enforces a separate limit for each request."""
 STACK = 8 << 20
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -26,10 +26,10 @@ SECCOMP_MODE_FILTER = 2
 LOAD, JUMP_IF_EQUAL, JUMP_IF_GREATER_OR_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 KILL_PROCESS, FAIL, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 NUMBER, ARCHITECTURE, THIRD_ARGUMENT = 0, 4, 32
-"""Offsets in `seccomp_data`, the input of a filter."""
+"""Offsets of the fields in `seccomp_data`, which is the input of a filter."""
 PROT_EXEC = 4
 X32 = 0x40000000
-"""Numbers at or above this one belong to the x32 ABI of x86-64."""
+"""System call numbers from this value on belong to the x32 ABI of x86-64."""
 
 SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
     "x86_64": (
@@ -94,13 +94,13 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
         },
     ),
 }
-"""For each architecture, its audit number for filters, and the allowed system calls."""
+"""For each architecture, its audit number in seccomp filters and the numbers of the allowed system calls."""
 
 
 def lock_down(memory: int, parent: int) -> list[str]:
-    """Drop everything that running a template does not need; the process may use `memory` additional bytes.
+    """Remove all privileges that a template does not need, and limit the process to `memory` additional bytes.
 
-    `parent` is the process that this one must not outlive.
+    The process exits when the process `parent` exits. Return the names of the active protections.
     """
     in_force = []
     if sys.platform == "linux":
@@ -146,7 +146,7 @@ def _set_limit(name: str, limit: int) -> bool:
 
 
 def _mapped() -> int:
-    """Return the bytes of address space in use."""
+    """Return the size of the address space in use, in bytes."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
@@ -154,13 +154,13 @@ def _mapped() -> int:
 
 
 class _FilterProgram(ctypes.Structure):
-    """The kernel's `sock_fprog`."""
+    """The kernel structure `sock_fprog`."""
 
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> bool:
-    """Install the filter; return False if the kernel or the architecture does not support it."""
+    """Install the system call filter. Return False if the kernel or the architecture does not support it."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if machine not in SYSTEM_CALLS or sys.maxsize < 2**32:
         return False
@@ -170,11 +170,14 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 
 
 def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
-    """Return a BPF program that allows these calls but no executable memory; any other call fails with EPERM."""
+    """Return a BPF program that allows only the given system calls and no executable memory.
+
+    Other calls fail with EPERM.
+    """
     names = sorted(allowed, key=lambda name: allowed[name])
     executable = [allowed[name] for name in ("mmap", "mprotect")]
     others = [allowed[name] for name in names if allowed[name] not in executable]
-    # The check of the memory protection follows the comparisons.
+    # Compare the call number first, and check the memory protection after all comparisons.
     checks = len(others) + len(executable)
     instructions = [
         (LOAD, 0, 0, ARCHITECTURE),
@@ -186,7 +189,7 @@ def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     ]
     for at, number in enumerate([*others, *executable]):
         left = checks - at - 1
-        # Jump past the remaining comparisons and the failure to the protection check, or 2 further to ALLOW.
+        # Jump past the remaining comparisons and the EPERM return, to the protection check or to ALLOW.
         instructions.append((JUMP_IF_EQUAL, left + (3 if number in others else 1), 0, number))
     instructions += [
         (RETURN, 0, 0, FAIL | errno.EPERM),

@@ -1,7 +1,8 @@
-"""Messages between a renderer and its template process: frames of MessagePack, decoded into these types.
+"""The messages between a renderer and its template process, encoded as MessagePack frames.
 
-A template that has taken over its process can send anything, so responses are decoded by type and checked here. A
-response may be wrong about its own template, but cannot make the renderer fail, exhaust memory, or read out of bounds.
+A malicious template may take over its process and send arbitrary bytes, so responses are decoded by type and checked
+here. A response may be wrong about its own template, but it cannot make the renderer crash, exhaust memory, or read out
+of bounds.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPie
 from chatmill.records.record import Record
 
 MAX_STEPS = 2**14
-"""Maximum number of steps of a replayed trace; for longer ones, each record is derived."""
+"""Maximum number of steps in a replayed trace. Records with longer traces are derived one by one."""
 MAX_COPIES = 2**7
 """Maximum number of copies of a text of the conversation that a replayed trace may make."""
 MAX_GROWTH = 2**10
-"""The same limit for its characters, because functions may map one character to several."""
+"""Like MAX_COPIES, but also counts the characters that functions add, for example by escaping."""
 MAX_WRITTEN = 8
-"""Maximum number of times that a text may be output; the same limit as for running the template."""
+"""Maximum number of times that a replayed trace may output a text. Running the template has the same limit."""
 MAX_LITERALS = 2**23
 """Maximum number of template characters that replaying a trace may copy."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first message to a new process."""
+    """The first message to a new template process."""
 
     memory: int
     """Bytes of memory that the process may use in addition to its current memory."""
     arguments: tuple[str, ...] = ()
-    """Arguments of its start function; must not contain untrusted data."""
+    """The arguments of the start function, which must not contain untrusted data."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -45,14 +46,14 @@ class Ready(msgspec.Struct, frozen=True):
 
     pid: int
     protections: list[str]
-    """The protections in force."""
+    """The names of the active protections."""
 
 
 class OpenTemplates(msgspec.Struct, tag="open", frozen=True):
     sources: list[tuple[str, str]]
-    """Names and texts of the templates."""
+    """The name and the text of each template."""
     variables: bytes
-    """JSON, because it allows integers of any size."""
+    """The template variables as JSON, because MessagePack limits the size of integers."""
     now: str
     tokens: list[str]
     """The control tokens."""
@@ -116,7 +117,7 @@ class TemplateFault(msgspec.Struct, tag="template", frozen=True):
 
 
 class Stopped(msgspec.Struct, tag="stopped", frozen=True):
-    """The template reached a limit at this line."""
+    """The template reached a limit at the line in `place`."""
 
     limit: Literal["time", "memory"]
     place: str
@@ -136,7 +137,7 @@ class BrokenResponseError(ValueError):
 
 
 def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswers:
-    """Check a response and return the answers of the record; `texts` is the number of its texts."""
+    """Check a response and return the answers of the record. `texts` is the number of texts in the record."""
     count = len(record.messages)
     kinds = None
     steps = None
@@ -167,7 +168,7 @@ def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswe
 
 
 def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:
-    """Check the steps and return the kind of each slot."""
+    """Raise `BrokenResponseError` if a step is invalid; otherwise return the kind of each slot."""
     kinds = [Kind.TEXT] * texts
     for step in steps:
         function = STEP_FUNCTIONS.get(step.function)
@@ -185,13 +186,14 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     """Whether replaying the steps takes memory proportional to the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
-    # For each slot, how many times it may contain each text of the conversation and, under the key -1, how many
-    # characters of the template. `grown` also counts the characters that functions may add.
+    # `copies` contains, for each slot, how many times the slot may contain each text of the conversation and, under the
+    # key -1, how many characters of the template it may contain. `grown` also counts the characters that functions may
+    # add.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 
     def add(counts: list[dict[int, int]], held: dict[int, int], step: TraceStep, growth: int, limit: int) -> bool:
-        """Add the size of a step's value; return whether the total is within the limit."""
+        """Add the size of the value that a step computes. Return whether the total is within the limit."""
         total = {-1: sum(map(_characters, step.args))}
         held[-1] += total[-1]
         for slot in step.slots:
@@ -205,7 +207,7 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
 
     all_copies, all_grown = dict.fromkeys(range(-1, texts), 0), dict.fromkeys(range(-1, texts), 0)
     for step in steps:
-        # The parts and cuts of a text contain nothing but that text.
+        # A slice or part of a text is counted like the whole text.
         if not step.is_guard and not (
             add(copies, all_copies, step, 1, MAX_COPIES)
             and add(grown, all_grown, step, STEP_FUNCTIONS[step.function].growth, MAX_GROWTH)
@@ -222,7 +224,10 @@ def _characters(value: Any) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert lists back to tuples; require that they contain only texts, numbers and None."""
+    """Convert lists to tuples.
+
+    Raise `BrokenResponseError` if they contain values other than strings, numbers and None.
+    """
     if isinstance(value, list | tuple):
         return tuple(_tuples(inner) for inner in value)
     _require(value is None or isinstance(value, str | int | float))
