@@ -169,7 +169,7 @@ def test_any_number_of_processes_gives_the_same_bytes(run, folder, tmp_path, wor
             ("--format", "chatml", "--chat-template", "x.jinja", "--template-arg", "a=1"),
             "--chat-template, --template-arg can be used only with chat templates",
         ),
-        (("--format", "template"), "bytes: has no chat template; give one with --chat-template FILE"),
+        (("--format", "template"), "bytes: has no chat template; pass a template with --chat-template FILE"),
         (("--format", "template", "--tokenizer", "nowhere"), "nowhere: no such file or folder; expected the folder"),
         (("--format", "template", "--tokenizer", "model", "--add-tokens"), "--add-tokens with --format template"),
         (

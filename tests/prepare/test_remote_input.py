@@ -217,7 +217,7 @@ def test_faults_of_files_at_urls_name_the_url(named):
     fs.pipe_file("/named/bad.toml", b"[")
     for options, line in [
         ({"tokenizer": "memory://named/bad/tokenizer.json", "format": "chatml"}, "memory://named/bad/tokenizer.json: "),
-        ({"tokenizer": "memory://named/bad"}, "memory://named/bad/tokenizer_config.json: not a JSON object"),
+        ({"tokenizer": "memory://named/bad"}, "memory://named/bad/tokenizer_config.json: expected a JSON object"),
         ({"format": "memory://named/bad.toml"}, "memory://named/bad.toml: not TOML: "),
         ({"chat_template": "memory://named/none.jinja"}, "memory://named/none.jinja: no such object; "),
     ]:

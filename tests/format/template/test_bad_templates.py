@@ -161,14 +161,14 @@ def test_a_template_inside_a_json_file_is_reported_with_its_key_and_line(tmp_pat
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "has no chat template; give one with --chat-template FILE"),
+        ({}, "has no chat template; pass a template with --chat-template FILE"),
         ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": ""}]}'}, "rag but no default"),
         (
             {"tokenizer_config.json": '{"chat_template": [{"name": "default"}]}'},
             "must be a list of objects with a name and a template",
         ),
         ({"tokenizer_config.json": '{"chat_template": 3}'}, "chat_template is 3; expected a string"),
-        ({"tokenizer_config.json": "[1]"}, "tokenizer_config.json: not a JSON object"),
+        ({"tokenizer_config.json": "[1]"}, "tokenizer_config.json: expected a JSON object"),
         ({"generation_config.json": '{"eos_token_id": "x"}', "chat_template.jinja": GOOD}, "eos_token_id is 'x'"),
         ({"chat_template.jinja": b"\xff"}, "chat_template.jinja: cannot be read"),
     ],

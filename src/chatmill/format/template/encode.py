@@ -249,8 +249,7 @@ class _RowEncoder:
         borders: Index,
         section: Index,
     ) -> tuple[Index, NDArray[np.bool_]]:
-        """Return the token position of each boundary and whether it is exact. `section` contains the section of each
-        boundary.
+        """Return the token position of each boundary and whether it is exact.
 
         A token that spans the end of the prompt is context. With generation tags, such a token belongs to the answer,
         as in transformers.

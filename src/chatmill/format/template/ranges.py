@@ -1,4 +1,4 @@
-"""`train_ranges` with chat templates: map characters of the content to characters of the rendering, then to tokens."""
+"""Apply `train_ranges` to chat templates, by mapping characters of the content to the rendering and then to tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from chatmill.records import Record
 from chatmill.rows import Ids, offsets
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
-LEAVE_OUT = "remove train_ranges, or use a template that writes the content unchanged"
+LEAVE_OUT = "remove train_ranges, or use a template that renders the content unchanged"
 
 
 def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | None:
-    """Return the weight of each character of the rendering; None if no answer has ranges.
+    """Return the weight of each character of the rendering, or None if no answer has ranges.
 
-    Raise `RecordError` if the template changes a character in a range. Whitespace that the template trims from the ends
-    of the content has no tokens.
+    Raise `RecordError` if the template changes or drops a character in a range. Only whitespace at the ends of the
+    content may be dropped.
     """
     answers = {answer.message for answer in derived.answers}
     by_message = {at: char_weights(record.messages[at]) for at in answers if record.messages[at].train_ranges}
@@ -44,19 +44,19 @@ def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | N
         if source is not None and source.path == ("content",) and source.message in by_message:
             number, start, stop = source.message, piece.start, piece.start + len(piece.text)
             if start < 0 or record.messages[number].content[start:stop] != piece.text:
-                raise vague(record, number, "the chat template changes its text", LEAVE_OUT)
+                raise vague(record, number, "the chat template changes the content", LEAVE_OUT)
             out[place : place + len(piece.text)] = by_message[number][start:stop]
             written[number][start:stop] = True
         place += len(piece.text)
     for number, weights in by_message.items():
         lost = _lost(record.messages[number].content, ~np.isnan(weights) & ~written[number])
         if lost is not None:
-            raise vague(record, number, f"the chat template drops character {lost} of its content", LEAVE_OUT)
+            raise vague(record, number, f"the chat template drops character {lost} of the content", LEAVE_OUT)
     return out
 
 
 def _lost(content: str, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-    """Return the index of the first missing character that is not trimmed whitespace."""
+    """Return the index of the first missing character that is not whitespace at the ends of the content."""
     trimmed = np.ones(len(content), dtype=bool)
     trimmed[len(content) - len(content.lstrip()) : len(content.rstrip())] = False
     lost = np.flatnonzero(missing & ~trimmed)
@@ -66,7 +66,7 @@ def _lost(content: str, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> 
 def section_weights(
     weights: CharWeights, layout: TokenLayout, slots: Sequence[str], ids: Ids, encoder: ControlEncoder
 ) -> TokenWeights | None:
-    """Return the token weights of a row encoded by sections; None if its tokens do not decode to its text."""
+    """Return the token weights of a row encoded by sections, or None if its tokens do not decode to its text."""
     starts = offsets(np.array([len(fill_slots(text, slots)) for text in layout.texts]))
     out = TokenWeights.none(len(ids))
     at = 0
@@ -97,6 +97,6 @@ def section_weights(
 def whole_weights(
     weights: CharWeights, texts: Sequence[str], is_control: Sequence[bool], ids: Ids, encoder: ControlEncoder
 ) -> TokenWeights | None:
-    """Return the token weights of a row encoded as a whole; None if `tokenizers` returns different tokens."""
+    """Return the token weights of a row encoded as a whole, or None if `tokenizers` returns different tokens."""
     whole, begin, end = encoder.whole_places(texts, is_control)
     return token_weights(weights, TokenPlaces(begin, end)) if whole.tolist() == ids.tolist() else None

@@ -41,14 +41,17 @@ from chatmill.tokenizer import Tokenizer
 from chatmill.tokenizer.control_encoder import ControlEncoder, unmarked_tokens, with_declared
 
 MAX_KWARGS = 16
-"""Maximum number of cached renderers for `chat_template_kwargs`; each has its own traces and process."""
+"""Maximum number of cached renderers for different `chat_template_kwargs`.
+
+Each renderer has its own traces and process.
+"""
 ANSWER = "Yes."
-"""Placeholder for the next answer; any text would do."""
+"""Arbitrary text for the placeholder answer when a prompt is rendered."""
 _KWARGS, _RANGES = attrgetter("template_kwargs"), attrgetter("train_ranges")
 
 
 class TemplateRenderer:
-    """A Hugging Face chat template with its tokenizer: `--format template`."""
+    """Renders with a Hugging Face chat template and its tokenizer, for `--format template`."""
 
     name = "template"
 
@@ -65,9 +68,11 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` are the added tokens that may come from text; None learns them, to match transformers.
+        """`text_tokens` contains the added tokens that may come from text. If it is None, they are learned, to match
+        transformers.
 
-        `kwargs` are the `chat_template_kwargs` of the records to render, which `arguments` also contains.
+        `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must contain the
+        same values.
         """
         self.folder, self.mask, self.now = folder, mask, now
         self.allow_no_end, self.strip_prompt_space = allow_no_end, strip_prompt_space
@@ -90,7 +95,7 @@ class TemplateRenderer:
         )
         templates = self.process.templates
         self.templates = {False: templates[0], True: templates[-1]}
-        """The key is whether the conversation has tools."""
+        """The template for conversations without tools (False) and with tools (True)."""
         for template in templates:
             if mask == "tags" and not template.has_tags:
                 raise UsageError(f"{template.name}: has no generation tags; remove --mask tags")
@@ -98,7 +103,7 @@ class TemplateRenderer:
             added = unmarked_tokens(raw) if raw is not None else frozenset()
             text_tokens = learn_text_tokens(self._probe, self.control_tokens, added - folder.marked_special - self.ends)
         self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in sorted(text_tokens)})
-        """Added tokens that may come from text."""
+        """The added tokens that may come from message text."""
         self.encoder = ControlEncoder(tokenizer, raw, text_tokens=self.text_tokens.ids)
         self._tokenizer = tokenizer
         self._cache = TraceCache()
@@ -111,7 +116,7 @@ class TemplateRenderer:
 
     @cached_property
     def tokens(self) -> dict[str, str]:
-        """Control tokens by key: the special tokens of the tokenizer, and `eot` for the end of an answer."""
+        """Control tokens by key: the special tokens of the tokenizer, and `eot` for the token that ends an answer."""
         special = {
             name.removesuffix("_token"): token
             for name, token in self.folder.special.items()
@@ -125,7 +130,7 @@ class TemplateRenderer:
 
     @cached_property
     def terminator(self) -> str | None:
-        """The control token that ends the answer of a small conversation."""
+        """The control token that ends the answer of a small conversation, or None if no token ends it."""
         try:
             derived = self.derive(QUESTION, mask="derived")
         except RecordError:
@@ -193,15 +198,15 @@ class TemplateRenderer:
         return rows
 
     def _encode_variants(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
-        """Encode the records of each renderer together, then restore the order of the batch."""
+        """Encode the records with each renderer separately, then restore the order of the batch."""
         renderers = [self._for_record(record) for record in batch]
         order: list[int] = []
         parts: list[Rows] = []
         for renderer in dict.fromkeys(renderers):
             chosen = [at for at, each in enumerate(renderers) if each is renderer]
             for with_tools in {bool(batch[at].tools) for at in chosen}:
-                # The row check needs these turn marks, and the renderer may have been created after its records were
-                # laid out.
+                # Create the turn marks for the row check, because the renderer may be newer than the layouts of its
+                # records.
                 renderer.turn_marks(with_tools)
             own = [batch[at] for at in chosen]
             parts.append(renderer._encode(own, [record.laid_out for record in own], **options))
@@ -211,13 +216,13 @@ class TemplateRenderer:
     render_chunks = Renderer.render_chunks
 
     def _for_record(self, record: Record) -> TemplateRenderer:
-        """Return the renderer for the record's `chat_template_kwargs`; this renderer if the record has none."""
+        """Return the renderer for the record's `chat_template_kwargs`, which is `self` if they are the same."""
         if record.template_kwargs == self._kwargs:
             return self
         renderer = self._variants.pop(record.template_kwargs, None)
         if renderer is None:
             while len(self._variants) >= MAX_KWARGS:
-                # Evict the least recently used renderer. The result for a record must not depend on earlier records.
+                # Evict the least recently used renderer. Rows do not depend on which renderers are cached.
                 del self._variants[next(iter(self._variants))]
             renderer = TemplateRenderer(
                 self.folder,
@@ -238,7 +243,7 @@ class TemplateRenderer:
         return ids
 
     def prompt_row(self, record: Record) -> Rows:
-        """Render the tokens before the next answer, with their spans."""
+        """Return the prompt for the next answer as a row with spans."""
         if (renderer := self._for_record(record)) is not self:
             return renderer.prompt_row(record)
         answered = msgspec.structs.replace(record, messages=[*record.messages, Message("assistant", ANSWER)])
@@ -248,7 +253,7 @@ class TemplateRenderer:
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
         start = next(answer.start for answer in derived.answers if answer.message == len(record.messages))
-        # Remove the answer before encoding, so that no token spans its start.
+        # Remove the placeholder answer before encoding, so that no token spans the end of the prompt.
         before = replace(derived, rendering=derived.rendering.before(start), answers=(), contexts=(), steps=None)
         return self.render([laid_out_record(answered, self.lay_out_derived(answered, before))])
 
@@ -257,13 +262,13 @@ class TemplateRenderer:
         return plain_input(record, self.templates[bool(record.tools)].style)
 
     def text(self, record: Record, messages: int | None = None, *, prompt: bool = False) -> str:
-        """Render the first `messages` as text, like `apply_chat_template`."""
+        """Render the first `messages` messages as text, like `apply_chat_template`."""
         return self.process.text(self.templates[bool(record.tools)].number, record, messages, prompt=prompt)
 
     def derive(
         self, record: Record, *, mask: Mask | None = None, cacheable: bool = False, last_only: bool = False
     ) -> DerivedAnswers:
-        """Derive the answers of one record without the cache."""
+        """Derive the answers of one record without using cached traces."""
         template = self.templates[bool(record.tools)]
         texts = len(shape_and_texts(record, template.style)[1])
         derived = self.process.derive(
@@ -278,12 +283,12 @@ class TemplateRenderer:
         return without_prompt_space(derived) if self.strip_prompt_space else derived
 
     def check(self, record: Record, derived: DerivedAnswers) -> tuple[Note, ...]:
-        """Raise a `RecordError` unless the answers satisfy the invariant; return notes for the ledger."""
+        """Check the derived answers and return notes for the ledger. Raise a `RecordError` if an answer is invalid."""
         turns = self.turn_marks(bool(record.tools))
         return check_answers(derived, self.control_tokens, turns, allow_no_end=self.allow_no_end)
 
     def turn_marks(self, with_tools: bool) -> TurnMarks:
-        """Return the turn marks of the template that is used with or without tools."""
+        """Return the turn marks of the template for conversations with or without tools."""
         number = self.templates[with_tools].number
         if number not in self._turn_marks:
 
@@ -300,14 +305,14 @@ class TemplateRenderer:
         return self._turn_marks[number]
 
     def lay_out(self, record: Record, *, last_only: bool = False) -> LaidOutRecord:
-        """Return the record with its layout, ready to encode; raise a `RecordError` if it is rejected."""
+        """Return the record with its layout. Raise a `RecordError` if the record cannot be rendered."""
         if isinstance(record, LaidOutRecord):
             return record
         if isinstance(record, RefusedRecord):
             raise record.fault
         try:
             if record.is_text:
-                what = "the record is a single text without turns"
+                what = "the record is a single text without turns, which a chat template cannot render"
                 raise RecordError(what, "use --format text", kind="text_record")
             if (renderer := self._for_record(record)) is not self:
                 return renderer.lay_out(record, last_only=last_only)
@@ -316,7 +321,8 @@ class TemplateRenderer:
             if turns is not record:
                 laid_out = laid_out._replace(notes=(*laid_out.notes, LEFT_OUT))
             if self.encoder.normalizes or laid_out.char_weights is not None:
-                # Only encoding shows whether the boundaries are exact.
+                # Encode the record now, because only encoding shows whether the boundaries of answers and ranges are
+                # exact.
                 self._encode([turns], [laid_out], train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
@@ -327,7 +333,7 @@ class TemplateRenderer:
         shape, texts = shape_and_texts(record, self.templates[with_tools].style)
         key = (with_tools, shape + LAST_ONLY if last_only else shape)
         if any(map(_RANGES, record.messages)):
-            # A cached trace does not record which characters of a text are in the output.
+            # Do not use cached traces, because they do not record which characters of a text are in the output.
             derived = self._derive_checked(record, cacheable=False, last_only=last_only)
             notes = token_notes((*texts, *record.tools), self.control_tokens, self.text_tokens)
             return self.lay_out_derived(record, derived, notes)
@@ -336,7 +342,10 @@ class TemplateRenderer:
     def _lay_out_texts(
         self, key: ShapeKey, texts: list[str], record: Callable[[], Record], *, last_only: bool = False
     ) -> LaidOut:
-        """Lay out a record with a cached trace if its guards hold; else derive it, and cache the trace if reusable."""
+        """Lay out a record with a cached trace if one matches.
+
+        Otherwise derive its answers, and cache the trace if possible.
+        """
         followed = self._cache.follow(key, texts)
         if followed is not None:
             trace, slots = followed
@@ -359,7 +368,7 @@ class TemplateRenderer:
         trace = cached_trace(derived.steps, laid_out, len(texts), self.text_tokens, self.encoder)
         slots = replay(trace.steps, texts.copy())
         if slots is None:
-            # The trace does not reproduce its own conversation, so it cannot be reused.
+            # Do not cache a trace that does not reproduce its own conversation.
             return self.lay_out_derived(record, derived)
         self._cache.add(key, trace)
         return trace.laid_out._replace(slots=slots)
@@ -369,32 +378,32 @@ class TemplateRenderer:
         return replace(derived, notes=derived.notes + self.check(record, derived))
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOut:
-        """Lay out a record from its own derived answers, without a cached trace."""
+        """Lay out a record from its derived answers, without using cached traces."""
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
         expected, weights = self._headers.expected(derived), rendered_weights(record, derived)
         return LaidOut(layout, [], notes + derived.notes, expected, weights)
 
     def _row_check(self) -> RowCheck | None:
-        """Return the row check for the templates used so far; None with generation tags."""
+        """Return the row check for the templates used so far, or None if generation tags mark the answers."""
         return None if self.mask == "tags" else self._headers.row_check(self._turn_marks)
 
     def _encode(self, records: Sequence[Record], laid_out: Sequence[LaidOut], **options: Any) -> Rows:
-        # Records laid out without answers, such as prompts, have nothing to check.
+        # Skip the row check for layouts without answers, such as prompts.
         check = self._row_check() if all(one.expected is not None for one in laid_out) else None
         options |= {"text_tokens": self.text_tokens, "check": check}
         return encode_rows(records, laid_out, self.encoder, self._tables, **options)
 
     def _probe(self, record: Record, messages: int, prompt: bool) -> str | None:
-        """Render a small conversation; return None if the template rejects it."""
+        """Return the text of a small conversation, or None if the template rejects it."""
         try:
             return self.text(record, messages, prompt=prompt)
         except RecordError as fault:
             if fault.kind == "template_limit":
-                raise DataError(f"{fault.what}, for a small conversation; fix the template") from None
+                raise DataError(f"{fault.what}, even for a small conversation; fix the template") from None
             return None
 
     def _confirm(self, trace: CachedTrace, slots: Sequence[str], record: Callable[[], Record]) -> None:
-        """Compare a cached trace with the template itself."""
+        """Raise if the text of a cached trace differs from the output of the template."""
         if fill_slots(chain.from_iterable(trace.laid_out.layout.texts), slots) != self.text(record()):
             what = "the cached trace differs from the template; this is a bug in chatmill, please report it"
             raise RecordError(what, "remove the record", kind="not_alike")

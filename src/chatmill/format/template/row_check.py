@@ -1,9 +1,9 @@
-"""Check the invariant of trained answers on the token ids of finished rows, in bulk.
+"""Check the invariant of trained answers on the token ids of many finished rows at once.
 
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …
                                header of the prompt         trained, ends with an end token
 
-The check is independent of how answers are derived: it reads the loss mask from the spans of the rows.
+The check does not depend on how answers are derived, because it reads the loss mask from the spans of the rows.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from chatmill.records import Record
 from chatmill.rows import Ids, Index, Role, Rows, Rule, offsets, run_positions
 
 Encode = Callable[[str], tuple[list[int], list[bool], str]]
-"""Token ids of a text with control tokens, which of them are control tokens, and the text after the last one."""
+"""Returns the token ids of a text, whether each id is a control token, and the text after the last control token."""
 NOT_PROMPTED = "does not start where its prompt ends"
 MAX_TAIL = 256
 """Maximum number of text tokens at the end of a header."""
 
 
 NEARBY = 64
-"""Control tokens whose ids are this close are searched together; in most vocabularies they are adjacent."""
+"""If the ids of all control tokens are within this range, they are found with one comparison per token."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpectedAnswers:
     """The headers that must precede the answers of a row.
 
-    Text at the end of a header may be tokenized differently in a row, because an answer follows, so the size of that
-    text is compared instead of its ids.
+    Text at the end of a header may be tokenized differently in a row, because an answer follows. For this text, the
+    check compares the size in bytes instead of the ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
         compared by id                      by size
     """
 
     ids: Ids
-    """The headers from their first to their last control token, concatenated."""
+    """The ids of all headers, each from its first to its last control token, concatenated."""
     lengths: Index
-    """Number of ids in the header of each answer; 0 if it has no control token and cannot be compared."""
+    """Number of ids in the header of each answer, or 0 if the header has no control token and cannot be compared."""
     tail_bytes: Index
-    """Bytes of text at the end of the header of each answer; -1 if the tokenizer changes them."""
+    """Size in bytes of the text at the end of each header, or -1 if the tokenizer changes this text."""
 
 
 def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
-    """Return the headers that must precede answers with these contexts.
+    """Return the headers that must precede the answers, as token ids.
 
-    `rewrites` means that the tokenizer normalizes text, so that the bytes of its tokens differ from the text.
-    `strips` means that some control tokens remove the whitespace before them (lstrip).
+    `rewrites` means that the tokenizer normalizes text, so that the bytes of the tokens differ from the text. `strips`
+    means that some control tokens remove the whitespace before the token (lstrip).
     """
     headers, tails = [], []
     for context in contexts:
@@ -81,7 +81,7 @@ class RowCheck:
         byte_lengths: Callable[[Ids], NDArray[np.int32]],
         allow_no_end: bool,
     ) -> None:
-        """`other_headers` open user and tool turns and start with a control token; `byte_lengths` maps ids to sizes."""
+        """`other_headers` contains the headers of user and tool turns, each of which starts with a control token."""
         self.other_headers, self.allow_no_end = tuple(map(tuple, other_headers)), allow_no_end
         self._byte_lengths = byte_lengths
         self._is_end = np.zeros(vocab_size, dtype=bool)
@@ -99,10 +99,10 @@ class RowCheck:
         counts = np.array([len(one.lengths) for one in distinct.values()])
         other = np.flatnonzero(np.bincount(answers.row, minlength=len(rows)) != counts[which])
         if len(other):
-            raise _fault(records[other[0]], "the answers in its row differ from the derived ones", "foreign_text")
+            raise _fault(records[other[0]], "the answers in the row differ from the derived answers", "foreign_text")
         if not len(answers.row):
             return
-        # For each answer of a row, its index in the concatenated answers of the distinct `expected`.
+        # For each answer in the rows, its index in the concatenated answers of the distinct `expected`.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
         ids, places = rows.ids, self._places(rows.ids)
         for broken, what, kind in (
@@ -116,10 +116,11 @@ class RowCheck:
                 raise _fault(records[answers.row[at]], f"the answer of message {answers.message[at]} {what}", kind)
 
     def _places(self, ids: Ids) -> Index:
-        """Return the positions of tokens that start a header or end a turn."""
+        """Return the positions of the tokens that start a header or end a turn."""
         if not self._marks:
             return np.zeros(0, dtype=np.int64)
-        # Comparisons are faster than a table lookup per token; for ids below `first` the difference wraps around.
+        # Comparisons are faster than a table lookup for each token. For ids below `first`, the unsigned difference
+        # wraps around.
         first, last = self._marks[0], self._marks[-1]
         if last - first < NEARBY:
             nearby = np.flatnonzero((ids - np.uint32(first)) <= np.uint32(last - first))
@@ -139,7 +140,7 @@ class RowCheck:
         right: NDArray[np.bool_] = lengths == 0
         waiting = np.flatnonzero(~right)
         for count in range(MAX_TAIL):
-            # Answers with `count` tokens between the last control token of the header and their start.
+            # Check the answers that start `count` tokens after the last control token of the header.
             waiting = waiting[answers.start[waiting] > count]
             if not len(waiting):
                 break
@@ -154,7 +155,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each start have `size` bytes; the last token may extend past the header."""
+        """Whether the `count` tokens before each start have `size` bytes. The last token may extend past the header."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]
@@ -172,7 +173,7 @@ class RowCheck:
                 begins = begins[ids[begins + at] == id]
             which = np.searchsorted(answers.start, begins, side="right") - 1
             stop = begins + len(header)
-            # If the server stops at the token that opens the next turn, that token ends the answer.
+            # A token that opens the next turn may end the answer, if the server stops at this token.
             is_end = (stop == answers.stop[which]) & (len(header) == 1) & self._is_end[ids[begins]]
             holds[which[(which >= 0) & (stop <= answers.stop[which]) & ~is_end]] = True
         return holds
@@ -187,7 +188,7 @@ class RowCheck:
     def _ends(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
         if self.allow_no_end:
             return np.ones(len(answers.stop), dtype=bool)
-        # An answer may consist of several turns.
+        # If an answer consists of several turns, only the last turn must end with an end token.
         goes_on = (answers.row[1:] == answers.row[:-1]) & (answers.message[1:] == answers.message[:-1])
         ended: NDArray[np.bool_] = self._is_end[ids[answers.stop - 1]] | np.append(goes_on, False)
         return ended
@@ -216,12 +217,12 @@ def _answers(rows: Rows) -> _Answers:
 
 
 def _fault(record: Record, what: str, kind: str) -> RecordError:
-    right = "this is a bug in chatmill: please report it with the template; remove the record to continue"
+    right = "this is a bug in chatmill, please report it with the template; remove the record to continue"
     return RecordError(what, right, kind=kind).at(record.file, record.line, record.id)
 
 
 def header_ids(headers: Collection[str], encode: Encode) -> tuple[tuple[int, ...], ...]:
-    """Encode headers without the text token at the end, because it may be part of a longer token in a row."""
+    """Return the ids of headers without the last text token, which may be part of a longer token in a row."""
     out = []
     for header in headers:
         ids, is_control, _ = encode(header)

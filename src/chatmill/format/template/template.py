@@ -1,4 +1,7 @@
-"""A compiled chat template that renders conversations, plain or traced. Only template processes import this module."""
+"""A compiled chat template that renders conversations with or without tracing.
+
+Only template processes import this module.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from chatmill.format.template.tracing.traced_str import field
 from chatmill.records.record import Record
 
 ARGUMENTS_IN_PYTHON = str(json.loads(WEATHER_CALL.arguments))
-FAILS_ALWAYS = "change the template: it fails even for one question and its answer"
-"""The fix to suggest for a template that cannot render any conversation."""
+FAILS_ALWAYS = "change the template, which fails even for one question and one answer"
+"""The suggested fix for a template that cannot render any conversation."""
 
 
 class ChatTemplate:
-    """A chat template with its variables; renders a conversation or its first messages."""
+    """A chat template and its variables, which renders a conversation or its first messages."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class ChatTemplate:
     ) -> None:
         self._variables = dict(variables)
         self.deadline = deadline
-        """CPU time of this process, in seconds, at which renderings are stopped."""
+        """Renderings stop when the CPU time of the process, in seconds, reaches this value."""
         self._plain = Program(source, name, Sandbox(now=now))
         self._traced = TracedProgram(source, name, now=now)
         self._renders_something = False
@@ -54,15 +57,15 @@ class ChatTemplate:
         return self._plain.sandbox.has_tags
 
     def render(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> str:
-        """Render the first `messages` (default: all), with the generation prompt if `prompt`."""
+        """Render the first `messages` messages (default: all), with the generation prompt if `prompt` is true."""
         return "".join(self._plain.run(*self._arguments(given, messages, prompt)))
 
     def trace(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> Rendering:
-        """Like `render`, but return pieces with their origins; `given` comes from `traced_input`."""
+        """Like `render`, but return pieces with their origins. `given` must come from `traced_input`."""
         return self._traced.trace(*self._arguments(given, messages, prompt))
 
     def headers(self, token: re.Pattern[str]) -> Headers:
-        """Return the text between the messages of a plain conversation; `token` matches control tokens."""
+        """Return the headers that the template outputs in a plain conversation. `token` matches control tokens."""
         if self._headers is None:
             given, words = plain_input(TURNS, self.style), [message.content for message in TURNS.messages]
             self._headers = template_headers(
@@ -82,10 +85,10 @@ class ChatTemplate:
         return variables, meter_for(given.characters, len(chosen), self.deadline)
 
     def _find_style(self) -> Style:
-        """Find the form in which the template expects contents and tool calls.
+        """Return the form in which the template expects contents and tool calls.
 
-        Tool arguments are passed as an object, like servers do, unless the template cannot handle one: it fails, drops
-        the arguments, or outputs the object's Python repr. In these cases, the arguments are passed as a string.
+        Servers pass tool arguments as an object. If the template fails with an object, drops the arguments, or outputs
+        the object's Python repr, the arguments are passed as a string.
         """
         parts = next((parts for parts in (False, True) if self._written(QUESTION, Style(parts))), False)
         for probe in (CALL, CALL_WITHOUT_RESULT):
@@ -93,13 +96,14 @@ class ChatTemplate:
             if as_object and ARGUMENTS_IN_PYTHON not in as_object:
                 return Style(parts)
             as_text = self._written(probe, Style(parts, True))
-            # A template that outputs the Python repr of a whole call would also output the repr of the string.
+            # Strings do not help if the template outputs the Python repr of a whole call, which contains the repr of
+            # the string.
             if as_text and (not as_object or repr(WEATHER_CALL.arguments_text) not in as_text):
                 return Style(parts, True)
         return Style(parts)
 
     def _written(self, record: Record, style: Style) -> str:
-        """Render a probe; return "" if the template fails or drops contents or tool calls."""
+        """Return the rendering of a probe, or "" if the template fails or drops contents or tool calls."""
         try:
             text = self.render(plain_input(record, style))
         except RecordError:
@@ -112,7 +116,7 @@ class ChatTemplate:
 
 
 def traced_input(record: Record, style: Style, trace: Trace) -> TemplateInput:
-    """Build the variables with traced texts, in the slot order of `shape_and_texts`."""
+    """Return the template variables with traced texts. The slots are in the order of `shape_and_texts`."""
     slots = iter(range(trace.num_slots))
 
     def text_of(text: str, source: FieldPath) -> str:

@@ -1,4 +1,4 @@
-"""Headers of a chat template as token ids, to check finished rows against."""
+"""The headers of a chat template as token ids, which finished rows are checked against."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from chatmill.format.template.turn_marks import TurnMarks
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 TemplateTextIds = tuple[list[int], list[bool], str]
-"""Token ids of a text of the template, which of them are control tokens, and the text after the last one."""
+"""The token ids of a template text, whether each is a control token, and the text after the last control token."""
 
 
 def template_text_ids(
     text: str, encoder: ControlEncoder, control_tokens: ControlTokens, text_tokens: ControlTokens
 ) -> TemplateTextIds:
-    """Encode literal text from the template, such as a header, exactly as it is encoded in a row."""
+    """Encode literal text of the template, such as a header, exactly as in a row."""
     parts: list[tuple[str, bool]] = []
     start = 0
     for match in control_tokens.find(text):
@@ -47,7 +47,7 @@ def template_text_ids(
 
 @dataclass
 class TemplateHeaders:
-    """The headers of a renderer's templates."""
+    """Encodes the headers of a renderer's templates and creates the row check."""
 
     encoder: ControlEncoder
     control_tokens: ControlTokens
@@ -56,14 +56,14 @@ class TemplateHeaders:
     _check: tuple[tuple[int, ...], RowCheck] | None = field(default=None, init=False)
 
     def expected(self, derived: DerivedAnswers) -> ExpectedAnswers | None:
-        """Return the headers that must precede the answers of a row; None if generation tags mark the answers."""
+        """Return the headers that must precede the answers of a row, or None if generation tags mark the answers."""
         if not derived.contexts:
             return None
         rewrites = not self.encoder.by_sections or self.encoder.normalizes
         return expected_answers(derived.contexts, self._ids, rewrites=rewrites, strips=bool(self.encoder.lstrip))
 
     def row_check(self, turn_marks: Mapping[int, TurnMarks]) -> RowCheck:
-        """Return the row check for templates with these turn marks."""
+        """Return the row check for the templates with the given turn marks."""
         used = tuple(sorted(turn_marks))
         if self._check is None or self._check[0] != used:
             marks = [turn_marks[number] for number in used]

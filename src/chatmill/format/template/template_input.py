@@ -1,7 +1,7 @@
 """Convert records to the variables of a chat template.
 
-The shape of a record is everything except its texts: roles, which fields are present, keys and numbers in tool calls,
-and the tools. Two records of one shape differ only in their texts.
+The shape of a record consists of its roles, the fields that are present, the keys and numbers in tool calls, and the
+tools. Two records with the same shape differ only in their texts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Style:
     """The form in which a template expects messages."""
 
     parts: bool = False
-    """Pass content as a list of parts, as for vision-language models."""
+    """Whether to pass content as a list of parts, as for vision-language models."""
     arguments_as_text: bool = False
-    """Pass the arguments of a tool call as the record's JSON string instead of an object."""
+    """Whether to pass the arguments of a tool call as a JSON string instead of an object."""
 
 
 @dataclass(frozen=True)
 class TemplateInput:
-    """Template variables of one record."""
+    """The template variables of one record."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -43,32 +43,35 @@ class TemplateInput:
 
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Variables that a tokenizer may define for its template; undefined ones render as an empty string."""
+"""The special tokens that a tokenizer may define as template variables.
+
+Undefined variables render as an empty string.
+"""
 LEFT_OUT = "whitespace_left_out"
 """Ledger reason for a record with whitespace between turns, which templates drop."""
 _ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
 
 
 def only_turns(record: Record) -> Record:
-    """Remove whitespace between the turns of a transcript; raise `RecordError` for other text between turns."""
+    """Return a transcript without whitespace between turns. Raise `RecordError` for other text between turns."""
     if all(message.role != NO_ROLE for message in record.messages):
         return record
     for number, message in enumerate(record.messages):
         if message.role == NO_ROLE and not is_layout(message):
             what = f"message {number} is text outside turns, which a chat template cannot render"
-            raise RecordError(what, "use --format post-training, or remove it", kind="text_outside_turns")
+            raise RecordError(what, "use --format post-training, or remove the text", kind="text_outside_turns")
     return msgspec.structs.replace(record, messages=[each for each in record.messages if each.role != NO_ROLE])
 
 
 def plain_input(record: Record, style: Style) -> TemplateInput:
-    """Build the variables with the record's texts unchanged."""
+    """Return the template variables of a record with plain texts."""
     return build_input(record, style, _unchanged, _unchanged)
 
 
 def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
-    """Return the part that all records of a shape share, and the texts in which they differ.
+    """Return the shape of a record as bytes, and its texts.
 
-    A shape with only roles consists of their codes; a shape with other fields or with tools starts with byte 255.
+    The shape of a record with only roles and contents consists of the role codes. Any other shape starts with byte 255.
     """
     codes = [
         255
@@ -93,7 +96,10 @@ def _unchanged(text: str, source: FieldPath) -> str:
 
 
 def build_input(record: Record, style: Style, text_of: TextOf, of_shape: TextOf) -> TemplateInput:
-    """Build the variables; `text_of` converts the record's texts, `of_shape` the texts that belong to its shape."""
+    """Return the template variables.
+
+    `text_of` converts the record's texts, `of_shape` the texts that belong to the shape.
+    """
     messages = [_message(message, number, style, text_of, of_shape) for number, message in enumerate(record.messages)]
     tools = [
         _json_value(_DECODE(tool), OUTSIDE, ("tools", at), of_shape, of_shape) for at, tool in enumerate(record.tools)
@@ -106,14 +112,14 @@ def build_input(record: Record, style: Style, text_of: TextOf, of_shape: TextOf)
 
 
 def _message(message: Message, number: int, style: Style, text_of: TextOf, of_shape: TextOf) -> dict[str, Any]:
-    # Keys are in the usual order, for templates that write a message as JSON.
+    # Keep the usual order of keys, for templates that write a message as JSON.
     content: Any = text_of(message.content, FieldPath(number, ("content",)))
     out: dict[str, Any] = {
         "role": message.role,
         "content": [{"type": "text", "text": content}] if style.parts else content,
     }
     if message.reasoning:
-        # Set both names that templates use, like transformers.
+        # Set both names that templates use for reasoning, as in transformers.
         reasoning = text_of(message.reasoning, FieldPath(number, ("reasoning",)))
         out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
     if message.tool_calls:
@@ -140,7 +146,7 @@ def _call(call: ToolCall, at: FieldPath, style: Style, text_of: TextOf, of_shape
 
 
 def _json_value(value: Any, number: int, path: tuple[str | int, ...], text_of: TextOf, of_shape: TextOf) -> Any:
-    """Replace the strings in a JSON value, but not its keys, which belong to the shape."""
+    """Return a JSON value with its strings converted by `text_of` and its keys by `of_shape`."""
     if isinstance(value, str):
         return text_of(value, FieldPath(number, path))
     if isinstance(value, dict):

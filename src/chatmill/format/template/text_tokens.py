@@ -1,9 +1,9 @@
 """Learn which added tokens may come from the text of messages.
 
-A token that the tokenizer marks special never comes from text, nor does one that the template uses in the header of a
-role or as the end of a turn (DeepSeek's `<｜User｜>` is not special). All other added tokens are tags inside answers,
-such as `<think>` and `<tool_call>`. Headers and ends are learned from small conversations whose texts are words that no
-template contains:
+A token that the tokenizer marks as special never comes from text. A token that the template uses in a header or at the
+end of a turn, such as DeepSeek's `<｜User｜>`, never comes from text even if it is not marked as special. All other added
+tokens are tags inside answers, such as `<think>` and `<tool_call>`. The tokens in headers and at turn ends are learned
+from small conversations whose texts are words that no template contains:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
@@ -19,13 +19,13 @@ from chatmill.format.template.probes import TOOLS, probe_record
 from chatmill.records.record import Message, Record, ToolCall, new_message
 
 Render = Callable[[Record, int, bool], str | None]
-"""Renders the first n messages, with or without the generation prompt; None if the template rejects them."""
+"""Renders the first n messages, with or without the generation prompt. Returns None if the template rejects them."""
 
 MAX_WORDS = 2
-"""Maximum number of words between two tokens of a header; a token among more words is part of a sentence."""
+"""Maximum number of words between two tokens of a header. A token among more words is part of a sentence."""
 
 PUNCTUATION = frozenset(".,;:!?")
-"""Characters that occur in sentences, not in headers."""
+"""Characters that occur in sentences but not in headers."""
 ID = "call00001"
 
 
@@ -53,13 +53,13 @@ _CALLS = probe_record(
 
 
 def learn_text_tokens(render: Render, tokens: ControlTokens, unmarked: Collection[str]) -> frozenset[str]:
-    """Return the tokens in `unmarked` that the template does not use in headers or as turn ends."""
+    """Return the tokens in `unmarked` that the template does not use in headers or at turn ends."""
     unmarked = tokens.ids.keys() & unmarked
     return frozenset(unmarked - tokens_of_turns(render, tokens, tokens.ids.keys() - unmarked) if unmarked else ())
 
 
 def tokens_of_turns(render: Render, tokens: ControlTokens, special: Collection[str]) -> frozenset[str]:
-    """Return the tokens that a template uses in headers and as turn ends; tokens in `special` are never tags."""
+    """Return the tokens that a template uses in headers and at turn ends. Tokens in `special` are never tags."""
     return _Turns(render, tokens, special).learn()
 
 
@@ -77,13 +77,13 @@ class _Turns:
         self.tokens, self.special = tokens, special
         self._render, self._rendered = render, dict[tuple[str | None, int, bool], str | None]()
 
-        # Some templates support only one exchange.
+        # Fall back to two messages, because some templates support only one exchange.
         self.row = self.render(_DIALOG, 4, False) or self.render(_DIALOG, 2, False) or ""
         self.opening = _between(self.row, "QzUser0", "QzAssistant1")
 
     def learn(self) -> frozenset[str]:
         if not ("QzUser0" in self.row and "QzAssistant1" in self.row):
-            # Nothing can be learned from this template, so assume that no token comes from text.
+            # The template drops the texts of the messages, so assume that no token comes from text.
             return frozenset(self.tokens.ids)
         final = self._names(_after(self.render(_DIALOG, 2, False), "QzAssistant1"))
         closing, user_header = self._closing_and_header(_DIALOG, "QzUser2")
@@ -92,24 +92,26 @@ class _Turns:
         ends = {*self._ends(closing), *self._ends(final)}
         reasoning = self._reasoning_tags() - ends
         tags = reasoning | (self._call_tags() - ends)
-        # If the last answer ends differently from earlier ones, the end of the earlier ones is counted with the header.
+        # If the last answer ends differently from earlier answers, `user_header` includes the token that ends earlier
+        # answers.
         size = len(user_header) - bool(final and not closing and len(user_header) > 1)
         turns = ends | {*user_header} | self._before_answers(size, tags)
         return frozenset(turns | (self._tool_turns(tags) - reasoning) | (self._system_turn() - tags))
 
     def _closing_and_header(self, record: Record, following: str) -> tuple[list[str], list[str]]:
-        """Return the tokens that close the answer in message 1, and the tokens of the header before the next text."""
+        """Return the tokens that close the answer in message 1, and the tokens of the next header."""
         between = self._names(_between(self.render(record, len(record.messages), False), "QzAssistant1", following))
         alone = self.render(record, 2, False)
         if alone is None:
-            # The template rejects a conversation that ends here: take the last special token as start of the header.
+            # The template rejects a conversation that ends with this answer, so the header starts at the last special
+            # token.
             special = [at for at, token in enumerate(between) if token in self.special]
             return [], between[special[-1] if special else -1 :]
         size = _common(between, self._names(_after(alone, "QzAssistant1")))
         return between[:size], between[size:]
 
     def _ends(self, closing: Sequence[str]) -> list[str]:
-        """Return the tokens that end a turn; tokens before a special token are tags (`</response><|im_end|>`)."""
+        """Return the tokens that end a turn. Tokens before a special token are tags, as in `</response><|im_end|>`."""
         last = max((at for at, token in enumerate(closing) if token in self.special), default=-1)
         return [*closing[last + 1 :]]
 
@@ -118,22 +120,22 @@ class _Turns:
         prompt, alone = (_after(self.render(_DIALOG, 1, prompt), "QzUser0") for prompt in (True, False))
         ends = self._names(alone)
         if prompt == alone:
-            # The template ignores add_generation_prompt: it has no header, or always outputs one.
+            # The template ignores add_generation_prompt, so it has no assistant header or always outputs the header.
             return ({*self._names(self.opening)[: max(1, size)], *ends} & self._in_all_openings()) - {*tags}
         shared = _common(self._names(prompt), ends)
         header = self._names(prompt)[shared:]
         if size == 0 and header and self._word_before(prompt, shared):
-            # The headers are plain words without control tokens.
+            # The assistant header consists of plain words without control tokens.
             header = []
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
 
     def _word_before(self, text: str, number: int) -> bool:
-        """Whether there are words between a token of a text and the previous token."""
+        """Whether words precede token `number` of a text, after the previous token."""
         matches = self.tokens.find(text)
         return bool(text[matches[number - 1].end() if number else 0 : matches[number].start()].strip())
 
     def _in_all_openings(self) -> set[str]:
-        """Return the tokens that occur between the user text and a plain answer in every row and every prompt."""
+        """Return the tokens that occur between user text and a plain answer in every row and every prompt."""
         openings = []
         for record, answers in ((_DIALOG, (1, 3)), (_SYSTEM, (2,))):
             row = self.render(record, len(record.messages), False)
@@ -145,7 +147,7 @@ class _Turns:
         return set.intersection(*({*self._names(text)} for text in openings)) if openings else set()
 
     def _reasoning_tags(self) -> set[str]:
-        """Return the tokens after the reasoning of an answer, and the token before it unless plain answers have it."""
+        """Return the tokens around the reasoning of an answer that do not precede a plain answer."""
         row = self.render(_REASONING, 2, False)
         opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(self.opening)}
         return opening | {*self._names(_between(row, "QzReasoning", "QzAssistant1"))}
@@ -169,13 +171,13 @@ class _Turns:
         return out
 
     def _system_turn(self) -> set[str]:
-        """Return the tokens before and after the text of a system message, except those inside sentences."""
+        """Return the tokens before and after the text of a system message, except tokens inside sentences."""
         row = self.render(_SYSTEM, 3, False) or ""
         texts = (row.partition("QzSystem0")[0], _between(row, "QzSystem0", "QzUser1")) if "QzSystem0" in row else ()
         return {token for text in texts for token in self._near(text)}
 
     def _near(self, text: str) -> list[str]:
-        """Return the tokens at the start and the end of a text, with few words between them."""
+        """Return the tokens at the start and end of a text that are separated by only a few words."""
         matches = self.tokens.find(text)
         starts, stops = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
         gaps = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
@@ -188,7 +190,7 @@ class _Turns:
         if key not in self._rendered:
             text = self._render(record, messages, prompt)
             if text is None and not record.tools:
-                # Some templates support only conversations with tools.
+                # Try again with tools, because some templates support only conversations with tools.
                 text = self._render(probe_record("", *record.messages, tools=TOOLS), messages, prompt)
             self._rendered[key] = text
         return self._rendered[key]
@@ -197,19 +199,19 @@ class _Turns:
         return [match[0] for match in self.tokens.find(text)]
 
     def _last(self, text: str) -> list[str]:
-        """Return the token at the end of a text, ignoring whitespace."""
+        """Return a list with the token at the end of a text, ignoring whitespace, or an empty list."""
         return [match[0] for match in self.tokens.find(text)[-1:] if not text[match.end() :].strip()]
 
 
 def _between(text: str | None, before: str, after: str) -> str:
-    """Return the text between two words; "" if one of them is missing."""
+    """Return the text between two words, or "" if a word is missing."""
     _, word, tail = (text or "").partition(before)
     between, end, _ = tail.partition(after)
     return between if word and end else ""
 
 
 def _after(text: str | None, word: str) -> str:
-    """Return the text after the last occurrence of a word; "" if it is missing."""
+    """Return the text after the last occurrence of a word, or "" if the word is missing."""
     _, there, after = (text or "").rpartition(word)
     return after if there else ""
 

@@ -1,4 +1,4 @@
-"""Cache of rendering traces, keyed by the shape of the conversations that may reuse them."""
+"""A cache of rendering traces, by the shape of the conversations that may reuse them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from chatmill.format.template.tracing.trace import ReadyStep, TraceStep, merge_g
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 MAX_MESSAGES = 64
-"""Maximum number of messages for a cached trace; the cost of guarding its prefixes is quadratic in it."""
+"""Maximum number of messages in a cached trace. The cost of guards for prefixes is quadratic in this number."""
 MAX_TRACES = 16
-"""Maximum number of cached traces per shape; conversations that match none of them are derived each time."""
+"""Maximum number of cached traces per shape.
+
+The answers of a conversation without a matching trace are derived again.
+"""
 MAX_CELLS = 2**20
 """Maximum total number of cells and steps in all cached traces."""
 MAX_SHAPES = 2**17
-"""Maximum number of shapes remembered as seen."""
+"""Maximum number of shapes that the cache remembers as seen."""
 LAST_ONLY = b"\xfe"
-"""Suffix for shapes of conversations in which only the last answer is derived; no other shape ends with it."""
+"""Suffix for the shapes of conversations in which only the last answer is derived.
+
+No other shape ends with this byte.
+"""
 
 ShapeKey = tuple[bool, bytes]
 """Whether a conversation has tools, and its shape."""
@@ -28,19 +34,19 @@ ShapeKey = tuple[bool, bytes]
 
 @dataclass
 class CachedTrace:
-    """The trace of a rendering, with the layout for all conversations that follow it."""
+    """The trace of a rendering, and the layout for all conversations that match the trace."""
 
     steps: tuple[ReadyStep, ...]
     laid_out: LaidOut
-    """Its slots have no texts."""
+    """The layout with empty slots."""
     is_plain: bool
-    """Whether all conversations of its shape without empty texts follow it and are encoded with their own texts."""
+    """Whether every conversation of this shape without empty texts matches the trace and keeps its texts unchanged."""
     needs_empty: bool
-    """Whether only conversations with an empty text follow it."""
+    """Whether only conversations with an empty text match the trace."""
     uses: int = 0
 
     def use(self) -> bool:
-        """Count a use; return whether to compare the trace with the template this time (uses 1, 2, 4, 8, …)."""
+        """Count a use. Return whether to compare the trace with the template, which is true for uses 1, 2, 4, 8, …."""
         self.uses += 1
         return not self.uses & (self.uses - 1)
 
@@ -48,7 +54,7 @@ class CachedTrace:
 def cached_trace(
     steps: Sequence[TraceStep], laid_out: LaidOut, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
 ) -> CachedTrace:
-    """Build the cached trace of a conversation with `num_texts` texts."""
+    """Return the cached trace of a conversation with `num_texts` texts."""
     simple = simple_sections(laid_out.layout, num_texts, text_tokens, encoder)
     merged = merge_guards(steps, num_texts)
     guards_of_texts = [step for step in merged if step.is_guard and all(slot < num_texts for slot in step.slots)]
@@ -78,7 +84,7 @@ class TraceCache:
         self._plain.clear()
 
     def follow(self, key: ShapeKey, texts: list[str]) -> tuple[CachedTrace, list[str]] | None:
-        """Return the trace that a conversation follows and the texts for its slots; None if no trace matches."""
+        """Return the trace that matches a conversation and the texts for its slots, or None if no trace matches."""
         for trace in self._traces.get(key, ()):
             slots = replay(trace.steps, texts.copy())
             if slots is not None:
@@ -86,11 +92,11 @@ class TraceCache:
         return None
 
     def plain(self, key: ShapeKey) -> CachedTrace | None:
-        """Return the trace shared by all conversations of this shape that have no empty texts, or None."""
+        """Return the trace that all conversations of this shape without empty texts share, or None."""
         return self._plain.get(key)
 
     def may_add(self, key: ShapeKey, num_messages: int) -> bool:
-        """Whether to cache the trace of a conversation that follows no cached trace."""
+        """Whether to cache the trace of a conversation that matches no cached trace."""
         recurs = num_messages <= MAX_MESSAGES and self._may_recur(key)
         return recurs and len(self._traces.get(key, ())) < MAX_TRACES and self._cells < MAX_CELLS
 
@@ -102,7 +108,7 @@ class TraceCache:
         self._plain[key] = first if first is not None and first.is_plain else None
 
     def _may_recur(self, key: ShapeKey) -> bool:
-        """Whether this shape is likely to recur: it has only roles, or was seen before."""
+        """Whether a shape is likely to recur, because it has only roles or was seen before."""
         hashed = hash(key)
         met = hashed in self._met_shapes
         if len(self._met_shapes) < MAX_SHAPES:

@@ -1,7 +1,7 @@
 """Learn from small conversations how a template opens and ends turns.
 
-An answer must not contain the header of another turn, and must end with a token that ends a turn. Both are learned from
-the output of the template, because the names of tokens are not reliable.
+An answer must not contain the header of another turn, and must end with a token that ends a turn. The headers and end
+tokens are learned from the output of the template, because token names are not reliable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Derive = Callable[[Record], DerivedAnswers]
 
 class TurnMarks(NamedTuple):
     headers: tuple[str, ...]
-    """Headers of user and tool turns; each starts with a control token."""
+    """The headers of user and tool turns, each of which starts with a control token."""
     ends: frozenset[str]
     """The tokens that end an answer."""
 
@@ -32,7 +32,7 @@ class TurnMarks(NamedTuple):
 def learn_turn_marks(
     render: Render, derive: Derive, tokens: ControlTokens, *, stops: Iterable[str] | None, eos: str | None
 ) -> TurnMarks:
-    """Learn the turn marks of a template; `stops` are the tokens at which a server stops, if known."""
+    """Return the turn marks of a template. `stops` contains the tokens at which a server stops, if known."""
     derived = {}
     for record in (TURNS, CALL):
         try:
@@ -56,11 +56,12 @@ def learn_turn_marks(
             elif stops is None and not _closes_tag(
                 end, [match[0] for match in matches[:-1] if match.start() >= answer.start]
             ):
-                # The surrounding text shows whether the last token of a call ends the turn or only the call.
+                # Use the surrounding text to determine whether the last token of a tool call ends the turn or only the
+                # call.
                 closes_call = len(matches) > 1 and matches[-2].end() == matches[-1].start()
                 if closes_call or result.rendering.text[answer.stop :].lstrip().startswith(opening):
                     ends.add(end)
-    # A header that also occurs inside a call does not open a turn.
+    # A tool header that also occurs inside a tool call does not open a turn.
     calling = derived.get(CALL.id)
     calls = [calling.rendering.text[answer.start : answer.stop] for answer in calling.answers] if calling else []
     tool = _without_ends(tool_header, ends, tokens) if tool_header else ""
@@ -81,14 +82,14 @@ def _name(token: str) -> str:
 
 
 def _without_ends(header: str, ends: Collection[str], tokens: ControlTokens) -> str:
-    """Remove the end of the previous turn from a header."""
+    """Return a header without the token that ends the previous turn."""
     matches = tokens.find(header)
     last = max((at for at, match in enumerate(matches[:-1]) if match[0] in ends), default=-1)
     return header[matches[last + 1].start() :]
 
 
 def _user_header(render: Render, tokens: ControlTokens) -> str:
-    """Return the text before the second user message, without the end of the answer before it."""
+    """Return the text before the second user message, without the end of the previous answer."""
     words = [message.content for message in TURNS.messages]
     token = tokens.pattern
     headers = template_headers(lambda count, prompt: render(TURNS, count, prompt), words, token)
@@ -101,7 +102,7 @@ def _user_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _tool_header(render: Render, tokens: ControlTokens) -> str:
-    """Return the text between a tool call and its result, without the text that also follows a final call."""
+    """Return the text between a tool call and its result, without the text that follows every tool call."""
     try:
         alone, row = render(CALL, 2, False), render(CALL, 4, False)
         call = re.search(r"(?s)Lisbon(?!.*Lisbon)(.*)", alone.split("Rain?", 1)[1])
@@ -111,12 +112,12 @@ def _tool_header(render: Render, tokens: ControlTokens) -> str:
     if call is None or between is None:
         return ""
     header = _opening(between[1][common_prefix(between[1], call[1], tokens.pattern) :], tokens)
-    # A header that also occurs in the call itself does not open a turn.
+    # A tool header that also occurs in the tool call itself does not open a turn.
     return "" if header in alone.split("Rain?", 1)[1] else header
 
 
 def _opening(header: str, tokens: ControlTokens) -> str:
-    """Trim a header to its first through last control token and the next word; "" if it has no token."""
+    """Return a header from its first control token to the word after its last one, or "" without a control token."""
     matches = tokens.find(header)
     if not matches:
         return ""
