@@ -44,7 +44,7 @@ def refused(tmp_path, bad: str) -> RecordError:
         ("{{ nonsense.x }}", "'nonsense' is undefined; set it with --template-arg nonsense=…", "template_undefined"),
         (
             "{{ messages[0].nothing.x }}",
-            "has no attribute 'nothing'; change the template: it fails",
+            "has no attribute 'nothing'; change the template, which fails",
             "template_undefined",
         ),
         ("{{ messages[9].content }}", "the template uses an undefined value", "template_undefined"),

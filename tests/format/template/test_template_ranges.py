@@ -121,8 +121,8 @@ def test_content_that_is_rendered_twice_has_its_ranges_twice(tmp_path):
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("m.content.replace(' ', '_')", "the chat template drops character 1 of its content"),
-        ("m.content | upper", "the chat template changes its text"),
+        ("m.content.replace(' ', '_')", "the chat template drops character 1 of the content"),
+        ("m.content | upper", "the chat template changes the content"),
         ("m.content | replace('q', 'y')", None),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_character_that_the_template_replaces_is_rejected_if_it_is_in_a_range(
 
 def test_a_text_that_json_escapes_is_rejected_for_ranges(tmp_path):
     renderer = chatml(tmp_path, "m.content | tojson")
-    with pytest.raises(RecordError, match="message 1 has train_ranges, but the chat template changes its text"):
+    with pytest.raises(RecordError, match="message 1 has train_ranges, but the chat template changes the content"):
         renderer.render([conversation('say "x"', [[0, 3, 0]])])
 
 

@@ -1,4 +1,4 @@
-"""The renderer of a Hugging Face chat template. It caches traces of renderings and replays them for similar records."""
+"""The renderer for Hugging Face chat templates, which caches traces of renderings and replays them for other texts."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` contains the added tokens that may come from text. If it is None, they are learned, to match
-        transformers.
+        """`text_tokens` contains the added tokens that may come from text; None means to learn them, as in transformers.
 
         `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must contain the
         same values.
