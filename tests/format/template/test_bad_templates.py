@@ -87,8 +87,11 @@ def test_a_long_conversation_does_not_exceed_the_growth_limit(tmp_path):
     [
         ("{% for m in messages %}", "chat_template.jinja:1: Unexpected end of template"),
         ("line\n{{ a b }}", "chat_template.jinja:2: expected token 'end of print statement', got 'b'"),
-        ("{% include 'other' %}", "chat_template.jinja:1: a chat template is one file"),
-        ("{% autoescape true %}x{% endautoescape %}", "chat_template.jinja:1: autoescape silently changes text"),
+        ("{% include 'other' %}", "chat_template.jinja:1: a chat template cannot read other files"),
+        (
+            "{% autoescape true %}x{% endautoescape %}",
+            "chat_template.jinja:1: autoescape is not available to templates",
+        ),
         ("{{ x | nofilter }}", "chat_template.jinja:1: No filter named 'nofilter'"),
     ],
 )

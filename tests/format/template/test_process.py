@@ -219,7 +219,7 @@ def test_a_template_that_is_stopped_repeatedly_is_given_up(tmp_path, monkeypatch
             format.lay_out(TALK)
         assert str(stopped.value).startswith("chat.jsonl:7: ") and stopped.value.kind == "template_limit"
         assert "Ho" in format.text(other)
-    with pytest.raises(DataError, match="giving up after 3 stops") as given_up:
+    with pytest.raises(DataError, match="giving up after 3 attempts") as given_up:
         format.lay_out(TALK)
     assert not isinstance(given_up.value, RecordError) and "\n" not in str(given_up.value)
 

@@ -1,4 +1,4 @@
-"""Render Jinja templates and trace the origin of their output.
+"""Render Jinja templates and trace the origin of each output character.
 
 sandbox       the Jinja environment and its limits
 trace         what a rendering computed and observed, to replay for other conversations; texts with their origin

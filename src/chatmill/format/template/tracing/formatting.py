@@ -1,7 +1,7 @@
-"""`format` and `%` for templates. Each field is formatted separately; Python never formats a whole pattern.
+"""A safe implementation of `format` and `%` for templates, which formats each field separately.
 
-Python's `str.format` can read attributes of its arguments. Here, fields name values but cannot access anything inside
-them, format specs are short, and values are plain data.
+Python's `str.format` can read attributes of its arguments. In this implementation, fields can name values but cannot
+access their attributes or items, format specs are short, and values are plain data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jinja2.runtime import Undefined
 from chatmill.format.template.tracing.limits import LimitError
 
 MAX_DIGITS = 4
-"""Maximum number of digits of a width or precision."""
+"""Maximum number of digits in a width or precision."""
 _SPEC = re.compile(r"(?:[^{}]?[<>=^])?[-+ ]?[z#]{0,2}(\d*)[,_]?(?:\.(\d+))?[a-zA-Z%]?")
 _PERCENT = re.compile(
     r"%(?:\((?P<key>[^()]*)\))?(?P<flags>[-+ #0]*)(?P<width>\*|\d*)(?:\.(?P<precision>\*|\d*))?(?P<type>.?)", re.DOTALL
@@ -28,7 +28,7 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 def format_fields(pattern: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of `pattern.format(*args, **kwargs)`: (text of the pattern, None) or (formatted value, value)."""
+    """Yield the parts of `pattern.format(*args, **kwargs)` as (pattern text, None) or (formatted value, value)."""
     unnamed, has_numbers = 0, False
     for text, name, spec, conversion in string.Formatter().parse(pattern):
         if text:
@@ -36,7 +36,9 @@ def format_fields(pattern: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if name is None:
             continue
         if not re.fullmatch(r"\w*", name):
-            raise SecurityError(f"format field {name!r}: a field can name a value, but not access anything inside it")
+            raise SecurityError(
+                f"format field {name!r}: a field can name a value, but cannot access its attributes or items"
+            )
         if name and not name.isdecimal():
             value = kwargs[name]
         else:
@@ -66,7 +68,7 @@ def _field(value: Any, spec: str, conversion: str | None) -> str:
 
 
 def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of `pattern % values`, like `format_fields`."""
+    """Yield the parts of `pattern % values` in the same form as `format_fields`."""
     given = list(values) if isinstance(values, tuple) else [values]
     used, at = 0, 0
     for match in _PERCENT.finditer(pattern):
@@ -74,7 +76,7 @@ def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
             yield pattern[at : match.start()], None
         at = match.end()
         if "*" in (match["width"], match["precision"]):
-            raise SecurityError("a width or precision given as argument of % is not available to templates")
+            raise SecurityError("a width or precision that is an argument of % is not available to templates")
         _check_digits(match["width"], match["precision"])
         if match["type"] == "%":
             yield match[0] % (), None
@@ -100,11 +102,11 @@ def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
 def _check_digits(*numbers: str | None) -> None:
     for number in numbers:
         if number and len(number) > MAX_DIGITS:
-            raise LimitError(f"it requests a width of {number[:20]}")
+            raise LimitError(f"the width {number[:20]} has more than {MAX_DIGITS} digits")
 
 
 def check_plain(value: Any, depth: int = 0) -> None:
-    """Raise unless a value is plain data: functions, generators and types have no reproducible text."""
+    """Raise if a value is not plain data. Functions, generators and types have no reproducible text."""
     if isinstance(value, (*_SCALARS, Undefined)):
         return
     if isinstance(value, list | tuple) and depth < MAX_DEPTH:
@@ -115,6 +117,6 @@ def check_plain(value: Any, depth: int = 0) -> None:
             check_plain(key, depth + 1)
             check_plain(inner, depth + 1)
     elif isinstance(value, list | tuple | dict):
-        raise LimitError(f"it outputs a value that is nested more than {MAX_DEPTH} levels deep")
+        raise LimitError(f"an output value is nested more than {MAX_DEPTH} levels deep")
     else:
-        raise SecurityError(f"it outputs a {type(value).__name__}, which is not plain data")
+        raise SecurityError(f"an output value is a {type(value).__name__}, which is not plain data")

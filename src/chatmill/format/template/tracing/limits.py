@@ -1,7 +1,7 @@
 """Limits on the steps, characters and CPU time of one rendering.
 
-Exceeding a limit stops the template with an error that names the line. If the template is busy inside a single
-operation, the waiting process stops it (`chatmill.format.template.process`).
+A template that exceeds a limit is stopped with an error that names the line. If a single operation takes too long, the
+renderer kills the template process (see `chatmill.format.template.process`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from jinja2 import TemplateError
 STEPS = 2**16
 CHARACTERS = 2**20
 GROWTH = 8
-"""Additional characters that a template may output per character of the conversation."""
+"""Number of additional characters that a template may output for each character of the conversation."""
 MAX_INT_BITS = 4096
-"""Maximum size of an integer; templates have no use for larger ones."""
+"""Maximum size of an integer that a template computes, in bits."""
 
 
 class LimitError(TemplateError):
@@ -24,32 +24,32 @@ class LimitError(TemplateError):
 
 
 class TimeLimitError(Exception):
-    """The template ran for too long. Not a `RecordError`, which would mean that the template rejects the record."""
+    """The template exceeded its CPU time limit."""
 
 
 @dataclass
 class Meter:
-    """Limits of one rendering, and the number of steps used so far."""
+    """The limits of one rendering, and the number of steps so far."""
 
     max_characters: int = CHARACTERS
     max_steps: int = STEPS
     deadline: float = float("inf")
-    """CPU time of this process, in seconds."""
+    """The CPU time of the process, in seconds, at which the rendering stops."""
     steps: int = 0
 
     def step(self) -> None:
-        """Count one loop iteration or call."""
+        """Count one loop iteration or call, and raise if a limit is exceeded."""
         self.steps += 1
         if self.steps > self.max_steps:
-            raise LimitError(f"it took more than {self.max_steps:,} steps")
+            raise LimitError(f"the limit of {self.max_steps:,} steps was exceeded")
         if not self.steps & 0xF and time.process_time() > self.deadline:
             raise TimeLimitError
 
     def check_size(self, characters: float) -> None:
         if characters > self.max_characters:
-            raise LimitError(f"its output has more than {self.max_characters:,} characters")
+            raise LimitError(f"the limit of {self.max_characters:,} output characters was exceeded")
 
 
 def meter_for(characters: int, messages: int, deadline: float) -> Meter:
-    """Return the limits for a conversation of this size; templates may visit all messages for each message."""
+    """Return the limits for a conversation. The number of steps may be quadratic in the number of messages."""
     return Meter(CHARACTERS + GROWTH * characters, STEPS + 64 * messages**2, deadline)

@@ -1,7 +1,8 @@
-"""Compiled templates, plain and traced. An error inside a template names the line.
+"""Compiled templates, with or without tracing. Every error inside a template names the line of the template.
 
-A traced rendering records the origin of every character: the literals of the template become `TracedStr` before it is
-compiled, and filters that would lose the origin of a text are wrapped. Loops over messages record the current message.
+A traced rendering records the origin of every character. For this purpose, the literals of the template become
+`TracedStr` before the template is compiled, and filters that would lose the origin of a text are wrapped. Loops over
+messages record the index of the current message.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from chatmill.format.template.tracing.values import UndefinedVariableError
 
 
 class Program:
-    """A compiled template in its sandbox."""
+    """A compiled template that runs in a sandbox."""
 
     remedy = "change the conversation or the template"
-    """The fix that errors suggest."""
+    """The fix that error messages suggest."""
 
     def __init__(self, source: str, name: str, sandbox: Sandbox) -> None:
         self.name, self.sandbox = name, sandbox
@@ -44,11 +45,13 @@ class Program:
             fault = one_line(error.message or "not a template")
             raise DataError(f"{name}:{error.lineno}: {fault}; fix the template") from None
         except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
-            raise DataError(f"{name}: Jinja cannot compile it ({one_line(str(error))}); fix the template") from None
+            raise DataError(
+                f"{name}: Jinja cannot compile the template ({one_line(str(error))}); fix the template"
+            ) from None
         self._template = sandbox.template_class.from_code(sandbox, code, sandbox.make_globals(None))
 
     def run(self, variables: Mapping[str, Any], meter: Meter) -> Iterator[str]:
-        """Yield the output of the template piece by piece; any error becomes a `RecordError`."""
+        """Yield the output of the template piece by piece. Errors of the template become a `RecordError`."""
         self.sandbox.meter = meter
         written, texts = 0, self._texts(variables)
         try:
@@ -57,7 +60,7 @@ class Program:
                 try:
                     meter.check_size(written)
                 except LimitError as error:
-                    # Raise the error inside the template, so that its line is known.
+                    # Raise the error inside the template, so that the traceback contains the template line.
                     texts.throw(error)
                 yield text
         except (ChatmillError, MemoryError):
@@ -85,13 +88,13 @@ class Program:
 
 
 def _explain(error: Exception) -> tuple[str, str]:
-    """Return the message of a template error and its kind for the ledger."""
+    """Return a message for a template error, and the kind of error for the ledger."""
     text = one_line(str(error), 200)
     for type_, what, kind in (
         (LimitError, f"the template was stopped: {text}", "template_limit"),
         (SecurityError, f"blocked by the sandbox: {text}", "template_security"),
         (UndefinedError, f"the template uses an undefined value: {text}", "template_undefined"),
-        (RecursionError, "the template was stopped: it recurses too deeply", "template_limit"),
+        (RecursionError, "the template was stopped: the recursion limit was exceeded", "template_limit"),
         (TemplateError, f'the template rejects the conversation: "{text}"', "template_refuses"),
     ):
         if isinstance(error, type_):
@@ -132,11 +135,11 @@ TRACED_FILTERS = (
     ),
     *("unique", "upper"),
 )
-"""Filters that use only traced methods of a text, or do not inspect texts."""
+"""Filters that use only traced methods of texts, or do not inspect texts."""
 
 
 OF_TRACED_METHODS = ("format", "truncate")
-"""Filters whose result is traced if their input is; the result of other filters has no known origin."""
+"""Filters whose result is traced if the input is traced. The origin of the results of other filters is unknown."""
 
 
 class TracedSandbox(Sandbox):
@@ -145,9 +148,9 @@ class TracedSandbox(Sandbox):
     def __init__(self, *, now: datetime | None = None) -> None:
         super().__init__(now=now)
         self.literals: list[TracedStr] = []
-        """The literals of the template, which the compiled code refers to."""
+        """The literals of the template, to which the compiled code refers by index."""
         self.messages: Mapping[int, int] = {}
-        """Index of each message of this rendering, by the `id` of its object."""
+        """Maps the `id` of each message object of the rendering to the index of the message."""
         self._message_of_loop: dict[int, int] = {}
         self.tests["in"] = lambda value, container: value in self.container(container)
 
@@ -171,7 +174,7 @@ class TracedSandbox(Sandbox):
         }
 
     def _soft_text(self, value: Any) -> TracedStr:
-        """Convert a value to text; safe text stays safe."""
+        """Return a value as text. Safe text stays safe."""
         return value if isinstance(value, TracedStr) else self.to_text(value)
 
     def _untraced(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,11 +182,11 @@ class TracedSandbox(Sandbox):
         def called(*args: Any, **kwargs: Any) -> Any:
             given = list(texts_in([*args, kwargs]))
             if name in ("pprint", "urlencode"):
-                # These filters check the exact type of a text, or use its bytes.
+                # Pass plain strings, because `pprint` checks the exact type of a text and `urlencode` uses its bytes.
                 args = untraced(args)
             out = filter(*args, **kwargs)
             if isinstance(out, str) and name not in OF_TRACED_METHODS and all(out is not text for text in given):
-                # The filter may have joined traced texts with untraced ones that only look like literals.
+                # The origin is unknown, because the filter may have joined traced texts with untraced texts.
                 return opaque(str.__str__(out), given) if given else out
             if given and not any(True for _ in texts_in(out)):
                 if isinstance(out, str):
@@ -209,11 +212,11 @@ class TracedSandbox(Sandbox):
         return opaque(str(value), inside) if inside else literal(str(value))
 
     def container(self, value: Any) -> Any:
-        """Convert the right operand of `in`; if it were plain text, the result would not be guarded."""
+        """Return the right operand of `in` as traced text, because plain text would not add a guard for the result."""
         return literal(value) if isinstance(value, str) else value
 
     def compared_length(self, value: Any, comparison: str, number: int) -> bool:
-        """Evaluate `value | length > number` with a guard for the result instead of the length."""
+        """Evaluate `value | length > number`, with a guard for the result of the comparison instead of the length."""
         function = LENGTHS[comparison]
         if isinstance(value, TracedStr):
             return bool(value.observe(function, number))
@@ -238,7 +241,10 @@ class TracedSandbox(Sandbox):
     def tojson(
         self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> TracedStr:
-        """Encode a value as JSON whose strings keep their origin: encode placeholders, then insert the traced texts."""
+        """Return a value as JSON.
+
+        Strings are encoded as placeholders and then inserted, so that they keep their origin.
+        """
         mark, texts = os.urandom(8).hex(), list[TracedStr]()
 
         def with_placeholders(value: Any) -> Any:
@@ -260,8 +266,6 @@ class TracedSandbox(Sandbox):
             parts += [mapped(texts[int(number)], "escape_json", ensure_ascii), literal(text)]
         return joined(parts)
 
-    # Loops over messages.
-
     def enter(self, loop: int, item: Any) -> str:
         self.meter.step()
         self._message_of_loop.pop(loop, None)
@@ -273,7 +277,7 @@ class TracedSandbox(Sandbox):
         self._message_of_loop.pop(loop, None)
 
     def owner(self) -> int:
-        """Return the current message of the innermost loop over messages."""
+        """Return the index of the current message in the innermost loop over messages."""
         return next(reversed(self._message_of_loop.values()), OUTSIDE)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -290,7 +294,7 @@ class TracedSandbox(Sandbox):
 
 
 def indented(s: TracedStr, width: int | str = 4, first: bool = False, blank: bool = False) -> TracedStr:
-    """Reimplement Jinja's filter `indent`, which would join lines with untraced text."""
+    """Implement Jinja's filter `indent` for traced texts."""
     by = literal(width if isinstance(width, str) else " " * width)
     newline = literal("\n")
     head, *lines = (unmarked(s) + newline).splitlines()
@@ -300,7 +304,7 @@ def indented(s: TracedStr, width: int | str = 4, first: bool = False, blank: boo
 
 
 class _TracedRewriter(Rewriter):
-    """Rewrites a syntax tree so that literals come from the sandbox and loops report their current message."""
+    """Rewrites a syntax tree so that literals come from the sandbox and loops report the current message."""
 
     def __init__(self, sandbox: TracedSandbox) -> None:
         super().__init__()
@@ -336,7 +340,7 @@ class _TracedRewriter(Rewriter):
         return node
 
     def _lookup(self, node: nodes.Getitem) -> nodes.Node:
-        # A constant key is only looked up, never output.
+        # Do not trace a constant key, because a key is never output.
         name = node.arg
         self.generic_visit(node)
         if isinstance(name, nodes.Const):
@@ -359,7 +363,7 @@ class TracedProgram(Program):
         self._lines: dict[int, int] = {}
 
     def trace(self, variables: Mapping[str, Any], meter: Meter) -> Rendering:
-        """Render and record the origin of every piece."""
+        """Return a rendering that records the origin of every piece."""
         self.sandbox.begin({id(message): number for number, message in enumerate(variables["messages"])})
         pieces: list[TracedPiece] = []
         for text in self.run(variables, meter):
@@ -372,7 +376,7 @@ class TracedProgram(Program):
         return Rendering(tuple(pieces))
 
     def _texts(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Yield the output; after each text, `_line` is the template line that produced it."""
+        """Yield the output. After each text, `_line` is the template line that produced the text."""
         running: Any = self._template.root_render_func(self._template.new_context(dict(variables)))
         try:
             for text in running:

@@ -1,9 +1,9 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
-Templates see only plain data and cannot change it. They can use only the attributes in `ATTRIBUTES`; using another
-existing attribute is an error, so that the output never differs silently from transformers. Before a template is
-compiled, its syntax tree is rewritten so that loops count steps; templates that read other files or use autoescape are
-rejected.
+Templates can read only plain data and cannot change the data. Templates can use only the attributes in `ATTRIBUTES`.
+Using another existing attribute is an error, so that the output never differs silently from transformers. Before a
+template is compiled, its syntax tree is rewritten so that loops count steps. Templates that read other files or use
+autoescape are rejected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ATTRIBUTES: dict[type, frozenset[str]] = {
     ),
     Cycler: frozenset(("current", "next", "reset")),
 }
-"""Attributes that a template may use, by type; objects of other types have none."""
+"""The attributes that a template may use, by type. Templates cannot use any attribute of other types."""
 
 WRITING_FILTERS = (
     *("capitalize", "center", "e", "escape", "filesizeformat", "forceescape", "format", "indent", "lower", "pprint"),
@@ -62,7 +62,7 @@ TEXT_FILTERS = ("indent", "striptags", "truncate", "urlize", "wordwrap")
 
 
 class Generation(Extension):
-    """The tag `{% generation %}`; passes its content through `Sandbox.tagged`."""
+    """The tag `{% generation %}`, which passes its content to `Sandbox.tagged`."""
 
     tags = {"generation"}  # noqa: RUF012  # so the base class has it
 
@@ -80,7 +80,7 @@ class Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """A Jinja environment for one template; it runs one rendering at a time."""
+    """A Jinja environment for one template, which runs one rendering at a time."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -102,14 +102,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "lipsum": self._random,
         }
 
-    # Overridden for tracing.
+    # `TracedSandbox` overrides the following methods.
 
     def tagged(self, text: str) -> str:
-        """Mark text as being between generation tags."""
+        """Return `text`, marked as text between generation tags."""
         return text
 
     def to_text(self, value: Any) -> str:
-        """Convert a value to text for the output."""
+        """Return a value as text for the output."""
         if not isinstance(value, str):
             check_plain(value)
         return str(value)
@@ -165,7 +165,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             texts.append(text)
         return "".join(texts)
 
-    # Attributes and calls. Jinja's own checks list what is forbidden; these list what is allowed.
+    # The checks of attributes and calls use lists of allowed names, unlike Jinja's own checks, which list forbidden
+    # names.
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict:
@@ -186,11 +187,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.undefined(obj=obj, name=argument)
 
     def attribute(self, obj: Any, name: str) -> Any:
-        """Return an attribute, never an item; undefined if it does not exist. Raise if templates may not use it."""
+        """Return an attribute (never an item), or an undefined value if it does not exist.
+
+        Raise for a forbidden attribute.
+        """
         if isinstance(obj, Undefined):
-            # This error names the undefined value.
+            # Raise Jinja's error, which names the undefined value.
             obj._fail_with_undefined_error()
-        # Traced and safe texts are treated as plain texts.
+        # Treat traced and safe texts like plain texts.
         type_ = str if isinstance(obj, str) else type(obj)
         if name in ATTRIBUTES.get(type_, ()):
             if type_ is str and name == "format":
@@ -201,24 +205,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if not hasattr(type_ if type_ is str else obj, name):
             return self.undefined(obj=obj, name=name)
         if not super().is_safe_attribute(obj, name, None):
-            # As in transformers, the attribute is undefined, and using it is an error.
+            # Return an undefined value that raises on use, as in transformers.
             return self.unsafe_undefined(obj, name)
         raise SecurityError(f"{name!r} of a {type_.__name__} is not available to templates")
 
     def _format_of(self, text: str) -> Callable[..., str]:
-        """Return the method `format` of a text."""
+        """Return a safe implementation of the method `format` of a text."""
         if isinstance(text, Markup):
             raise SecurityError("'format' on safe text is not available to templates")
         return lambda *args, **kwargs: self._formatted(format_fields(text, args, kwargs))
 
     def is_safe_callable(self, obj: Any) -> bool:
-        # Calling an undefined value raises its own error.
+        # Allow undefined values here, because calling one raises an error that names the value.
         return type(obj) in _CALLABLE or isinstance(obj, Undefined) or obj in (TemplateNamespace, Cycler, Joiner)
 
     # Limits.
 
     def _metered(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a filter so that it respects the limits."""
+        """Return a filter that checks the limits before and after it runs."""
         first = int(hasattr(filter, "jinja_pass_arg"))
 
         @wraps(filter)
@@ -230,8 +234,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 if isinstance(args[first], str):
                     self._check_growth(name, args[first], args[first + 1 :])
                 elif name in TEXT_FILTERS:
-                    # `indent` would change a list.
-                    raise TypeError(f"{name} needs text, not a {type(args[first]).__name__}")
+                    # Jinja's `indent` would modify a list in place.
+                    raise TypeError(f"{name} expects text, not a {type(args[first]).__name__}")
                 elif name in WRITING_FILTERS:
                     check_plain(args[first])
             out = filter(*args, **kwargs)
@@ -277,10 +281,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _check_numbers(self, values: tuple[Any, ...]) -> None:
         for value in values:
             if isinstance(value, int) and abs(value) > self.meter.max_characters:
-                raise LimitError(f"it requests a width or count of {value}")
+                raise LimitError(f"a width or count of {value} was requested")
 
     def _check_growth(self, name: str, subject: str, args: tuple[Any, ...]) -> None:
-        """Check the maximum length of a method's result before calling the method."""
+        """Raise if the result of a string method could exceed the limit, before the method is called."""
         if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
             self.meter.check_size(_size(subject) + str.count(subject, args[0]) * _size(args[1]))
         elif name == "join" and args and isinstance(args[0], list | tuple):
@@ -289,16 +293,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             width = 8 if not args else args[0] if isinstance(args[0], int) else _size(args[0])
             self.meter.check_size(_size(subject) + (str.count(subject, "\t") + str.count(subject, "\n") + 1) * width)
 
-    # Functions for templates.
-
     def _strftime(self, format: str) -> str:
         if re.search(r"\d{4}", format):
-            raise LimitError("it requests a date with thousands of characters")
+            raise LimitError("a date with thousands of characters was requested")
         return (self._now or datetime.now()).strftime(format)
 
     @staticmethod
     def _random(*_: Any, **__: Any) -> Any:
-        raise TemplateError("it uses randomness, but a dataset must be reproducible")
+        raise TemplateError("random functions are not available to templates, because datasets must be reproducible")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = self.rewriter().visit(super()._parse(source, name, filename))
@@ -309,7 +311,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Rewriter(NodeTransformer):
-    """Rewrites a syntax tree: loops count steps, and `~` calls the sandbox."""
+    """Rewrites a syntax tree so that loops count steps and `~` calls the sandbox."""
 
     def __init__(self) -> None:
         self.rules: dict[type[nodes.Node], Callable[[Any], Any]] = {
@@ -333,14 +335,16 @@ class Rewriter(NodeTransformer):
         return sandbox_call("joined", node.nodes, node)
 
     def _autoescape(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
-        raise TemplateSyntaxError("autoescape silently changes text; remove it", node.lineno)
+        raise TemplateSyntaxError(
+            "autoescape is not available to templates, because it silently changes text", node.lineno
+        )
 
     def _other_file(self, node: nodes.Stmt) -> nodes.Node:
-        raise TemplateSyntaxError("a chat template is one file; it cannot read others", node.lineno)
+        raise TemplateSyntaxError("a chat template cannot read other files", node.lineno)
 
 
 def statement(code: str, at: nodes.Node) -> nodes.Node:
-    """Return a statement that evaluates an attribute of the sandbox for its side effect."""
+    """Return a statement that evaluates `code` as an attribute of the sandbox, for its side effect."""
     return nodes.ExprStmt(nodes.EnvironmentAttribute(code)).set_lineno(at.lineno)
 
 
@@ -355,13 +359,13 @@ _CALLABLE = (BuiltinMethodType, FunctionType, MethodType, Macro, LoopContext, Jo
 
 
 def _size(value: Any) -> int:
-    """Return the length of a text or list, without adding a guard for traced texts."""
+    """Return the length of a text or list without adding a guard."""
     return str.__len__(value) if isinstance(value, str) else len(value)
 
 
 def _check_bits(bits: int) -> None:
     if bits > MAX_INT_BITS:
-        raise LimitError(f"it computed a number with more than {MAX_INT_BITS:,} bits")
+        raise LimitError(f"a number with more than {MAX_INT_BITS:,} bits was computed")
 
 
 def _raise(message: object = "") -> None:

@@ -1,7 +1,7 @@
-"""The functions that a step of a trace may call, by name. All are plain functions of texts.
+"""The functions that a step of a trace may call, by name. All of them are pure functions of texts.
 
-A trace is data: the process that runs the template records it, and another process replays it. Replaying can call only
-these functions.
+The process that runs a template records a trace as plain data, and another process replays the trace. A replayed trace
+can call only the functions in `STEP_FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Kind(IntEnum):
 
     TEXT = 0
     PARTS = 1
-    """The texts that a method such as `split` returns."""
+    """A list of texts, as returned by `split`."""
     CUTS = 2
     """The result of `cut_pattern`."""
 
@@ -31,20 +31,20 @@ class StepFunction(NamedTuple):
     call: Callable[..., Any]
     takes: Kind = Kind.TEXT
     gives: Kind | None = None
-    """None for functions used only by guards."""
+    """The type of the result, or None for functions that only guards use."""
     growth: int = 1
     """Maximum number of output characters per input character."""
 
 
 def fill_pattern(*args: Any) -> str:
-    """Fill the Nones of a pattern with the values; the pattern is the last argument."""
+    """Return the text of a pattern, which is the last argument, with each None replaced by the next value."""
     *values, pattern = args
     given = iter(values)
     return "".join([next(given) if literal is None else literal for literal in pattern])
 
 
 def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tuple[int, int, int]]]:
-    """Return, for each range of characters, the consecutive pieces inside it as (index, start, stop)."""
+    """Return, for each range of characters, the pieces inside the range as (index, start, stop)."""
     starts = [*accumulate(lengths, initial=0)]
     cuts = []
     for start, stop in ranges:
@@ -60,9 +60,10 @@ def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tup
 
 
 def cut_pattern(*args: Any) -> tuple[Any, ...]:
-    """Cut a text of several pieces with a method. Return ((index, literal or None) …) per result, and the other texts.
+    """Slice a text of several pieces with a string method.
 
-    `count` is the expected number of results; if the actual number differs, nothing is cut.
+    Return ((index, literal or None) …) for each resulting slice, and the texts for the Nones. `count` is the expected
+    number of slices; if the actual number differs, both results are empty.
     """
     *values, name, method_args, pattern, count = args
     given = iter(values)
@@ -79,9 +80,9 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 
 
 def begins_with(*args: Any) -> bool:
-    """Whether the text of one pattern begins with that of another; the preceding arguments fill their Nones, in order.
+    """Whether the text of a pattern begins with the text of another pattern. The other arguments replace their Nones.
 
-    Only the compared part of the first text is built, because this function runs at every replay.
+    For speed, only the compared part of the first text is built.
     """
     *values, pattern, other = args
     given = iter(values)
@@ -98,12 +99,12 @@ def begins_with(*args: Any) -> bool:
 
 
 def escape_json(text: str, ensure_ascii: bool) -> str:
-    """Escape a text for use between JSON quotes."""
+    """Return a text escaped for use inside a JSON string."""
     return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
 
 
 def escape_html(text: str) -> str:
-    """Escape a text like Jinja's filter `escape`."""
+    """Return a text escaped like Jinja's filter `escape`."""
     for character, name in (("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ('"', "&#34;")):
         text = text.replace(character, name)
     return text
@@ -146,7 +147,7 @@ OBSERVED = (
 )
 ORDERED = ("lt", "le", "gt", "ge")
 LENGTHS = {name: f"length_{name}" for name in ("eq", "ne", "lt", "lteq", "gt", "gteq")}
-"""Function names for Jinja's comparisons of a length with a number."""
+"""The step functions for Jinja's comparisons of a length with a number, by operator."""
 
 STEP_FUNCTIONS: dict[str, StepFunction] = {
     # Functions that map texts to one text.
@@ -162,7 +163,7 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
     "part": StepFunction(operator.getitem, Kind.PARTS, Kind.TEXT),
     "cut_pattern": StepFunction(cut_pattern, gives=Kind.CUTS),
     "cut_text": StepFunction(_cut_text, Kind.CUTS, Kind.TEXT),
-    # Observations that a template makes.
+    # Functions for conditions that a template observes, which become guards.
     **{name: StepFunction(getattr(str, name)) for name in OBSERVED},
     **{name: StepFunction(getattr(operator, name)) for name in ("eq", *ORDERED, "contains")},
     **{
@@ -180,7 +181,7 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
 }
 
 
-# Functions that return the character ranges of a string method's results.
+# The following functions return the character ranges of a string method's results.
 
 
 def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: bool = True) -> list[Range]:
@@ -190,7 +191,7 @@ def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: 
 
 
 def _consecutive(text: str, parts: Sequence[str], gap: int | None) -> list[Range]:
-    """Locate consecutive parts, `gap` characters apart, or each at its next occurrence if `gap` is None."""
+    """Return the ranges of consecutive parts that are `gap` characters apart, or any distance if `gap` is None."""
     ranges, at = [], 0
     for part in parts:
         start = text.index(part, at) if gap is None else at

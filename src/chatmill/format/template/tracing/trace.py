@@ -1,14 +1,15 @@
-"""Traces of template renderings, replayed for other conversations if their guards hold, as in TorchDynamo.
+"""Traces of template renderings, which can be replayed for other conversations if all guards pass, as in TorchDynamo.
 
-A rendering is a function of the conversation. A trace records what a rendering computed from the texts of one
-conversation:
+A rendering is a function of the conversation. A trace records the values that a rendering computed from the texts of
+one conversation:
 
     texts     slot 0   slot 1  …            the texts of the conversation
     steps     slot n = lstrip(slot 1)       a text computed from others
               "</think>" in slot 1: False   a guard: a result that the template observed
 
-Another conversation of the same shape for which all guards give the same results is rendered the same way, with its
-own texts in the slots. Its steps are therefore run on these texts instead of running the template again.
+If all guards give the same results for another conversation of the same shape, the template would render that
+conversation in the same way. The steps are therefore replayed with the texts of the other conversation instead of
+running the template again.
 
 `TracedPiece` is a piece of text with its origin. Traces and pieces are plain data that can be sent between processes.
 """
@@ -24,7 +25,7 @@ from chatmill.format.template.tracing.steps import SPLIT, STEP_FUNCTIONS, Range,
 
 
 class TraceStep(NamedTuple):
-    """A call of `function(*slots, *args)`: a guard with its expected result, or the value of the next slot."""
+    """A call of `function(*slots, *args)` that is checked against `expected` (a guard) or computes the next slot."""
 
     function: str
     """A key of `STEP_FUNCTIONS`."""
@@ -35,7 +36,7 @@ class TraceStep(NamedTuple):
 
 
 class ReadyStep(NamedTuple):
-    """A step with its function looked up, ready to replay."""
+    """A step that contains its function instead of the function's name, to be replayed faster."""
 
     call: Callable[..., Any]
     slots: tuple[int, ...]
@@ -52,11 +53,11 @@ class Trace:
         self.num_slots = len(texts)
         self.steps: list[TraceStep] = []
         self.cacheable = True
-        """False after an operation that cannot be replayed for another conversation."""
+        """Whether other conversations can replay the trace. False after an operation that cannot be replayed."""
         self._recorded: dict[Any, int] = {}
 
     def value(self, function: str, slots: tuple[int, ...], *args: Any) -> int:
-        """Return the slot of `function(*slots, *args)`."""
+        """Return the slot for the value of `function(*slots, *args)`."""
         key = (function, slots, args)
         if key not in self._recorded:
             self._recorded[key] = self.num_slots
@@ -65,14 +66,17 @@ class Trace:
         return self._recorded[key]
 
     def guard(self, function: str, slots: tuple[int, ...], *args: Any, expected: Any) -> None:
-        """Record a result that the template observed."""
+        """Add a guard with a result that the template observed."""
         key = ("guard", function, slots, args)
         if key not in self._recorded:
             self._recorded[key] = -1
             self.steps.append(TraceStep(function, slots, args, True, expected))
 
     def evaluate(self, function: str, slots: tuple[int, ...], *args: Any, guard_true: bool) -> bool:
-        """Evaluate a condition on the traced conversation; guard its result if it is false or `guard_true` is set."""
+        """Evaluate a condition on the traced conversation.
+
+        Add a guard if the result is false or `guard_true` is set.
+        """
         values = replay(ready(self.steps), list(self._texts))
         assert values is not None
         result: bool = STEP_FUNCTIONS[function].call(*[values[slot] for slot in slots], *args)
@@ -82,7 +86,7 @@ class Trace:
 
 
 def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...]:
-    """Merge all guards for non-empty texts of the conversation into one guard."""
+    """Return the steps with all guards for non-empty texts of the conversation merged into one guard."""
     slots: list[int] = []
     others: list[TraceStep] = []
     for step in steps:
@@ -94,14 +98,14 @@ def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...
 
 
 def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
-    """Look up the functions of the steps."""
+    """Return the steps with their functions looked up."""
     return tuple(ReadyStep(STEP_FUNCTIONS[step.function].call, *step[1:]) for step in steps)
 
 
 def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
-    """Append the other slots to `texts` and return it; None if the conversation does not follow the trace.
+    """Append the computed slots to `texts` and return the list, or None if the conversation does not match the trace.
 
-    A conversation does not follow a trace if a guard fails, or if a function raises, like `index` without a match.
+    A conversation does not match a trace if a guard fails or if a function raises, for example `index` without a match.
     """
     slots = texts
     try:
@@ -120,14 +124,14 @@ def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
 
 
 OUTSIDE = -1
-"""Message index of fields without a message, such as tool definitions, and of text outside message loops."""
+"""The message index of fields outside messages, such as tool definitions, and of text outside message loops."""
 
 TextItem = str | int
-"""A literal text, or a slot."""
+"""A literal text, or the number of a slot."""
 
 
 class FieldPath(NamedTuple):
-    """A field of the conversation: the index of its message and the keys that lead to the field."""
+    """The path of a field in the conversation: the index of its message and the keys inside the message."""
 
     message: int
     path: tuple[str | int, ...]
@@ -138,32 +142,32 @@ class TracedPiece(NamedTuple):
 
     text: str
     line: int = 0
-    """The template line that produced it; 0 if not known yet."""
+    """The template line that produced the piece, or 0 if the line is not known yet."""
     source: FieldPath | None = None
-    """The field that it comes from; None for literals of the template."""
+    """The field that the text comes from, or None for a literal of the template."""
     slot: int | None = None
-    """Its slot in the trace; None for text that is the same in all conversations of this shape."""
+    """The slot in the trace, or None for text that is the same in all conversations of this shape."""
     tagged: bool = False
-    """Whether it is between generation tags."""
+    """Whether the piece is between generation tags."""
     mixed: bool = False
-    """Whether it mixes literals and fields that cannot be separated."""
+    """Whether the piece mixes literals and fields that cannot be separated."""
     owner: int = OUTSIDE
-    """The message of the innermost message loop that produced the piece."""
+    """The index of the current message in the innermost message loop that produced the piece."""
     start: int = 0
-    """Offset of its text in the field; -1 if it is not a slice of the field."""
+    """Offset of the text in the field, or -1 if the text is not a slice of the field."""
 
     def sliced(self, start: int, stop: int) -> TracedPiece:
         """Return a slice of the piece."""
         return self._replace(text=self.text[start:stop], start=-1 if self.start < 0 else self.start + start)
 
     def changed(self, text: str) -> TracedPiece:
-        """Return a copy of the piece with `text`, which was computed from it."""
+        """Return a copy of the piece with `text`, which was computed from the text of the piece."""
         return self if text == self.text else self._replace(text=text, start=-1)
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """The output of a template as pieces."""
+    """The output of a template as a sequence of pieces."""
 
     pieces: tuple[TracedPiece, ...]
 
@@ -172,7 +176,7 @@ class Rendering:
         return "".join(piece.text for piece in self.pieces)
 
     def before(self, stop: int) -> Rendering:
-        """Cut the rendering at a character."""
+        """Return the rendering up to character `stop`."""
         pieces, size = [], 0
         for piece in self.pieces:
             if size < stop:
@@ -186,12 +190,12 @@ def slots_of(pieces: Sequence[TracedPiece]) -> tuple[int, ...]:
 
 
 def pattern_of(pieces: Sequence[TracedPiece]) -> tuple[str | None, ...]:
-    """Return the literals, and None for each slot."""
+    """Return the text of each piece, with None for pieces that have a slot."""
     return tuple(None if piece.slot is not None else piece.text for piece in pieces)
 
 
 def merge_literals(items: Iterable[TextItem]) -> tuple[TextItem, ...]:
-    """Join adjacent literals."""
+    """Return the items with adjacent literals joined."""
     merged: list[TextItem] = []
     for item in items:
         if isinstance(item, str) and merged and isinstance(merged[-1], str):
@@ -214,12 +218,12 @@ def common_length(one: str, other: str) -> int:
 
 
 def fill_slots(items: Iterable[TextItem], slots: Sequence[str]) -> str:
-    """Return the text of these items, with slots filled in."""
+    """Return the text of the items, with slots replaced by their texts."""
     return "".join([item if isinstance(item, str) else slots[item] for item in items])
 
 
 def cut(pieces: Sequence[TracedPiece], ranges: Sequence[Range]) -> list[list[tuple[int, TracedPiece]]]:
-    """Return the pieces inside each range of characters, each with its index."""
+    """Return, for each range of characters, the pieces inside the range with their indices."""
     return [
         [(at, pieces[at].sliced(start, stop)) for at, start, stop in inside]
         for inside in cut_ranges([len(piece.text) for piece in pieces], ranges)
@@ -227,7 +231,7 @@ def cut(pieces: Sequence[TracedPiece], ranges: Sequence[Range]) -> list[list[tup
 
 
 def slots_of_slices(trace: Trace, slot: int, name: str, args: tuple[Any, ...], count: int) -> list[int]:
-    """Return the slots of a method's results for one field."""
+    """Return the slots for the results of a string method on one field."""
     if name not in SPLIT:
         return [trace.value(name, (slot,), *args)]
     parts = trace.value(name, (slot,), *args)

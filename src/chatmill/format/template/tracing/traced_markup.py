@@ -1,7 +1,7 @@
-"""Traced texts that a template has marked with `safe` or escaped. They behave like Jinja's Markup.
+"""Traced texts that a template has escaped or marked as `safe`, which behave like Jinja's Markup.
 
-Templates in transformers do not autoescape, but text joined with a safe text is escaped: `('a' | safe) + '<'` is
-`a&lt;`. A text stays safe until it is output, or joined by `~`, by a filter or by the `join` of a plain text.
+Templates in transformers do not autoescape, but text that is joined with safe text is escaped: `('a' | safe) + '<'` is
+`a&lt;`. A text stays safe until it is output or joined by `~`, by a filter or by the `join` method of a plain text.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class TracedMarkup(TracedStr):
 
 
 def marked(text: TracedStr) -> TracedMarkup:
-    """Mark a text as safe."""
+    """Return a text marked as safe."""
     safe = str.__new__(TracedMarkup, text.plain())
     safe.pieces, safe.trace = text.pieces, text.trace
     return safe
 
 
 def unmarked(text: TracedStr) -> TracedStr:
-    """Return the text without the safe mark."""
+    """Return a text without the safe mark."""
     return made(text.pieces, text.trace) if isinstance(text, TracedMarkup) else text
 
 
 def escaped(text: str) -> TracedMarkup:
-    """Escape HTML in a text, unless it is safe."""
+    """Return a text with HTML escaped, or unchanged if it is safe."""
     if isinstance(text, TracedMarkup):
         return text
     if not isinstance(text, str):
@@ -87,7 +87,7 @@ def escaped(text: str) -> TracedMarkup:
 
 
 def mapped(text: TracedStr, function: str, *args: Any) -> TracedStr:
-    """Apply a function in `STEP_FUNCTIONS` that maps each character independently."""
+    """Return the result of a function in `STEP_FUNCTIONS` that maps each character independently."""
     call = STEP_FUNCTIONS[function].call
     if text.trace is None:
         return made([piece.changed(call(piece.text, *args)) for piece in text.pieces], None)

@@ -1,8 +1,8 @@
-"""Strings that record the origin of each of their characters through the operations of a template.
+"""Strings that keep the origin of every character through the string operations of a template.
 
-A `TracedStr` consists of pieces: literals of the template, and (slices of) fields of messages. Joining, slicing,
-stripping and splitting keep the pieces. Observations of a text (`in`, `==`, `len`, …) become guards of its trace. The
-result of any other method has the whole field as its origin, and its trace is not cacheable.
+A `TracedStr` consists of pieces: literals of the template, and fields of messages or slices of fields. Joining,
+slicing, stripping and splitting keep the pieces. Conditions on a text (`in`, `==`, `len`, …) become guards of its
+trace. The result of any other method has the whole field as its origin, and its trace is not cacheable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TracedStr(str):
 
     pieces: tuple[TracedPiece, ...]
     trace: Trace | None
-    """None if no piece has a slot, because then no guards are needed."""
+    """The trace that receives the guards, or None if no piece has a slot."""
 
     def plain(self) -> str:
         return str.__str__(self)
@@ -42,8 +42,6 @@ class TracedStr(str):
 
     def __reduce__(self) -> Any:
         raise TypeError("a traced text cannot be sent to another process")
-
-    # Joining.
 
     def __add__(self, other: str) -> TracedStr:
         return _added(self, literal(other)) if isinstance(other, str) else NotImplemented
@@ -71,7 +69,7 @@ class TracedStr(str):
         return self._formatted(format_fields(self.plain(), args, kwargs))
 
     def _formatted(self, parts: Iterable[tuple[str, Any]]) -> TracedStr:
-        """Join the parts of this format string and its formatted values."""
+        """Return the parts of this format string and its formatted values, joined."""
         if any(piece.source is not None for piece in self.pieces):
             written = list(parts)
             return opaque("".join([text for text, _ in written]), (self, [value for _, value in written]))
@@ -84,8 +82,6 @@ class TracedStr(str):
             else:
                 texts.append(opaque(text, value) if any(True for _ in texts_in(value)) else literal(text))
         return joined(texts)
-
-    # Slices.
 
     def __getitem__(self, key: SupportsIndex | slice) -> TracedStr:
         if isinstance(key, slice):
@@ -110,8 +106,6 @@ class TracedStr(str):
         without_slots = made([piece._replace(slot=None) for piece in self.pieces], None)
         return literal(new).join(without_slots.split(_known(old), operator.index(count)))
 
-    # Observations; more are defined below.
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, str):
             return False
@@ -134,12 +128,15 @@ class TracedStr(str):
         return int(self.observe("len"))
 
     def __hash__(self) -> int:
-        # A lookup by hash cannot be expressed as a guard.
+        # The trace is not cacheable, because a lookup by hash cannot be expressed as a guard.
         self._not_cacheable()
         return str.__hash__(self)
 
     def observe(self, function: str, *args: Any) -> Any:
-        """Return the result of a function in `STEP_FUNCTIONS`, guarded if it may differ for another conversation."""
+        """Return the result of a function in `STEP_FUNCTIONS`.
+
+        Add a guard if the result may differ for another conversation.
+        """
         traces = [part.trace for part in texts_in((self, args)) if part.trace is not None]
         result = STEP_FUNCTIONS[function].call(self.plain(), *untraced(args))
         if traces:
@@ -158,7 +155,7 @@ class TracedStr(str):
         return result
 
     def _slices(self, name: str, *args: Any) -> list[TracedStr]:
-        """Return the slices that a method returns, with their pieces."""
+        """Return the results of a string method that slices the text, with their pieces."""
         ranges = RANGES[name](self.plain(), *args)
         if self.trace is None:
             return [made([piece for _, piece in inside], None) for inside in cut(self.pieces, ranges)]
@@ -195,7 +192,7 @@ class TracedStr(str):
         return opaque(method(self.plain()), self)
 
     def _own_literal(self, text: str) -> TracedStr:
-        """Return a part of this format string as a literal with its line."""
+        """Return a part of this format string as a literal with the line number of the format string."""
         return made([TracedPiece(text, self.pieces[0].line if self.pieces else 0)], None)
 
     def _not_cacheable(self) -> None:
@@ -204,7 +201,7 @@ class TracedStr(str):
 
 
 def _added(left: TracedStr, right: TracedStr) -> TracedStr:
-    """Like `joined`, but faster for two texts: templates concatenate texts thousands of times."""
+    """Like `joined`, but faster for two texts, because templates concatenate texts thousands of times."""
     text = str.__new__(TracedStr, str.__add__(left, right))
     text.pieces = tuple([piece for piece in left.pieces + right.pieces if piece.text or piece.slot is not None])
     text.trace = left.trace or right.trace
@@ -212,7 +209,7 @@ def _added(left: TracedStr, right: TracedStr) -> TracedStr:
 
 
 def made(pieces: Sequence[TracedPiece], trace: Trace | None) -> TracedStr:
-    """Build the text of these pieces."""
+    """Return a traced text that consists of the given pieces."""
     text = str.__new__(TracedStr, pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces]))
     text.pieces = tuple(pieces)
     text.trace = trace if any(piece.slot is not None for piece in pieces) else None
@@ -220,7 +217,7 @@ def made(pieces: Sequence[TracedPiece], trace: Trace | None) -> TracedStr:
 
 
 def literal(text: str, line: int = 0) -> TracedStr:
-    """Return `text` as a literal of the template; a traced text is returned unchanged."""
+    """Return `text` as a literal of the template, or unchanged if it is already traced."""
     if isinstance(text, TracedStr):
         return text
     out = str.__new__(TracedStr, text)
@@ -229,7 +226,7 @@ def literal(text: str, line: int = 0) -> TracedStr:
 
 
 def field(text: str, source: FieldPath, slot: int | None, trace: Trace | None) -> TracedStr:
-    """Return a field of a conversation as traced text; a field without a slot is the same in all records of a shape."""
+    """Return a field of a conversation as traced text. A field without a slot is the same in all records of a shape."""
     return made([TracedPiece(text, source=source, slot=slot)], trace)
 
 
@@ -241,7 +238,7 @@ def joined(texts: Sequence[str]) -> TracedStr:
     trace = None
     for text in texts:
         if isinstance(text, TracedStr):
-            # Drop empty literals, but keep empty fields: they may have text in another conversation.
+            # Drop empty literals, but keep empty fields, which may have text in another conversation.
             pieces += [piece for piece in text.pieces if piece.text or piece.slot is not None]
             trace = trace or text.trace
         elif text:
@@ -250,7 +247,7 @@ def joined(texts: Sequence[str]) -> TracedStr:
 
 
 def opaque(text: str, inputs: Any) -> TracedStr:
-    """Return a text computed from `inputs` in a way that cannot be traced; its origin is the first field among them."""
+    """Return a text that was computed from `inputs` without tracing. Its origin is the first field in `inputs`."""
     pieces: list[TracedPiece] = []
     for value in texts_in(inputs):
         pieces += value.pieces
@@ -263,7 +260,7 @@ def opaque(text: str, inputs: Any) -> TracedStr:
 
 
 def texts_in(value: Any) -> Iterator[TracedStr]:
-    """Yield all traced texts inside a value."""
+    """Yield all traced texts inside a value of any type."""
     if isinstance(value, TracedStr):
         yield value
     elif isinstance(value, dict):
@@ -276,7 +273,7 @@ def texts_in(value: Any) -> Iterator[TracedStr]:
 
 
 def untraced(value: Any) -> Any:
-    """Replace traced strings inside a value with plain strings."""
+    """Return a value with all traced strings inside it replaced by plain strings."""
     if isinstance(value, TracedStr):
         return value.plain()
     if isinstance(value, list | tuple):
@@ -288,7 +285,7 @@ def untraced(value: Any) -> Any:
 
 
 def _known(text: str) -> str:
-    """Return a method argument as a plain string; if it comes from a conversation, mark its trace as not cacheable."""
+    """Return a method argument as a plain string. If it comes from a conversation, its trace is no longer cacheable."""
     if isinstance(text, TracedStr):
         text._not_cacheable()
         return text.plain()
@@ -298,13 +295,10 @@ def _known(text: str) -> str:
 
 
 def _slot(text: TracedStr, trace: Trace) -> int:
-    """Return the slot of the whole text."""
+    """Return the slot for the whole text."""
     if len(text.pieces) == 1 and text.pieces[0].slot is not None:
         return text.pieces[0].slot
     return trace.value("fill_pattern", slots_of(text.pieces), pattern_of(text.pieces))
-
-
-# The remaining string methods, by kind.
 
 
 def _observing(name: str) -> Callable[..., Any]:

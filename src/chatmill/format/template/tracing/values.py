@@ -1,4 +1,4 @@
-"""Values of templates that are not plain data: undefined values, namespaces, and `dict`."""
+"""The template values that are not plain data: undefined values, namespaces, and `dict`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class UndefinedVariableError(UndefinedError):
 
 
 class UndefinedValue(Undefined):
-    """Jinja's undefined value, which renders as an empty string; using a forbidden attribute is still an error."""
+    """Jinja's undefined value, which renders as an empty string.
+
+    A forbidden attribute raises an error when it is used.
+    """
 
     __slots__ = ()
 
@@ -37,7 +40,7 @@ class UndefinedValue(Undefined):
 
 
 class TemplateNamespace(Namespace):
-    """A namespace without underscored names, which could give access to internals."""
+    """A namespace that rejects names with a leading underscore, which could give access to internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a template may use the name `self`
         for name in dict(*args[1:], **kwargs):
@@ -57,7 +60,7 @@ def _check_name(name: object) -> None:
 
 
 class TemplateDict:
-    """`dict` as a plain function, which does not expose the attributes of the type."""
+    """A replacement for `dict` that does not expose the attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
