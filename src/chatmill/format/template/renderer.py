@@ -68,7 +68,7 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` contains the added tokens that may come from text; None means to learn them, as in transformers.
+        """`text_tokens` contains the added tokens that may come from text; if None, learn them, as in transformers.
 
         `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must contain the
         same values.

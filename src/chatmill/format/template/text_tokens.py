@@ -2,8 +2,8 @@
 
 A token that the tokenizer marks as special never comes from text. A token that the template uses in a header or at the
 end of a turn, such as DeepSeek's `<｜User｜>`, never comes from text even if it is not marked as special. All other
-added tokens are tags inside answers, such as `<think>` and `<tool_call>`. The tokens in headers and at turn ends are learned
-from small conversations whose texts are words that no template contains:
+added tokens are tags inside answers, such as `<think>` and `<tool_call>`. The tokens in headers and at turn ends are
+learned from small conversations whose texts are words that no template contains:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
