@@ -1,11 +1,12 @@
-"""`--format text`: records that consist of one text, or of a prompt and its completion, without turns.
+"""The format `text` (`--format text`), for records without turns: one text, or a prompt and its completion.
 
     <s> Once upon a time … </s>
 
-The text is surrounded by the tokens that the tokenizer itself adds, and by the EOS token of its folder.
+The tokens that the tokenizer itself adds surround the text. If the tokenizer adds no end token, the text ends with the
+EOS token of the tokenizer folder.
 
 A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. Some
-tokenizers add a space before every text, and would also add one before the completion. With these tokenizers, the
+tokenizers add a space before every text, which would also add a space before the completion. With such a tokenizer, the
 prompt and its completion are encoded as one text, and a token that spans the boundary is not trained.
 """
 
@@ -24,9 +25,9 @@ from chatmill.rows import TrainOn
 from chatmill.tokenizer import Tokenizer
 
 TEXT = "text"
-"""Name of the format."""
+"""The name of the text format."""
 END_TOKEN = "<|endoftext|>"
-"""The end token if the tokenizer does not define one."""
+"""The end token for tokenizers that do not define an end token."""
 BYTES_END = "<|EOS|>"
 """The end token of the built-in byte tokenizer."""
 
@@ -62,7 +63,7 @@ def _around(file: Path) -> tuple[list[str], list[str]]:
         tokenizer = Tokenizer.from_file(str(file))
         plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a")
     except Exception:
-        # `tokenizers` cannot read the file; opening the tokenizer later raises a precise error.
+        # Ignore the error here, because opening the tokenizer later raises a precise error.
         return [], []
     start = next((at for at in range(len(whole.ids)) if whole.ids[at : at + len(plain)] == plain), 0)
     return whole.tokens[:start], whole.tokens[start + len(plain) :]
@@ -75,7 +76,7 @@ def adds_space(tokenizer: Tokenizer) -> bool:
 
 
 def joined(record: Record, train_on: TrainOn) -> Record:
-    """Join a prompt and its completion into one text, with train ranges for the trained part."""
+    """Return the record with the prompt and its completion joined into one text, with train ranges for the weights."""
     if len(record.messages) == 1:
         return record
     prompt, completion = record.messages
@@ -88,11 +89,11 @@ def joined(record: Record, train_on: TrainOn) -> Record:
 
 
 def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
-    """Return an error if the record is a text but the format has turns, or vice versa; else None."""
+    """Return an error if the record has no turns but the format has turns, or vice versa, otherwise None."""
     if format.has_turns:
         if not record.is_text:
             return None
-        what = "the record is a single text without turns"
+        what = "the record is a single text without turns, but the format has turns"
         return RecordError(what, "use --format text", kind="text_record")
     roles = [message.role for message in record.messages]
     plain = not record.tools and not any(message.reasoning or message.tool_calls for message in record.messages)

@@ -1,12 +1,12 @@
-"""Train ranges: weights for character ranges of an answer, converted to tokens and spans.
+"""Train ranges, which set weights for character ranges of an answer, converted to token weights and spans.
 
     content    The| answer| is 4|.       train_ranges [[4, 10, 0]]: "answer" is not trained
     tokens     The  answer  is 4 .
     weight     own    0     own
 
-A token whose characters have different weights gets the lowest weight, so it is trained only if all its characters are.
-If ranges train some of a token's characters and do not cover the others, the role decides. The ledger counts these
-tokens.
+A token whose characters have different weights gets the lowest weight, so the token is trained only if all its
+characters are trained. If ranges train some characters of a token and do not cover the others, the role of the message
+decides. The ledger counts tokens whose characters have different weights.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from chatmill.rows import Index, Rows, Rule
 from chatmill.tokenizer import Tokenizer
 
 SPLIT = "range_splits_token"
-"""The ledger's reason for tokens with characters of several weights."""
+"""The ledger reason for tokens whose characters have different weights."""
 REWRITES = (
-    "its characters cannot be located in its tokens: the tokenizer changes its text",
+    "the tokenizer changes the text, so characters cannot be mapped to tokens",
     "use a tokenizer that keeps text unchanged, or remove train_ranges",
 )
 CharWeights = NDArray[np.float32]
-"""The weight that a range sets for each character; NaN outside all ranges."""
+"""The weight that the ranges set for each character, or NaN outside all ranges."""
 
 
 class TokenPlaces(NamedTuple):
-    """The start and end of each token in a text, in characters or in bytes."""
+    """The start and end of each token in a text, in characters or bytes."""
 
     begin: Index
     end: Index
@@ -43,14 +43,14 @@ class TokenPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """The weights that ranges give the characters of each token."""
+    """The weights of tokens according to train ranges."""
 
     lowest: NDArray[np.float32]
-    """The lowest weight of its characters; NaN if no range covers any of them."""
+    """For each token, the lowest weight of its characters, or NaN if no range covers a character of the token."""
     whole: NDArray[np.bool_]
-    """Whether ranges cover all its characters."""
+    """For each token, whether ranges cover all its characters."""
     split: NDArray[np.bool_]
-    """Whether the weights of its characters differ."""
+    """For each token, whether the weights of its characters differ."""
 
     @staticmethod
     def none(count: int) -> TokenWeights:
@@ -59,11 +59,11 @@ class TokenWeights:
         return TokenWeights(np.full(count, np.nan, dtype=np.float32), flags[0], flags[1])
 
     def set(self, places: slice | Index, weights: TokenWeights) -> None:
-        """Set the weights of some tokens."""
+        """Set the weights of the tokens at `places`."""
         self.lowest[places], self.whole[places], self.split[places] = weights.lowest, weights.whole, weights.split
 
     def take(self, tokens: Index) -> TokenWeights:
-        """Return the weights of these tokens; indices past the end get no weight."""
+        """Return the weights of the given tokens. Indices past the end have no weight."""
         known = tokens < len(self.lowest)
         out = TokenWeights.none(len(tokens))
         at = tokens[known]
@@ -72,7 +72,7 @@ class TokenWeights:
 
 
 def char_weights(message: Message) -> CharWeights:
-    """Return the weight of each character of the message's content."""
+    """Return the weight of each character in the content of a message."""
     weights = np.full(len(message.content), np.nan, dtype=np.float32)
     for start, stop, weight in message.train_ranges:
         weights[start:stop] = weight
@@ -80,13 +80,13 @@ def char_weights(message: Message) -> CharWeights:
 
 
 def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
-    """Return the weights of the tokens at these positions in a text; a token without characters gets no weight."""
+    """Return the weights of the tokens at `places` in a text. A token without characters has no weight."""
     begin, end = (np.clip(each, 0, len(weights)) for each in places)
     by_range = ~np.isnan(weights)
     bounds = np.stack([begin, end], axis=1).ravel()
 
     def reduced(function: np.ufunc, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        # `reduceat` needs one more value, because a token may end at the end of the text.
+        # Append one value for `reduceat`, because a token may end at the end of the text.
         reduced: NDArray[np.float32] = function.reduceat(np.append(values, values[:1]), bounds)[::2]
         return reduced
 
@@ -101,9 +101,10 @@ def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
 
 
 def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> TokenPlaces | None:
-    """Return the start and end of each token in the UTF-8 bytes of a text; None if the tokens do not decode to it.
+    """Return the start and end of each token in the UTF-8 bytes of a text, or None if the tokens do not decode to the
+    text.
 
-    A space that the tokenizer adds before the text counts as part of the first character.
+    If the tokenizer adds a space before the text, the space counts as part of the first character.
     """
     pieces = tokenizer.pieces(ids)
     spelled, data = b"".join(pieces), text.encode()
@@ -115,19 +116,19 @@ def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Token
 
 
 def by_byte(text: str, weights: CharWeights) -> CharWeights:
-    """Return the weight of each UTF-8 byte of a text from its character weights."""
+    """Return the weight of each UTF-8 byte of a text, given the weights of its characters."""
     sizes = [len(character.encode()) for character in text] if not text.isascii() else 1
     return np.repeat(weights, sizes)
 
 
 def apply_ranges(rows: Rows, weights: TokenWeights, ledger: Ledger | None) -> Rows:
-    """Apply the token weights to `rows`, splitting spans where the weights change."""
+    """Return `rows` with the token weights applied. Spans are split where the weights change."""
     spans = rows.spans
     span_of = np.repeat(np.arange(len(spans)), spans["length"])
     rule, own = spans["rule"][span_of], spans["weight"][span_of]
     flagged = rule == Rule.FLAG
     decided = ~np.isnan(weights.lowest) & ((rule == Rule.ROLE) | flagged)
-    # If ranges train some characters of a token and do not cover the others, the role decides.
+    # If ranges train some characters of a token and do not cover the others, keep the weight from the role.
     by_range = decided & (weights.whole | flagged | (weights.lowest == 0))
     weight = np.where(flagged & ~weights.whole, np.minimum(weights.lowest, own), weights.lowest)
     begins = np.zeros(len(span_of), dtype=bool)

@@ -1,14 +1,15 @@
-"""Render conversations to Rows in bulk, with a preset or a TOML format.
+"""Render many conversations to Rows at once, with a preset or a TOML format.
 
-Each message has up to six pieces:
+Each message consists of the following pieces:
 
     <|im_start|> user\\nHello <|im_end|> \\n     <|im_start|>assistant\\n  Hi   <|im_end|> \\n
     open         body         close      after   open                     body close      after
 
-plus `begin` before the first and `end` after the last message of a conversation. The ids of all pieces except the body
-are fixed. The bodies of a whole chunk are encoded in one call; the rest is arithmetic on columns and one copy of the
-tokens. The text between two control tokens is encoded as a whole, except that the assistant header is encoded
-separately from the body: it ends the prompt at inference, so the ids of a prompt are a prefix of the ids of the row.
+The piece `begin` precedes the first message of a conversation, and `end` follows the last message. The ids of all
+pieces except the body are fixed. The bodies of a whole chunk are encoded in one call, and the rows are then assembled
+with array operations and one copy of the tokens. The text between two control tokens is encoded as a whole, except that
+the assistant header is encoded separately from the body. The prompt at inference ends with this header, so the ids of a
+prompt are a prefix of the ids of the row.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ PIECES = len(PARTS)
 
 @dataclass(frozen=True)
 class TurnRenderer:
-    """A `ChatFormat` with a tokenizer that was opened with the format's control tokens."""
+    """Renders with a `ChatFormat` and a tokenizer, which must be opened with the control tokens of the format."""
 
     format: ChatFormat
     tokenizer: Tokenizer
     masks_answers: bool = True
-    """Whether `render` applies the `requires_user` mask; see `before_cutting`."""
+    """Whether `render` applies the `requires_user` mask. `before_cutting` sets this field to False."""
     uses_date = False
 
     @property
@@ -101,7 +102,7 @@ class TurnRenderer:
         return ControlTokens(self.tokenizer.control_ids)
 
     def _count_control_texts(self, records: Sequence[Record]) -> int:
-        """Count the records whose text contains the literal text of a control token, which is encoded as text."""
+        """Return the number of records whose text contains the name of a control token, which is encoded as text."""
         texts = ([message.content for message in record.messages] for record in records)
         return sum(map(self._control_tokens.any_in, texts))
 
@@ -118,7 +119,7 @@ class TurnRenderer:
                     self._check(record)
                 for message in record.messages:
                     if message.train_ranges or (self._joins and len(record.messages) > 1):
-                        # Only encoding shows whether the ranges can be mapped to tokens.
+                        # Render the record now, because only encoding shows whether ranges can be mapped to tokens.
                         self.render([record])
                         break
             except RecordError as fault:
@@ -168,7 +169,7 @@ class TurnRenderer:
         return mask_answers(rows) if self.format.requires_user and self.masks_answers else rows
 
     def _render_joined(self, records: Sequence[Record], train_on: TrainOn, ledger: Ledger | None) -> Rows:
-        """Render each prompt and its completion as one text; its spans get the message index of the completion."""
+        """Render each prompt and its completion as one text. All spans have the message index of the completion."""
         texts = [joined(record, train_on) for record in records]
         rows = _rows(self, message_columns(texts, self.format, self.compiled), train_on, ledger)
         numbers = np.repeat([len(record.messages) - 1 for record in records], np.diff(rows.first_span))
@@ -186,12 +187,12 @@ class TurnRenderer:
 
 
 def requires_user(renderer: Renderer) -> bool:
-    """Whether only complete answers after a complete user turn in the same row are trained."""
+    """Whether a renderer trains only complete answers that follow a complete user turn in the same row."""
     return isinstance(renderer, TurnRenderer) and renderer.format.requires_user
 
 
 def before_cutting(renderer: Renderer) -> Renderer:
-    """Return a renderer that leaves the `requires_user` mask to the caller, who applies it after truncating rows."""
+    """Return a renderer that does not apply the `requires_user` mask, so that it can be applied after truncation."""
     return replace(renderer, masks_answers=False) if isinstance(renderer, TurnRenderer) else renderer
 
 
@@ -201,7 +202,7 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
     flat, text_start = renderer.tokenizer.encode_batch(columns.texts)
     by_range = _range_weights(columns, flat, text_start, renderer.tokenizer)
     roles, bodies, first_message, text_of = columns.roles, columns.bodies, columns.first_message, columns.text_of
-    # The body of a message is one piece, except for messages in `bodies`.
+    # The body of a message is one piece, except in messages that are listed in `bodies`.
     widths = np.full(len(roles), PIECES, dtype=np.int64)
     for at, body in bodies.items():
         widths[at] = PIECES - 1 + len(body)
@@ -210,7 +211,7 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
     parts, rules = np.empty((2, base[-1]), dtype=np.uint8)
 
     def places(piece: int) -> Index | slice:
-        """Return the index of this piece in every message; a slice if possible, which is faster to write to."""
+        """Return the index of a piece in every message, as a slice if possible, because a slice is faster."""
         if not bodies:
             return slice(piece, None, PIECES)
         return base[:-1] + piece if piece <= BODY else base[1:] + (piece - PIECES)
@@ -230,7 +231,7 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
 
     lengths[places(BODY)] = text_start[text_of + 1] - text_start[text_of]
     starts[places(BODY)] = text_start[text_of]
-    # Copy recurring texts from a pool at the end, so that the other texts are read sequentially.
+    # Copy recurring texts from a pool at the end of the ids, so that other texts are read sequentially.
     again = np.flatnonzero(text_of != np.arange(len(text_of)))
     recurring, which = np.unique(text_of[again], return_inverse=True)
     size = text_start[recurring + 1] - text_start[recurring]
@@ -283,9 +284,9 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
 
 
 def _range_weights(columns: MessageColumns, flat: Ids, text_start: Index, tokenizer: Tokenizer) -> TokenWeights | None:
-    """Return the weights that train ranges give the encoded tokens; None if no message has ranges.
+    """Return the weights of the encoded tokens according to train ranges, or None if no message has ranges.
 
-    Raise a `RecordError` if the tokens of a message with ranges do not decode to its text.
+    Raise a `RecordError` if the tokens of a message with ranges do not decode to the text of the message.
     """
     ranged = {at for at in columns.extended if columns.messages[at].train_ranges}
     if not ranged:
@@ -311,7 +312,7 @@ def _range_weights(columns: MessageColumns, flat: Ids, text_start: Index, tokeni
 
 
 def _message_numbers(first_message: Index, added: Index) -> NDArray[np.uint32]:
-    """Return the index of each message in its record; `NO_MESSAGE` for a system message added by the format."""
+    """Return the index of each message in its record, or `NO_MESSAGE` for a system message that the format adds."""
     counts = np.diff(first_message)
     number = np.arange(first_message[-1], dtype=np.int64) - np.repeat(first_message[:-1] + added, counts)
     return number.astype(np.uint32)

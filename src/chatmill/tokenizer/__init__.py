@@ -1,4 +1,4 @@
-"""Tokenizers: encode text to ids and back; text never becomes a control token.
+"""Tokenizers, which convert text to ids and back. Text never becomes a control token.
 
 Tokenizer           a vocabulary with the control tokens of a format; open_tokenizer opens one
 MissingTokensError  the vocabulary lacks control tokens of the format

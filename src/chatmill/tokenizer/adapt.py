@@ -1,7 +1,7 @@
 """Adapt `tokenizers` and `transformers` tokenizers, so that the documented functions accept them.
 
-Text never becomes a control token, and no tokens are added to it. The vocabulary of a fast tokenizer is opened like a
-file; for a slow tokenizer, which is Python code, the returned ids are checked.
+Text never becomes a control token, and the tokenizer adds no tokens to a text. The vocabulary of a fast tokenizer is
+opened like a file. A slow tokenizer runs as Python code, so the ids that it returns are checked.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ _EXPECTED = (
 )
 _MAX_OPENED = 8
 _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()
-"""Cache of opened tokenizers, because opening takes a second. It keeps the objects alive, so that `id` stays unique."""
+"""A cache of opened tokenizers, because opening takes a second.
+
+The cache keeps the objects alive, so that `id` stays unique.
+"""
 
 
 def text_tokenizer(tokenizer: Any, *families: Mapping[str, str]) -> TextTokenizer:
-    """Wrap a tokenizer from any library as an object with `encode` and `special_token_ids`.
+    """Return a tokenizer from any library as an object with `encode` and `special_token_ids`.
 
-    `families` are sets of control tokens by key; the first set that is completely in the vocabulary is used.
+    Each of `families` is a set of control tokens by key. The first set whose tokens are all in the vocabulary is used.
     """
     if _has(tokenizer, "encode", "special_token_ids"):
         of_chatmill: TextTokenizer = tokenizer
@@ -56,18 +59,18 @@ def _family(name: str, families: tuple[Mapping[str, str], ...], known: Mapping[s
         if all(token in known for token in family.values()):
             return dict(family)
     missing = [token for token in families[0].values() if token not in known]
-    raise DataError(f"the tokenizer, a {name}, lacks {', '.join(missing)}; add them to it as special tokens")
+    raise DataError(f"the tokenizer, a {name}, lacks {', '.join(missing)}; add the missing tokens as special tokens")
 
 
 def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer:
-    """Open the vocabulary of a `tokenizers.Tokenizer`; cached until the tokenizer changes."""
-    # Imported here because it is slow to import.
+    """Open the vocabulary of a `tokenizers.Tokenizer`. The result is cached until the tokenizer changes."""
+    # Import the module here, because the import is slow.
     from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
     parts = (repr(engine.normalizer), repr(engine.pre_tokenizer))
     key = (id(engine), engine.get_vocab_size(), *parts, *control.values())
     if key not in _opened:
-        with faults_of(name, "the tokenizer cannot be written as JSON", "use one without Python components"):
+        with faults_of(name, "the tokenizer cannot be written as JSON", "use a tokenizer without Python components"):
             raw = engine.to_str().encode()
         backend = TokenizerJson(name, raw, msgspec.json.decode(raw), control=control.values())
         _opened[key] = engine, Tokenizer(backend, name=name, control=control)
@@ -90,10 +93,10 @@ class _SlowTokenizer:
         return dict(self._special)
 
     def encode(self, text: str) -> list[int]:
-        with faults_of(self._name, "a text could not be encoded", "remove it"):
+        with faults_of(self._name, "a text could not be encoded", "remove the text"):
             ids = list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
             if not self._never.isdisjoint(ids) and _has(self._tokenizer, "_tokenize"):
-                # Slow tokenizers may encode a text that equals a special token as that token.
+                # Encode again without special tokens, because slow tokenizers may match a special token in a text.
                 ids = list(self._tokenizer.convert_tokens_to_ids(self._tokenizer._tokenize(text)))
         if not self._never.isdisjoint(ids):
             what = f'the tokenizer, a {self._name}, encodes the text "{one_line(text, 60)}" as a control token'

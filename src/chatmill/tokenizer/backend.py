@@ -1,4 +1,4 @@
-"""The `Backend` protocol: the interface of each kind of tokenizer file.
+"""The `Backend` protocol, which is the interface for every kind of tokenizer file.
 
 A backend only encodes text. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
 is enforced in one place for all backends. This module also defines the built-in backend `bytes`.
@@ -25,9 +25,10 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class TextColumns(Sequence[str]):
-    """Texts in one buffer: before[kind] + data[start:stop] + after[kind], in UTF-8.
+    """Many texts in one UTF-8 buffer. Each text is before[kind] + data[start:stop] + after[kind].
 
-    The compiled engine encodes them without creating strings; other engines see a sequence of strings.
+    The compiled engine encodes the texts without creating strings. Other engines use this class as a sequence of
+    strings.
     """
 
     data: bytes
@@ -44,7 +45,7 @@ class TextColumns(Sequence[str]):
         return map(bytes.decode, self.encoded())
 
     def encoded(self) -> Iterator[bytes]:
-        """Yield the texts in UTF-8."""
+        """Yield each text as UTF-8 bytes."""
         data, before, after = self.data, self.before, self.after
         for kind, start, stop in zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True):
             yield before[kind] + data[start:stop] + after[kind]
@@ -69,11 +70,11 @@ class TextTokenizer(Protocol):
 
 
 class Backend(Protocol):
-    """One kind of tokenizer file; encodes text to ids, but never to the id of a control token."""
+    """A text encoder for one kind of tokenizer file, which never encodes text to the id of a control token."""
 
     @property
     def engine(self) -> str:
-        """Name of the library that encodes text."""
+        """The name of the library that encodes text."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -83,16 +84,16 @@ class Backend(Protocol):
 
     @property
     def control(self) -> Mapping[str, int]:
-        """Ids of the control tokens."""
+        """The ids of the control tokens, by token."""
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """Return the concatenated ids of all texts, and len(texts)+1 offsets into them."""
+        """Return the concatenated ids of all texts, and len(texts)+1 offsets into the ids."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids that contain no control token."""
 
     def piece(self, id: int) -> bytes:
-        """Return the bytes of a token; raise `KeyError` if no token has this id."""
+        """Return the bytes of a token. Raise `KeyError` if no token has this id."""
 
 
 def is_markup(token: str) -> bool:
@@ -103,16 +104,16 @@ def is_markup(token: str) -> bool:
 def aliases(control: Mapping[str, int]) -> dict[str, str]:
     """Return, for each control token, a name that no text can contain.
 
-    Removing a token from a vocabulary would renumber the tokens after it; a renamed token keeps its id and never
-    matches text. Every process generates a new secret, so no message can contain it, and no id depends on it. No alias
-    is a prefix of another.
+    A control token is renamed instead of removed, because removing it would change the ids of later tokens. Every
+    process generates a new random secret for the names, so no message can contain a name. Ids do not depend on the
+    secret, and no name is a prefix of another name.
     """
     secret = secrets.token_hex(16)
     return {token: f"\U0010ffff{secret}:{id}\U0010ffff" for token, id in control.items()}
 
 
 def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
-    """Concatenate the ids of several texts; also return their offsets.
+    """Return the concatenated ids of several texts, and the offsets of the texts.
 
     [7 8] [] [9]  ->  [7 8 9], [0 2 2 3]
     """
@@ -122,13 +123,13 @@ def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
 
 @contextmanager
 def faults_of(place: str, what: str, right: str) -> Iterator[None]:
-    """Turn any exception from a library into a one-line `DataError`: `place: what (message); right`."""
+    """Convert any exception from a library to a one-line `DataError` of the form `place: what (message); right`."""
     try:
         yield
     except (ChatmillError, MemoryError):
         raise
     except BaseException as error:
-        # A Rust panic is a BaseException whose type cannot be imported.
+        # Check the type by name, because a Rust panic is a BaseException whose type cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         message = one_line(f"{type(error).__name__}: {error}", 160)
@@ -137,7 +138,7 @@ def faults_of(place: str, what: str, right: str) -> Iterator[None]:
 
 _NGPT = "84a5023f67d74cf29cc4001becde983c"
 
-# Ids depend on the order, so add new tokens at the end.
+# Add new tokens only at the end, because ids depend on the order.
 CONTROL_TOKENS = (
     *(f"<|ngpt_{role}_{_NGPT}|>" for role in ("sys", "usr", "asst", "eot")),
     *("<|sys|>", "<|usr|>", "<|asst|>", "<|eot|>"),
@@ -147,7 +148,7 @@ CONTROL_TOKENS = (
 
 
 class ByteLevel:
-    """One id per byte; lossless for every text."""
+    """A tokenizer with one id per byte, which is lossless for every text."""
 
     engine = "bytes"
     vocab_size = 256 + len(CONTROL_TOKENS)
@@ -171,9 +172,9 @@ class ByteLevel:
 FOLDING = "\u00df\u0130\u0131\u0149\u017f\u01f0\u1e96\u1e97\u1e98\u1e99\u1e9a\u1e9e\u212a" + "".join(
     map(chr, range(0xFB00, 0xFB07))
 )
-"""All non-ASCII characters whose lower or upper case contains an ASCII letter, so that they match it ignoring case."""
+"""All non-ASCII characters that match an ASCII letter if case is ignored."""
 _SPACES = "\x00\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u180e\u2000\u200a\u200b\u2028\u2029\u202f\u205f\u2060\u3000\ufeff"
-# One or two characters of each general category.
+# One or two characters of each Unicode general category.
 _CATEGORIES = (
     "\u01c5\u02b0\u0300\u0903\u20dd\u0661\u0967\uff11\u2160\u3007\u00b2\u0bf0\u203f\u2014\u2045\u2046\u00ab\u00bb\u00a7\u2212\u20ac"
     "\u02c6\u2117\u00ad\u200d\ue000\u0378\u1100\u1161\u11a8\uac00\u4e00\u0e01\u0e31\u1c80\u13a0\uab70\u10d0"
@@ -182,7 +183,7 @@ _CATEGORIES = (
 
 
 def _contractions(letter: str) -> str:
-    """Return text with a letter in and around all contractions, after letters, digits, spaces and newlines."""
+    """Return test text with a letter in and around all contractions, after letters, digits, spaces and newlines."""
     words = [f"'{word}" for word in ("s", "t", "re", "ve", "m", "ll", "d")]
     words += [word.upper() for word in words] + ["'Re", "'vE", "'lL"]
     replaced = {word[:n] + letter + word[n + 1 :] for word in words for n in range(1, len(word))}
@@ -191,7 +192,7 @@ def _contractions(letter: str) -> str:
 
 
 def _between(letter: str) -> str:
-    """Return text with a character between characters of every class that patterns distinguish."""
+    """Return test text with a letter between characters of every class that split patterns distinguish."""
     others = ("a", "A", "1", " ", "\n", ".", letter)
     return "".join(before + letter + after for before in others for after in others)
 
@@ -219,4 +220,4 @@ PROBE = (
     *map(_contractions, "s" + FOLDING),
     *map(_between, FOLDING + _SPACES + _CATEGORIES),
 )
-"""Texts on which two engines must agree before the faster one is used."""
+"""The texts on which two engines must agree before the faster engine is used."""

@@ -1,7 +1,7 @@
-"""Byte-level BPE in C, for tokenizer.json files that split words with a pattern in `split_pattern`.
+"""A byte-level BPE engine in C, for tokenizer.json files whose split pattern is one of those in `split_pattern`.
 
-Texts with a very long word, a rare character or an added token are passed to a fallback engine. The C engine is not
-available if it was not compiled, or for other kinds of files.
+A fallback engine encodes texts with a very long word, a rare character or an added token. The C engine is not used for
+other kinds of files, or if it was not compiled.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ except ImportError:  # pragma: no cover
 Encode = Callable[[Sequence[str]], tuple[Ids, Offsets]]
 
 MAX_MERGES = 2**22
-"""Merge ranks share 32 bits with positions in a word."""
+"""Maximum number of merges, because a merge rank and a position in a word must fit into 32 bits together."""
 
 
 class ByteBpe:
-    """The engine of one `tokenizer.json` without control tokens; `fallback` encodes the texts that it skips."""
+    """The engine for one `tokenizer.json` without control tokens.
+
+    `fallback` encodes the texts that the engine skips.
+    """
 
     def __init__(self, normalize: Callable[[str], str], fallback: Encode, **columns: Any) -> None:
         self.columns = columns
@@ -47,7 +50,7 @@ class ByteBpe:
         return with_left(encoded, texts, self._normalized)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes] | None:
-        """Return the bytes of each id; None if one of them is not a byte-level token."""
+        """Return the bytes of each id, or None if an id is not a byte-level token."""
         numbers, places, vocabulary = self._spelling
         at = numbers.searchsorted(ids)
         if not np.array_equal(numbers.take(at, mode="clip"), ids):
@@ -55,12 +58,12 @@ class ByteBpe:
         return [bytes(vocabulary[start:stop]) for start, stop in places[at].tolist()]
 
     def byte_lengths(self) -> tuple[Ids, NDArray[np.int64]]:
-        """Return all ids and their lengths in bytes."""
+        """Return all ids and the lengths of their tokens in bytes."""
         return np.frombuffer(self.columns["numbers"], "u4"), np.diff(np.frombuffer(self.columns["places"], "i8"))
 
     @cached_property
     def _spelling(self) -> tuple[Ids, NDArray[np.int64], memoryview]:
-        """Sorted ids, the start and end of their bytes in the vocabulary, and the vocabulary."""
+        """The sorted ids, the start and end of each token's bytes in the vocabulary, and the vocabulary."""
         numbers, places = (
             np.frombuffer(self.columns[name], kind) for name, kind in (("numbers", "u4"), ("places", "i8"))
         )
@@ -79,7 +82,7 @@ class ByteBpe:
 def with_left(
     encoded: tuple[bytes, bytes, list[int]], texts: Sequence[str], encode_left: Encode
 ) -> tuple[Ids, Offsets]:
-    """Return the ids and offsets of all texts; texts that the encoder skips are encoded with `encode_left`."""
+    """Return the ids and offsets of all texts. `encode_left` encodes the texts that the C encoder skipped."""
     ids, offsets, left = np.frombuffer(encoded[0], np.uint32), np.frombuffer(encoded[1], np.int64), encoded[2]
     if not left:
         return ids, offsets
@@ -95,13 +98,13 @@ def with_left(
 
 
 def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -> ByteBpe | None:
-    """Return the engine for a `tokenizer.json` without control tokens; None if it is of another kind."""
+    """Return the engine for a `tokenizer.json` without control tokens, or None if the file is not supported."""
     split = split_of(content.get("pre_tokenizer"))
     normalizer = content.get("normalizer") or {}
     nfc = normalizer.get("type") == "NFC"
     known = nfc or normalizer in ({}, {"type": "Sequence", "normalizers": []})
     added = [token["content"] for token in content["added_tokens"]]
-    # Normalization may create an added token or break one.
+    # Normalization may create or destroy the text of an added token, so NFC with added tokens is not supported.
     if _bpe is None or split is None or not known or (nfc and added):
         return None
     model = content["model"]
@@ -112,7 +115,7 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
     vocab, alphabet = model["vocab"], byte_alphabet()
     merges = pairs(model["merges"])
     twice = len({tuple(merge) for merge in merges}) < len(merges) or len({*vocab.values()}) < len(vocab)
-    # If merges are lines of text, some of the lines may be comments.
+    # Old files store merges as lines of text, which may include a comment.
     comments = any(isinstance(merge, str) and merge.startswith("#version") for merge in model["merges"])
     if not vocab.keys() >= alphabet.keys() or twice or comments or len(merges) >= MAX_MERGES:
         return None
@@ -135,14 +138,15 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
 
 
 def engine_file() -> Path | None:
-    """Return the path of the compiled C engine; None if it is not compiled."""
+    """Return the path of the compiled C engine, or None if it is not compiled."""
     return Path(_bpe.__file__) if _bpe is not None and _bpe.__file__ else None
 
 
 def _added(tokens: Iterable[str]) -> bytes:
-    """Encode the added tokens for the C encoder: a byte with the size, then the token (its start if it is too long).
+    """Return the added tokens for the C encoder, each as one length byte and up to 255 bytes of the token.
 
-    Tokens with a character above KNOWN, such as aliases, are omitted: texts that contain one are skipped anyway.
+    Tokens with a character above KNOWN, such as aliases, are omitted, because the C encoder skips texts with such a
+    character.
     """
     written = [token.encode()[:255] for token in tokens if max(map(ord, token)) < KNOWN]
     return b"".join(bytes([len(token)]) + token for token in written)

@@ -1,18 +1,18 @@
-"""Cache of compiled tokenizers: the input of the C engine for a tokenizer.json and its control tokens.
+"""A cache of compiled tokenizers, which stores the input of the C engine for a tokenizer.json and its control tokens.
 
-It also stores whether two ways of encoding agree on the probe, because this check takes as long as compiling.
+The cache also stores whether two encoding methods agree on the probe texts, because this check takes as long as
+compiling.
 
     <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
 
     sha256 of all that follows | size of the header | header, as JSON | the buffers, one after the other
 
-The key is a hash of everything that determines the content: the tokenizer.json, the control tokens, the code that
-compiles it, and the libraries whose ids and character classes it relies on. The header also contains the key, so that
-one file is never mistaken for another. A file that is damaged, belongs to another user, or is writable by others is
-never used; it is created again.
+The key is a hash of all inputs that determine the content: the tokenizer.json, the control tokens, the compiling code,
+and the versions of the libraries that define ids and character classes. The header also contains the key, so that a
+renamed file is never used. A file that is damaged, belongs to another user, or is writable by other users is created
+again.
 
-Without the cache everything works the same, but more slowly, so system errors are ignored.
-$CHATMILL_TOKENIZER_CACHE=0 turns it off.
+System errors are ignored, because the cache affects only speed. $CHATMILL_TOKENIZER_CACHE=0 disables the cache.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from chatmill.tokenizer.tokenizer_json import Compiled
 SWITCH = "CHATMILL_TOKENIZER_CACHE"
 PART = "tokenizers"
 LIMIT = 1 << 28
-"""Maximum size of a file in bytes; the largest vocabularies in use need a twentieth of it."""
+"""Maximum size of a file in bytes. The largest vocabularies in use need a twentieth of this size."""
 MOST_FILES = 32
-"""Maximum number of files; the most recently used ones are kept."""
+"""Maximum number of files in the cache. The least recently used files are removed."""
 _HASH, _SIZE = 32, 8
 
 
@@ -59,7 +59,7 @@ class _Header(msgspec.Struct):
 
 
 def cache_key(raw: bytes, *about: object) -> str | None:
-    """Return the cache key for a tokenizer.json and `about`, which must be JSON values; None if there is no cache."""
+    """Return the cache key for a tokenizer.json and the JSON values `about`, or None if the cache is disabled."""
     engine = engine_file()
     if engine is None or os.environ.get(SWITCH) == "0":
         return None
@@ -74,7 +74,7 @@ def cache_key(raw: bytes, *about: object) -> str | None:
 
 @cache
 def _code(engine: Path) -> str:
-    """Hash the code that compiles tokenizers and the engine that was compared on the probe."""
+    """Return a hash of the code that compiles tokenizers and of the compiled engine."""
     digest = hashlib.sha256()
     for path in [*sorted(Path(__file__).parent.glob("*.py")), engine]:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -82,7 +82,7 @@ def _code(engine: Path) -> str:
 
 
 def read_compiled(key: str) -> Compiled | None:
-    """Return the compiled tokenizer with this key; None if the cache does not have it intact."""
+    """Return the compiled tokenizer with this key, or None if the file is missing or damaged."""
     content = _read(key)
     return None if content is None else _decoded(key, content)
 
@@ -93,7 +93,7 @@ def write_compiled(key: str, compiled: Compiled) -> None:
 
 
 def remembered(key: str | None, find: Callable[[], bool]) -> bool:
-    """Return the result of `find`, from the cache if possible; without a key, `find` is always called."""
+    """Return the result of `find`, from the cache if possible. If `key` is None, always call `find`."""
     answers = {} if key is None else {_answer(key, value): value for value in (False, True)}
     if key is not None and (content := _read(key)) is not None and bytes(content) in answers:
         return answers[bytes(content)]
@@ -111,7 +111,7 @@ def _answer(key: str, value: bool) -> bytes:
 
 
 def _read(key: str) -> memoryview | None:
-    """Return the content of a file; None if it is missing or damaged."""
+    """Return the content of a cache file, or None if the file is missing or damaged."""
     with suppress(OSError, UsageError):
         path = _folder() / key
         data = _own_bytes(path)
@@ -123,7 +123,7 @@ def _read(key: str) -> memoryview | None:
 
 
 def _write(key: str, content: bytes) -> None:
-    """Write a file atomically, and remove the least recently used files."""
+    """Write a cache file atomically, and remove the least recently used files."""
     with suppress(OSError, UsageError):
         folder = _folder()
         fd, name = tempfile.mkstemp(dir=folder)
@@ -144,7 +144,7 @@ def _folder() -> Path:
 
 
 def _own_bytes(path: Path) -> bytes | None:
-    """Return the bytes of a regular file that only this user can write to; None for any other file."""
+    """Return the bytes of a regular file that only the current user can write, or None for any other file."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)

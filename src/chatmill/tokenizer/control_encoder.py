@@ -1,11 +1,12 @@
-"""Encode texts with control tokens to the ids that Hugging Face `tokenizers` returns for the whole text.
+"""Encode texts with control tokens to the same ids that Hugging Face `tokenizers` returns for the whole text.
 
-Text tokens are control tokens that may also come from text: added tokens that are not special, such as `<think>`.
+Text tokens are control tokens that may also come from text, such as `<think>`, which is an added token but not special.
 
-A text can be encoded by sections or as a whole. By sections means that the fast engine encodes the text between two
-control tokens separately. As a whole means that `tokenizers` encodes everything at once, with control tokens replaced
-by aliases that no text can contain. Texts are encoded by sections if that gives the same ids on a probe. Encoding as a
-whole is always exact and also gives the offset of each token, but it is slower.
+A text can be encoded by sections or as a whole. Encoding by sections means that the fast engine encodes each text
+between two control tokens separately. Encoding as a whole means that `tokenizers` encodes the complete text at once,
+with control tokens replaced by aliases that no text can contain. Texts are encoded by sections if this method gives the
+same ids for the probe texts. Encoding as a whole is always exact and also gives the offset of each token, but it is
+slower.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from chatmill.tokenizer.isolate_control import Json, isolate_control, kinds
 from chatmill.tokenizer.tokenizer import Tokenizer, token_positions
 
 SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""Whitespace that lstrip and rstrip added tokens remove: that of Unicode, which differs from Python's."""
+"""The Unicode whitespace that added tokens with lstrip or rstrip remove, which differs from Python's whitespace."""
 _EXPECTED = "expected a tokenizer.json of Hugging Face tokenizers"
 
 
 MAX_COMPARED = 2**9
-"""Maximum length of a token that is compared with others; the work is quadratic in it."""
+"""Maximum length of a token that is compared with other tokens. The cost is quadratic in the length."""
 UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
-"""Normalizers that leave ASCII unchanged."""
+"""The normalizers that leave ASCII text unchanged."""
 
 
 class _AddedTokens(msgspec.Struct):
@@ -40,7 +41,7 @@ class _AddedTokens(msgspec.Struct):
 
 
 def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mapping[str, int]) -> bytes:
-    """Add the control tokens that tokenizer_config.json lists to a tokenizer.json, with their flags.
+    """Return a tokenizer.json with the control tokens that tokenizer_config.json lists, including their flags.
 
     transformers adds these tokens when it opens a folder.
     """
@@ -60,16 +61,16 @@ def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mappin
 
 
 def unmarked_tokens(raw: bytes) -> frozenset[str]:
-    """Return the added tokens of a tokenizer.json that are not marked special."""
+    """Return the added tokens of a tokenizer.json that are not marked as special."""
     listed = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"), type=_AddedTokens).added_tokens or []
     return frozenset(token["content"] for token in listed if not token.get("special"))
 
 
 def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
-    """Whether a token can overlap another one, or one of `others`, in a text.
+    """Whether a token can overlap another token, or a token in `others`, in a text.
 
-    Two tokens overlap if one is part of the other, or if one starts with the end of the other. Which of them matches
-    then depends on the surrounding text, so a text cannot be split at the token alone.
+    Two tokens overlap if one is part of the other, or if one starts with the end of the other. Which of two overlapping
+    tokens matches depends on the surrounding text, so splitting a text at a single token would not be exact.
     """
     tokens = frozenset(tokens)
     every = tokens.union(others)
@@ -91,15 +92,15 @@ class ControlEncoder:
     """Encodes texts with control tokens for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, raw: bytes | None, *, text_tokens: Collection[str] = ()) -> None:
-        """`raw` is the content of the tokenizer.json; without it, only sections can be encoded."""
+        """`raw` is the content of the tokenizer.json. If it is None, texts can be encoded only by sections."""
         self.tokenizer = tokenizer
         self.ids = tokenizer.control_ids
         self.text_tokens = frozenset(text_tokens) if raw is not None else frozenset()
         self.normalized: Callable[[str], str] | None = None
-        """Normalizes texts before text tokens are searched in them; None if it makes no difference."""
+        """Normalizes a text before the search for text tokens, or None if normalization has no effect."""
         self.lstrip: set[str | None] = set()
         self.rstrip: set[str | None] = set()
-        """Control tokens that remove the whitespace on their left and right."""
+        """The control tokens that remove whitespace before the token (`lstrip`) and after the token (`rstrip`)."""
         self.by_sections = True
         self._raw = raw = raw.removeprefix(b"\xef\xbb\xbf") if raw is not None else None
         if raw is not None:
@@ -109,7 +110,7 @@ class ControlEncoder:
             self.lstrip, self.rstrip = (
                 {token["content"] for token in added if token.get(flag)} for flag in ("lstrip", "rstrip")
             )
-            # If the result of the probe is cached, neither engine needs to be loaded for it.
+            # Cache the result of the probe, so that neither engine is loaded only for the probe.
             key = cache_key(raw, "sections", tokenizer.sha256, tokenizer.engine, list(self.ids.items()))
             self.by_sections = not any(token.get("single_word") for token in added) and remembered(
                 key, self._sections_agree
@@ -138,11 +139,14 @@ class ControlEncoder:
         return self._whole.encode(parts, is_token)
 
     def reference(self, text: str) -> list[int] | None:
-        """Return the ids that transformers returns for a text, including the control tokens in it."""
+        """Return the ids that transformers returns for a text that may contain control tokens."""
         return list(self._reference.encode(text, add_special_tokens=False).ids) if self.can_encode_whole else None
 
     def strip(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
-        """Strip the whitespace that adjacent tokens absorb; also return the number removed at the start."""
+        """Strip the whitespace that adjacent tokens remove.
+
+        Also return the number of characters removed at the start.
+        """
         removed = 0
         if before in self.rstrip:
             removed = len(text) - len(text.lstrip(SPACE))
@@ -152,7 +156,7 @@ class ControlEncoder:
         return text, removed
 
     def with_stripped(self, token: str, text: str, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of a token in a text, including the whitespace that it removes."""
+        """Return the range of a token in a text, including the whitespace that the token removes."""
         if token in self.lstrip:
             start = len(text[:start].rstrip(SPACE))
         if token in self.rstrip:
@@ -160,12 +164,12 @@ class ControlEncoder:
         return start, stop
 
     def is_normal(self, text: str) -> bool:
-        """Whether normalization leaves the text unchanged, so that it can be searched for text tokens directly."""
+        """Whether normalization leaves a text unchanged, so that the text can be searched for text tokens directly."""
         return self.normalized is None or text.isascii() or self.normalized(text) == text
 
     @cached_property
     def normalizes(self) -> bool:
-        """Whether tokens may have different bytes than the text, and `encode_whole` is not available for offsets."""
+        """Whether the bytes of tokens may differ from the text, and `encode_whole` is not available for offsets."""
         if self.can_encode_whole:
             return False
         flat, start = self.tokenizer.encode_batch(PROBE)
@@ -182,7 +186,7 @@ class ControlEncoder:
 
     @cached_property
     def _reference(self) -> tokenizers.Tokenizer:
-        """The unmodified tokenizer, with the control tokens that other files add."""
+        """The unmodified tokenizer, extended by the control tokens that other files add."""
         assert self._raw is not None
         with faults_of(self.tokenizer.name, "cannot load the tokenizer.json", _EXPECTED):
             engine = tokenizers.Tokenizer.from_buffer(self._raw)
@@ -195,7 +199,7 @@ class ControlEncoder:
             return engine
 
     def _sections_agree(self) -> bool:
-        """Whether both ways to encode give the same ids, for texts around a sample of the control tokens."""
+        """Whether both encoding methods give the same ids for texts around a sample of the control tokens."""
         texts = [text for text in PROBE if not any(token in text for token in self.ids)]
         for number, token in enumerate(list(self.ids)[:: max(1, len(self.ids) // 12)]):
             parts = [texts[(number * 3 + at) % len(texts)] for at in range(5)]
@@ -207,14 +211,14 @@ class ControlEncoder:
                 return False
         ids = self.reference("a".join(["", *self.ids, ""])) or []
         control = {*self.ids.values()}
-        # A control token that is normalized may not match inside a text.
+        # A control token that is normalized before matching may not match inside a text.
         if [id for id in ids if id in control] != list(self.ids.values()):
             return False
         return all(self.tokenizer.encode(text) == self.reference(text) for text in texts)
 
 
 class _WholeEncoder:
-    """A tokenizer in which all control tokens except text tokens have an alias that no text can contain."""
+    """A tokenizer in which every control token except text tokens has an alias that no text can contain."""
 
     def __init__(self, content: Json, ids: Mapping[str, int], text_tokens: Collection[str]) -> None:
         self._aliases = aliases({token: id for token, id in ids.items() if token not in text_tokens})
@@ -237,7 +241,7 @@ class _WholeEncoder:
         self._is_alias[[vocabulary[alias] for alias in self._aliases.values()]] = True
 
     def encode(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets, Offsets]:
-        """Return the ids, and the characters at which each of them starts and ends."""
+        """Return the ids, and the characters at which each token starts and ends."""
         texts = [self._aliases[part] if token else part for part, token in zip(parts, is_token, strict=True)]
         encoding = self._engine.encode("".join(texts), add_special_tokens=False)
         engine_ids = np.array(encoding.ids, dtype=np.int64)
@@ -245,7 +249,7 @@ class _WholeEncoder:
         aliased_start = np.cumsum([0, *map(len, texts)])
         aliases_in_text = self._is_alias[engine_ids]
         if aliases_in_text.sum() < sum(is_token):
-            # Some tokens do not match, such as a single_word token inside a word; these are encoded as text.
+            # Encode control tokens that did not match as text, for example a single_word token inside a word.
             tokens = np.flatnonzero(is_token)
             matched = tokens[np.searchsorted(aliased_start[tokens], ranges[aliases_in_text, 0])]
             return self.encode(parts, np.isin(np.arange(len(parts)), matched).tolist())

@@ -1,4 +1,4 @@
-"""Open a tokenizer from a name or a path; the kind of a file is detected from its content."""
+"""Open a tokenizer from a name or a path. The type of a file is detected from its content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chatmill.tokenizer.tokenizer_json import TokenizerJson
 _EXPECTED = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a tekken JSON file"
 
 _MAX_BYTES = 1 << 30
-# Far above any vocabulary in use: a larger id means a damaged file, and lookup tables would not fit in memory.
+# An id above this limit, which is far above any vocabulary in use, means that the file is damaged.
 _MAX_ID = 2**24
 
 
@@ -35,8 +35,9 @@ def open_tokenizer(
 ) -> Tokenizer:
     """Open a tokenizer file, a Hugging Face folder, or the built-in tokenizer `bytes`.
 
-    `control` are the control tokens of a format, by key; `besides` are tokens that the format does not use, such as
-    coordinates. Tokens missing from the vocabulary are an error; with `add_tokens`, they get new ids after its end.
+    `control` contains the control tokens of a format by key, and `besides` contains other control tokens, such as
+    coordinates. Raise `MissingTokensError` if the vocabulary lacks a token. With `add_tokens`, missing tokens get new
+    ids after the end of the vocabulary.
 
     >>> from chatmill import load_format, open_tokenizer
     >>> tokenizer = open_tokenizer("bytes", control=load_format("chatml").tokens)
@@ -60,7 +61,7 @@ def open_tokenizer(
     if missing and not add_tokens:
         tokens = " ".join(one_line(token) for token in missing[:8]) + (" …" if len(missing) > 8 else "")
         lacks = f"{place}: the vocabulary lacks the control tokens {tokens}"
-        raise MissingTokensError(f"{lacks}; add them with --add-tokens")
+        raise MissingTokensError(f"{lacks}; add the tokens with --add-tokens")
     first = max([backend.vocab_size, *(id + 1 for id in added.values())])
     if first > _MAX_ID:
         raise DataError(f"{place}: a token has id {first - 1}; expected ids below {_MAX_ID}")
@@ -69,7 +70,7 @@ def open_tokenizer(
 
 
 def _open_path(path: Path, place: str, control: Collection[str]) -> tuple[Backend, dict[str, int]]:
-    """Open the backend of a file or folder; also return the control tokens that the folder adds."""
+    """Open the backend for a file or folder. Also return the control tokens that the folder adds."""
     if not path.is_dir():
         return _open_file(path, place, control, declared={}), {}
     config = path / "tokenizer_config.json"
@@ -87,7 +88,9 @@ def _tokenizer_in(folder: Path, place: str) -> Path:
         for path in [*names, folder / "tekken.json"]:
             if path.is_file():
                 return path
-    raise DataError(f"{place}: no tokenizer in this folder; expected tokenizer.json, tokenizer.model or tekken.json")
+    raise DataError(
+        f"{place}: the folder contains no tokenizer; expected tokenizer.json, tokenizer.model or tekken.json"
+    )
 
 
 def _open_file(path: Path, place: str, control: Collection[str], *, declared: Mapping[str, int]) -> Backend:
@@ -118,8 +121,7 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
         raise DataError(f"{place}: JSON, but not a tokenizer: neither model.vocab nor config.pattern; {_EXPECTED}")
     if RANK_LINE.fullmatch(start.split(b"\n", 1)[0]):
         return load_ranks(place, raw, special=declared)
-    # Every SentencePiece model starts with this field; checking it here rejects other files without loading the
-    # library.
+    # Every SentencePiece model starts with this byte, so other files are rejected without loading the library.
     if raw[:1] == b"\x0a":
         return SentencePiece(place, raw, control=control)
     raise DataError(f"{place}: not a tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {_EXPECTED}")
@@ -147,11 +149,14 @@ def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> dict[str, int]:
-    """Return the declared tokens with ids above the backend's vocabulary; all other tokens must be in it."""
+    """Return the declared tokens with ids above the backend's vocabulary.
+
+    Raise if another token is not in the vocabulary.
+    """
     added = {}
     for token, id in declared.items():
         if token in backend.control or id < backend.vocab_size:
-            # The unknown token is also declared, but is not a control token.
+            # Compare by text too, because the unknown token is also declared but is not a control token.
             if backend.control.get(token) != id and backend.piece(id) != token.encode():
                 what = f'tokenizer_config.json gives "{one_line(token)}" id {id}, the tokenizer does not'
                 raise DataError(f"{place}: {what}; both files must come from the same tokenizer")

@@ -12,7 +12,10 @@ Json = dict[str, Any]
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the alphabet of byte-level vocabularies: printable Latin-1 as itself, other bytes starting at U+0100."""
+    """Return the byte of each character in the byte-level alphabet.
+
+    Printable Latin-1 characters represent themselves.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -30,7 +33,7 @@ def kinds(section: object) -> Iterator[str]:
 
 
 def vocabulary(content: Json) -> dict[str, int]:
-    """Return the tokens of the model with their ids; Unigram models number them by position."""
+    """Return the tokens of the model with their ids. In Unigram models, the id is the position in the list."""
     vocab = content["model"]["vocab"]
     return dict(vocab) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
 
@@ -38,13 +41,13 @@ def vocabulary(content: Json) -> dict[str, int]:
 def isolate_control(
     place: str, content: Json, control: Collection[str], *, text_tokens: Collection[str] = ()
 ) -> tuple[Json, dict[str, int]]:
-    """Return the tokenizer without its control tokens, and the ids of those tokens.
+    """Return a tokenizer.json without its control tokens, and the ids of the control tokens.
 
         added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
 
-    `text_tokens` are kept, although they look like markup. The id of an added token depends on its position, so a token
-    before one that is kept is only renamed. Everything that would add, cut or randomize tokens (post-processor,
-    truncation, padding, dropout) is also removed.
+    The tokens in `text_tokens` are kept, although they look like markup. The id of an added token depends on its
+    position in the list, so a control token that precedes a kept token is renamed instead of removed. Components that
+    would add, truncate or randomize tokens (post-processor, truncation, padding, dropout) are also removed.
     """
     model = dict(content["model"])
     vocab = vocabulary(content)
@@ -80,11 +83,11 @@ def isolate_control(
 
 
 def _unknown(content: Json, vocab: Mapping[str, int]) -> str | None:
-    """Return the unknown token of the model. Text can produce it, so it is not a control token."""
+    """Return the unknown token of the model, which is not a control token, because text can produce it."""
     model = content["model"]
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])
-    # Some byte-level files set this to their end-of-text token, although every byte has its own token.
+    # Some byte-level files set `unk_token` to the end-of-text token, although every byte has its own token.
     if "ByteLevel" in kinds(content.get("pre_tokenizer")) and byte_alphabet().keys() <= vocab.keys():
         return None
     unknown: str | None = model.get("unk_token")
@@ -101,7 +104,7 @@ def _check_ids(place: str, taken: Mapping[str, int], vocab: Mapping[str, int]) -
 
 
 def _check_merges(place: str, model: Json) -> None:
-    """Reject merges whose second half lacks the prefix, which would make the Rust library abort the process."""
+    """Raise if the second half of a merge lacks the prefix, because the Rust library would abort the process."""
     if not (prefix := model.get("continuing_subword_prefix")):
         return
     for _, right in pairs(model.get("merges") or []):
@@ -111,12 +114,12 @@ def _check_merges(place: str, model: Json) -> None:
 
 
 def pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
-    """Return the merges as pairs; files store them as pairs or as lines of text."""
+    """Return the merges as pairs. Files store merges as pairs or as lines of text."""
     return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
 
 
 def _rename(model: Json, names: Mapping[str, str]) -> None:
-    """Rename tokens in the vocabulary, and drop the merges that involve them."""
+    """Rename tokens in the vocabulary, and drop the merges that involve a renamed token."""
     vocab = model["vocab"]
     if not isinstance(vocab, dict):
         model["vocab"] = [[names.get(token, token), score] for token, score in vocab]

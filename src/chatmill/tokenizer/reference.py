@@ -1,4 +1,7 @@
-"""The Hugging Face `tokenizers` engine. It reads every tokenizer.json, and all other engines must match its ids."""
+"""The Hugging Face `tokenizers` engine, which reads every tokenizer.json.
+
+All other engines must return the same ids.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Reference:
-    """A `tokenizer.json` without its special and control tokens, so that text cannot produce them."""
+    """A `tokenizer.json` without special and control tokens, so that text cannot produce these tokens."""
 
     def __init__(self, place: str, stripped: Json, control: dict[str, int]) -> None:
         right = "expected a tokenizer.json of Hugging Face tokenizers"
         with faults_of(place, "cannot load the tokenizer.json", right):
             self.content = msgspec.json.encode(stripped).decode()
             self._engine = tokenizers.Tokenizer.from_str(self.content)
-            # The unknown token may still be among the added tokens; inside a text, it is text.
+            # Encode the unknown token inside a text as text, because it may still be an added token.
             self._engine.encode_special_tokens = True
             self._added = {token["id"]: token["content"] for token in stripped["added_tokens"]}
             for id, token in self._added.items():

@@ -10,7 +10,7 @@ from chatmill.tokenizer.backend import Ids, Offsets, aliases, faults_of, flat, i
 
 
 class SentencePiece:
-    """A loaded model whose control pieces, and user-defined pieces that look like control tokens, never match text."""
+    """A loaded model. Control pieces, and user-defined pieces that look like control tokens, never match text."""
 
     engine = "sentencepiece"
 
@@ -19,7 +19,7 @@ class SentencePiece:
             import sentencepiece
             from sentencepiece import sentencepiece_model_pb2
         except ImportError as error:
-            message = f"{place}: a SentencePiece model needs sentencepiece: pip install 'chatmill[sentencepiece]'"
+            message = f"{place}: a SentencePiece model requires sentencepiece; pip install 'chatmill[sentencepiece]'"
             raise UsageError(message) from error
         with faults_of(place, "cannot load the SentencePiece model", "the file is damaged or truncated"):
             model = sentencepiece_model_pb2.ModelProto.FromString(raw)
@@ -32,7 +32,8 @@ class SentencePiece:
                 or (piece.type not in (kind.UNKNOWN, kind.BYTE) and piece.piece in control)
             }
             for token, name in aliases(self.control).items():
-                # Changing the type is not enough: BPE models match single-character control pieces in text.
+                # Rename the piece, because BPE models match single-character control pieces in text regardless of the
+                # type.
                 model.pieces[self.control[token]].piece = name
             # Remove the self-test samples, whose expected pieces may be renamed.
             model.ClearField("self_test_data")

@@ -1,8 +1,8 @@
-"""The patterns that the C engine supports for splitting text into words before merging.
+"""The split patterns that the C engine supports. A split pattern divides text into words before merging.
 
 A pattern is recognized by its exact regular expressions in the `pre_tokenizer` of a tokenizer.json, not by the name of
-a model. The engine does not run regular expressions: it has code for each pattern, and a table with the class of every
-character, which comes from `tokenizers` itself.
+a model. The engine does not run regular expressions. Instead, it has code for each pattern and a table with the class
+of every character, which is computed with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import numpy as np
 import tokenizers
 
 KNOWN = 2**17
-"""Number of code points with a class; higher ones are very rare."""
+"""Number of code points with a known class. Higher code points are very rare."""
 DOUBT = 16
-"""Added to the class of a character that normalization may change or join with the previous one."""
+"""Added to the class of a character that normalization may change or join with the previous character."""
 
 
 class Pattern(IntEnum):
-    """Patterns that the engine has code for; must match `_words.h`."""
+    """The split patterns that the C engine supports. The values must match `_words.h`."""
 
     GPT2, CL100K, QWEN2, O200K, TEKKEN, DEEPSEEK = range(6)
 
 
 class Class(IntEnum):
-    """Character classes; must match `_words.h`. If a pattern does not distinguish some classes, it uses the first."""
+    """Character classes. The values must match `_words.h`. Patterns that ignore case use LETTER for UPPER and LOWER."""
 
     LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN = range(11)
 
 
 @dataclass(frozen=True)
 class WordSplit:
-    """A pattern, and the characters of each class; all others have the class `unlisted`."""
+    """A pattern, and the characters of each class. All other characters have the class `unlisted`."""
 
     pattern: Pattern
     classes: tuple[tuple[Class, str], ...]
@@ -105,7 +105,7 @@ _SPLITS: dict[tuple[str | None, ...], WordSplit] = {
 
 
 def split_of(section: Any) -> WordSplit | None:
-    """Return how a `pre_tokenizer` splits words; None if the C engine does not support it."""
+    """Return the word split of a `pre_tokenizer`, or None if the C engine does not support it."""
     match section:
         case {"type": "ByteLevel", "add_prefix_space": False} if section.get("use_regex", True):
             return _SPLITS[_GPT2,]
@@ -126,8 +126,8 @@ def _regex(section: Any) -> str | None:
 
 @cache
 def classes(split: WordSplit, *, nfc: bool) -> bytes:
-    """Return the class of every character according to `tokenizers`, with DOUBT added if NFC may change it."""
-    # Surrogates are not characters; replace them, so that the position of each character is its code point.
+    """Return the class of every character in `tokenizers`, with DOUBT added if NFC may change the character."""
+    # Replace surrogates, which are not characters, so that the position of each character is its code point.
     text = "".join(chr(n) if not 0xD800 <= n < 0xE000 else "\ufffd" for n in range(KNOWN))
     kinds = np.full(KNOWN, split.unlisted, dtype=np.uint8)
     for kind, regex in split.classes:
@@ -142,11 +142,11 @@ def classes(split: WordSplit, *, nfc: bool) -> bytes:
 
 
 def _in_doubt(text: str) -> set[str]:
-    """Return the characters that NFC changes, moves, or joins with the previous one."""
+    """Return the characters that NFC changes, moves, or joins with the previous character."""
     parts = [unicodedata.normalize("NFD", character) for character in text]
     joined = {part for whole in parts for part in whole[1:]}
     jamo = map(chr, [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)])
     changed = {one for one in text if unicodedata.combining(one) or not unicodedata.is_normalized("NFC", one)}
-    # Characters that are too new for this version of Python may be of either kind.
+    # Characters that are too new for this version of Python may also change.
     unknown = {one for one in text if unicodedata.category(one) == "Cn"}
     return (joined | changed | unknown | {*jamo}) & {*text}

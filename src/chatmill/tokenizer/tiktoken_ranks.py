@@ -1,4 +1,4 @@
-"""tiktoken vocabularies: files of base64 tokens with ranks, and Mistral's tekken JSON files."""
+"""Load tiktoken vocabularies, which are files of base64 tokens with ranks, and Mistral's tekken JSON files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RANK_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]+)\r?")
 
 _PUBLISHED = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
-# Special tokens of tekken files before version 11, which do not list their special tokens; other special ids are
-# fillers.
+# The special tokens of tekken files before version 11, which do not list their special tokens. Other special ids are
+# unused.
 _TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -28,7 +28,7 @@ _TEKKEN = (
 
 
 class Tiktoken:
-    """Byte-pair ranks with a split pattern; special tokens have their own ids, which no merge produces."""
+    """Byte-pair ranks with a split pattern. Special tokens have their own ids, which no merge produces."""
 
     engine = "tiktoken"
 
@@ -45,7 +45,7 @@ class Tiktoken:
         self.sha256 = hashlib.sha256(raw).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        # Do not use encode_ordinary: it silently replaces lone surrogates.
+        # Do not use encode_ordinary, because it silently replaces lone surrogates.
         return flat([self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -58,9 +58,10 @@ class Tiktoken:
 
 
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
-    """Load a rank file. Published files are recognized by hash; other files use the cl100k pattern, with a warning.
+    """Load a rank file. The split pattern of a published file is known by its hash. Other files use the cl100k pattern,
+    with a warning.
 
-    `special` are the control tokens that the file's folder declares.
+    `special` contains the control tokens that the folder of the file declares.
     """
     right = "expected a token in base64, a space and a number"
     ranks = {}
@@ -85,7 +86,7 @@ def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoke
 
 
 def load_tekken(place: str, raw: bytes, content: dict[str, Any]) -> Tiktoken:
-    """Load a tekken file: special tokens have the first ids, followed by the ranks.
+    """Load a tekken file, in which the special tokens have the first ids, followed by the ranks.
 
     [<unk> <s> </s> … filler] [rank 0, rank 1, …]
     """
@@ -107,16 +108,16 @@ def load_tekken(place: str, raw: bytes, content: dict[str, Any]) -> Tiktoken:
 
 
 def _check(place: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> None:
-    """Check for errors that would make tiktoken panic while loading or encoding."""
+    """Raise for errors that would make tiktoken panic while loading or encoding."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
         raise DataError(f"{place}: {missing} of the 256 single bytes have no rank; the file is incomplete")
     if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
-        raise DataError(f"{place}: two tokens have the same id; expected a unique id for each")
+        raise DataError(f"{place}: two tokens have the same id; expected a unique id for each token")
 
 
 def _published(place: str, sha256: str) -> dict[str, Any] | None:
-    """Return the definition of the published encoding whose rank file has this hash; None if none matches."""
+    """Return the definition of the published encoding whose rank file has this hash, or None if no encoding matches."""
     for name in _PUBLISHED:
         expected, definition = _definition(place, name)
         if expected == sha256:
@@ -125,9 +126,9 @@ def _published(place: str, sha256: str) -> dict[str, Any] | None:
 
 
 def _definition(place: str, name: str) -> tuple[str, dict[str, Any]]:
-    """Return the rank file's hash, and the pattern and special tokens of an encoding in the installed tiktoken.
+    """Return the hash of the rank file, and the definition of an encoding in the installed tiktoken.
 
-    tiktoken's constructors download the ranks; this function runs one with a loader that only records the hash.
+    tiktoken's constructor would download the ranks, so this function runs it with a loader that only records the hash.
     """
     _tiktoken(place)
     hashes = []
@@ -145,6 +146,6 @@ def _tiktoken(place: str) -> Any:
     try:
         import tiktoken
     except ImportError as error:
-        message = f"{place}: a tiktoken vocabulary needs tiktoken: pip install 'chatmill[tiktoken]'"
+        message = f"{place}: a tiktoken vocabulary requires tiktoken; pip install 'chatmill[tiktoken]'"
         raise UsageError(message) from error
     return tiktoken

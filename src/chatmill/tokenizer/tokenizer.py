@@ -1,4 +1,4 @@
-"""`Tokenizer` adds the control tokens of a format to a text backend; `token_positions` maps byte offsets to tokens."""
+"""`Tokenizer` adds the control tokens of a format to a text backend. `token_positions` maps byte offsets to tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from chatmill.rows import offsets
 from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
 
 NEAR = 16
-"""Most boundaries are within this many tokens of the start of a text."""
+"""Number of tokens at the start of a text that are searched first, because they contain most boundaries."""
 
 
 class Tokenizer:
-    """Encodes text to ids and back; no text produces the id of a control token.
+    """Converts text to ids and back. No text produces the id of a control token.
 
-    `control` maps the keys of a format to its control tokens; `added` are control tokens that the backend does not
-    have, with ids above its vocabulary.
+    `control` maps the keys of a format to its control tokens. `added` contains control tokens that the backend does not
+    have, with ids above the vocabulary of the backend.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Tokenizer:
         self.sha256 = _with_tokens(backend.sha256, added)
         self._backend = backend
         self.control_ids: Mapping[str, int] = ids
-        """Ids of all control tokens in the vocabulary, including those that the format does not use."""
+        """The ids of all control tokens in the vocabulary, including tokens that the format does not use."""
         self._added = list(added)
         self._special = {key: ids[token] for key, token in control.items()}
         self._tokens = {id: token for token, id in ids.items()}
@@ -52,25 +52,30 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """Encode all texts; return flat ids and len(texts)+1 offsets into them. The arrays may be read-only."""
+        """Return the concatenated ids of all texts, and len(texts)+1 offsets into the ids.
+
+        The arrays may be read-only.
+        """
         try:
-            with faults_of(self.name, "a text could not be encoded", "remove it"):
+            with faults_of(self.name, "a text could not be encoded", "remove the text"):
                 ids, offsets = self._backend.encode_batch(texts)
         except DataError:
             _check_unicode(texts)
             raise
-        # Backends must not produce control tokens from text; this check catches one that does.
+        # Check the ids again, in case a faulty backend produces a control token from text.
         if self._holds_control(ids):
             first = int(self._is_control[ids].argmax())
             token = self._tokens[int(ids[first])]
             index = int(np.searchsorted(offsets, first, side="right")) - 1
-            raise DataError(f"{self.name}: text {index} of the batch became control token {token}; remove the text")
+            raise DataError(
+                f"{self.name}: text {index} of the batch was encoded as the control token {token}; remove the text"
+            )
         return ids, offsets
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids: control tokens by name, and the runs of text between them by the backend.
+        """Return the text of ids. Control tokens are decoded to their names, and the ids between them by the backend.
 
-        Text that was encoded in one call comes back unchanged if the tokenizer is lossless.
+        If the tokenizer is lossless, text that was encoded in one call is restored exactly.
         """
         array = np.asarray(ids, dtype=np.int64)
         self._check_ids(array)
@@ -86,7 +91,7 @@ class Tokenizer:
         return "".join(parts)
 
     def piece(self, id: int) -> bytes:
-        """Return the bytes of a token; for a control token, its name."""
+        """Return the bytes of a token. The bytes of a control token are its name."""
         self._check_ids(np.asarray([id], dtype=np.int64))
         if id in self._tokens:
             return self._tokens[id].encode()
@@ -94,7 +99,7 @@ class Tokenizer:
             return self._backend.piece(id)
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the `piece` of each id; pieces are cached."""
+        """Return the `piece` of each id. Pieces are cached."""
         known = self._pieces
         for id in set(ids) - known.keys():
             known[id] = self.piece(id)
@@ -115,7 +120,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int32]:
-        """Length in bytes of each id's token, or -1 if it has not been computed yet."""
+        """For each id, the length of its token in bytes, or -1 if the length has not been computed yet."""
         lengths = np.full(self.vocab_size, -1, dtype=np.int32)
         if hasattr(self._backend, "byte_lengths"):
             ids, known = self._backend.byte_lengths()
@@ -123,11 +128,11 @@ class Tokenizer:
         return lengths
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a control token of any format; None if it is not in the vocabulary."""
+        """Return the id of a control token of any format, or None if the token is not in the vocabulary."""
         return self.control_ids.get(token)
 
     def opened_for(self, control: Mapping[str, str]) -> Tokenizer:
-        """Return a tokenizer with the same vocabulary and the control tokens of another format, which must be in it."""
+        """Return a tokenizer for another format with the same vocabulary, which must contain its control tokens."""
         added = {token: self.control_ids[token] for token in self._added}
         return Tokenizer(self._backend, name=self.name, control=control, added=added)
 
@@ -136,7 +141,7 @@ class Tokenizer:
         return dict(self._special)
 
     def state(self, *, added_tokens: bool) -> dict[str, Any]:
-        """Return the metadata that datasets store; `besides` are added tokens that the format does not use."""
+        """Return the metadata for datasets. The key `besides` lists the added tokens that the format does not use."""
         besides = [token for token in self._added if token not in self.control.values()]
         return {
             "name": self.name,
@@ -149,10 +154,11 @@ class Tokenizer:
         }
 
     def _holds_control(self, ids: Ids) -> bool:
-        """Whether any id is a control token. Comparing with a few ranges of ids is faster than a lookup table."""
+        """Whether any id is a control token."""
         if len(self._ranges) > 8:
             return bool(self._is_control.take(ids).any())
-        # For ids below the range, the difference wraps around and is large.
+        # Comparing with a few ranges is faster than a lookup table. For ids below a range, the unsigned difference is
+        # large.
         return any(bool(((ids - np.uint32(first)) < np.uint32(count)).any()) for first, count in self._ranges)
 
     def _check_ids(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
@@ -162,14 +168,14 @@ class Tokenizer:
 
 
 def _with_tokens(sha256: str, added: Mapping[str, int]) -> str:
-    """Return the hash of a backend with these tokens added."""
+    """Return the hash of a backend combined with the added tokens."""
     if not added:
         return sha256
     return hashlib.sha256(f"{sha256}\n{json.dumps(added, sort_keys=True)}".encode()).hexdigest()
 
 
 def _ranges(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of consecutive numbers as (first, count)."""
+    """Return the runs of consecutive numbers as (first, count)."""
     runs = np.split(np.array(ids, dtype=np.int64), np.flatnonzero(np.diff(ids) != 1) + 1)
     return [(int(run[0]), len(run)) for run in runs if len(run)]
 
@@ -188,16 +194,16 @@ def token_positions(
 ) -> tuple[Offsets, NDArray[np.bool_], NDArray[np.bool_]]:
     """Return the token position of each `offset` into a text of `size` bytes that was encoded as tokens [start, stop).
 
-    The position is the first token that starts at or after the offset. Also return whether the token before it extends
-    past the offset, and whether the position is exact: it is a guess if the tokens do not decode to the text.
+    The position is the first token that starts at or after the offset. Also return whether the previous token extends
+    past the offset, and whether the position is exact. The position is a guess if the tokens do not decode to the text.
 
         text     Hello|world      offset 5
         tokens   Hel lo wor ld    position 2
         tokens   Hel low or ld    position 2, inside a token
 
     A token belongs to the side of the boundary on which it starts. Offsets are counted from the end of the text,
-    because some tokenizers add a space before its first token. If a tokenizer normalizes a text, its length in bytes
-    changes and boundaries are not exact. `byte_lengths` contains the length of every token that the ranges refer to.
+    because some tokenizers add a space before the first token. If a tokenizer normalizes a text, the length of the text
+    in bytes changes, and boundaries are not exact. `byte_lengths` contains the length of every token in bytes.
     """
     total = _range_sums(byte_lengths, start, stop)
     added = total - size
@@ -205,7 +211,7 @@ def token_positions(
     position, begin = start.copy(), np.zeros(len(start), dtype=np.int64)
     ahead = np.flatnonzero((begin < target) & (position < stop))
     for _ in range(NEAR):
-        # Nearly all boundaries are a few tokens after the start of their text.
+        # Search step by step first, because nearly all boundaries are a few tokens after the start of a text.
         if not len(ahead):
             break
         begin[ahead] += byte_lengths[position[ahead]]
@@ -220,8 +226,9 @@ def token_positions(
 
 
 def _range_sums(values: NDArray[Any], start: Offsets, stop: Offsets) -> Offsets:
-    """Return the sum of each range of values."""
+    """Return the sum of the values in each range."""
     edges = np.stack([start, stop], axis=1).ravel()
-    # Append one value, because a range may start at the end; `reduceat` is wrong for empty ranges.
+    # Append one value, because a range may start at the end. Empty ranges are set to 0 below, because `reduceat` does
+    # not support them.
     sums = np.add.reduceat(np.append(values, values.dtype.type(0)), edges, dtype=np.int64)[::2]
     return np.where(start < stop, sums, 0)

@@ -1,4 +1,4 @@
-"""Hugging Face `tokenizer.json` files, encoded by the fastest engine that returns the same ids as `tokenizers`.
+"""Encode with a Hugging Face `tokenizer.json`, using the fastest engine that returns the same ids as `tokenizers`.
 
 compiled      byte-level BPE with the usual patterns: `byte_bpe`
 fastokens     most other files
@@ -25,16 +25,16 @@ from chatmill.tokenizer.isolate_control import Json, kinds
 from chatmill.tokenizer.reference import Reference, without_control
 
 LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
-"""Characters at which fastokens may split words differently; texts that contain them are encoded by `tokenizers`.
+"""Characters at which fastokens may split words differently. `tokenizers` encodes the texts that contain one.
 
 The long s (U+017F, also in U+1E9B) matches s if a pattern ignores case, and the Kelvin sign (U+212A) matches k. U+180E
-is a space in older versions of Unicode. All are very rare.
+is a space in older versions of Unicode. All of these characters are very rare.
 """
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A `tokenizer.json` compiled for the C engine, which agreed with `tokenizers` on the probe."""
+    """A `tokenizer.json` compiled for the C engine. The engine agreed with `tokenizers` on the probe texts."""
 
     control: dict[str, int]
     vocab_size: int
@@ -43,15 +43,15 @@ class Compiled:
     byte_decoder: bool
     """Whether the decoder only joins the bytes of tokens."""
     columns: dict[str, Any]
-    """The arguments of the engine: numbers and buffers."""
+    """The arguments of the C engine, which are numbers and buffers."""
 
 
 class TokenizerJson:
-    """A loaded `tokenizer.json`, without its special and control tokens, so that text cannot produce them.
+    """A loaded `tokenizer.json` without special and control tokens, so that text cannot produce these tokens.
 
-    Loading takes a second or two, so load once and fork: `fastokens` and `tokenizers` detect the fork and use no thread
-    pool in the child. Loading a `Compiled` file takes a tenth of a second; `tokenizers` then loads the tokenizer.json
-    only if the C engine skips a text.
+    Loading takes a second or two, so load the file once and fork. `fastokens` and `tokenizers` detect the fork and do
+    not use a thread pool in the child. Loading a `Compiled` file takes a tenth of a second, and `tokenizers` loads the
+    tokenizer.json only if the C engine skips a text.
     """
 
     def __init__(self, place: str, raw: bytes, content: Json | Compiled, *, control: Collection[str]) -> None:
@@ -78,7 +78,7 @@ class TokenizerJson:
         return "tokenizers" if self._encode == self._slow_batch else "fastokens"
 
     def compiled(self) -> Compiled | None:
-        """Return the data that lets another process open the file quickly; None if the C engine is not used."""
+        """Return the data with which another process can open the file quickly, or None if the C engine is not used."""
         if not isinstance(self._encode, ByteBpe):
             return None
         columns = dict(self._encode.columns)
@@ -96,13 +96,13 @@ class TokenizerJson:
         return self._reference.piece(id) if pieces is None else pieces[0]
 
     def byte_lengths(self) -> tuple[Ids, Offsets]:
-        """Return ids and the byte lengths of their pieces, for the ids whose length is known in advance."""
+        """Return the ids whose byte length is known in advance, and the lengths."""
         if self._byte_decoder and isinstance(self._encode, ByteBpe):
             return self._encode.byte_lengths()
         return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64)
 
     def _pieces(self, ids: Sequence[int]) -> list[bytes] | None:
-        """Return the bytes of each id; None if the decoder or an added token may change them."""
+        """Return the bytes of each id, or None if the decoder or an added token may change the bytes."""
         return self._encode.pieces(ids) if self._byte_decoder and isinstance(self._encode, ByteBpe) else None
 
     @cached_property
@@ -111,16 +111,16 @@ class TokenizerJson:
         return Reference(self._place, *without_control(self._place, content, self._control_given))
 
     def _native(self, stripped: Json) -> Encode | None:
-        """Return the C engine if it supports the file and agrees on the probe; else None."""
+        """Return the C engine if it supports the file and agrees with `tokenizers` on the probe, otherwise None."""
         try:
-            with faults_of(self._place, "the file has an unexpected part", "another engine reads it"):
+            with faults_of(self._place, "the file has an unexpected part", "another engine will read the file"):
                 engine = byte_bpe(stripped, self._reference.normalize, self._fallback)
                 return engine if engine is not None and self._agrees(engine) else None
         except DataError:
             return None
 
     def _fallback(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """Encode texts that the C engine skips; fastokens is loaded only after a megabyte of them."""
+        """Encode the texts that the C engine skips. Load fastokens only after a million characters of such texts."""
         self._fallback_characters += sum(map(len, texts))
         return self._not_native(texts) if self._fallback_characters > 2**20 else self._slow_batch(texts)
 
@@ -132,7 +132,7 @@ class TokenizerJson:
 
     @cached_property
     def _not_native(self) -> Encode:
-        """Use `fastokens` if it loads the file and agrees on the probe; else `tokenizers`, with a warning."""
+        """`fastokens` if it loads the file and agrees on the probe texts, otherwise `tokenizers`, with a warning."""
         place, instead = self._place, "using tokenizers instead, which is slower but gives the same ids"
         try:
             with faults_of(place, "fastokens cannot load the file", instead):
@@ -148,12 +148,12 @@ class TokenizerJson:
         return self._slow_batch
 
     def _fast(self, stripped: Json) -> Encode:
-        # Imported here because it is not needed if the C engine encodes all texts.
+        # Import fastokens here, because it is not needed if the C engine encodes all texts.
         import fastokens
 
         normalizer = stripped.get("normalizer") or {}
-        # fastokens does not support these normalizers. Without added tokens, a text is normalized as a whole, so
-        # normalize it beforehand.
+        # fastokens does not support NFD, NFKC and NFKD. Without added tokens, a text is normalized as a whole, so it
+        # can be normalized before encoding.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
         content = self._reference.content
         engine = fastokens.Tokenizer.from_json_str(

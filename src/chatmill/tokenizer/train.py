@@ -12,10 +12,11 @@ from chatmill.errors import DataError, UsageError
 def train_bpe(
     texts: Iterable[str], *, vocab_size: int, control: Sequence[str], progress: Callable[[int], None] | None = None
 ) -> bytes:
-    """Train on texts; return the bytes of a tokenizer.json with control tokens first, then the 256 bytes, then merges.
+    """Train a byte-level BPE tokenizer on texts and return the bytes of its tokenizer.json.
 
-    The tokenizer is lossless. The same texts in the same order give the same bytes. The vocabulary is smaller than
-    `vocab_size` if the texts contain too few pairs. `progress` is called with the number of texts read.
+    The ids of the control tokens come first, then the 256 bytes, then the merges. The tokenizer is lossless. The same
+    texts in the same order give the same file. The vocabulary is smaller than `vocab_size` if the texts contain too few
+    pairs. `progress` is called with the number of texts read so far.
     """
     tokens = list(dict.fromkeys(control))
     least = 256 + len(tokens)
