@@ -81,10 +81,13 @@ def test_missing_control_tokens_are_named_in_one_line(make):
     name = type(tokenizer).__name__
     with pytest.raises(DataError) as raised:
         serialize_chat_to_ids({"messages": chat}, tokenizer=tokenizer, default_system_text="s")
-    assert str(raised.value) == f"the tokenizer, a {name}, lacks {NGPT[3]}; add them to it as special tokens"
+    assert str(raised.value) == f"the tokenizer, a {name}, lacks {NGPT[3]}; add the missing tokens as special tokens"
     with pytest.raises(DataError) as raised:
         render_chat_sft(tokenizer, chat)
-    assert str(raised.value) == f"the tokenizer, a {name}, lacks {', '.join(PRIMER)}; add them to it as special tokens"
+    assert (
+        str(raised.value)
+        == f"the tokenizer, a {name}, lacks {', '.join(PRIMER)}; add the missing tokens as special tokens"
+    )
 
 
 class _OnlyEncodes:

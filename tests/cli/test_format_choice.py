@@ -104,7 +104,9 @@ def test_several_templates_without_a_default_are_an_error(run, folders):
     Path("plain", "tokenizer_config.json").write_text(json.dumps({"chat_template": listed(TEMPLATE, "rag")}))
     code, out, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "plain")
     assert (code, out) == (2, "")
-    assert err.endswith("plain: has the chat templates rag but no default; choose a template with --chat-template FILE\n")
+    assert err.endswith(
+        "plain: has the chat templates rag but no default; choose a template with --chat-template FILE\n"
+    )
 
 
 def test_the_default_format_gives_the_same_bytes_as_the_explicit_one(run, folders):

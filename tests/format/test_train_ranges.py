@@ -133,7 +133,7 @@ def test_a_tokenizer_that_changes_the_text_is_rejected_only_for_ranges(tmp_path)
     )
     assert renderer.render([kept]).weights().tolist().count(0) >= 2
     with pytest.raises(
-        RecordError, match="f:3: message 0 has train_ranges, but its characters cannot be located"
+        RecordError, match="f:3: message 0 has train_ranges, but the tokenizer changes the text"
     ) as raised:
         renderer.render([kept, composed])
     assert raised.value.kind == "vague_range"

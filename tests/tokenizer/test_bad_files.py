@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
     (tmp_path / "README.md").write_text("no tokenizer here")
     right = "expected tokenizer.json, tokenizer.model or tekken.json"
-    assert line_of(tmp_path) == f"no tokenizer in this folder; {right}"
+    assert line_of(tmp_path) == f"the folder contains no tokenizer; {right}"
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_a_damaged_file_opens_or_is_one_line(trained, trained_model, tmp_path):
         (
             MISTRAL_V1,
             "sentencepiece",
-            "a SentencePiece model needs sentencepiece: pip install 'chatmill[sentencepiece]'",
+            "a SentencePiece model requires sentencepiece; pip install 'chatmill[sentencepiece]'",
         ),
-        (MISTRAL_V1, "google", "a SentencePiece model needs sentencepiece: pip install 'chatmill[sentencepiece]'"),
-        (CL100K, "tiktoken", "a tiktoken vocabulary needs tiktoken: pip install 'chatmill[tiktoken]'"),
-        (TEKKEN, "tiktoken", "a tiktoken vocabulary needs tiktoken: pip install 'chatmill[tiktoken]'"),
+        (MISTRAL_V1, "google", "a SentencePiece model requires sentencepiece; pip install 'chatmill[sentencepiece]'"),
+        (CL100K, "tiktoken", "a tiktoken vocabulary requires tiktoken; pip install 'chatmill[tiktoken]'"),
+        (TEKKEN, "tiktoken", "a tiktoken vocabulary requires tiktoken; pip install 'chatmill[tiktoken]'"),
     ],
 )
 def test_a_missing_library_is_one_line_with_the_command_that_installs_it(path, module, line, monkeypatch):

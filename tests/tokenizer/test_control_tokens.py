@@ -188,4 +188,4 @@ def test_a_backend_that_returns_a_control_token_is_stopped_with_the_index_of_the
     assert tokenizer.encode_batch(["", "ab", "c"])[0].tolist() == [0, 0, 0]
     with pytest.raises(DataError) as caught:
         tokenizer.encode_batch(["ab", "", "cx", "x"])
-    assert str(caught.value) == "broken: text 2 of the batch became control token <|eot|>; remove the text"
+    assert str(caught.value) == "broken: text 2 of the batch was encoded as the control token <|eot|>; remove the text"

@@ -42,7 +42,7 @@ def test_every_control_id_is_caught_and_no_other(ids):
     tokenizer = Tokenizer(Leaky(control), name="leaky", control={})
     for id in range(128):
         if id in ids:
-            with pytest.raises(DataError, match=rf"text 1 of the batch became control token <\|{id}\|>"):
+            with pytest.raises(DataError, match=rf"text 1 of the batch was encoded as the control token <\|{id}\|>"):
                 tokenizer.encode_batch(["", f"{chr(id)}"])
         else:
             assert tokenizer.encode(chr(id)) == [id]

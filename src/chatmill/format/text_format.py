@@ -93,7 +93,7 @@ def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
     if format.has_turns:
         if not record.is_text:
             return None
-        what = "the record is a single text without turns, but the format has turns"
+        what = "the record is a single text without turns"
         return RecordError(what, "use --format text", kind="text_record")
     roles = [message.role for message in record.messages]
     plain = not record.tools and not any(message.reasoning or message.tool_calls for message in record.messages)

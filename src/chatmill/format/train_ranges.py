@@ -101,8 +101,7 @@ def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
 
 
 def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> TokenPlaces | None:
-    """Return the start and end of each token in the UTF-8 bytes of a text, or None if the tokens do not decode to the
-    text.
+    """Return the start and end of each token in the UTF-8 bytes of a text, or None if the tokens differ from the text.
 
     If the tokenizer adds a space before the text, the space counts as part of the first character.
     """

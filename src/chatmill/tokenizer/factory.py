@@ -60,8 +60,9 @@ def open_tokenizer(
     missing = [token for token in dict.fromkeys(wanted) if token not in known]
     if missing and not add_tokens:
         tokens = " ".join(one_line(token) for token in missing[:8]) + (" …" if len(missing) > 8 else "")
-        lacks = f"{place}: the vocabulary lacks the control tokens {tokens}"
-        raise MissingTokensError(f"{lacks}; add the tokens with --add-tokens")
+        raise MissingTokensError(
+            f"{place}: the vocabulary lacks the control tokens {tokens}; add them with --add-tokens"
+        )
     first = max([backend.vocab_size, *(id + 1 for id in added.values())])
     if first > _MAX_ID:
         raise DataError(f"{place}: a token has id {first - 1}; expected ids below {_MAX_ID}")

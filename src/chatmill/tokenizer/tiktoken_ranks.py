@@ -58,10 +58,10 @@ class Tiktoken:
 
 
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
-    """Load a rank file. The split pattern of a published file is known by its hash. Other files use the cl100k pattern,
-    with a warning.
+    """Load a rank file.
 
-    `special` contains the control tokens that the folder of the file declares.
+    Published files are recognized by their hash. Other files use the split pattern of cl100k, with a warning. `special`
+    contains the control tokens that the folder of the file declares.
     """
     right = "expected a token in base64, a space and a number"
     ranks = {}

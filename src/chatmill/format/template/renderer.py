@@ -311,7 +311,7 @@ class TemplateRenderer:
             raise record.fault
         try:
             if record.is_text:
-                what = "the record is a single text without turns, which a chat template cannot render"
+                what = "the record is a single text without turns"
                 raise RecordError(what, "use --format text", kind="text_record")
             if (renderer := self._for_record(record)) is not self:
                 return renderer.lay_out(record, last_only=last_only)
