@@ -20,8 +20,8 @@ static const int64_t IGNORED = -100;
 static const uint32_t ONE = 0x3F800000; /* 1.0 as bits */
 
 /* The bytes that are hashed for one row, in the layout of docs/reference/files.md: numbers, one bit per label, and ids.
-   The numbers are written when the row is complete; until then, `weights` collects the position and value of each
-   weight that differs from its bit. */
+   The numbers are written when the row is complete; until then, `weights` collects the position and value of every
+   weight that is not implied by the label bits. */
 typedef struct {
     uint8_t *weights, *bits, *ids; /* NULL if the row is not hashed */
     int64_t num_weights;
@@ -34,8 +34,8 @@ typedef struct {
     float *weights;
     int32_t *positions, *segments;
     int64_t size;     /* length of x and of y, which is the number of tokens in a row minus one */
-    int64_t run;      /* the first token of the current run of equal weights; `weight` contains its bits */
-    uint32_t weight;
+    int64_t run;      /* the first token of the current run of tokens with the same weight */
+    uint32_t weight;  /* the bits of the weight of the current run */
     int64_t segment;  /* the first token of the current segment */
     int64_t *counts;
     Message message;

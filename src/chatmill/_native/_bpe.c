@@ -1,4 +1,4 @@
-/* Byte-level BPE for many texts in one call.
+/* Encode many texts with byte-level BPE in one call.
 
    A text is split into words by the tokenizer's split pattern, and each word is looked up in a table of words that have
    been merged before. The table contains nearly all words of a typical text. The encoder skips a text if it contains a
@@ -85,8 +85,6 @@ static int encode_text(Encoder *self, size_t size) {
     return 1;
 }
 
-/* The Python interface. */
-
 static int note_offset(Encoder *self) {
     int64_t offset = self->out.size / sizeof(uint32_t);
     return append(&self->offsets, &offset, sizeof offset);
@@ -101,8 +99,8 @@ static int note_odd(PyObject *odd, Py_ssize_t number) {
 
 static PyObject *answer(Encoder *self, PyObject *odd) {
     const char *ids = self->out.data ? (char *)self->out.data : "";
-    // Avoid the format "y#": a module built with Python 3.13 headers would fail on older Python versions, despite the
-    // limited API.
+    /* Avoid the format "y#": a module built with Python 3.13 headers would fail on older Python versions, despite the
+       limited API. */
     return Py_BuildValue("(NNN)", PyBytes_FromStringAndSize(ids, (Py_ssize_t)self->out.size),
                          PyBytes_FromStringAndSize((char *)self->offsets.data, (Py_ssize_t)self->offsets.size), odd);
 }

@@ -61,9 +61,9 @@ static inline uint64_t fill_down(uint64_t marked, uint64_t through) {
     return marked;
 }
 
-/* Return the word starts that do not depend on text after the window. To find a start, a contraction needs three
-   characters, the last word two, and a run of spaces its whole length. The result includes the end of the text, but not
-   the first byte of the window, which is always a word start. */
+/* Return the word starts that do not depend on text after the window. A word start is certain only if the window
+   contains three characters of a contraction, two characters of the last word, and the whole of a run of spaces. The
+   result includes the end of the text, but not the first byte of the window, which is always a word start. */
 static inline uint64_t certain(const Window *window, uint64_t starts, size_t left) {
     if (window->ends) return ((starts & window->inside) | ONE << left) & ~ONE;
     int known = window->known;

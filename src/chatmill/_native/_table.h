@@ -10,7 +10,7 @@
 #error "word keys are read as little-endian numbers; use the Python implementation on big-endian machines"
 #endif
 
-#define LONGEST 512           /* a power of two */
+#define LONGEST 512           /* maximum length of a word in bytes, which must be a power of two */
 #define MERGES (1u << 22)     /* the rank of a merge and a position in a word must fit into 32 bits together */
 #define SHORT 15
 #define FEW 3

@@ -16,7 +16,7 @@ static inline Bytes64 load64(const uint8_t *at) {
     return bytes;
 }
 
-/* Convert uppercase letters to lowercase. Other bytes may also change, but never to a letter. */
+/* Convert uppercase letters to lowercase; other bytes may also change, but never to a letter. */
 static inline Bytes64 folded(Bytes64 bytes) {
     for (int n = 0; n < 4; n++) bytes.part[n] = _mm_or_si128(bytes.part[n], _mm_set1_epi8(0x20));
     return bytes;

@@ -5,8 +5,8 @@
 #include <stdint.h>
 
 /* The character classes must match split_pattern.py. DOUBT is added to the class of a character that normalization may
-   change. WIDE and END are classes of single bytes, not of characters. Patterns that ignore case use LETTER for UPPER
-   and LOWER. */
+   change. WIDE and END are classes of single bytes, not of characters. Patterns that do not distinguish letter case use
+   LETTER for all letters. */
 enum { LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN, WIDE, END, DOUBT = 16 };
 enum { GPT2, CL100K, QWEN2, O200K, TEKKEN, DEEPSEEK, PATTERNS };
 

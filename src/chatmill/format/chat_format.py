@@ -203,7 +203,7 @@ def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ..
 
 
 def _marker_faults(format: ChatFormat) -> list[str]:
-    """Return the problems of the turn markers.
+    """Return a list of problems with the turn markers.
 
     Without control tokens around a turn, message text could imitate a turn.
     """

@@ -36,7 +36,7 @@ class TemplateOptions:
     """Template variables, as `name=value`."""
     mask: Mask = "derived"
     date: str | None = None
-    """The date for templates that print the current date, as YYYY-MM-DD. Defaults to today."""
+    """The date for templates that print the current date, as YYYY-MM-DD (default: today)."""
     text_tokens: TextTokens = "as-transformers"
     allow_no_end_token: bool = False
     """Whether to train answers without an end-of-turn token instead of rejecting them."""
@@ -152,7 +152,7 @@ def _date(date: str | None) -> datetime:
 
 
 def control_tokens_from_json(stored: Any) -> dict[str, str]:
-    """Return the control tokens of a stored format by key; empty if the format does not list its control tokens."""
+    """Return the control tokens that a stored format lists, by key."""
     if isinstance(stored, str) and stored in PRESETS:
         return dict(load_format(stored).tokens)
     tokens = stored.get("tokens") if isinstance(stored, dict) else None

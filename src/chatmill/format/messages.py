@@ -181,7 +181,7 @@ def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
 
 
 EXTENDED = 8
-"""The value that is added to the role code of an extended message. It is larger than every role code."""
+"""The value, larger than every role code, that is added to the role code of an extended message."""
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,12 @@ class Renderer(Protocol):
         """
 
     def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
-        """Return the columns unchanged if `render` accepts them. Otherwise convert them to a list of `Record`s."""
+        """Return the columns unchanged if `render` accepts them, otherwise a list of `Record`s."""
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
     ) -> Rows:
-        """Render each record to one row; all records must be renderable. The ledger counts anomalies, if given."""
+        """Render each record to one row, and count anomalies in `ledger`. All records must be renderable."""
 
     def render_chunks(
         self,

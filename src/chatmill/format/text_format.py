@@ -89,7 +89,7 @@ def joined(record: Record, train_on: TrainOn) -> Record:
 
 
 def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
-    """Return an error if the record has no turns but the format has turns, or vice versa, otherwise None."""
+    """Return an error if only one of the record and the format has turns, otherwise None."""
     if format.has_turns:
         if not record.is_text:
             return None

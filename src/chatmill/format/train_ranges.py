@@ -6,7 +6,7 @@
 
 A token whose characters have different weights gets the lowest weight, so the token is trained only if all its
 characters are trained. If ranges train some characters of a token and do not cover the others, the role of the message
-decides. The ledger counts tokens whose characters have different weights.
+determines the weight. The ledger counts tokens whose characters have different weights.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Each message consists of the following pieces:
 The piece `begin` precedes the first message of a conversation, and `end` follows the last message. The ids of all
 pieces except the body are fixed. The bodies of a whole chunk are encoded in one call, and the rows are then assembled
 with array operations and one copy of the tokens. The text between two control tokens is encoded as a whole, except that
-the assistant header is encoded separately from the body. The prompt at inference ends with this header, so the ids of a
-prompt are a prefix of the ids of the row.
+the assistant header is encoded separately from the body. The prompt at inference ends with the assistant header, so the
+ids of a prompt are a prefix of the ids of the row.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ compiling.
 
     <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
 
-    sha256 of all that follows | size of the header | header, as JSON | the buffers, one after the other
+    SHA-256 of the rest | size of the header | header (JSON) | buffers
 
 The key is a hash of all inputs that determine the content: the tokenizer.json, the control tokens, the compiling code,
 and the versions of the libraries that define ids and character classes. The header also contains the key, so that a

@@ -43,7 +43,7 @@ class _AddedTokens(msgspec.Struct):
 def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mapping[str, int]) -> bytes:
     """Return a tokenizer.json with the control tokens that tokenizer_config.json lists, including their flags.
 
-    transformers adds these tokens when it opens a folder.
+    transformers also adds the listed tokens when it opens a folder.
     """
     raw = raw.removeprefix(b"\xef\xbb\xbf")
     listed = msgspec.json.decode(raw, type=_AddedTokens).added_tokens or []
@@ -92,7 +92,7 @@ class ControlEncoder:
     """Encodes texts with control tokens for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, raw: bytes | None, *, text_tokens: Collection[str] = ()) -> None:
-        """`raw` is the content of the tokenizer.json. If it is None, texts can be encoded only by sections."""
+        """`raw` is the content of the tokenizer.json. If `raw` is None, texts can be encoded only by sections."""
         self.tokenizer = tokenizer
         self.ids = tokenizer.control_ids
         self.text_tokens = frozenset(text_tokens) if raw is not None else frozenset()

@@ -32,8 +32,8 @@ class SentencePiece:
                 or (piece.type not in (kind.UNKNOWN, kind.BYTE) and piece.piece in control)
             }
             for token, name in aliases(self.control).items():
-                # Rename the piece, because BPE models match single-character control pieces in text regardless of the
-                # type.
+                # Rename the piece, because BPE models match single-character control pieces in text, whatever their
+                # type is.
                 model.pieces[self.control[token]].piece = name
             # Remove the self-test samples, whose expected pieces may be renamed.
             model.ClearField("self_test_data")

@@ -1,8 +1,8 @@
 """The split patterns that the C engine supports. A split pattern divides text into words before merging.
 
 A pattern is recognized by its exact regular expressions in the `pre_tokenizer` of a tokenizer.json, not by the name of
-a model. The engine does not run regular expressions. Instead, it has code for each pattern and a table with the class
-of every character, which is computed with `tokenizers`.
+a model. The engine does not run regular expressions. Instead, the engine has code for each pattern and a table with the
+class of every character, which is computed with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Pattern(IntEnum):
 
 
 class Class(IntEnum):
-    """Character classes. The values must match `_words.h`. Patterns that ignore case use LETTER for UPPER and LOWER."""
+    """Character classes.
+
+    The values must match `_words.h`. Patterns that do not distinguish letter case use LETTER for all letters.
+    """
 
     LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN = range(11)
 

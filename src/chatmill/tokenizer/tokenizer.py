@@ -73,9 +73,10 @@ class Tokenizer:
         return ids, offsets
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids. Control tokens are decoded to their names, and the ids between them by the backend.
+        """Return the text of a sequence of ids.
 
-        If the tokenizer is lossless, text that was encoded in one call is restored exactly.
+        Control tokens are decoded to their names, and the backend decodes the ids between control tokens. If the
+        tokenizer is lossless, text that was encoded in one call is restored exactly.
         """
         array = np.asarray(ids, dtype=np.int64)
         self._check_ids(array)
@@ -132,7 +133,7 @@ class Tokenizer:
         return self.control_ids.get(token)
 
     def opened_for(self, control: Mapping[str, str]) -> Tokenizer:
-        """Return a tokenizer for another format with the same vocabulary, which must contain its control tokens."""
+        """Return a tokenizer with the same vocabulary for a format with the control tokens `control`."""
         added = {token: self.control_ids[token] for token in self._added}
         return Tokenizer(self._backend, name=self.name, control=control, added=added)
 

@@ -3,9 +3,9 @@
 renderer     TemplateRenderer: derives the answers of a conversation, or replays a cached trace
 template     a compiled template, and records as its variables
 hf_folder    the template, special tokens and stop tokens of a model folder
-certify/     checks which training requirements a template meets, one line for each
+certify/     checks a template and reports one line for each requirement of training
 tracing/     Jinja in a sandbox that tracks the origin of every output character
-answers/     which characters are trained, derived in two ways that share no code
+answers/     derives which characters are trained, with two methods that share no code
 layout       a rendering divided into cells for encoding
 encode       encodes the cells of many records to Rows
 """

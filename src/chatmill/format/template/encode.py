@@ -131,7 +131,7 @@ class _Sections(NamedTuple):
     literal_bytes: Index
     """Size of the literals of each simple section, in bytes."""
     stripped: dict[int, int]
-    """Number of characters that the preceding control token strips from each section. Empty if no token strips."""
+    """Maps each section to the number of characters that the preceding control token strips from it."""
 
 
 @dataclass
@@ -214,7 +214,7 @@ class _RowEncoder:
         return _Sections(ids, first, last, size, literal_bytes, stripped)
 
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
-        """Replace the layouts of rows whose texts contain text tokens by layouts with a cell for each text token.
+        """Replace the layouts of rows whose texts contain text tokens with layouts that have cells for the tokens.
 
         Also return which rows must be encoded as a whole, because a text token spans a boundary or the tokenizer
         normalizes the text before it searches for tokens. Texts in columns never contain text tokens.

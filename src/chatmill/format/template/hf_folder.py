@@ -41,7 +41,7 @@ class HFFolder:
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
-    """Read a folder, except its vocabulary.
+    """Read the chat template and the special tokens of a folder, but not its vocabulary.
 
     `chat_template` is the path of a file to use instead of the folder's template.
     """
@@ -84,7 +84,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def has_template(tokenizer: str) -> bool:
-    """Whether `tokenizer` is a folder with at least one chat template, default or not."""
+    """Whether `tokenizer` is a folder with at least one chat template, which need not be the default template."""
     path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     return tokenizer != "bytes" and path.is_dir() and bool(_templates(path, _json(path / "tokenizer_config.json")))
 

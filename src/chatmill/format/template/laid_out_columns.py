@@ -20,7 +20,7 @@ from chatmill.records.record import new_message, new_record
 
 @dataclass(frozen=True, eq=False)
 class LaidOutColumns(ChatColumns):
-    """Conversations in columns, each with its layout. All of these conversations can be rendered."""
+    """Renderable conversations in columns, each with its layout."""
 
     laid_out: list[LaidOut]
 
@@ -74,7 +74,7 @@ def lay_out_columns(
 ) -> ChatColumns | list[Record]:
     """Lay out the conversations as columns, or as a list of records if one of them is rejected.
 
-    In the list, only the records before the rejected record are laid out. `holding` contains the rows whose texts
+    If a conversation is rejected, only the records before it are laid out. `holding` contains the rows whose texts
     contain control tokens. `plain` returns the trace that all other rows of a shape follow, `confirm` compares a trace
     with the template, and `lay_out` lays out a conversation without a plain trace.
     """

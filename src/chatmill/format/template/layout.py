@@ -77,8 +77,8 @@ class SimpleSections(NamedTuple):
     takes_columns: bool
     """Whether all texts of the conversation are encoded unchanged.
 
-    This requires that the template does not compute or strip any text, and that no text forms a text token together
-    with the literals around it.
+    Texts are unchanged if the template does not compute or strip them, and if no text forms a text token together with
+    the literals around it.
     """
 
     def texts(self, slots: Sequence[str]) -> list[str]:
@@ -117,7 +117,7 @@ class TokenLayout:
     spans: Table
     """The spans of the row, whose lengths are not yet known."""
     simple: SimpleSections | None = None
-    """The sections, if every section has exactly one slot. Only set for layouts of traces."""
+    """The sections of a layout for a trace, if every section has exactly one slot."""
     splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
     """Cached layouts in which some cells are split at text tokens, by the list of pieces."""
 
@@ -142,7 +142,7 @@ def token_layout(
     """Return the layout of a record with derived answers. `text_tokens` contains the tokens that may come from text.
 
     Without `encoder`, the slots are filled, and the layout is valid only for this conversation. With `encoder`, the
-    slots stay open, and sections without slots are encoded once, here.
+    slots stay open, and sections without slots are encoded immediately.
     """
     cells: list[_Cell] = []
     for cell in _CellSplitter(record, derived, tokens, text_tokens, filled=encoder is None).cells():
@@ -336,7 +336,7 @@ class _CellSplitter:
     def _kind(self, number: int, place: int, token_stop: int | None) -> SpanKind:
         """Return the kind of the characters at `place`.
 
-        `token_stop` is the end of a control token that starts there.
+        `token_stop` is the end of a control token that starts at `place`.
         """
         source, owner = self.pieces[number].source, self.pieces[number].owner
         at = bisect_right(self.starts, place) - 1

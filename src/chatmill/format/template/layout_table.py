@@ -59,7 +59,7 @@ def _literals(text: Sequence[TextItem]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayoutTable:
-    """Several layouts in columns.
+    """Several layouts, stored in columns.
 
     The `first_…` columns contain the offsets of each layout's cells, sections, boundaries and spans.
     """
@@ -75,7 +75,7 @@ class LayoutTable:
     slot: Index
     """The slot of each section, or -1 in a layout without simple sections."""
     kind: NDArray[np.uint8]
-    """Index in `around` of the literals of each section, for sections that take columns."""
+    """Index in `around` of the literals of each section, for sections whose texts come from columns."""
     around: list[tuple[str, str]]
     literal_bytes: Index
     first_border: Index

@@ -68,7 +68,7 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` contains the added tokens that may come from text; if None, learn them, as in transformers.
+        """`text_tokens` contains the added tokens that may come from text. None means that the tokens are learned.
 
         `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must contain the
         same values.
@@ -215,7 +215,7 @@ class TemplateRenderer:
     render_chunks = Renderer.render_chunks
 
     def _for_record(self, record: Record) -> TemplateRenderer:
-        """Return the renderer for the record's `chat_template_kwargs`, which is `self` if they are the same."""
+        """Return the renderer for the `chat_template_kwargs` of a record, which may be `self`."""
         if record.template_kwargs == self._kwargs:
             return self
         renderer = self._variants.pop(record.template_kwargs, None)
@@ -341,10 +341,7 @@ class TemplateRenderer:
     def _lay_out_texts(
         self, key: ShapeKey, texts: list[str], record: Callable[[], Record], *, last_only: bool = False
     ) -> LaidOut:
-        """Lay out a record with a cached trace if one matches.
-
-        Otherwise derive its answers, and cache the trace if possible.
-        """
+        """Lay out a record with a matching cached trace, or derive its answers and cache the new trace if possible."""
         followed = self._cache.follow(key, texts)
         if followed is not None:
             trace, slots = followed

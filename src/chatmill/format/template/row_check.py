@@ -35,8 +35,8 @@ NEARBY = 64
 class ExpectedAnswers:
     """The headers that must precede the answers of a row.
 
-    Text at the end of a header may be tokenized differently in a row, because an answer follows. For this text, the
-    check compares the size in bytes instead of the ids.
+    Text at the end of a header may be tokenized differently in a row, because an answer follows. Therefore, the text
+    after the last control token is compared by its size in bytes instead of its ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
         compared by id                      by size

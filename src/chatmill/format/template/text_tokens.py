@@ -19,7 +19,7 @@ from chatmill.format.template.probes import TOOLS, probe_record
 from chatmill.records.record import Message, Record, ToolCall, new_message
 
 Render = Callable[[Record, int, bool], str | None]
-"""Renders the first n messages, with or without the generation prompt. Returns None if the template rejects them."""
+"""Renders the first n messages, with or without the generation prompt, or returns None for rejected messages."""
 
 MAX_WORDS = 2
 """Maximum number of words between two tokens of a header. A token among more words is part of a sentence."""

@@ -12,7 +12,10 @@ from chatmill.format.template.tracing.trace import ReadyStep, TraceStep, merge_g
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
 MAX_MESSAGES = 64
-"""Maximum number of messages in a cached trace. The cost of guards for prefixes is quadratic in this number."""
+"""Maximum number of messages in a cached trace.
+
+The cost of guards for prefixes is quadratic in the number of messages.
+"""
 MAX_TRACES = 16
 """Maximum number of cached traces per shape.
 
@@ -29,7 +32,7 @@ No other shape ends with this byte.
 """
 
 ShapeKey = tuple[bool, bytes]
-"""Whether a conversation has tools, and its shape."""
+"""The key of a cached trace: whether the conversation has tools, and the shape of the conversation."""
 
 
 @dataclass

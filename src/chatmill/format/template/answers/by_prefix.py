@@ -19,7 +19,7 @@ RenderText = Callable[[int, bool], str]
 
 
 class PrefixAnswer(NamedTuple):
-    """Start and stop of one answer, found by prefix. Each is None if no prefix matches."""
+    """The start and stop of one answer, found by prefix, or None for a position that no prefix determines."""
 
     message: int
     start: int | None

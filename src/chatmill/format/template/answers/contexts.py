@@ -7,12 +7,12 @@ row, the answer starts after the assistant header:
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
                               context              |answer
 
-The row and the prompt may differ in whitespace before the header. If they diverge after the header, for example because
-only one of them contains `<think>\\n`, the answer starts where they diverge. Text before the header is not compared,
-because templates rewrite earlier messages.
+The row and the prompt may differ in whitespace before the header. If the row and the prompt diverge after the header,
+for example because only one of them contains `<think>\\n`, the answer starts where they diverge. Text before the header
+is not compared, because templates rewrite earlier messages.
 
-This module uses only plain renderings. It shares no code with `by_origin` and `by_prefix`, so that it can check their
-results.
+This module uses only plain renderings. This module shares no code with `by_origin` and `by_prefix`, so that it can
+check their results.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from chatmill.format.template.tracing.trace import Rendering
 FIELD = "\0"
 """Replaces each character that comes from a field of the conversation."""
 PlainText = Callable[[int, bool], str]
-"""Renders the first n messages, with or without the generation prompt.
-
-Raises `RecordError` if the template rejects them.
-"""
+"""Renders the first n messages, with or without the generation prompt; raises `RecordError` for rejected messages."""
 
 
 class Context(NamedTuple):
@@ -69,8 +66,8 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
             after_question, after_answer = prompt.rsplit(words[0], 1)[1], plain(2, True).rsplit(words[1], 1)[1]
             header = _common_end(after_question, after_answer, token).lstrip()
         if not header:
-            # The template may ignore add_generation_prompt and end every rendering with the assistant header. In this
-            # case, the text after an answer changes if a user message follows.
+            # If a template ignores add_generation_prompt and ends every rendering with the assistant header, the text
+            # after an answer changes if a user message follows.
             after_question, after_answer = (
                 plain(1, False).rsplit(words[0], 1)[1],
                 plain(2, False).rsplit(words[1], 1)[1],
@@ -157,10 +154,7 @@ class ContextFinder:
         return header[self._before(header, start) :]
 
     def _common_with(self, header: str, message: int, start: int) -> Context:
-        """Return the part of the header that the row and the prompt share.
-
-        Raise if they do not share the core of the header.
-        """
+        """Return the header part that row and prompt share; raise if they do not share the core of the header."""
         size = self._before(header, start)
         if not self._is_context(header, size, start):
             raise self._mismatch(message, start, header)

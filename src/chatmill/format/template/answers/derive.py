@@ -88,7 +88,7 @@ def derive(
             return False
 
     assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
-    # Take the usual assistant header from these prompts if the prompt of an answer lacks a header.
+    # The prompts from which the usual assistant header is taken, for an answer whose own prompt lacks a header.
     prompts = (*assistants, count)
     if last_only and mask == "derived":
         assistants = assistants[-1:]
@@ -187,11 +187,10 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
         if place <= answer.start:
             continue
         if begins < answer.start:
-            # The answer starts inside this piece.
+            # The answer starts inside a piece of the rendering.
             break
         own = piece.source is not None and piece.source.message == answer.message
         if begins != answer.start + common:
-            # The previous piece ends before the common prefix does.
             break
         if common == len(prompt_only) or (not own and (piece.source is not None or not common)):
             break

@@ -22,11 +22,13 @@ Note = Literal[
 ]
 """Notes in the ledger about a rendering.
 
-reasoning_left_out, tools_left_out the template drops reasoning or tool definitions space_before_header row and prompt
-differ in whitespace before the assistant header parts_behind_header row and prompt diverge after the assistant header
-header_not_in_prompt the row has an assistant header where the prompt has none history_rewritten row and prompt differ
-before the header in more than whitespace several_turns an answer is rendered as several turns; headers between them are
-context no_end_token no token ends an answer (with --allow-no-end-token)
+reasoning_left_out, tools_left_out    the template drops reasoning or tool definitions
+space_before_header                   row and prompt differ in whitespace before the assistant header
+parts_behind_header                   row and prompt diverge after the assistant header
+header_not_in_prompt                  the row has an assistant header, but the prompt has no header
+history_rewritten                     row and prompt differ before the header in more than whitespace
+several_turns                         an answer is rendered as several turns; headers between them are context
+no_end_token                          no token ends an answer (with --allow-no-end-token)
 """
 
 
@@ -37,12 +39,9 @@ class DerivedAnswers:
     rendering: Rendering
     answers: tuple[AnswerSpan, ...]
     prefixes: tuple[PrefixAnswer, ...]
-    """The answers that the derivation by prefix found. Empty if generation tags mark the answers."""
+    """The answers that the derivation by prefix found, or an empty tuple if generation tags mark the answers."""
     contexts: tuple[Context, ...]
-    """The text that must precede each answer, from the assistant header on.
-
-    Empty if generation tags mark the answers.
-    """
+    """The context that must precede each answer, or an empty tuple if generation tags mark the answers."""
     steps: tuple[TraceStep, ...] | None
     """The steps and guards of the trace, or None if other conversations cannot reuse the trace."""
     notes: tuple[Note, ...]

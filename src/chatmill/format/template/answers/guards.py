@@ -95,8 +95,8 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
     """Return the arguments of `Trace.evaluate` that test whether `whole` begins with `prefix`."""
     literals = [item for item in prefix if isinstance(item, str)]
     if len(literals) == len(prefix):
-        # Keep only as many items of `whole` as `prefix` can reach. Each slot counts as one character, because no text
-        # is empty.
+        # Keep only the items of `whole` that are compared with `prefix`. Each slot counts as one character, because no
+        # text is empty.
         size = 0
         for number, item in enumerate(whole):
             size += len(item) if isinstance(item, str) else 1

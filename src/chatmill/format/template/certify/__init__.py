@@ -4,6 +4,6 @@ certificate      the lines of a certificate, in order
 finding          one line of a certificate: PASS, WARN, FAIL or SKIP
 observe          renders the conversations that are checked
 plain_check      compares finished rows with prompts, as plain text; shares no code with answers/
-trained_lines    lines about what is trained: ids, answers, their starts and ends
-template_lines   lines about what the template renders: roles, tools, reasoning, shapes that it rejects
+trained_lines    lines about training: ids, answers, and where answers start and end
+template_lines   lines about rendering: roles, tools, reasoning, shapes that it rejects
 """

@@ -24,7 +24,7 @@ LINES = (
 def certify(
     renderer: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
 ) -> list[Finding]:
-    """Return the lines of the certificate, in order. `peer_name` is the name of the peer in these lines."""
+    """Return the lines of the certificate, in order. `peer_name` is the name of the peer library in the lines."""
     seen = Observations(renderer, peer, peer_name)
     seen.read(records)
     return list(_findings(seen))

@@ -1,4 +1,4 @@
-"""The lines of a certificate.
+"""Findings, which are the lines of a certificate, and their levels.
 
 PASS   the template has the property
 WARN   training works, but the template makes an unusual choice or rejects a shape of records
@@ -19,10 +19,7 @@ EXAMPLES = 3
 
 
 LINE_OF_KIND = {"no_end_token": "terminator", "prompt_mismatch": "prompt"}
-"""The certificate line that reports a rejected plain conversation, by the kind of error.
-
-Other kinds are reported by the line `answers`.
-"""
+"""Maps kinds of errors to the certificate line that reports them in a plain conversation; the default is `answers`."""
 
 
 class Level(StrEnum):

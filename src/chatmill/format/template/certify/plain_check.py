@@ -1,4 +1,4 @@
-"""Compare finished rows with the template's prompts, as plain text, as an independent check for certificates.
+"""Compare the text of finished rows with the template's prompts, as an independent check for certificates.
 
 The check uses only the ids of a row, the loss mask, and the text that the template renders. The check does not use the
 derivation of answers, so it can find errors in the derivation.
@@ -35,15 +35,15 @@ Relation = Literal[
     "differs",
     "unknown",
 ]
-"""How the row before an answer compares with the prompt for it.
+"""The relation between the row before an answer and the prompt for the answer.
 
 same                   the prompt is a prefix of the row
 space_before_header    whitespace before the header differs
 parts_behind_header    row and prompt diverge after the header, for example if only one of them has `<think>`
-header_not_in_prompt   the row has the usual header where the prompt has none
-history_rewritten      more than whitespace differs before the header; both agree starting at the header
+header_not_in_prompt   the row has the usual header, but the prompt has no header
+history_rewritten      the text before the header differs in more than whitespace, but the header is the same
 several_turns          the answer continues in another turn, after a header
-differs                the header differs: the model would be prompted differently from how it is trained
+differs                the headers differ, so the model is prompted differently from how it is trained
 unknown                decoding the ids does not restore the text of the row
 """
 MARK = "\0"
@@ -65,7 +65,7 @@ class CheckedAnswer:
     straddles: bool
     """Whether the first token of the answer starts in the header and is therefore not trained."""
     faults: tuple[str, ...]
-    """Descriptions of the errors in the trained text. Empty for a correct answer."""
+    """Descriptions of the errors in the trained text, or an empty tuple for a correct answer."""
 
 
 class _Run(NamedTuple):

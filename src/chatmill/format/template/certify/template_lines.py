@@ -101,7 +101,7 @@ def null_content(seen: Observations) -> Finding:
         return Finding(
             "null",
             Level.SKIP,
-            "not compared, because transformers is not installed or cannot open the tokenizer",
+            "transformers is not installed or cannot open the tokenizer, so null content was not compared",
         )
     probe = seen.good.get(TOOL.id)
     if probe is None:

@@ -47,7 +47,9 @@ def reason(seen: Observations, record: Record, fault: RecordError) -> str:
 def ids(seen: Observations) -> Finding:
     if seen.peer is None:
         return Finding(
-            "ids", Level.SKIP, "not compared, because transformers is not installed or cannot open the tokenizer"
+            "ids",
+            Level.SKIP,
+            "transformers is not installed or cannot open the tokenizer, so the ids were not compared",
         )
     places = [probe.place for probe in seen.probes if seen.differs(probe)] + seen.own.different
     compared = sum(CONTROL_TEXT not in probe.notes for probe in seen.probes) + seen.own.compared
@@ -212,7 +214,8 @@ def text_tokens(seen: Observations) -> Finding:
     from_text = seen.renderer.text_tokens.ids
     ids = {token: id for token, id in seen.renderer.encoder.ids.items() if token not in from_text}
     count = written = 0
-    # Test the control tokens in groups, because a vocabulary may have thousands and long texts are slow to check.
+    # Test the control tokens in groups, because a vocabulary may have thousands of control tokens and long texts are
+    # slow to check.
     for first in range(0, len(ids), TOKENS_IN_TEXT):
         text = " ".join(list(ids)[first : first + TOKENS_IN_TEXT])
         record = probe_record("control text", *dialog(f"Say {text} twice.", f"{text} and {text}."))

@@ -4,7 +4,7 @@
        │  <── plain data ──        │
        └─ starts ─> fork server ─ forks and ends    a fresh interpreter: no environment, no descriptors, no templates
 
-client        the renderer's side: sends requests, enforces limits on time and memory
+client        sends requests for the renderer, and enforces limits on time and memory
 channel       starts fork servers and processes, and exchanges frames with them
 messages      the messages of the protocol, and the checks of responses
 fork_server   the fork server, and the request loop of a process

@@ -19,7 +19,7 @@ from chatmill.format.template.process import messages
 WAITING = 20.0
 """Maximum wall-clock time of a process as a multiple of its CPU time limit.
 
-It is large because the machine may be busy.
+The factor is large, because the machine may be busy.
 """
 GRACE = 1.0
 """Extra seconds before a process is killed, so that it can stop by itself and report the line of the template."""
@@ -119,7 +119,7 @@ atexit.register(stop_servers)
 class Channel:
     """A process of a fork server that may use `memory` additional bytes.
 
-    `arguments` are passed to its start function.
+    `arguments` are passed to the start function of the process.
     """
 
     def __init__(self, server: ForkServer, memory: int, *arguments: str) -> None:
@@ -167,7 +167,7 @@ class Channel:
         clock.check_sometimes()
 
     def end(self) -> int | None:
-        """Kill the process if it is running. Return its exit code (negative for a signal), or None if it is unknown."""
+        """Kill the process if it is running, and return its exit code (negative for a signal) or None if unknown."""
         try:
             self._leash.shutdown(socket.SHUT_WR)
             self._leash.settimeout(60)

@@ -100,7 +100,7 @@ SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
 def lock_down(memory: int, parent: int) -> list[str]:
     """Remove all privileges that a template does not need, and limit the process to `memory` additional bytes.
 
-    The process exits when the process `parent` exits. Return the names of the active protections.
+    The restricted process is killed when the process `parent` exits. Return the names of the active protections.
     """
     in_force = []
     if sys.platform == "linux":
@@ -172,7 +172,7 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     """Return a BPF program that allows only the given system calls and no executable memory.
 
-    Other calls fail with EPERM.
+    Other system calls fail with EPERM.
     """
     names = sorted(allowed, key=lambda name: allowed[name])
     executable = [allowed[name] for name in ("mmap", "mprotect")]

@@ -111,7 +111,7 @@ class RecordFault(msgspec.Struct, tag="record", frozen=True):
 
 
 class TemplateFault(msgspec.Struct, tag="template", frozen=True):
-    """A `DataError`, raised because the template cannot be used."""
+    """An error response for a template that cannot be used, which the renderer raises as a `DataError`."""
 
     what: str
 
@@ -224,9 +224,9 @@ def _characters(value: Any) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert lists to tuples.
+    """Return a value with lists converted to tuples.
 
-    Raise `BrokenResponseError` if they contain values other than strings, numbers and None.
+    Raise `BrokenResponseError` if the value contains anything other than strings, numbers and None.
     """
     if isinstance(value, list | tuple):
         return tuple(_tuples(inner) for inner in value)

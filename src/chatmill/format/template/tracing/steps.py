@@ -1,4 +1,4 @@
-"""The functions that a step of a trace may call, by name. All of them are pure functions of texts.
+"""The functions that a step of a trace may call, by name. All step functions are pure functions of texts.
 
 The process that runs a template records a trace as plain data, and another process replays the trace. A replayed trace
 can call only the functions in `STEP_FUNCTIONS`.
@@ -80,9 +80,9 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 
 
 def begins_with(*args: Any) -> bool:
-    """Whether the text of a pattern begins with the text of another pattern. The other arguments replace their Nones.
+    """Whether the text of a pattern begins with the text of another pattern.
 
-    For speed, only the compared part of the first text is built.
+    The other arguments replace the Nones in both patterns. For speed, only the compared part of the text is built.
     """
     *values, pattern, other = args
     given = iter(values)

@@ -36,7 +36,7 @@ class TraceStep(NamedTuple):
 
 
 class ReadyStep(NamedTuple):
-    """A step that contains its function instead of the function's name, to be replayed faster."""
+    """A step that contains its function instead of the name of the function, for faster replay."""
 
     call: Callable[..., Any]
     slots: tuple[int, ...]
@@ -53,7 +53,7 @@ class Trace:
         self.num_slots = len(texts)
         self.steps: list[TraceStep] = []
         self.cacheable = True
-        """Whether other conversations can replay the trace. False after an operation that cannot be replayed."""
+        """Whether other conversations can replay the trace, which requires that every operation can be replayed."""
         self._recorded: dict[Any, int] = {}
 
     def value(self, function: str, slots: tuple[int, ...], *args: Any) -> int:
@@ -138,7 +138,7 @@ class FieldPath(NamedTuple):
 
 
 class TracedPiece(NamedTuple):
-    """Consecutive characters with the same origin: a literal of the template, or (a slice of) a field."""
+    """Consecutive characters with the same origin: a literal of the template, a field, or a slice of a field."""
 
     text: str
     line: int = 0

@@ -247,7 +247,10 @@ def joined(texts: Sequence[str]) -> TracedStr:
 
 
 def opaque(text: str, inputs: Any) -> TracedStr:
-    """Return a text that was computed from `inputs` without tracing. Its origin is the first field in `inputs`."""
+    """Return a text that was computed from `inputs` without tracing.
+
+    The origin of the text is the first field in `inputs`.
+    """
     pieces: list[TracedPiece] = []
     for value in texts_in(inputs):
         pieces += value.pieces
@@ -285,7 +288,10 @@ def untraced(value: Any) -> Any:
 
 
 def _known(text: str) -> str:
-    """Return a method argument as a plain string. If it comes from a conversation, its trace is no longer cacheable."""
+    """Return a method argument as a plain string.
+
+    If the argument comes from a conversation, its trace is no longer cacheable.
+    """
     if isinstance(text, TracedStr):
         text._not_cacheable()
         return text.plain()
