@@ -178,7 +178,7 @@ class _OriginSearch:
         common, place = max(((self._common(literals[at:], header), at) for at in places), default=(0, -1))
         if not common:
             what = f"the template rejects the prompt for message {message}: {error.what}"
-            raise disputed(what, "start the conversation with the message that it answers")
+            raise disputed(what, "start the conversation with a user message")
         return self.places[before + 1] + place + common
 
     def _visible_header(self, message: int, prompt_end: str) -> str:

@@ -138,7 +138,7 @@ class ContextFinder:
         except RecordError as error:
             if not usual:
                 what = f"the template rejects the prompt for message {message}: {error.what}"
-                right = "start the conversation with the message that it answers"
+                right = "start the conversation with a user message"
                 raise RecordError(what, right, kind="prompt_mismatch") from None
             return None, usual
         if usual and prompt.endswith(usual):
