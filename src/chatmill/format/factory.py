@@ -162,8 +162,8 @@ def control_tokens_from_json(stored: Any) -> dict[str, str]:
 def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> TurnRenderer | TemplateRenderer:
     """Restore a renderer from the result of its `to_json`, or from a preset name, with a tokenizer opened from `spec`.
 
-    The returned renderer produces exactly the same rows as the stored renderer. Raise `DataError` if this is not
-    possible.
+    The returned renderer produces exactly the same rows as the stored renderer. Raise `DataError` if the stored
+    renderer cannot be restored.
     """
     try:
         if isinstance(stored, dict) and stored.get("name") == TEMPLATE:

@@ -123,8 +123,8 @@ def split_bodies(
     """Return the start, length and part of each piece of `bodies`, whose text runs are the last encoded texts.
 
     The ids of control tokens follow the ids of the encoded texts, at the offsets `control_start`. If the tokenizer
-    normalizes the text of a run, the boundaries between its pieces are unknown. In this case, the whole run becomes one
-    piece of content, and the other pieces of the run are empty.
+    normalizes the text of a run, the boundaries between its pieces are unknown. If the boundaries are unknown, the
+    whole run becomes one piece of content, and the other pieces of the run are empty.
     """
     pieces = [piece for body in bodies for piece in body]
     parts = np.array([piece.part for piece in pieces], dtype=np.uint8)

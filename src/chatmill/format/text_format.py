@@ -6,8 +6,8 @@ The tokens that the tokenizer itself adds surround the text. If the tokenizer ad
 EOS token of the tokenizer folder.
 
 A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. Some
-tokenizers add a space before every text, which would also add a space before the completion. With such a tokenizer, the
-prompt and its completion are encoded as one text, and a token that spans the boundary is not trained.
+tokenizers add a space before every text, which would also add a space before the completion. If the tokenizer adds a
+space, the prompt and its completion are encoded as one text, and a token that spans the boundary is not trained.
 """
 
 from __future__ import annotations

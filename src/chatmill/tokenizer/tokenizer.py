@@ -142,7 +142,10 @@ class Tokenizer:
         return dict(self._special)
 
     def state(self, *, added_tokens: bool) -> dict[str, Any]:
-        """Return the metadata for datasets. The key `besides` lists the added tokens that the format does not use."""
+        """Return the tokenizer metadata that datasets store.
+
+        The key `besides` lists the added tokens that the format does not use.
+        """
         besides = [token for token in self._added if token not in self.control.values()]
         return {
             "name": self.name,

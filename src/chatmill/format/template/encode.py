@@ -251,8 +251,8 @@ class _RowEncoder:
     ) -> tuple[Index, NDArray[np.bool_]]:
         """Return the token position of each boundary and whether it is exact.
 
-        A token that spans the end of the prompt is context. With generation tags, such a token belongs to the answer,
-        as in transformers.
+        A token that spans the end of the prompt is context. With generation tags, a token that spans the end of the
+        prompt belongs to the answer, as in transformers.
         """
         size = encoded.size[section]
         text_bytes = np.where(table.after_text[borders], size - encoded.literal_bytes[section], 0)

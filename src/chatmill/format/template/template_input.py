@@ -53,7 +53,10 @@ _ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
 
 
 def only_turns(record: Record) -> Record:
-    """Return a transcript without whitespace between turns. Raise `RecordError` for other text between turns."""
+    """Return a transcript without whitespace between turns.
+
+    Raise `RecordError` if the text between turns contains more than whitespace.
+    """
     if all(message.role != NO_ROLE for message in record.messages):
         return record
     for number, message in enumerate(record.messages):

@@ -22,7 +22,10 @@ Render = Callable[[Record, int, bool], str | None]
 """Renders the first n messages, with or without the generation prompt, or returns None for rejected messages."""
 
 MAX_WORDS = 2
-"""Maximum number of words between two tokens of a header. A token among more words is part of a sentence."""
+"""Maximum number of words between two tokens of a header.
+
+A token that is separated by more words is part of a sentence.
+"""
 
 PUNCTUATION = frozenset(".,;:!?")
 """Characters that occur in sentences but not in headers."""
