@@ -117,7 +117,7 @@ def make_model(
 ) -> None:
     """Write the model folder; it appears complete or not at all. Raise `ChatmillError` if it cannot be made."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise DataError(f"{folder}: exists already; remove it, or give the name of a new folder")
+        raise DataError(f"{folder}: already exists; remove it or use a new name")
     smallest = 256 + len(SPECIAL_TOKENS) + len(TEXT_TOKENS)
     if not smallest <= vocab_size <= LARGEST_VOCABULARY:
         raise UsageError(f"--vocab-size is {vocab_size}; expected {smallest} to {LARGEST_VOCABULARY}")

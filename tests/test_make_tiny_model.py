@@ -125,8 +125,8 @@ def test_the_tokenizer_learns_from_the_given_conversations(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        ("taken", 1, "taken: exists already; remove it, or give the name of a new folder"),
-        ("file", 1, "file: exists already; remove it, or give the name of a new folder"),
+        ("taken", 1, "taken: already exists; remove it or use a new name"),
+        ("file", 1, "file: already exists; remove it or use a new name"),
         ("new --data nowhere.jsonl", 1, "nowhere.jsonl: no such file; expected a file, a folder or a glob"),
         ("new --vocab-size 264", 2, "--vocab-size is 264; expected 265 to 1048576"),
         ("new --hidden-size 48", 2, "--hidden-size is 48; expected a multiple of 32"),

@@ -312,7 +312,7 @@ def test_an_existing_cache_is_kept_unless_overwrite_is_given(run):
     code, _, err = run("build-sft-primer", "--seed", "1")
     assert (code, err) == (
         1,
-        "chatmill: data/cache/sft/primer: exists already; give another name, or --overwrite\n",
+        "chatmill: data/cache/sft/primer: already exists; use another name or pass --overwrite\n",
     )
     assert contents("data/cache") == before
     Path("data/primer.jsonl").write_text("{\n")

@@ -211,7 +211,7 @@ def test_a_tokenizer_is_trained_and_overwritten_only_with_the_flag(run):
     assert sorted(path.name for path in Path().iterdir()) == ["chat.jsonl", "tok.json"]
     before = Path("tok.json").read_bytes()
     code, _, err = run("tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "tok.json")
-    assert (code, err) == (1, "chatmill: tok.json: exists already; give another name, or --overwrite\n")
+    assert (code, err) == (1, "chatmill: tok.json: already exists; use another name or pass --overwrite\n")
     assert Path("tok.json").read_bytes() == before
     assert run("tokenizer", "train", "chat.jsonl", "--vocab-size", "260", "-o", "tok.json", "--overwrite")[0] == 0
     assert Path("tok.json").read_bytes() != before
@@ -321,12 +321,12 @@ def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
         (
             ["tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "no/t.json"],
             1,
-            "no: no such folder; make it",
+            "no: no such folder; create it",
         ),
         (
             ["check", "chat.jsonl", "--on-error", "skip", "--rejects", "no/r.jsonl"],
             1,
-            "no: no such folder; make it, or name another",
+            "no: no such folder; create it or use another folder",
         ),
     ],
 )

@@ -117,11 +117,11 @@ def test_export_parquet_reports_what_it_wrote(run):
     ("args", "code", "words"),
     [
         (["reweigh", "none", "--train-on", "last", "-o", "v2"], 1, "none: no such folder"),
-        (["reweigh", "v1", "--train-on", "last", "-o", "v1"], 1, "v1: exists already"),
+        (["reweigh", "v1", "--train-on", "last", "-o", "v1"], 1, "v1: already exists"),
         (["reweigh", "v1", "--train-on", "last", "-o", "v1/new"], 1, "overlap; use another folder"),
         (["diff", "v1", "none"], 1, "none: no such folder"),
         (["export", "parquet", "none", "-o", "out"], 1, "none: no such folder"),
-        (["export", "parquet", "v1", "-o", "v1"], 1, "v1: exists already"),
+        (["export", "parquet", "v1", "-o", "v1"], 1, "v1: already exists"),
         (["export", "parquet", "v1", "-o", "v1", "--overwrite"], 1, "v1: has no chatmill_export.json"),
         (["export", "parquet", "v1", "-o", "out", "--split", "val"], 1, "v1: has no split val; it has train"),
     ],
@@ -145,7 +145,7 @@ def test_train_on_must_be_one_of_three_values(run):
         ("prepare chat.jsonl -o loop/d", "loop/d: cannot be created (File exists); use another folder"),
         ("export parquet v1 -o loop", "loop: is a symbolic link; use the folder itself"),
         ("reweigh v1 -o loop --train-on all", "loop: is a symbolic link; use the folder itself"),
-        ("report v1 -o loop", "loop: exists already; give another name, or --overwrite"),
+        ("report v1 -o loop", "loop: already exists; use another name or pass --overwrite"),
         ("build-sft-primer --primer-jsonl loop", "loop: no such file; expected a file, a folder or a glob"),
     ],
 )

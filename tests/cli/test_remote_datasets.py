@@ -74,7 +74,7 @@ def test_a_build_to_a_url_supports_overwrite_and_json(run, bucket):
     assert run("prepare", "chat.jsonl", "-o", url) == (
         1,
         "",
-        f"chatmill: {url}: exists already; give another name, or --overwrite\n",
+        f"chatmill: {url}: already exists; use another name or pass --overwrite\n",
     )
     code, out, _ = run("prepare", "chat.jsonl", "-o", f"{url}/", "--overwrite", "--json")
     assert (code, json.loads(out)["path"]) == (0, url)
@@ -96,7 +96,7 @@ def test_rejects_of_a_build_to_a_url_go_to_a_local_file_or_to_a_url(run, bucket)
     assert objects.read(bucket / "v3.jsonl") == Path("v2.rejects.jsonl").read_bytes()
     code, out, err = run(*words)
     assert (code, out) == (1, "")
-    assert "exists already" in err
+    assert "already exists" in err
     code, _, err = run(*words, "--overwrite")
     assert code == 0, err
     objects.write(bucket / "v3.jsonl", b"mine\n")

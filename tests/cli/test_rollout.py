@@ -187,7 +187,7 @@ def test_missing_coordinates_and_wrong_flags_are_usage_errors(run, files):
 def test_an_existing_dataset_is_replaced_only_with_overwrite(run, files):
     run(*BUILD)
     code, _, err = run(*BUILD)
-    assert code == 1 and "exists already" in err
+    assert code == 1 and "already exists" in err
 
 
 def test_a_glob_must_match_one_file(run, files):

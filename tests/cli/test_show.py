@@ -110,7 +110,7 @@ def test_report_writes_a_page_and_overwrites_only_with_the_flag(run):
     page = Path("page.html").read_text()
     assert page.startswith("<!doctype html>") and "<script" not in page
     code, _, err = run("report", "v1", "-o", "page.html")
-    assert (code, err) == (1, "chatmill: page.html: exists already; give another name, or --overwrite\n")
+    assert (code, err) == (1, "chatmill: page.html: already exists; use another name or pass --overwrite\n")
     code, out, _ = run("report", "v1", "-o", "page.html", "--overwrite", "--json")
     assert (code, json.loads(out)["episodes"]) == (0, {"train": 3})
     assert Path("page.html").read_text() == page

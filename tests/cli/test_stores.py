@@ -24,7 +24,7 @@ def test_a_dataset_in_any_store_has_the_same_bytes_as_a_local_one(run, store, re
     assert read(bucket / "v1/dataset_metadata.json") == Path("v1/dataset_metadata.json").read_bytes()
     assert run("verify", f"{bucket}/v1", "--full")[0] == 0
     code, _, err = run("prepare", "chat.jsonl", "-o", f"{bucket}/v1")
-    assert (code, err) == (1, f"chatmill: {bucket}/v1: exists already; give another name, or --overwrite\n")
+    assert (code, err) == (1, f"chatmill: {bucket}/v1: already exists; use another name or pass --overwrite\n")
 
 
 def test_every_command_reports_wrong_credentials_in_one_line(run, rclone_server):

@@ -120,7 +120,7 @@ def test_error_names_the_origin_of_the_first_row_that_is_too_long():
         truncate(rows, 20, "error", ledger=Ledger())
     assert str(caught.value) == (
         "chat.jsonl:7: the row has 26 tokens, but at most 20 are allowed; "
-        "raise the limit, or choose another rule: exchanges, turns, tail, windows, drop"
+        "raise the limit or use another rule: exchanges, turns, tail, windows, drop"
     )
 
 

@@ -297,7 +297,7 @@ def test_damage_is_reported_at_every_attempt_and_the_cursor_does_not_move(tmp_pa
         target, {"batch_size": 1, "block_size": 4, "epoch_shuffle": False, "pad_token_id": 0, "episode_min_tokens": 0}
     )
     for _ in range(2):
-        with pytest.raises(DataError, match="points beyond the tokens; it was changed, see chatmill verify"):
+        with pytest.raises(DataError, match="points beyond the tokens; the file was changed; run chatmill verify"):
             list(islice(loader, 3))
     # The first batch is intact and was returned; the second is tried again.
     assert loader.cursor().step == 1
@@ -316,7 +316,7 @@ def test_a_damaged_byte_in_the_origins_is_harmless_or_reported(tmp_path, packed)
             list(EpisodeLoader(made, {**SMALL, "batch_size": 1}, epochs=1, tensors=False, ahead=0))
         except DataError as fault:
             said.add(str(fault))
-    right = f"; it was changed, see chatmill verify {made} --full"
+    right = f"; the file was changed; run chatmill verify {made} --full"
     assert said == {
         f"{path}: segments are out of order{right}",
         f"{path.with_name(SPANS)}: spans do not tile the tokens of their rows{right}",

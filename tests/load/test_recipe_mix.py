@@ -168,7 +168,9 @@ def test_metadata_that_lists_only_some_sources_is_refused(folder, tmp_path):
         if source is None:
             del shard["source"]
         (tmp_path / "dataset_metadata.json").write_bytes(hashed_text(data))
-        with pytest.raises(DataError, match=r"splits.train.shards.* expected (a source for all|the name of a source)"):
+        with pytest.raises(
+            DataError, match=r"splits.train.shards.* expected (a source for every|the name of a source)"
+        ):
             read_metadata(tmp_path)
 
 

@@ -79,9 +79,9 @@ FLAGS = {
     "chat.jsonl -o new/x --engine ray --address 127.0.0.1:1": (2, "no Ray cluster at 127.0.0.1:1 ("),
     "chat.jsonl -o x --fit error --max-tokens 20": (1, "chat.jsonl:1: "),
     "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; no records are left"),
-    "chat.jsonl -o .": (2, ".: has no name; give the folder of the dataset as NAME or DIR/NAME"),
+    "chat.jsonl -o .": (2, ".: has no name; use NAME or DIR/NAME as the folder of the dataset"),
     "chat.jsonl -o ..": (2, "..: has no name"),
-    "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: exists already; give another name, or --overwrite"),
+    "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: already exists; use another name or pass --overwrite"),
     "chat.jsonl -o chat.jsonl --overwrite": (1, "chat.jsonl: is not a folder and is not replaced"),
     "chat.jsonl -o chat.jsonl/x": (1, "chat.jsonl/x: cannot be created (File exists); use another folder"),
     "chat.jsonl -o /proc/x": (1, "/proc/x: cannot be created ("),
@@ -146,7 +146,7 @@ def test_a_refused_command_keeps_the_rejects_of_an_earlier_one(place, monkeypatc
     refused(monkeypatch, capsys, "no.jsonl -o x --on-error skip --overwrite")
     refused(monkeypatch, capsys, "chat.jsonl -o x --on-error skip --overwrite")
     assert (place / "x.rejects.jsonl").read_bytes() == b""
-    said = (1, "x.rejects.jsonl: exists already; give another name, or --overwrite")
+    said = (1, "x.rejects.jsonl: already exists; use another name or pass --overwrite")
     assert refused(monkeypatch, capsys, "chat.jsonl -o x --on-error skip") == said
 
 
@@ -175,7 +175,7 @@ def test_stored_file_names_are_unique_and_independent_of_how_inputs_are_given(tm
 
 def test_an_existing_dataset_is_replaced_only_with_overwrite(place, monkeypatch, capsys):
     build(job_of(("chat.jsonl",)), Path("x"))
-    said = "x: exists already; give another name, or --overwrite"
+    said = "x: already exists; use another name or pass --overwrite"
     assert refused(monkeypatch, capsys, "chat.jsonl -o x") == (1, said)
     build(job_of(("chat.jsonl",), max_tokens=50), Path("y"))
     build(job_of(("chat.jsonl",), max_tokens=50), Path("x"), overwrite=True)

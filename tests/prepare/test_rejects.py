@@ -81,7 +81,7 @@ def test_only_a_rejects_file_is_replaced_and_only_with_overwrite(tmp_path):
     path = tmp_path / "rejects.jsonl"
     rejected(path)
     before = path.read_bytes()
-    with pytest.raises(DataError, match=r"rejects\.jsonl: exists already; give another name, or --overwrite"):
+    with pytest.raises(DataError, match=r"rejects\.jsonl: already exists; use another name or pass --overwrite"):
         Rejects(path)
     rejected(path, overwrite=True)
     assert path.read_bytes() == before
@@ -112,6 +112,6 @@ def test_rejects_of_an_interrupted_command_are_discarded_and_new_files_are_kept(
     stopped(RecordError("a", "b", kind="json"))
     stopped.__exit__(KeyboardInterrupt)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(DataError, match="exists already"), Rejects(path):
+    with pytest.raises(DataError, match="already exists"), Rejects(path):
         path.write_text("mine")
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("rejects.jsonl", "mine")]

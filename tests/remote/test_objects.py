@@ -116,7 +116,7 @@ def test_folders_and_globs_match_exactly_the_objects_below_them(bucket):
 
 def test_a_conditional_write_fails_if_the_object_changed(bucket):
     url = bucket / "metadata.json"
-    with pytest.raises(ExistingObjectError, match=r"exists already, or was replaced in the meantime$"):
+    with pytest.raises(ExistingObjectError, match=r"already exists, or was replaced in the meantime$"):
         write(url, b"1", replaces="some version")
     write(url, b"1", new=True)
     first = find(url).version

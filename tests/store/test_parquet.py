@@ -161,7 +161,7 @@ def test_exports_are_reproducible_and_replaced_only_on_request(tmp_path):
     write_rows(tmp_path / "v1", {"train": rows_of(chats(0, 10))})
     export_parquet(tmp_path / "v1", tmp_path / "out")
     before = contents(tmp_path / "out")
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         export_parquet(tmp_path / "v1", tmp_path / "out")
     export_parquet(tmp_path / "v1", tmp_path / "out", overwrite=True)
     assert contents(tmp_path / "out") == before
@@ -183,7 +183,7 @@ def test_a_failed_export_leaves_nothing(tmp_path):
     entries = np.fromfile(index, "<u8")
     entries[-2] = 10**9
     entries.tofile(index)
-    with pytest.raises(DataError, match="see chatmill verify"):
+    with pytest.raises(DataError, match="run chatmill verify"):
         export_parquet(tmp_path / "v1", tmp_path / "out")
     assert names(tmp_path) == ["v1"]
 

@@ -288,7 +288,10 @@ def test_rows_that_a_cache_cannot_store_are_refused_and_leave_nothing(tmp_path):
     spans["length"], spans["target"] = 2, 7
     one = rows_of(([1, 2], [1, 1]))
     other = Rows(one.ids, spans, one.first_span, one.origins, one.first_segment)
-    for rows, vocab_size, word in ((ROWS, 500, "expected an id below 500"), (other, 500, "another id as its target")):
+    for rows, vocab_size, word in (
+        (ROWS, 500, "expected an id below 500"),
+        (other, 500, "a target other than its own id"),
+    ):
         with pytest.raises(DataError, match=word):
             write(tmp_path, {"train": [rows]}, vocab_size=vocab_size)
     unbalanced = ledger_of(ROWS)

@@ -127,7 +127,7 @@ def test_an_existing_dataset_is_refused_before_any_work_and_replaced_with_overwr
     url = memory / "v1"
     built(url)
     old = open_dataset(url)
-    with pytest.raises(DataError, match=f"^{url}: exists already; give another name, or --overwrite$"):
+    with pytest.raises(DataError, match=f"^{url}: already exists; use another name or pass --overwrite$"):
         prepare_dataset(chatmill.Job((chatmill.InputSource(("missing.jsonl",)),)), url)
     built(url, of=job(5), overwrite=True)
     built("second", of=job(5))
@@ -194,11 +194,11 @@ def test_a_target_with_objects_of_others_is_refused_before_any_work(store, reque
             with pytest.raises(UsageError, match=rf"{bucket}/*: has no name; use {bucket.scheme}://BUCKET/"):
                 prepare_dataset(nothing, root, overwrite=overwrite)
         with pytest.raises(
-            DataError, match=rf"^{bucket}/in: contains b\.jsonl, sub, which chatmill did not write; give an"
+            DataError, match=rf"^{bucket}/in: contains b\.jsonl, sub, which chatmill did not write; use an"
         ):
             prepare_dataset(nothing, bucket / "in", overwrite=overwrite)
         with pytest.raises(
-            DataError, match=rf"^{bucket}/file: is an object, but a dataset needs a folder; give another"
+            DataError, match=rf"^{bucket}/file: is an object, but a dataset needs a folder; use another"
         ):
             prepare_dataset(nothing, bucket / "file", overwrite=overwrite)
     # Leftovers of a killed build, and folders whose names share a prefix, do not block a build.
@@ -318,7 +318,7 @@ def test_missing_truncated_and_changed_objects_are_reported_and_never_read(s3):
     with pytest.raises(DataError, match=rf"^{place}: sha256 [0-9a-f]{{12}}…; expected "):
         dataset["train"].rows([0])
     [fault] = verify_dataset(url, full=True).faults
-    assert_matches(named + "sha256 .*; the metadata has .*; it was changed$", fault)
+    assert_matches(named + "sha256 .*; the metadata has .*; the object was changed$", fault)
     assert verify_dataset(url, full=False).faults == ()
     objects.write(place, bytes(data[:-1]))
     for full in (False, True):
@@ -359,7 +359,7 @@ def test_reweighing_from_and_to_a_url_gives_the_bytes_of_local_reweighing(memory
         assert equal(open_dataset(target), open_dataset("all"))
         assert verify_dataset(target, full=True).faults == ()
     assert objects.read(url / "all" / METADATA) == Path("all", METADATA).read_bytes()
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         reweigh_dataset("v1", url / "all", train_on="all")
     assert list(Path("scratch").rglob("*.bin")) == []
 
@@ -405,7 +405,7 @@ def test_clean_keeps_undated_objects_and_refuses_urls_without_a_dataset(memory, 
     with pytest.raises(DataError, match=r"has no dataset_metadata\.json, but mine\.txt"):
         clean_dataset(url, older_than=-60)
     objects.write(url / METADATA, b'{"schema": "another"}')
-    with pytest.raises(DataError, match="it is damaged, or chatmill did not write it"):
+    with pytest.raises(DataError, match="the file is damaged, or chatmill did not write it"):
         clean_dataset(url, older_than=-60)
     objects.remove([url / METADATA])
     objects.remove([url / "mine.txt"])

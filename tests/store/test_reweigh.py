@@ -220,7 +220,7 @@ def test_a_dataset_without_spans_is_refused(dataset):
 
 def test_a_target_that_exists_or_is_inside_the_dataset_is_refused(dataset):
     reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         reweigh_dataset(dataset, dataset.with_name("v2"), train_on="all")
     for target in (dataset / "train" / "new", dataset.parent):
         with pytest.raises(DataError, match="overlap; use another folder"):

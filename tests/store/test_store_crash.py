@@ -48,7 +48,7 @@ def test_publishing_leaves_only_the_dataset(tmp_path, monkeypatch, exchange):
 def test_an_existing_target_is_refused_and_unchanged(tmp_path):
     write_dataset(tmp_path / "x", OLD)
     before = contents(tmp_path / "x")
-    with pytest.raises(DataError, match="exists already; give another name, or --overwrite"):
+    with pytest.raises(DataError, match="already exists; use another name or pass --overwrite"):
         write_dataset(tmp_path / "x", NEW)
     assert contents(tmp_path / "x") == before
 
@@ -64,7 +64,7 @@ def test_a_target_that_is_not_a_dataset_is_never_replaced(tmp_path, kind):
     else:
         write_dataset(tmp_path / "real", OLD)
         target.symlink_to(tmp_path / "real")
-    with pytest.raises(DataError, match=r"give another name|use the folder itself"):
+    with pytest.raises(DataError, match=r"use another name|use the folder itself"):
         write_dataset(target, NEW, overwrite=True)
     assert os.path.lexists(target)
 

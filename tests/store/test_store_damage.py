@@ -153,7 +153,7 @@ def test_reading_rows_of_a_broken_table_is_an_error(dataset):
     tamper(dataset, "episodes.idx", PAIR, put("length", 1, 2**40))
     episodes = open_dataset(dataset)["train"]
     for reading in (lambda: episodes.rows([1]), lambda: episodes.tokens(1), lambda: episodes.mask(1)):
-        with pytest.raises(DataError, match="points beyond the tokens; it was changed, see chatmill verify"):
+        with pytest.raises(DataError, match="points beyond the tokens; the file was changed; run chatmill verify"):
             reading()
 
 
@@ -177,7 +177,7 @@ def test_reading_a_damaged_table_names_its_file(dataset, name, dtype, change, sa
     table.tofile(path)
     with pytest.raises(DataError) as raised:
         list(open_dataset(dataset)["train"].sweep())
-    assert str(raised.value) == f"{path}: {said}; it was changed, see chatmill verify {dataset} --full"
+    assert str(raised.value) == f"{path}: {said}; the file was changed; run chatmill verify {dataset} --full"
 
 
 def test_a_ledger_that_disagrees_with_the_shards_is_named(dataset):

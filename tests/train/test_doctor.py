@@ -97,7 +97,7 @@ def test_missing_and_read_only_folders_are_distinguished(tmp_path, monkeypatch):
     rendezvous = rank_checks.Rendezvous(0, 1, 1.0)
     [row] = rank_checks.shared_folder(rendezvous, tmp_path / "nowhere", ["a"])
     assert (row.status, row.right) == ("FAIL", "a folder that all ranks can write")
-    assert row.value == f"{tmp_path / 'nowhere'}: no such folder; make it, or name another"
+    assert row.value == f"{tmp_path / 'nowhere'}: no such folder; create it or use another folder"
 
     def refuse(path, data):
         raise PermissionError(13, "Permission denied", str(path))

@@ -120,7 +120,7 @@ def test_a_merged_folder_has_tokenizer_chat_template_and_training_metadata(tmp_p
 def test_overwrite_replaces_only_folders_that_merge_wrote(tmp_path):
     adapters, target = adapters_on("llama", torch.bfloat16, tmp_path), tmp_path / "merged"
     merge_adapters(adapters, target)
-    with pytest.raises(DataError, match="exists already; give another name, or --overwrite"):
+    with pytest.raises(DataError, match="already exists; use another name or pass --overwrite"):
         merge_adapters(adapters, target)
     merge_adapters(adapters, target, save_dtype="float16", overwrite=True)
     assert json.loads((target / "config.json").read_text())["dtype"] == "float16"

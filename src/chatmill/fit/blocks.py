@@ -1,14 +1,14 @@
-"""Concatenate conversations and cut them into blocks of exactly the same size; a user turn that is cut is reopened.
+"""Concatenate conversations and split them into blocks of equal size; a split user turn is reopened in the next block.
 
     stream    S s E U u E A a E U v w E A b E EOS …
     blocks    S s E U u E A a E U v | S s E U w E A b E EOS …
                                       ~~~~~~~ injected: the system turn and the user marker
 
-The tokens injected into a block depend on where it starts, and the start of the next block depends on their number.
-Therefore blocks are cut one after the other, over a table of user turns; everything else is vectorized.
+The tokens injected into a block depend on the block's start, and the next block's start depends on how many are
+injected. Blocks are therefore planned sequentially over a table of user turns; all other steps are vectorized.
 
-A position is inside a turn if tokens of the turn are on both sides of it: a block that starts at a marker or at EOS
-does not reopen a turn, whether or not the previous turn was closed.
+A position is inside a turn if the tokens on both sides of the position belong to the turn: a block that starts at a
+marker or at EOS does not reopen a turn, whether or not the previous turn was closed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pack_chat_blocks(
     eos_id: int,
     remainder: Remainder = "pad",
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    """Cut documents of token ids, each without its final EOS, into blocks of exactly `block_size` ids, with masks.
+    """Split documents of token ids, each without its final EOS, into blocks of exactly `block_size` ids with masks.
 
     >>> markers = {"system_id": 1, "user_id": 2, "assistant_id": 3, "end_id": 4, "eos_id": 5}
     >>> blocks, masks = pack_chat_blocks([[2, 10, 4, 3, 11, 4]], block_size=8, **markers)
@@ -58,15 +58,16 @@ def pack_chat_blocks(
 
 
 def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None) -> Rows:
-    """Cut rows into blocks of exactly `block_size` tokens, whose segments are the conversations, or pieces of them.
+    """Split rows into blocks of exactly `block_size` tokens; each segment of a block is a conversation or part of one.
 
-    A row is a document: conversations that end with EOS, in a format whose turns start with a marker token.
+    Each row is a document: a sequence of conversations that end with EOS, in a format whose turns start with a marker
+    token.
 
     - A block that starts inside a user turn (or tool result) first repeats the conversation's last complete system
-      turn, if there is space, and the user marker.
-    - If that user turn does not end in the block either, the remainder of its document is omitted.
-    - An answer is trained only if all of it is in its block, the last user turn before it in the block is complete, and
-      every earlier answer in the block is closed; EOS resets this.
+      turn, if it fits, and the user marker.
+    - If a reopened user turn does not end in its second block either, the rest of its document is omitted.
+    - An answer is trained only if the block contains all of it, the last user turn before it in the block is complete,
+      and every earlier answer in the block is closed; EOS resets these conditions.
     - The last block is padded with EOS or dropped.
     """
     return _blocks(rows, block_size, 0, last=True, remainder=remainder, ledger=ledger)[0]
@@ -92,7 +93,7 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Return the blocks after token `at`, and where they end; only the `last` rows may end with a partial block."""
+    """Return the blocks after token `at` and the end of the last one; it may be partial only if `last` is true."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):
@@ -114,13 +115,13 @@ def _blocks(
 
 
 class _BlockTurns(NamedTuple):
-    """The turns of rows, with the data needed to cut a block that starts inside a turn."""
+    """Turns of rows, with the data needed for a block that starts inside a turn."""
 
     states: TurnStates
     row_stop: Index
-    """The end of the turn's document."""
+    """The position at which the turn's document ends."""
     system: Index
-    """The last complete system turn of the conversation so far, or -1."""
+    """The last complete system turn of the conversation up to this turn, or -1."""
 
 
 def _turns(rows: Rows) -> _BlockTurns:
@@ -136,7 +137,7 @@ def _turns(rows: Rows) -> _BlockTurns:
 
 
 class _Cuts(NamedTuple):
-    """One entry per block: its tokens [start, stop), and the turns injected before them (-1 for none)."""
+    """Each block's token range [start, stop), and the system and user turns injected before it (-1 if none)."""
 
     start: Index
     stop: Index
@@ -147,7 +148,7 @@ class _Cuts(NamedTuple):
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
-    """Return the bounds of the blocks from token `at` on, and where they stop.
+    """Return the bounds of the blocks that start at token `at` or later, and the end of the last block.
 
     A partial final block is allowed only if `last` is true.
     """
@@ -159,7 +160,7 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
     system[system_length + 2 > block_size] = -1
     injected = 1 + np.where(system >= 0, system_length, 0)
 
-    # This is the only loop; it runs once per block. It uses lists, because numpy is slow for single numbers.
+    # This loop runs once per block and uses lists, because numpy is slow for single numbers.
     user_start, user_stop = states.start[users].tolist(), states.stop[users].tolist()
     row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
     taken: list[tuple[int, int, int]] = []
@@ -186,12 +187,12 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
 
 
 def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
-    """Return the spans of the rows, with weight 0 for every answer that its block must not train.
+    """Return the spans of the rows, with weight 0 for every answer that must not be trained in its block.
 
-    Blocks do not overlap in the rows, so an answer is complete in at most one block, and one weight is enough.
+    Blocks do not overlap in the rows, so an answer is complete in at most one block, and one weight per span is enough.
     """
     block = np.searchsorted(cuts.start, turns.start, side="right") - 1
-    # The weights of a turn that starts before these blocks were set together with earlier blocks.
+    # If a turn starts before these blocks, its weights were set when the earlier blocks were made.
     stop = np.where(block >= 0, cuts.stop[block], 0)
     return masked_spans(rows, turns, answer_rules(rows, turns, cuts.start[block], stop))
 
@@ -200,7 +201,7 @@ def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPla
     """Plan each block as its system turn and user marker (both optional), followed by pieces of conversations."""
     block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
     count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
-    # Reserve two slots before the pieces of each block.
+    # Reserve two slots before the pieces of each block, for the system turn and the user marker.
     place = np.arange(len(block)) + 2 * (block + 1)
     system, user = first[:-1] + 2 * np.arange(count), first[:-1] + 2 * np.arange(count) + 1
     piece_start, piece_stop = np.zeros((2, len(block) + 2 * count), dtype=np.int64)
@@ -222,7 +223,7 @@ def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPla
 
 
 def _pieces(rows: Rows, start: Index, stop: Index) -> tuple[Index, Index, Index, Index]:
-    """Cut token ranges at conversation boundaries; return the range, segment, start and stop of each piece."""
+    """Split token ranges at conversation boundaries; return the range, segment, start and stop of each piece."""
     filled = np.flatnonzero(np.diff(rows.segment_start))
     border = np.append(rows.segment_start[filled], len(rows.ids))
     first = np.searchsorted(border, start, side="right") - 1
@@ -240,9 +241,9 @@ def _eos_padding(eos: int, length: int) -> Rows:
 
 
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
-    """Count the tokens that the blocks add, omit and do not train.
+    """Count the tokens that the blocks add, omit or exclude from training.
 
-    A conversation in three blocks becomes three rows: two of them are counted as repeated, without tokens.
+    A conversation that spans three blocks becomes three rows, two of which count as repeated rows with 0 tokens.
     """
     rule, length = packed.spans["rule"], packed.spans["length"]
     added: tuple[tuple[Bucket, Rule], ...] = (("injected", Rule.INJECTED), ("padding", Rule.PAD))
@@ -251,7 +252,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
             ledger.add(bucket, tokens=int(length[chosen].sum()))
     note_untrained(packed, ledger)
     _, pieces, _, _ = _pieces(rows, kept.start, kept.stop)
-    # A conversation that started in an earlier block already has a row there.
+    # A conversation that started in an earlier block already has a row in that block.
     entered = int(np.searchsorted(rows.segment_start, at, side="right")) - 1
     before = [entered] if at > rows.segment_start[entered] else []
     stored = np.unique(np.concatenate([np.array(before, dtype=np.int64), pieces]))
@@ -259,7 +260,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         ledger.add("repeated", "goes_on_in_next_block", rows=again)
 
     if not len(cuts.start):
-        # No block can contain a piece of any of these documents.
+        # Without blocks, count all of these documents as a gap after an empty block.
         cuts = _Cuts(*(np.array([value], dtype=np.int64) for value in (at, at, -1, -1, 0)))
         kept = cuts
     next_start = np.append(cuts.start[1:], end)
@@ -272,8 +273,8 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         _, segment, start, stop = _pieces(rows, start, stop)
         each = np.arange(len(segment) + 1)
         left_out = gather(rows, GatherPlan(start, stop, each, segment, each))
-        # A conversation without stored tokens is a dropped row; other conversations are truncated, or end in the last
-        # block.
+        # A conversation without stored tokens is counted as a dropped row. Any other conversation is truncated, unless
+        # its end is in the dropped last block.
         whole = ~np.isin(segment, stored)
         dropped = whole | (reason == "remainder")
         sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))

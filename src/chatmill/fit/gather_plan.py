@@ -1,4 +1,4 @@
-"""Gather plans describe new rows as pieces of old ones. Fit functions create a plan; only `gather` copies tokens."""
+"""Gather plans describe new rows as pieces of existing rows. Fit functions return plans; `gather` copies the tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OWN_RULE = 255
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """New rows as pieces of old ones.
+    """A description of new rows as pieces of existing rows.
 
-    A piece is the token range [start, stop) of the source. A start of len(source.ids) or more points into the literals:
-    tokens that the source does not have, such as padding.
+    A piece is a token range [start, stop) of the source rows. A start of len(source.ids) or more refers to the
+    literals: tokens that are not in the source, such as padding.
     """
 
     start: Index
@@ -26,15 +26,15 @@ class GatherPlan:
     first_piece: Index
     """The first piece of each new segment, followed by the number of pieces."""
     origin: Index
-    """The source segment of each new segment; -1 for none."""
+    """The source segment of each new segment, or -1 if it has no source."""
     first_segment: Index
     """The first new segment of each new row, followed by the number of new segments."""
     rule: NDArray[np.uint8] | None = None
-    """For each piece, the rule that makes all of it context, or OWN_RULE; INJECTED also sets the part of its spans."""
+    """For each piece, OWN_RULE or the rule that makes the piece context; INJECTED also sets the part of its spans."""
 
 
 def gather(source: Rows, plan: GatherPlan, literals: Rows | None = None) -> Rows:
-    """Return the rows that a plan describes. Spans are cut at the ends of pieces; empty pieces are omitted."""
+    """Return the rows that a plan describes. Spans are split where pieces end; empty pieces are omitted."""
     full = plan.stop > plan.start
     start, stop = plan.start[full], plan.stop[full]
     spans, span_start = source.spans, source.span_start

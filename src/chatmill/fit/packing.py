@@ -1,6 +1,7 @@
-"""Packing: combine several rows into one by best-fit decreasing.
+"""Pack several rows into one with the best-fit decreasing algorithm.
 
-`pack_lengths` plans over lengths only; `pack` applies the plan to `Rows`. The loader pads the remaining space.
+`pack_lengths` plans over lengths only; `pack` applies the plan to `Rows`. The loader pads the space that remains in a
+packed row.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from chatmill.errors import DataError
 from chatmill.rows import Index, Rows, offsets, ragged_index
 
 WINDOW = 2**20
-"""Number of rows that are packed together."""
+"""Number of rows in a window that is packed as one unit."""
 
 Seed = int | tuple[int, ...]
-"""An integer, or several that form one seed, such as (seed, epoch, window)."""
+"""One integer, or a tuple of integers that form one seed, such as (seed, epoch, window)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """Which rows share a bin: bin b contains the rows order[first[b]:first[b + 1]], in ascending order."""
+    """The assignment of rows to bins: bin b contains the rows order[first[b]:first[b + 1]], in ascending order."""
 
     order: Index
     first: Index
@@ -41,8 +42,8 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
     [3] [2] [4], capacity 5  ->  [4] [3 2]        order 2 0 1, first 0 1 3
 
     Rows are placed longest first (ties: by number), each into the fullest bin with enough space (ties: the oldest bin)
-    or into a new bin. Bins are in the order in which they were opened; a seed permutes them and changes nothing else.
-    A row longer than the capacity is an error: truncate or block it first.
+    or into a new bin. Bins are returned in the order in which they were opened. A seed permutes the bins but not their
+    contents. A row longer than the capacity is an error: truncate or block it first.
 
     >>> from chatmill.fit import pack_lengths
     >>> bins = pack_lengths([3, 2, 4], 5)
@@ -74,8 +75,8 @@ def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = W
 
     aaa | bb | cccc, capacity 5  ->  cccc | aaa bb        positions 0123 | 012 01, segments 0000 | 000 11
 
-    Every `window` consecutive rows are packed separately, which bounds the memory of the plan; their bins are permuted
-    by (seed, window number).
+    Each window of `window` consecutive rows is packed separately, which bounds the memory of the plan; the bins of a
+    window are permuted by (seed, window number).
     """
     if window < 1:
         raise DataError(f"window is {window}; expected at least 1")
@@ -109,15 +110,15 @@ def _check(lengths: Index, capacity: int) -> None:
 def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> list[tuple[int, int, int]]:
     """Place runs of (length, count), longest first; return steps of (first bin, number of bins, rows per bin).
 
-    The best bin for one row is also the best for the next row of that length, until it has no space left: each row
-    makes it fuller than any other bin that has space. Therefore equally full bins take the same number of rows, and one
-    step fills a range of bins:
+    The best bin for one row is also the best bin for the next row of the same length until the bin is full, because
+    each row makes it fuller than any other bin with enough space. Therefore equally full bins take the same number of
+    rows, and one step fills a range of bins:
 
         bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """
     steps = []
-    free: list[int] = []  # distinct amounts of free space in bins, ascending
-    ranges: dict[int, list[tuple[int, int]]] = {}  # for each amount, a heap of ranges of bins
+    free: list[int] = []  # Distinct amounts of free space in bins, in ascending order.
+    ranges: dict[int, list[tuple[int, int]]] = {}  # A heap of bin ranges for each amount of free space.
     opened = 0
 
     def put_back(space: int, start: int, stop: int) -> None:
@@ -156,7 +157,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
 
 
 def _grouped(group: Index) -> Index:
-    """Stable argsort in place, which is several times faster than `np.argsort` and needs no extra memory."""
+    """Compute a stable argsort in place, which is several times faster than `np.argsort` and needs no extra memory."""
     group *= len(group)
     group += np.arange(len(group), dtype=np.int64)
     group.sort()
@@ -165,7 +166,7 @@ def _grouped(group: Index) -> Index:
 
 
 def _permutation(seed: Seed, count: int) -> Index:
-    """Return a permutation that is the same in every numpy version: only the raw PCG64 stream is guaranteed."""
+    """Return a permutation that is the same in every numpy version, because numpy guarantees the raw PCG64 stream."""
     if min(seed if isinstance(seed, tuple) else (seed,)) < 0:
         raise DataError(f"seed is {seed}; expected at least 0")
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")

@@ -1,4 +1,4 @@
-"""Truncation: cut rows that are too long, by one of these rules.
+"""Truncate rows that are too long, by one of these rules.
 
     turns     drop whole exchanges, oldest first; keep the system turn and the last answer
     tail      keep the last tokens
@@ -6,7 +6,7 @@
     drop      drop the row
     error     raise an error for the first row that is too long
 
-Rules plan over spans and never read tokens. Everything that is cut or dropped is counted with its reason.
+Rules plan over spans and never read tokens. The ledger counts every removed token and every dropped row with a reason.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from chatmill.rows import NO_FILE, Index, Part, Rows, Rule, concat, offsets
 FitRule = Literal["exchanges", "turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
 OVER = "last_exchange_over_max_tokens"
-"""Why the rule `exchanges` drops a row: it never cuts into the last exchange."""
+"""Ledger reason of rows that the rule `exchanges` drops, because it never shortens the last exchange."""
 HEADER = "header_of_cut_message"
-"""A row that would keep the header of a removed message: dropped by the rule `exchanges`, otherwise noted."""
+"""Ledger reason of rows that keep the header of a removed message; only the rule `exchanges` drops these rows."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
-"""Minimum average number of consecutive unchanged rows at which copying whole stretches of rows is faster."""
+"""Average number of consecutive unchanged rows from which copying them in one step is faster."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ def truncate_with_sources(
     require_terminators: bool = False,
     min_tokens: int = 1,
 ) -> tuple[Rows, Index]:
-    """Return the rows of `truncate`, and the source row of each.
+    """Return the rows that `truncate` returns, and the number of each row's source row.
 
     Counts in the ledger: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short,
     no_trained_tokens, last_exchange_over_max_tokens, header_of_cut_message, answers_cut_off (only the removed part had
-    trained tokens) or no_terminator; rows and tokens `repeated` by windows; and, as `noted`, rows in which answers lost
-    a part (answer_cut) or that keep the header of a removed message (header_of_cut_message).
+    trained tokens) or no_terminator; rows and tokens `repeated` by windows; and, as `noted`, rows with a truncated
+    answer (answer_cut) or that keep the header of a removed message (header_of_cut_message).
     """
     if capacity is not None and capacity < 1:
         raise DataError(f"the maximum row length is {capacity} tokens; expected at least 1")
@@ -104,7 +104,7 @@ def truncate_with_sources(
     counted, counted_trained = size, trained
     if rule != "windows":
         counted, counted_trained = rows.lengths[cut.source], whole_trained[cut.source]
-    # Rows that are still too long, because the rule must not cut them.
+    # Rows that are still too long because the rule does not shorten them.
     over = size > (LONGEST_ROW if capacity is None else capacity)
     keeps_header = np.zeros(len(size), dtype=bool)
     keeps_header[shortened] = _keeps_header(rows, cut.take(np.flatnonzero(shortened)))
@@ -141,7 +141,7 @@ def truncate_with_sources(
 
 
 def _gathered(rows: Rows, cut: Truncation, shortened: NDArray[np.bool_]) -> Rows:
-    """Return the new rows. Long stretches of unchanged rows are copied as a whole."""
+    """Return the new rows; long stretches of unchanged rows are copied in one step."""
     source = np.where(shortened, -2, cut.source)
     ends = np.flatnonzero(source[1:] != source[:-1] + 1) + 1
     if not len(source) or len(ends) * STRETCH > len(source):
@@ -165,13 +165,13 @@ def _plan(cut: Truncation) -> GatherPlan:
 
 
 def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Truncation, NDArray[np.bool_]]:
-    """Cut the long rows by the rule; also return whether each new row starts and ends inside an answer: (2, rows)."""
+    """Truncate the long rows; also return flags (2, rows) for new rows that start or that end inside an answer."""
     if rule == "error":
         raise _too_long(rows, int(long[0]), capacity)
     few = rows.take(long)
     rules = {"exchanges": _exchanges, "turns": _turns, "tail": _tail, "windows": _windows, "drop": _whole}
     cut = rules[rule](few, capacity)
-    # These two rules cut only at message boundaries.
+    # The rules `exchanges` and `drop` never split a message.
     inside = np.zeros((2, len(cut.source)), dtype=bool)
     if rule not in ("exchanges", "drop"):
         inside = np.array(_answers_cut(few, cut))
@@ -189,13 +189,13 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
 
 
 def _exchanges(rows: Rows, capacity: int) -> Truncation:
-    """Keep the head and as many complete exchanges from the end as fit; do not cut a row whose last one is too long.
+    """Keep the head and as many complete exchanges from the end as fit; keep a row whose last exchange is too long.
 
         system | user asst | user asst tool asst | user asst | user      too long
         system | user asst | user asst tool asst | user asst             remove what follows the last trained exchange
         system             | user asst tool asst | user asst             then remove the oldest exchanges
 
-    An exchange is a user turn and everything up to the next one; see `exchanges_of`.
+    An exchange is a user turn and everything up to the next user turn; see `exchanges_of`.
     """
     turn, count = exchanges_of(rows), len(rows)
     row_stop = rows.row_start[1:]
@@ -223,22 +223,23 @@ def _exchanges(rows: Rows, capacity: int) -> Truncation:
 
 
 def _turns(rows: Rows, capacity: int) -> Truncation:
-    """Cut every row to at most `capacity` tokens, removing whole exchanges first.
+    """Shorten every row to at most `capacity` tokens, removing whole exchanges first.
 
         system | user asst | user asst | user asst | user        too long by a little
         system             | user asst | user asst | user        drop the oldest exchange
         system                         | user asst               then drop the turns after the last answer
                                           er asst                then drop tokens from the left
 
-    An exchange is a user turn and everything up to the next one. The exchange of the last assistant turn is never
-    dropped, so the model always sees the end of that turn.
+    An exchange is a user turn and everything up to the next user turn. The exchange with the last assistant turn is
+    never dropped, so the model always sees the end of that turn.
     """
     turn, count = turns_of(rows), len(rows)
     row_start, row_stop = rows.row_start[:-1], rows.row_start[1:]
     anchor_start, anchor_stop = np.append(turn.start, 0)[turn.anchor], np.append(turn.stop, 0)[turn.anchor]
     head = turn.head_stop - row_start
 
-    # First drop the oldest exchanges: the tail starts at the first exchange that makes the row fit, or at the anchor's.
+    # First drop the oldest exchanges: the tail starts at the first exchange that makes the row fit, or at the exchange
+    # with the last assistant turn.
     exchange = turn.begins_exchange & (turn.start <= anchor_start[turn.row])
     need = row_stop - row_start - capacity
     fits = exchange & (turn.start - turn.head_stop[turn.row] >= need[turn.row])
@@ -246,7 +247,7 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
     latest = by_row(np.maximum, np.where(exchange, turn.start, -1), turn.row, count)
     earliest = by_row(np.minimum, np.where(fits, turn.start, never), turn.row, count, never)
     tail_start = np.where(latest < 0, turn.head_stop, np.minimum(earliest, latest))
-    # Then drop turns after the anchor, starting with the last one.
+    # Then drop turns after the last assistant turn, starting with the last turn of the row.
     can_end = (turn.stop >= anchor_stop[turn.row]) & (head[turn.row] + turn.stop - tail_start[turn.row] <= capacity)
     tail_stop = np.maximum(by_row(np.maximum, np.where(can_end, turn.stop, -1), turn.row, count), anchor_stop)
     tail_stop = np.where(row_stop > row_start, tail_stop, row_stop)
@@ -267,25 +268,25 @@ def _whole(rows: Rows, capacity: int = 0) -> Truncation:
 
 
 def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
-    """Return one new row per source row, without context."""
+    """Return one new row per source row: a head and a tail without context between them."""
     start, stop = (np.column_stack([head[end], tail[0], tail[end]]) for end in (0, 1))
     return Truncation(np.arange(len(start)), start, stop)
 
 
 def _windows(rows: Rows, capacity: int) -> Truncation:
-    """Split each row into several rows, which together train each of its tokens once.
+    """Split each row into several rows that together train each of its tokens once.
 
         system | user asst | user asst | user asst
         system | user asst                            trained: the first exchange
         system |      asst | user asst                trained: the second, with as much of the first as fits
         system                  r asst | user asst    trained: the third
 
-    A window takes complete exchanges while they fit. An exchange longer than a window is cut: its first part fills a
-    window, and each further window reserves half of its space for the preceding tokens. A system turn that would take
-    more than half of every window is not repeated.
+    A window contains as many complete exchanges as fit. An exchange longer than a window is split: its first part fills
+    a window, and each further window reserves half of its space for the preceding tokens. A system turn that would take
+    up more than half of every window is not repeated.
     """
     turn = turns_of(rows)
-    borders = [0, *turn.start[turn.begins_exchange].tolist()]
+    boundaries = [0, *turn.start[turn.begins_exchange].tolist()]
     source: list[int] = []
     ranges: list[tuple[int, int, int, int, int, int]] = []
     row_ranges = pairwise(rows.row_start.tolist())
@@ -299,7 +300,7 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
             head = start
         room = capacity - (head - start)
         at = head
-        for until in _window_ends(head, stop, borders, room, first_exchange):
+        for until in _window_ends(head, stop, boundaries, room, first_exchange):
             source.append(row)
             ranges.append((start, head, max(head, until - room), at, at, until))
             at = until
@@ -307,16 +308,16 @@ def _windows(rows: Rows, capacity: int) -> Truncation:
     return Truncation(np.array(source, dtype=np.int64), table[:, :, 0], table[:, :, 1])
 
 
-def _window_ends(at: int, stop: int, borders: list[int], room: int, first_exchange: int) -> list[int]:
-    """Return where the trained ranges of windows from `at` to `stop` end; exchanges start at `borders`."""
+def _window_ends(at: int, stop: int, boundaries: list[int], room: int, first_exchange: int) -> list[int]:
+    """Return the ends of the windows' trained ranges between `at` and `stop`; exchanges start at `boundaries`."""
     ends = []
     whole = True
     while at < stop:
         reach = at + (room if whole else max(1, room // 2))
-        border = stop if reach >= stop else borders[bisect_right(borders, reach) - 1]
+        boundary = stop if reach >= stop else boundaries[bisect_right(boundaries, reach) - 1]
         # A window that ends where the first exchange starts would not contain any exchange.
-        whole = border > max(at, first_exchange)
-        at = border if whole else min(reach, stop)
+        whole = boundary > max(at, first_exchange)
+        at = boundary if whole else min(reach, stop)
         ends.append(at)
     return ends
 
@@ -326,12 +327,12 @@ def _too_long(rows: Rows, row: int, capacity: int) -> RecordError:
     file = "" if origin["file"] == NO_FILE else rows.files[origin["file"]].path
     return RecordError(
         f"the row has {rows.lengths[row]:,} tokens, but at most {capacity:,} are allowed",
-        f"raise the limit, or choose another rule: {', '.join(RULES[:-1])}",
+        f"raise the limit or use another rule: {', '.join(RULES[:-1])}",
         kind="too_long",
     ).at(file, int(origin["line"]))
 
 
-# Effects of a cut on trained tokens.
+# Effects of truncation on trained tokens.
 
 
 def _trained(rows: Rows, before: Index, cut: Truncation) -> Index:
@@ -353,7 +354,7 @@ def _trained(rows: Rows, before: Index, cut: Truncation) -> Index:
 def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return whether each new row starts inside an answer, and whether it ends in an answer without its terminator."""
     start, stop = cut.start, cut.stop
-    # Only the trained range matters; the head and the context before it are complete or not trained.
+    # Check only the trained range: the head and the context before it are either complete or not trained.
     context = start[:, 1] < stop[:, 1]
     first = np.where(context, start[:, 1], start[:, 2])
     head_cut = (start[:, 0] < stop[:, 0]) & _inside_answer(rows, start[:, 0])
@@ -381,7 +382,7 @@ def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
 
 
 def _inside_answer(rows: Rows, token: Index) -> NDArray[np.bool_]:
-    """Return whether a cut before this token separates trained tokens of one message."""
+    """Return whether truncating before this token would separate trained tokens of one message."""
     if not len(rows.spans):
         return np.zeros(len(token), dtype=bool)
     inner = (token > 0) & (token < len(rows.ids)) & ~np.isin(token, rows.row_start)

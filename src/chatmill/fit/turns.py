@@ -1,4 +1,4 @@
-"""Turns of rows, from their span table for all rows at once, or from the markers in plain token ids."""
+"""Find the turns of rows, either from their span table or from the markers in plain token ids."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TurnTable:
     row: Index
     role: NDArray[np.uint8]
     begins_exchange: NDArray[np.bool_]
-    """Whether it is a user turn, or the first turn after the head with any role."""
+    """Whether the turn is a user turn or, with any role, the first turn after the head."""
     head_stop: Index
-    """For each row, the end of BOS and of a leading system turn."""
+    """For each row, the position after BOS and a leading system turn."""
     anchor: Index
-    """For each row, the last assistant turn, or the last turn if there is none; -1 for an empty row."""
+    """For each row, the last assistant turn or, if it has no assistant turn, the last turn; -1 for an empty row."""
 
 
 def turns_of(rows: Rows) -> TurnTable:
@@ -64,7 +64,7 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """Whether an exchange starts at each turn, and where the head of each row ends."""
+    """All turns, with flags for turns that start an exchange, and the end of each row's head."""
 
     start: Index
     row: Index
@@ -110,13 +110,13 @@ def begins_segment(rows: Rows) -> NDArray[np.bool_]:
 
 
 def by_row(reduce: np.ufunc, values: Index, row: Index, rows: int, default: int = -1) -> Index:
-    """Reduce the values of each row to one; if they ascend, np.minimum gives the first and np.maximum the last."""
+    """Reduce the values of each row to one value with `reduce`, such as np.minimum."""
     out = np.full(rows, default, dtype=np.int64)
     reduce.at(out, row, values)
     return out
 
 
-# For callers with token ids instead of conversations.
+# Functions for callers that have token ids instead of conversations.
 
 
 def rows_from_ids(
@@ -127,8 +127,8 @@ def rows_from_ids(
         U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
                                user  asst      outside of every turn
 
-    Another marker ends a turn without closing it. With `eos`, EOS is appended to each document, and every EOS ends a
-    turn and a segment; without it, a document is one segment.
+    If another marker comes first, the turn ends there and is not closed. With `eos`, EOS is appended to each document,
+    and every EOS ends a turn and a segment; without `eos`, a document is one segment.
     """
     ends_with: tuple[int, ...] = () if eos is None else (eos,)
     if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):
@@ -169,7 +169,8 @@ def rows_from_ids(
     spans["role"] = np.where(inside, np.append(role_at[opens], Role.NONE)[turn], Role.NONE)
     spans["part"] = part_at[start]
     spans["rule"] = np.where(spans["part"] == Part.EOS, Rule.HEADER, Rule.ROLE)
-    # Turns and runs outside of turns count as messages; EOS belongs to the last one, as in a rendered row.
+    # Turns, and runs of tokens outside of turns, count as messages; EOS belongs to the last message, as in a rendered
+    # row.
     unit = np.cumsum((spans["part"] == Part.OPEN) | (~inside & (spans["part"] != Part.EOS)))
     before = np.append(0, unit)[first_span[:-1]]
     spans["message"] = np.maximum(unit - np.repeat(before, np.diff(first_span)) - 1, 0)
@@ -179,7 +180,7 @@ def rows_from_ids(
 
 
 def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
-    """Replace the weights of rows with a mask; spans are split where it changes."""
+    """Replace the weights of rows with a mask; spans are split where the mask changes."""
     trained = np.asarray(mask, dtype=bool)
     start = mask_runs(trained, rows.span_start)
     spans = rows.spans.take(np.searchsorted(rows.span_start, start[:-1], side="right") - 1)

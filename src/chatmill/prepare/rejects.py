@@ -74,7 +74,7 @@ class Rejects:
         if objects.find(url) is None:
             return
         if not self._overwrite:
-            raise DataError(f"{shown(url)}: exists already; give another name, or --overwrite")
+            raise DataError(f"{shown(url)}: already exists; use another name or pass --overwrite")
         if not _is_reject(objects.read(url, 0, LONGEST).partition(b"\n")[0]):
             raise _other_file(url)
 

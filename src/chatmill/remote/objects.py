@@ -298,7 +298,7 @@ def _holder(url: Url) -> str:
 
 
 def _exists(url: Url) -> ExistingObjectError:
-    return ExistingObjectError(f"{shown(url)}: exists already, or was replaced in the meantime")
+    return ExistingObjectError(f"{shown(url)}: already exists, or was replaced in the meantime")
 
 
 def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:

@@ -1,8 +1,8 @@
-"""Find and remove leftovers of builds at the URL of a dataset: objects that are not in its metadata.
+"""Find and remove leftovers of builds at a dataset's URL: objects that the dataset's metadata does not list.
 
 A killed build leaves the objects that it uploaded; a replaced dataset leaves the objects that the new dataset does not
-use. Objects younger than a given age are kept, because a running build may need them, or a process may still read the
-replaced dataset. Only objects with names that chatmill generates are removed.
+use. Objects younger than a given age are kept, because a running build or a process that reads the replaced dataset may
+still need them. Only objects with names that chatmill generates are removed.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class ObjectCount:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """Counts of the objects at a URL. Nothing is removed in a dry run."""
+    """Counts of the objects at a URL. A dry run counts objects without removing them."""
 
     used: ObjectCount
     """Objects listed in the metadata."""
     removed: ObjectCount
-    """Leftovers that were removed; in a dry run, those that would be removed."""
+    """Leftovers that were removed or, in a dry run, would be removed."""
     young: ObjectCount
     """Leftovers that are too young to be removed."""
     undated: ObjectCount
-    """Leftovers whose age the store does not report; they stay."""
+    """Leftovers that are kept because the store does not report their age."""
     others: ObjectCount
-    """Objects that chatmill did not write; they stay."""
+    """Objects that are kept because chatmill did not write them."""
 
 
 def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -> Cleaned:
@@ -69,7 +69,7 @@ def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -
     left = [name for name, match in own.items() if match[1] not in named]
     for name in left:
         if there[name].modified is None:
-            # Some listings omit this information.
+            # Some stores omit the modification time from listings.
             there[name] = objects.find(url / name) or there[name]
     ages = _ages(left, own, there)
     undated = [name for name in left if ages[name] is None]
@@ -85,12 +85,14 @@ def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -
 
 
 def _named(url: Url, there: dict[str, ObjectInfo], others: Sequence[str]) -> set[str]:
-    """Return the hashes in the metadata; raise `DataError` if there is neither a dataset nor leftovers of a build."""
+    """Return the hashes in the metadata; raise `DataError` if the URL has no dataset and no leftovers of a build."""
     named = _named_now(url)
     if named:
         return named
     if others:
-        raise DataError(f"{url}: has no {METADATA}, but {names_of(others)}; expected a dataset or leftovers of a build")
+        raise DataError(
+            f"{url}: contains {names_of(others)} but no {METADATA}; expected a dataset or leftovers of a build"
+        )
     if not there:
         raise DataError(f"{url}: is empty; expected a dataset or leftovers of a build")
     return named
@@ -112,7 +114,7 @@ def _ages(left: Sequence[str], own: dict[str, re.Match[str]], there: dict[str, O
 
 
 def _remove(url: Url, names: Sequence[str]) -> None:
-    """Remove leftovers, unless a dataset that was published in the meantime lists them."""
+    """Remove leftovers, except objects that are listed by a dataset published in the meantime."""
     removed: list[str] = []
     with ThreadPoolExecutor(THREADS, thread_name_prefix="clean") as pool:
         for at in range(0, len(names), AT_ONCE):
@@ -129,7 +131,7 @@ def _remove(url: Url, names: Sequence[str]) -> None:
 
 
 def _named_now(url: Url) -> set[str]:
-    """Return the hashes in the metadata; empty if there is no metadata."""
+    """Return the hashes in the metadata, or an empty set if the URL has no metadata."""
     # Read the object itself, because listings may lag behind.
     if objects.find(url / METADATA) is None:
         return set()
@@ -137,5 +139,5 @@ def _named_now(url: Url) -> set[str]:
 
 
 def _hash(name: str) -> str:
-    """Return the hash in the name of an object."""
+    """Return the hash that is part of an object's name."""
     return name.rpartition("/")[2]

@@ -1,8 +1,8 @@
 """Compare two datasets by matching conversations by content, regardless of order, shards and packing.
 
-Each conversation has two hashes: one of its ids, and one of its weights and targets. At most 34 bytes are kept per
-conversation, and keys are compared in 16 parts to save memory. Repeated keys are matched as often as they occur in both
-datasets, the most similar first:
+Each conversation has two hashes: one of its ids, and one of its weights and targets. To save memory, at most 34 bytes
+are kept per conversation, and keys are compared in 16 parts. A key that occurs several times is matched as often as it
+occurs in both datasets, most similar conversations first:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*
@@ -27,12 +27,12 @@ from chatmill.store.read import Dataset, open_dataset
 Words = NDArray[np.uint64]
 
 EXAMPLES = 3
-"""Number of example conversations of each kind."""
+"""Number of example conversations for each kind of difference."""
 TOKENS = 1 << 20
-"""Number of tokens that are hashed together."""
+"""Number of tokens that are hashed at a time."""
 SHARES = 16
 EQUAL_COLUMNS = {"equal": "kims", "moved": "kim", "mask": "ki", "changed": "k"}
-"""The columns in which a pair of each kind is equal (key, ids, mask, split), the most similar first."""
+"""For each kind of pair, the columns (key, ids, mask, split) with equal values; the most similar kind comes first."""
 CAUSES = ("tokenizer", "format", "fit", "input")
 CONFIG = {
     "add_tokens": "tokenizer",
@@ -42,11 +42,11 @@ CONFIG = {
     "precedence": "input",
     "filters": "input",
 }
-"""The part that a config key belongs to, if not `fit`."""
+"""The part of the build that a config key belongs to, if not `fit`."""
 PARENT = "reweighed_from"
-"""A config key that records history and does not cause differences."""
+"""A config key that records the dataset's history and does not cause differences."""
 WITHOUT_EFFECT = (PARENT, "mix_sft", "mix_epochs")
-"""Config keys that do not cause differences: history, and how training mixes the sources."""
+"""Config keys that do not cause differences: the dataset's history and the mixing weights used in training."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Cause:
     """A setting or input that differs between the two builds."""
 
     part: str
-    """tokenizer, format, fit or input."""
+    """One of tokenizer, format, fit and input."""
     what: str
     one: Any
     other: Any
@@ -79,12 +79,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diff:
-    """The differences between two datasets; `kinds` are all differences by name."""
+    """The differences between two datasets; `kinds` maps the name of each kind of difference to its conversations."""
 
     identical: bool
-    """Whether both have the same hash, and therefore the same bytes."""
+    """Whether both datasets have the same hash and therefore the same bytes."""
     by_key: bool
-    """Whether conversations are matched by text. If a dataset has no keys, ids are compared, and none is `changed`."""
+    """Whether conversations are matched by text. Without keys, they are matched by ids, and `changed` is empty."""
     equal: int
     added: Difference
     removed: Difference
@@ -102,12 +102,12 @@ class Diff:
 
     @property
     def same(self) -> bool:
-        """Whether both datasets have the same conversations, in any order and packing."""
+        """Whether both datasets have the same conversations, regardless of order and packing."""
         return not any(kind.count for kind in self.kinds.values())
 
 
 def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | None = None) -> Diff:
-    """Compare two datasets by conversation and return what changed from `one` to `other`; `token_dtype` is for both."""
+    """Compare two datasets by conversation; `token_dtype` applies to both."""
     a, b = (_Conversations(open_dataset(path, token_dtype=token_dtype)) for path in (one, other))
     by_key = a.has_keys and b.has_keys
     if not by_key:
@@ -135,7 +135,7 @@ def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | No
 
 
 class _Examples:
-    """Counts conversations, and keeps those with the lowest numbers as examples."""
+    """Counts conversations and keeps the ones with the lowest numbers as examples."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -147,13 +147,13 @@ class _Examples:
 
 
 def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
-    """Pair rows of a and b that are equal in all columns; each row is used once, in order.
+    """Pair the rows of `a` with equal rows of `b`; each row is used at most once, in order.
 
     a  7 7 8
     b  7 9 7 7    ->  0 1 and 0 2
     """
     columns = [np.concatenate(pair) for pair in zip(a, b, strict=True)]
-    # The sort is stable: equal rows of a come before those of b, each in their original order.
+    # The sort is stable: equal rows keep their original order, with the rows of `a` before the rows of `b`.
     order = np.lexsort(columns[::-1])
     begins = np.ones(len(order), dtype=np.bool_)
     begins[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
@@ -166,7 +166,7 @@ def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
 
 
 class _Conversations:
-    """All conversations of a dataset as columns of hashes, numbered over its splits."""
+    """Hash columns with one entry per conversation of a dataset, numbered across all splits."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -192,7 +192,7 @@ class _Conversations:
         self._key[:, 0], self._key[:, 1] = self._ids, 0
 
     def shares(self) -> NDArray[np.uint8]:
-        """Return the part of the key space (0 to 15) that contains each conversation's key; `SHARES` for padding."""
+        """Return the part of the key space (0 to 15) that contains each conversation's key, or `SHARES` for padding."""
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:
@@ -219,18 +219,19 @@ class _Conversations:
 
 
 def _segments(episodes: Episodes) -> list[int]:
-    """Return the number of segments of each shard, including padding; without origins, every row is one segment."""
+    """Return the number of segments in each shard, including padding; without origins, every row is one segment."""
     return [shard.records.get(ORIGINS, shard.num_episodes) for shard in episodes.shards]
 
 
-# Hashes that do not depend on how a conversation is divided into spans, computed for all conversations at once.
+# Hashes of conversations that do not depend on how the conversations are divided into spans.
 
 
 def _hashes(rows: Rows) -> tuple[Words, Words]:
-    """Return a hash of the ids of each conversation, and a hash of the weights and targets of its tokens.
+    """Hash every conversation twice: its token ids, and its loss weights and targets.
 
-    Each hash is a sum over tokens of the token's value times a random number for its position. Weight and target are
-    constant within a span, so only the sum of the random numbers is needed, which is looked up.
+    Each token's value (its id, or its weight and target) is multiplied by a random number for its position, and the
+    hash is the sum over all tokens. Weights and targets are constant within a span, so their sum needs one
+    multiplication per span, by the difference of two cumulative sums of the random numbers.
     """
     longest = int(np.diff(rows.segment_start).max(initial=0))
     random = np.random.PCG64(0).random_raw(longest)
@@ -247,7 +248,7 @@ def _hashes(rows: Rows) -> tuple[Words, Words]:
 
 
 def _mixed(words: Words) -> Words:
-    """Spread differences in a few bits over all bits."""
+    """Mix the bits of each word, so that words that differ in a few bits get very different hashes."""
     words = words * np.uint64(0x9E3779B97F4A7C15)
     return words ^ (words >> np.uint64(32))
 
@@ -281,19 +282,19 @@ def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: i
     causes = [Cause(*key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
     yield from causes
     if not causes and (removed or added):
-        # Settings, files and number of records are equal, so the text of the files changed.
+        # If all settings, file names and record counts are equal, the text of the files has changed.
         yield Cause("input", "conversations", removed, added)
 
 
 def _settings(metadata: Metadata) -> dict[tuple[str, str], Any]:
-    """Return all settings and inputs that may cause a difference, by part and name."""
+    """Return all settings and inputs that may cause a difference, keyed by part and name."""
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
     config = {name: value for name, value in metadata.config.items() if name not in WITHOUT_EFFECT}
     listed = config.get("sources")
     tables = [source for source in listed if isinstance(source, dict)] if isinstance(listed, list) else []
     sources = [source for source in tables if "train_on" in source]
     if sources:
-        # `train_on` of a source is not part of the input, and is outdated after reweighing.
+        # A source's `train_on` is not part of the input, and is outdated after reweighing.
         config["sources"] = [{key: source[key] for key in source if key != "train_on"} for source in sources]
         if PARENT not in metadata.config:
             trained = {str(source.get("file")): source["train_on"] for source in sources}

@@ -1,6 +1,6 @@
 """Find the end-of-text token in another program's tokenizer files.
 
-There is no common format, so these forms are recognized, in this order:
+Because tokenizer files have no common format, these forms are recognized, in this order:
 
     {"eot_token_id": 50256}                               a name with an id; also eos, end_of_text, im_end, …
     {"eos_token": "<|endoftext|>", "vocab": {…}}          a name with a text that is in a vocabulary
@@ -30,12 +30,12 @@ END_NAMES = (
     "end",
     "stop",
 )
-"""Names of end tokens in order of precedence, without punctuation and case."""
+"""Names of end tokens in order of precedence, in lower case without punctuation."""
 COMMON = {"end", "stop"}
-"""Ambiguous names, accepted only in brackets or together with "token": `<|end|>`, `stop_token_id`."""
+"""Ambiguous names, which are accepted only in brackets or together with "token": `<|end|>`, `stop_token_id`."""
 SUFFIXES = {"id", "ids", "idx", "index", "token", "tokens", "str", "string"}
 SWITCHES = {"add", "append", "has", "is", "n", "no", "num", "prepend", "skip", "strip", "use", "with"}
-"""First words of the names of flags and counts, which do not name a token."""
+"""Words that start the names of flags and counts, such as `add_eos_token`; these entries do not name a token."""
 VOCABULARIES = {
     "chars",
     "decoder",
@@ -52,7 +52,7 @@ VOCABULARIES = {
     "vocabulary",
     "wordtoid",
 }
-"""Keys of vocabularies, in which "eos" may be an ordinary entry; without punctuation and case."""
+"""Normalized keys of vocabularies; in a vocabulary, "eos" may be an ordinary token."""
 ENCODINGS = {
     "gpt2": {"<|endoftext|>": 50256},
     "r50k_base": {"<|endoftext|>": 50256},
@@ -84,20 +84,20 @@ IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """An entry that is named like an end token; the smallest entry takes precedence."""
+    """An entry with the name of an end token; the smallest entry takes precedence."""
 
     depth: int
     is_part: bool
-    """Whether the name has other words before it, as in `myPT_eot`."""
+    """Whether other words precede the name, as in `myPT_eot`."""
     rank: int
     name: str
     value: Any
 
 
 def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | None:
-    """Return the id of the end token in these JSON values; None if there is no end token.
+    """Return the id of the end token in JSON values, or None if they contain no end token.
 
-    `vocabularies` are further JSON values, used to look up the ids of texts.
+    `vocabularies` are more JSON values, in which the ids of token texts are looked up.
 
     >>> from chatmill.store.end_token import end_token
     >>> end_token([{"eos_token": "</s>", "special_tokens": {"<s>": 1, "</s>": 2}}])
@@ -123,7 +123,7 @@ def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | 
 
 
 def names_tokens(state: Any) -> bool:
-    """Return whether this is another program's tokenizer state, which names an end token or has a vocabulary."""
+    """Return whether a JSON value is another program's tokenizer state: it names an end token or has a vocabulary."""
     if not isinstance(state, dict):
         return False
     return end_token([state]) is not None or any(_compact(name) in VOCABULARIES | {"tokenkind"} for name in state)
@@ -138,7 +138,7 @@ def _compact(name: str) -> str:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Return whether words precede the name of an end token, and the rank of that name; None for other names."""
+    """Return whether words precede the name of an end token, and the name's rank; None if it is not an end token."""
     if name.strip() == "</s>":
         return False, END_NAMES.index("eos")
     every = _words(name)
@@ -157,12 +157,12 @@ def _place(name: str) -> tuple[bool, int] | None:
 
 
 def _rank(text: str) -> tuple[bool, int] | None:
-    """Return the precedence of a special token's text among the known end tokens; None if it is not an end token."""
+    """Return the precedence of a special token's text among the known end tokens, or None if it is not an end token."""
     return _place(text) if IN_BRACKETS.fullmatch(text) else None
 
 
 def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
-    """Yield the entries of a state that denote an end token, by their name or by its text in brackets."""
+    """Yield the entries of a tokenizer state whose name, or whose text in brackets, denotes an end token."""
     if not isinstance(node, dict) or depth > DEEPEST:
         return
     for name, value in node.items():
@@ -176,7 +176,7 @@ def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
 
 
 def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
-    """Return the id that a value denotes: an id, a text, a Hugging Face token object, or the first item of a list."""
+    """Return the token id for a value: an id, a text, a Hugging Face token object, or a list of these."""
     if isinstance(value, list):
         value = value[0]
     if isinstance(value, dict):
@@ -191,7 +191,7 @@ def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
 
 
 def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | None:
-    """Return the id of a text in nested tables of texts or ids, or in a list of tokens."""
+    """Look up the id of a text in nested tables of texts or ids, or in a list of tokens."""
     if depth > DEEPEST:
         return None
     if isinstance(node, dict):
@@ -238,7 +238,7 @@ def _content(value: Any) -> str | None:
 
 
 def _encodings(node: Any, depth: int = 0) -> Iterator[str]:
-    """Yield the tiktoken encodings that a state names."""
+    """Yield the tiktoken encodings that a tokenizer state names."""
     if isinstance(node, dict) and depth <= DEEPEST:
         for name, value in node.items():
             if isinstance(value, str) and _compact(name) in ENCODING_NAMES:

@@ -23,11 +23,11 @@ from chatmill.store.mapped import MappedFile, check_mapped, reading
 from chatmill.store.remote_files import RemoteFiles
 
 LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
-"""The largest role, part and rule: the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""
+"""The largest valid role, part and rule as stored in the last three bytes of a span, after adding `NONE_TO_ZERO`."""
 NONE_TO_ZERO = np.array([1, 0, 0], dtype=np.uint8)
-"""Added to these bytes, so that `Role.NONE` (255) becomes the smallest role."""
+"""Added to a span's role, part and rule bytes, so that `Role.NONE` (255) becomes the smallest role."""
 MAPPED = 1 << 15
-"""Maximum number of mapped files before unused maps are released; Linux allows 65,530 maps of all kinds."""
+"""Maximum number of mapped files before unused maps are released; Linux allows 65,530 maps per process."""
 
 
 class Episodes:
@@ -38,7 +38,7 @@ class Episodes:
         self.shards = tuple(shards)
         self._eviction = 0
         self.files = files
-        """The input files that the file numbers in origins refer to."""
+        """The input files; the file numbers in origins are indices into this list."""
         self._first = offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
         self._firsts = self._first.tolist()
         self.unmap()
@@ -52,7 +52,7 @@ class Episodes:
 
     @cached_property
     def lengths(self) -> Index:
-        """Number of tokens in each episode. Reads the whole index; use `lengths_of` for a few episodes."""
+        """Number of tokens in each episode, from the whole index; use `lengths_of` for a few episodes."""
         parts: list[Index] = [self.array(number, INDEX)["length"].view(np.int64) for number in range(len(self.shards))]
         if len(parts) == 1:
             return parts[0]
@@ -82,7 +82,7 @@ class Episodes:
         return self._mask(self._run(*self._find(number)))
 
     def rows(self, numbers: ArrayLike) -> Rows:
-        """Return these episodes in this order, with spans, segments and origins. Numbers may be repeated."""
+        """Return episodes by number, in any order and with repetitions, with spans, segments and origins."""
         chosen = np.asarray(numbers, dtype=np.int64)
         with reading():
             runs = list(self._runs(chosen.tolist()))
@@ -96,7 +96,7 @@ class Episodes:
                 self.check(run.shard for run in runs)
 
     def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
-        """Yield all episodes in order, about `tokens` tokens at a time (at least one episode)."""
+        """Yield all episodes in order, in chunks of about `tokens` tokens and at least one episode."""
         first = 0
         while first < len(self):
             lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))
@@ -113,7 +113,7 @@ class Episodes:
         origins: list[Any] = []
         stored: list[Any] = []
         targets: list[tuple[Table, int]] = []
-        # The segments of each run, and the offsets to add to its row and span numbers.
+        # The segments of each run, and the offsets to add to the run's row and span numbers.
         shifts: list[tuple[int, int, int]] = []
         shards = [run.shard for run in runs]
         num_rows = num_spans = 0
@@ -153,14 +153,14 @@ class Episodes:
         if (wrong := first_span[1:] < first_span[:-1]).any():
             what = "the spans of a segment are out of order"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
-        # NO_FILE is the largest value, so adding 1 wraps around to 0.
+        # NO_FILE is the largest integer, so adding 1 wraps it around to 0.
         if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
             what = f"a segment has a file number beyond the {len(self.files)} known files"
             raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         first_segment = np.searchsorted(row, np.arange(num_rows + 1))
         return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
 
-    # Positions of episodes.
+    # Locate episodes in shards.
 
     def _find(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self._firsts[-1]:
@@ -169,7 +169,7 @@ class Episodes:
         return shard, number - self._firsts[shard]
 
     def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
-        """Yield the selected episodes as runs in which episodes are consecutive, so that their data is contiguous."""
+        """Split the selected episodes into runs of consecutive episodes, whose data is contiguous."""
         at = 0
         while at < len(chosen):
             number = stop = chosen[at]
@@ -182,7 +182,7 @@ class Episodes:
                 number += run.episodes
 
     def _run(self, shard: int, episode: int, count: int = 1) -> _EpisodeRun:
-        """Return up to `count` episodes, starting with this one, as long as their tokens are contiguous."""
+        """Return the run of at most `count` episodes that starts with `episode` and has contiguous tokens."""
         index, most = self.array(shard, INDEX), self.shards[shard].num_tokens
         start, length = index[episode].item()
         stop = start + length
@@ -197,7 +197,7 @@ class Episodes:
         return _EpisodeRun(shard, episode, count, start, stop)
 
     def _segments(self, run: _EpisodeRun) -> tuple[Table, int, int]:
-        """Return the segments of a run, and the range of their spans."""
+        """Return the segments of a run of episodes, and the range of their spans."""
         origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
         row, first_span = origins["row"], origins["first_span"]
         begin = layout.lower_bound(row, run.first)
@@ -211,10 +211,10 @@ class Episodes:
         return origins[begin:end], first, stop
 
     def damaged(self, shard: int, file: str, what: str) -> DataError:
-        """Return the error for a file with invalid content."""
+        """Return the error to raise if a file has invalid content."""
         self.check([shard])
         place = self.shards[shard].folder / file
-        return DataError(f"{place}: {what}; it was changed, see chatmill verify {self.stored.path} --full")
+        return DataError(f"{place}: {what}; the file was changed; run chatmill verify {self.stored.path} --full")
 
     def check(self, shards: Iterable[int]) -> None:
         """Raise `DataError` if a file of these shards has changed since it was mapped; call this after reading."""
@@ -223,7 +223,7 @@ class Episodes:
                 file.check()
 
     def drop_evicted(self) -> None:
-        """Unmap the files of a remote dataset if the cache evicted a file: a mapped file still takes disk space."""
+        """Unmap a remote dataset's files if the cache evicted one, because mapped files still take disk space."""
         if (eviction := self.stored.last_eviction()) != self._eviction:
             self._eviction = eviction
             if any(file.is_removed() for files in self._mapped.values() for file in files):
@@ -232,9 +232,9 @@ class Episodes:
     # Mapped files.
 
     def unmap(self) -> None:
-        """Drop all maps; files are mapped again when they are read."""
+        """Unmap all files; they are mapped again on the next read."""
         self.array: Callable[[int, str], NDArray[Any]] = lru_cache(maxsize=None)(self._map)
-        """Return a file of a shard, memory-mapped: `array(shard, name)`."""
+        """Function that returns a memory-mapped file of a shard: `array(shard, name)`."""
         self._mapped: dict[int, list[MappedFile]] = {}
         """The mapped files of each shard."""
 
@@ -245,7 +245,7 @@ class Episodes:
         try:
             file = self.stored.map(path)
         except MemoryError:
-            # The process has no address space or memory maps left.
+            # The process has no more address space or memory maps.
             self.unmap()
             try:
                 file = self.stored.map(path)
@@ -257,7 +257,7 @@ class Episodes:
         return layout.as_records(file, dtype, self.shards[number].records[name], start)
 
     def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
-        """Return the file that contains these records of a shard, their type, and the byte offset."""
+        """Return the file that contains the named records of a shard, the record type, and the byte offset."""
         shard = self.shards[number]
         return shard.folder / name, layout.record_dtypes(shard.dtype)[name], 0
 
@@ -271,7 +271,7 @@ class Episodes:
 
 
 class _EpisodeRun(NamedTuple):
-    """Consecutive episodes of a shard, and their token range."""
+    """Consecutive episodes of a shard and the range of their tokens."""
 
     shard: int
     first: int
@@ -285,12 +285,12 @@ def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _run_of(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
-    """Return the index of the run with the first wrong record; `counts` are the records per run."""
+    """Return the index of the run that contains the first wrong record; `counts` are the numbers of records per run."""
     return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
 
 
 def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
-    """Copy a table to another type with the columns that both have; other columns are left unset."""
+    """Convert a table to another type by copying the columns that both types have; other columns are left unset."""
     out = np.empty(len(table), dtype=dtype)
     for name in dtype.names or ():
         if name in (table.dtype.names or ()):
@@ -299,6 +299,6 @@ def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
 
 
 def _between(targets: Table, first: int, stop: int) -> Table:
-    """Return the targets of the spans from `first` to `stop`."""
+    """Return the targets of the spans in the range [first, stop)."""
     begin = layout.lower_bound(targets["span"], first)
     return targets[begin : layout.lower_bound(targets["span"], stop, begin)]

@@ -1,4 +1,4 @@
-"""All operations that change files go through `disk`: create, write, sync, rename.
+"""Create, write, sync and rename files; all of these operations go through `disk`.
 
 Tests replace `disk` to record every operation, or to make one fail or stop.
 """
@@ -37,7 +37,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 class Disk:
-    """File operations. The store changes files and folders only through this class."""
+    """File operations. The only class through which the store changes files and folders."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
@@ -55,13 +55,13 @@ class Disk:
 
     def close(self, fd: int) -> None:
         with suppress(InterruptedError):
-            # The descriptor is closed even if this fails.
+            # An interrupted `close` has already closed the descriptor.
             os.close(fd)
 
     def hurry(self, fd: int, start: int, size: int) -> None:
-        """Tell the system to start writing these bytes to disk, so that a later sync has less to do."""
+        """Tell the system to start writing these bytes to disk, so that a later sync is faster."""
         if hasattr(os, "posix_fadvise"):
-            # DONTNEED starts writing dirty pages to disk.
+            # POSIX_FADV_DONTNEED starts writing dirty pages to disk.
             os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
 
     def sync(self, path: Path) -> None:
@@ -74,11 +74,11 @@ class Disk:
                 self.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file or folder; an existing file of that name is replaced."""
+        """Rename a file or folder, replacing an existing file with the new name."""
         source.replace(target)
 
     def rename_new(self, source: Path, target: Path) -> None:
-        """Rename a file or folder to a new name; raise `FileExistsError` if the name exists."""
+        """Rename a file or folder; raise `FileExistsError` if the new name exists."""
         if not _renameat2(source, target, RENAME_NOREPLACE):
             if os.path.lexists(target):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
@@ -151,7 +151,7 @@ class _Raw(io.RawIOBase):
 
 
 def create(path: Path, *, hurry: bool = False) -> BinaryIO:
-    """Create a buffered file, which is not synced; with `hurry`, the system writes its bytes to disk early."""
+    """Create a buffered file without syncing it; with `hurry`, the system starts writing its bytes to disk early."""
     return io.BufferedWriter(_Raw(path, hurry), BUFFER)
 
 
@@ -161,7 +161,7 @@ def real(path: Path) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents and sync them; do nothing if it exists."""
+    """Create and sync a folder and its parents; do nothing if the folder exists."""
     if not local_path(path).is_dir():
         if path.parent != path:
             make_folder(path.parent)
@@ -175,7 +175,7 @@ def missing_folders(path: Path) -> list[Path]:
 
 
 def remove_all(paths: Iterable[Path]) -> None:
-    """Remove files and empty folders that this process created. Errors are ignored."""
+    """Remove files and empty folders that this process created, ignoring errors."""
     for path in paths:
         with suppress(OSError):
             _remove_if_there(path)
@@ -192,28 +192,28 @@ def sync_tree(folder: Path) -> None:
 
 
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
-    """Raise `DataError` if a file must not be replaced or its parent folder is missing; called before any work.
+    """Raise `DataError` if a file must not be replaced or its parent folder is missing; call this before any work.
 
-    Regardless of `overwrite`, the path must not be one of the files that the command `reads`, nor be in a folder that
-    it reads, and only a regular file is replaced, never a link or a device.
+    Regardless of `overwrite`, the path must not be a file that the command `reads` or be inside a folder that it reads,
+    and links and devices are never replaced.
     """
     if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")
     for each in (read for read in reads if isinstance(read, Path)):
         if (path.exists() and each.exists() and path.samefile(each)) or real(each) in (real(path), *real(path).parents):
-            raise DataError(f"{path}: is, or is inside, {each}, which the command reads; give another name")
-    # This also finds broken links.
+            raise DataError(f"{path}: is, or is inside, {each}, which the command reads; use another name")
+    # Unlike `exists`, `lexists` also finds broken links.
     if os.path.lexists(path) and not overwrite:
-        raise DataError(f"{path}: exists already; give another name, or --overwrite")
+        raise DataError(f"{path}: already exists; use another name or pass --overwrite")
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise DataError(f"{path}: is a link or a device and is not replaced; use the name of a file")
     if not path.parent.is_dir():
-        raise DataError(f"{path.parent}: no such folder; make it, or name another")
+        raise DataError(f"{path.parent}: no such folder; create it or use another folder")
 
 
 @contextmanager
 def writing(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
-    """Open a new file for writing, which becomes visible only if the block ends without an error."""
+    """Open a new file for writing; the file becomes visible only if the block ends without an error."""
     refuse_existing(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     _remove_if_there(aside)
@@ -237,7 +237,7 @@ def _rename_new(source: Path, path: Path) -> None:
         disk.rename_new(source, path)
     except FileExistsError:
         what = "was created by another process in the meantime"
-        raise DataError(f"{path}: {what}; give another name, or --overwrite") from None
+        raise DataError(f"{path}: {what}; use another name or pass --overwrite") from None
 
 
 def _remove_if_there(path: Path) -> None:
@@ -246,6 +246,6 @@ def _remove_if_there(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:
-    """Write a file atomically: if the process is killed, the old file, no file, or the complete new file is left."""
+    """Write a file atomically: a killed process leaves the previous state or the complete new file."""
     with writing(path, overwrite=overwrite) as file:
         file.write(data)

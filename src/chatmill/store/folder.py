@@ -1,10 +1,10 @@
-"""Folders that are read as one version of a dataset, even if they are replaced in the meantime.
+"""Read a folder as one version of a dataset, even if the folder is replaced during the read.
 
-A dataset is replaced by exchanging its folder for another. `OpenFolder` keeps a file descriptor of the folder while a
-dataset is opened, and reads everything through it. Later, `StoredFiles` maps files when they are needed: each time it
-opens the folder again, and compares it with the folder that was opened first. It holds no file descriptor. It keeps the
-metadata mapped, because the inode number of a mapped file is not reused: this distinguishes the first dataset from
-later ones.
+A dataset is replaced by swapping its folder for another folder. `OpenFolder` keeps a file descriptor of the folder
+while a dataset is opened, and reads all files through this descriptor. Later, `StoredFiles` maps files on demand: each
+time, it opens the folder again and compares the folder with the one that was opened first. `StoredFiles` keeps the
+metadata mapped instead of holding a file descriptor: the inode number of a mapped file is not reused, so it identifies
+the first dataset.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class Stamp(NamedTuple):
-    """File status that changes when a file is replaced or written to."""
+    """The parts of a file's status that change when the file is replaced or modified."""
 
     device: int
     inode: int
@@ -43,16 +43,16 @@ class Stamp(NamedTuple):
 
 
 class OpenFolder:
-    """A folder that is kept open by a file descriptor; its files are addressed by their paths, as in error messages."""
+    """A folder that is kept open by a file descriptor; methods take the usual paths of its files."""
 
     def __init__(self, path: Path, absolute: Path | None = None) -> None:
-        """`absolute` is the absolute path of the folder, in case the working directory has changed."""
+        """`absolute` is the absolute path of the folder, because the working directory may have changed."""
         self.path = path
         self.absolute = path.absolute() if absolute is None else absolute
         self.stamps: dict[Place, Stamp] = {}
-        """The files whose status was read."""
+        """The status of each file that was looked up."""
         self.digests: dict[Place, str] = {}
-        """The sha256 of the files that were read completely."""
+        """The sha256 of each file that was read completely."""
         self._prefix = len(str(path / "x")) - 1
         self._fd = os.open(self.absolute, READ_FLAGS | os.O_DIRECTORY)
 
@@ -63,7 +63,7 @@ class OpenFolder:
         os.close(self._fd)
 
     def status(self, path: Place) -> os.stat_result | None:
-        """Return the status of a file or folder; None if it does not exist."""
+        """Return the status of a file or folder, or None if it does not exist."""
         try:
             status = os.stat(self._name(path), dir_fd=self._fd)
         except OSError as error:
@@ -78,7 +78,7 @@ class OpenFolder:
         return status is not None and stat.S_ISREG(status.st_mode)
 
     def names(self, path: Place) -> list[str]:
-        """Return the sorted names in a folder; empty if it is not a folder."""
+        """Return the sorted names in a folder, or an empty list if the path is not a folder."""
         try:
             fd = os.open(self._name(path), READ_FLAGS | os.O_DIRECTORY, dir_fd=self._fd)
         except OSError as error:
@@ -92,7 +92,7 @@ class OpenFolder:
 
     def open(self, path: Place) -> int:
         """Open a file for reading and return its descriptor; raise `OSError` if it is missing or not a regular file."""
-        # Opening a pipe without a writer would block.
+        # Without O_NONBLOCK, opening a pipe that has no writer would block.
         fd = os.open(self._name(path), READ_FLAGS | os.O_NONBLOCK, dir_fd=self._fd)
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -131,13 +131,13 @@ class OpenFolder:
 def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
     """Return the result of `work` on a folder; raise `DataError` with `expected` if the folder does not exist.
 
-    If `work` fails because the folder was replaced, it is repeated on the new folder.
+    If `work` fails because the folder was replaced, `work` is repeated on the new folder.
     """
     for _ in range(ATTEMPTS):
         try:
             folder = OpenFolder(local_path(path))
         except (OSError, ValueError) as error:
-            # ValueError: the name contains a null character.
+            # A ValueError means that the name contains a null character.
             if isinstance(error, OSError) and error.errno not in GONE:
                 raise _unreadable(path, error) from None
             raise DataError(f"{path}: no such folder; expected {expected}") from None
@@ -158,7 +158,7 @@ def _unreadable(path: Place, error: OSError) -> DataError:
 
 
 class StoredFiles:
-    """The files of an open dataset or cache, as they were when it was opened; files are mapped on demand."""
+    """The files of a dataset or cache as they were when it was opened; each file is mapped on demand."""
 
     def __init__(self, folder: OpenFolder, marker: Place) -> None:
         """`marker` is the file that identifies the dataset: its metadata or, without metadata, its first index."""
@@ -176,7 +176,7 @@ class StoredFiles:
         return path in self._stamps
 
     def is_same(self, path: Place, link: Path) -> bool:
-        """Return whether a hard link refers to the file that existed when the dataset was opened."""
+        """Return whether a hard link points to the same file that existed when the dataset was opened."""
         return Stamp.of(link.stat()) == self._stamps[path]
 
     def map(self, path: Place) -> MappedFile:
@@ -216,7 +216,7 @@ class StoredFiles:
         there = folder.status(self._marker) is not None
         same = there and folder.stamps[self._marker] == self._stamps[self._marker]
         if there and self._held is None:
-            # In another process or on another machine, compare the content of the metadata.
+            # After unpickling, in another process or on another machine, compare the content of the metadata.
             if self._digest is not None:
                 folder.read(self._marker)
                 same = folder.digests[self._marker] == self._digest
@@ -230,5 +230,5 @@ class StoredFiles:
         return DataError(f"{self.path}: was replaced while it was read; open it again")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle; the process that unpickles it checks the folder for changes and maps it again."""
+        """Return the state to pickle; another process checks the folder for changes and maps files again."""
         return {**vars(self), "_held": None}

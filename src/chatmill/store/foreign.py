@@ -1,15 +1,14 @@
 """Datasets from other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
 
-tokens.bin does not record the width of a token, and a wrong width gives wrong ids without an error. The width is
-taken from
+tokens.bin does not record the width of a token, and a wrong width gives wrong ids without an error. The first of these
+sources determines the width:
 
-1. `token_dtype`, if the caller passes it,
-2. mask.bin, which has one byte per token,
-3. a type in dataset_metadata.json, or else the number of tokens of its splits,
+1. `token_dtype`, if the caller passes it, 2. mask.bin, which has one byte per token, 3. a type in dataset_metadata.json
+or, without a type, the token counts of its splits,
 4. the index: tokens are uint16, as in the specification, if an episode ends in the second half of the file.
 
-Otherwise the tokens could also be uint32, and the dataset is refused until `token_dtype` is set. All of these must
-agree.
+If the width is still ambiguous, the dataset is refused until `token_dtype` is set. All sources of the
+width that exist must agree.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ from chatmill.store.layout import (
 from chatmill.store.mapped import reading
 
 OURS = (SPANS, ORIGINS, TARGETS)
-"""Files of a shard that only chatmill writes."""
+"""Shard files that only chatmill writes."""
 STATE_KEYS = {"name", "sha256", "vocab_size", "control", "special_token_ids", "added_tokens"}
 """Keys of chatmill's `tokenizer_state.json`."""
 DTYPE_KEYS = {"dtype", "datatype", "tokendtype", "tokensdtype", "npdtype", "numpydtype", "iddtype", "idsdtype"}
 DTYPE_KEYS |= {"tokeniddtype", "tokenidsdtype", "tokentype", "tokens", "tokensbin", "storagedtype"}
 WIDTH_KEYS = {"bytespertoken", "tokenbytes", "tokensize", "tokenitemsize"}
 OTHER_TABLES = ("mask", "index", "idx", "episode", "label", "segment", "model", "weight", "position")
-"""Parts of names whose types do not apply to tokens."""
+"""Words in metadata keys whose types do not apply to tokens."""
 DTYPE_NAME = re.compile(r"(?:.*[^a-z])?u?int(8|16|32|64)\b.*|([<>|=]?)[ui]([1248])", re.ASCII | re.DOTALL)
 NAMES = {2: "uint16", 4: "uint32"}
 CHUNK = 1 << 22
 
 
 def split_folders(folder: OpenFolder) -> Iterator[Path]:
-    """Yield the folders of all existing splits and shards."""
+    """Yield the folder of every existing split and shard."""
     for split in (folder.path / name for name in SPLITS):
         yield split
         for name in folder.names(split):
@@ -70,7 +69,7 @@ def split_folders(folder: OpenFolder) -> Iterator[Path]:
 
 
 def trace_of_chatmill(folder: OpenFolder) -> Path | None:
-    """Return a file that shows that chatmill wrote this dataset; None if there is no such file."""
+    """Return a file that only chatmill writes, or None if the dataset has no such file."""
     state = folder.path / TOKENIZER_STATE
     is_alone = folder.status(folder.path / METADATA) is None and folder.status(state) is not None
     if is_alone and not _is_foreign_state(folder, state):
@@ -80,17 +79,17 @@ def trace_of_chatmill(folder: OpenFolder) -> Path | None:
 
 
 def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
-    """Return whether another program wrote this tokenizer state; an unrecognized one counts as chatmill's."""
+    """Return whether another program wrote this tokenizer state; an unrecognized state counts as chatmill's."""
     try:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):
         return False
-    # chatmill's state may lack one key, because a flipped bit damages at most one key.
+    # Accept a state that lacks one of chatmill's keys, because a flipped bit damages at most one key.
     return isinstance(state, dict) and len(state.keys() & STATE_KEYS) < len(STATE_KEYS) - 1 and names_tokens(state)
 
 
 def token_width(token_dtype: str | None) -> int | None:
-    """Return the bytes per token of this type; raise `UsageError` if the type is not supported."""
+    """Return the number of bytes per token for a token type; raise `UsageError` if the type is not supported."""
     if token_dtype is None:
         return None
     if token_dtype not in TOKEN_DTYPES:
@@ -110,13 +109,13 @@ class _ShardFiles:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The possible numbers of bytes per token."""
+        """The numbers of bytes per token that are consistent with the file sizes."""
         if self.mask is not None:
             return tuple(width for width in NAMES if self.tokens == width * self.mask)
         return tuple(width for width in NAMES if self.tokens % width == 0 and width * self.end <= self.tokens)
 
     def fault(self) -> str | None:
-        """The reason why no width is possible; None if there is a possible width."""
+        """Return an error message if no token width fits the file sizes, otherwise None."""
         if self.widths and (self.mask is None or self.end <= self.mask):
             return None
         if self.mask is not None and self.tokens in (2 * self.end, 4 * self.end):
@@ -144,7 +143,9 @@ def foreign_splits(folder: OpenFolder, token_dtype: str | None = None) -> dict[s
     masked = [files for files in every if files.mask is not None]
     for files in every:
         if masked and files.mask is None:
-            raise DataError(f"{files.folder / MASK}: missing, but {masked[0].folder / MASK} exists; copy it again")
+            raise DataError(
+                f"{files.folder / MASK}: missing, but {masked[0].folder / MASK} exists; copy the dataset again"
+            )
         if fault := files.fault():
             raise DataError(fault)
     path = folder.path / METADATA
@@ -161,7 +162,7 @@ def foreign_splits(folder: OpenFolder, token_dtype: str | None = None) -> dict[s
 
 
 def _width(path: Path, splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[str, Any], given: int | None) -> int:
-    """Return the bytes per token, by the rules in the module docstring."""
+    """Return the number of bytes per token, by the rules in the module docstring."""
     named = metadata_width(metadata, place=str(path / METADATA))
     if given is not None and named is not None and given != named:
         raise DataError(f"{path}: token_dtype is {NAMES[given]}, but {METADATA} has {NAMES[named]}; remove token_dtype")
@@ -192,7 +193,7 @@ def _width(path: Path, splits: Mapping[str, list[_ShardFiles]], metadata: Mappin
 
 
 def metadata_width(metadata: Any, *, place: str) -> int | None:
-    """Return the bytes per token recorded in another program's metadata, in any known form; None if not recorded.
+    """Return the number of bytes per token that another program's metadata records in any known form, or None.
 
     >>> from chatmill.store.foreign import metadata_width
     >>> metadata_width({"tokens": {"dtype": "np.uint32"}, "mask": {"dtype": "uint8"}}, place="metadata")
@@ -208,7 +209,7 @@ def metadata_width(metadata: Any, *, place: str) -> int | None:
 
 
 def _types(node: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int | None]]:
-    """Yield the token types in metadata, each with its size in bytes; None for another byte order."""
+    """Yield the token types named in metadata, each with its size in bytes, or None if it is not little-endian."""
     if not isinstance(node, dict) or depth > 3:
         return
     for name, value in node.items():
@@ -226,7 +227,7 @@ def _types(node: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, i
 
 
 def _counted_width(splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[str, Any]) -> int | None:
-    """Return the bytes per token from the token counts in the metadata, under the names of the specification."""
+    """Compute the number of bytes per token from the token counts that the specification defines for the metadata."""
     widths = set()
     for split, shards in splits.items():
         count, size = metadata.get(f"num_{split}_tokens"), sum(files.tokens for files in shards)
@@ -236,7 +237,7 @@ def _counted_width(splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[st
 
 
 def _folders(folder: OpenFolder, split: Path) -> list[Path]:
-    """Return the folder itself if it has no shards, otherwise its shards in order."""
+    """Return the shard folders of a split in order, or the split folder itself if it has no shards."""
     names = folder.names(split)
     shards = [split / name for name in names if name.startswith("shard_")]
     flat = INDEX in names
@@ -270,7 +271,7 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
     mask_size = folder.stamps[mask].size if folder.is_file(mask) else None
     with reading():
         entries = as_records(folder.map(index), EPISODE, size // EPISODE.itemsize)
-        # If the shard was written in order, the last episode ends at its end, and no other entry is read.
+        # If episodes were written in order, the last episode ends at the end of the shard, and no other entry is read.
         end = _end(entries[-1:])
         if (2 * end != tokens_size) if mask_size is None else (end != mask_size):
             end = _end(entries)
@@ -289,11 +290,11 @@ def unread_files(folder: OpenFolder) -> list[str]:
 
 
 def _end(entries: Table) -> int:
-    """Return the largest end of any episode."""
+    """Return the position after the last token of any episode."""
     if not len(entries):
         return 0
     ends = entries["start"] + entries["length"]
-    # An end that overflows 64 bits counts as the largest.
+    # If the end of an episode overflows 64 bits, use the largest integer.
     overflows = ends < entries["start"]
     furthest = int(overflows.argmax() if overflows.any() else ends.argmax())
     start, length = entries[furthest].item()
@@ -301,7 +302,7 @@ def _end(entries: Table) -> int:
 
 
 def coverage(start: Index, stop: Index, size: int) -> Iterator[tuple[slice, Index]]:
-    """Yield how many of these ranges contain each position from 0 to `size`, many positions at a time.
+    """Yield, in chunks of positions, how many of these ranges contain each position from 0 to `size`.
 
     [0, 3) [2, 4), size 5  ->  1 1 2 1 0
     """

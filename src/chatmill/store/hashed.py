@@ -1,8 +1,8 @@
 """Files with a known size and hash, and JSON files that contain their own sha256.
 
 Binary files are written with `HashedFile` and checked with a `Manifest`. `dataset_metadata.json` and the `meta.json` of
-a cache contain their own hash: a file that is read must be, byte for byte, the one that was written. An invalid value
-raises `DataError` with one line that contains its key.
+a cache contain their own hash: a file is accepted only if its bytes are exactly those that were written. An invalid
+value raises a one-line `DataError` that names the value's key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FileInfo:
 
 
 class HashedFile:
-    """A new file whose bytes are hashed and counted while they are written; `hurry` is as in `files.create`."""
+    """A new file whose bytes are hashed and counted as they are written; `hurry` is passed to `files.create`."""
 
     def __init__(self, path: Path, *, hurry: bool = False) -> None:
         self._file = create(path, hurry=hurry)
@@ -57,9 +57,9 @@ class HashedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a dataset or cache, with the size and hash of each as recorded in its metadata.
+    """The files of a dataset or cache, with the size and hash of each file as recorded in the metadata.
 
-    Faults are one line each and mention `source` ("the metadata", "meta.json") and `kind` ("dataset", "cache").
+    Each fault is one line and mentions `source` ("the metadata", "meta.json") and `kind` ("dataset", "cache").
     """
 
     files: Sequence[tuple[Path, FileInfo]]
@@ -84,10 +84,10 @@ class Manifest:
                 with os.fdopen(folder.open(path), "rb") as file:
                     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 if sha256 != info.sha256:
-                    yield f"{path}: sha256 {sha256[:12]}…; {self.source} has {info.sha256[:12]}…; it was changed"
+                    yield f"{path}: sha256 {sha256[:12]}…; {self.source} has {info.sha256[:12]}…; the file was changed"
 
     def unlisted_faults(self, folder: OpenFolder, splits: Iterable[str]) -> Iterator[str]:
-        """Yield faults for unlisted files in the folders of these splits and of listed files."""
+        """Yield faults for unlisted files in the given split folders and in the folders of listed files."""
         listed = {path for path, _ in self.files}
         places = {*(folder.path / name for name in splits), *(path.parent for path in listed)} - {folder.path}
         for path in sorted(place / name for place in places for name in folder.names(place)):
@@ -100,7 +100,7 @@ def _canonical(value: Any) -> str:
 
 
 def json_text(value: Mapping[str, Any]) -> bytes:
-    """Return JSON with one line per key, in canonical order: as fast to read and write as a single line."""
+    """Return JSON with one line per key, in canonical order; reading and writing it is as fast as for a single line."""
     lines = [f"{json.dumps(key)}: {_canonical(value[key])}" for key in sorted(value)]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
@@ -111,12 +111,12 @@ def self_hash(data: Mapping[str, Any]) -> str:
 
 
 def hashed_text(data: Mapping[str, Any]) -> bytes:
-    """Return the file content of an object, with its hash under `sha256`."""
+    """Return a JSON object as file content, with its own hash under `sha256`."""
     return json_text({**data, "sha256": self_hash(data)})
 
 
 def read_hashed(path: Path, kind: str, read: Callable[[Path], bytes]) -> bytes:
-    """Read the JSON file that is written last in a `kind` ("dataset", "cache")."""
+    """Read the JSON file that completes a dataset or cache; `kind` names it in errors."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -126,20 +126,20 @@ def read_hashed(path: Path, kind: str, read: Callable[[Path], bytes]) -> bytes:
 
 
 def parse_hashed(raw: bytes, *, place: str, schema: str, version: int) -> dict[str, Any]:
-    """Parse a file with this schema and version. The caller verifies the hash."""
+    """Parse a JSON file and check its schema and version; the caller must verify the hash."""
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: is not JSON ({one_line(str(error))}); the file is damaged") from None
     if not isinstance(data, dict) or data.get("schema") != schema:
-        raise DataError(f'{place}: "schema" is not "{schema}"; it is damaged, or chatmill did not write it')
+        raise DataError(f'{place}: "schema" is not "{schema}"; the file is damaged, or chatmill did not write it')
     if data.get("schema_version") != version:
         raise DataError(f"{place}: schema version {one_line(str(data.get('schema_version')))}; expected {version}")
     return data
 
 
 class JsonObject:
-    """A JSON object in the file `place`, at the path `key`, whose values are checked when they are read."""
+    """A JSON object at the path `key` of the file `place`; values are checked when they are read."""
 
     def __init__(self, value: Any, place: str, key: str = "") -> None:
         self._place, self._key = place, key
@@ -152,7 +152,7 @@ class JsonObject:
         return DataError(f"{self._place}: {key} is {one_line(json.dumps(value))}; expected {expected}")
 
     def check(self, name: str, right: bool, expected: str) -> Any:
-        """Return the value under `name`; raise `DataError` with the `expected` value if `right` is false."""
+        """Return the value under `name`; if `right` is false, raise a `DataError` that contains `expected`."""
         value = self.value.get(name)
         if not right:
             raise self.fault(name, value, expected)
@@ -166,7 +166,7 @@ class JsonObject:
         return items
 
     def tables(self, name: str) -> list[JsonObject]:
-        """Return the objects in a list."""
+        """Return the JSON objects in the list under `name`."""
         items = enumerate(self.items(name))
         return [JsonObject(item, self._place, f"{self._key}.{name}[{number}]") for number, item in items]
 

@@ -1,4 +1,4 @@
-"""The files of a dataset and their records; all numbers are little-endian.
+"""The files of a dataset and the records in each file; all numbers are little-endian.
 
 DIR/dataset_metadata.json         written last: counts, size and sha256 of every file and of itself
 DIR/tokenizer_state.json
@@ -46,10 +46,10 @@ STORED_SPAN = np.dtype(
 )
 SEGMENT = np.dtype([("first_span", "<u8"), ("row", "<u8"), ("file", "<u4"), ("line", "<u8"), ("key", "<u8", (2,))])
 TARGET = np.dtype([("span", "<u8"), ("target", "<u4")])
-"""Spans with a target other than their own tokens, by their number within the shard."""
+"""A span, by its number within the shard, and its target, if the target is not the span's own tokens."""
 MASKS = np.dtype("u1")
 COUNTS = {TOKENS: "num_tokens", MASK: "num_tokens", INDEX: "num_episodes", SPANS: "num_spans", ORIGINS: "num_segments"}
-"""The count of a shard that gives the number of records of each file; targets are not counted."""
+"""For each file of a shard, the field of the shard that counts its records; targets have no such field."""
 
 NARROW = 2**16
 WIDE = 2**32
@@ -58,7 +58,7 @@ UNKNOWN = {
     name: ~np.isin(np.arange(256), [int(code) for code in codes])
     for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
 }
-"""For the role, part and rule of a span, whether each byte value from 0 to 255 is undefined."""
+"""For each of role, part and rule, a flag per byte value (0 to 255) that is true if the value is undefined."""
 TOKEN_DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 """Supported token types by name."""
 
@@ -82,7 +82,7 @@ def record_dtypes(tokens: DTypeLike) -> dict[str, np.dtype[np.generic]]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a shard is stored, and the number of records in each of its files."""
+    """The location of a shard and the number of records in each of its files."""
 
     folder: Place
     num_episodes: int
@@ -92,21 +92,21 @@ class Shard:
 
 
 def as_records(file: MappedFile, dtype: np.dtype[Any], count: int, start: int = 0) -> NDArray[Any]:
-    """Return `count` records of a mapped file, starting at byte `start`; they are read from disk on access."""
+    """Return `count` records of a mapped file, starting at byte `start`; records are read from disk on access."""
     array: NDArray[Any] = np.asarray(file)[start : start + count * dtype.itemsize].view(dtype)
     return array
 
 
 def release(array: NDArray[Any]) -> None:
-    """Free the memory of a mapped file; pages are read again on access."""
+    """Free the memory of a mapped file; its pages are read from disk again on access."""
     if (file := mapped_file(array)) is not None:
         file.advise(mmap.MADV_DONTNEED)
 
 
 def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
-    """Find the first index in a sorted column, starting at `low`, with a value of at least `value`, in O(log n).
+    """Return the first index at or after `low` whose value in a sorted column is at least `value`, in O(log n).
 
-    `np.searchsorted` would copy the whole column first, because it is strided in the mapped file.
+    `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
     """
     # If each row is one conversation, row numbers equal segment numbers.
     size = len(column)
@@ -117,7 +117,7 @@ def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
 
 
 def first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """Return the first span of each segment; `end` for a segment number past the last."""
+    """Return the first span of each segment, or `end` for a segment number past the last segment."""
     if not len(origins):
         return np.full(len(segments), end, dtype=np.int64)
     first = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)

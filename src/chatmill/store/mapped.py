@@ -1,15 +1,16 @@
-"""Memory-mapped files that need no file descriptor, and that are no longer used after the file is truncated.
+"""Memory-mapped files that do not keep a file descriptor open, with an error if a mapped file is truncated.
 
-Python's `mmap` keeps a file descriptor for every file, and the limit is often 1,024 per process. Reading a page that no
-longer exists, because the file was truncated, raises the signal SIGBUS, which kills the process without a message. So
-this module maps files through the C library, and bytes are read like this:
+Python's `mmap` keeps a file descriptor open for every mapped file, and the limit is often 1,024 per process. Reading a
+page that no longer exists, because the file was truncated, raises the signal SIGBUS, which kills the process without a
+message. Therefore this module maps files through the C library. Read mapped bytes like this:
 
     with reading():
         ids = array[start:stop].copy()
         check_mapped(array)
 
-A page that cannot be read raises `DataError` inside `reading()`; outside, it ends the process with one line and exit
-code 1. If a file was truncated within a page, the rest of the page reads as zeros, which `check` detects.
+A page that cannot be read raises `DataError` inside `reading()`; outside of `reading()`, it ends the process with a
+one-line message and exit code 1. If a file was truncated within a page, the rest of the page is read as zeros, which
+`check` detects.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from chatmill.errors import DataError, one_line
 from chatmill.remote.urls import Place
 
 STATS_PER_SECOND = 500
-"""How many times per second all files in use together are checked for changes that do not move their ends."""
+"""Maximum number of `stat` calls per second, over all mapped files, to detect overwritten bytes."""
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,14 +45,14 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(eq=False)
 class _Region:
-    """The addresses of one mapped file."""
+    """The memory region of one mapped file."""
 
     address: int
     size: int
     path: Place
     absolute: Path
     fault: str = ""
-    """Why its bytes must no longer be used."""
+    """The reason why the mapped bytes must no longer be used, or an empty string."""
 
     def note_fault(self) -> None:
         """Record why a page cannot be read."""
@@ -66,7 +67,7 @@ class _Region:
             what = f"was overwritten while it was read: it had {self.size} bytes and now has {size}"
         else:
             what = "was overwritten, or its disk failed, while it was read"
-        self.fault = f"{shown}: {what}; copy or build it again, and never write into the files of a dataset"
+        self.fault = f"{shown}: {what}; copy or build the dataset again, and never modify its files in place"
 
 
 _regions: dict[int, _Region] = {}
@@ -74,9 +75,10 @@ _regions: dict[int, _Region] = {}
 
 
 class MappedFile:
-    """The mapped bytes of the file that is open as `fd`, which may be closed afterwards; `np.asarray` does not copy.
+    """The mapped bytes of the file that is open as `fd`; `np.asarray` does not copy them. `fd` may be closed
+    afterwards.
 
-    `absolute` is its absolute path, in case the working directory changes.
+    `absolute` is the file's absolute path, because the working directory may change.
     """
 
     live = 0
@@ -99,7 +101,7 @@ class MappedFile:
         MappedFile.live += 1
         _install_handler()
         with reading():
-            # Remember the last nonzero byte, which reads as 0 if the file is truncated before it.
+            # Remember the position of the last nonzero byte: this byte reads as 0 if the file is truncated before it.
             begin = (self.size - 1) // mmap.PAGESIZE * mmap.PAGESIZE
             end = ctypes.string_at(address + begin, self.size - begin)
             last = max(len(end.rstrip(b"\0")), 1) - 1
@@ -112,7 +114,7 @@ class MappedFile:
         return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (where, True)}
 
     def check(self) -> None:
-        """Raise `DataError` if the file has changed since it was mapped; call this after reading its bytes.
+        """Raise `DataError` if the file has changed since it was mapped; call this method after reading the bytes.
 
         Truncation is always detected; overwritten bytes are detected with a delay of 2 ms per mapped file.
         """
@@ -127,12 +129,12 @@ class MappedFile:
             except OSError:
                 return
             stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            # A new file with the same name does not matter, because the old file stays mapped.
+            # Ignore a new file with the same name, because the old file stays mapped.
             if stamp[:2] == self._stamp[:2] and stamp != self._stamp:
                 self._refuse()
 
     def is_removed(self) -> bool:
-        """Return whether the file was removed or replaced; its disk space is freed when it is unmapped."""
+        """Return whether the file was removed or replaced; unmapping it then frees its disk space."""
         try:
             status = self._region.absolute.stat()
         except OSError:
@@ -145,7 +147,7 @@ class MappedFile:
         raise DataError(self._region.fault)
 
     def advise(self, advice: int) -> None:
-        """Advise the system how the bytes will be used; `mmap.MADV_DONTNEED` frees their memory."""
+        """Tell the system how the bytes will be used; `mmap.MADV_DONTNEED` frees their memory."""
         if self.size:
             _libc.madvise(self._region.address, self.size, advice)
 
@@ -158,7 +160,7 @@ class MappedFile:
 
 
 def mapped_file(array: NDArray[Any]) -> MappedFile | None:
-    """Return the mapped file that an array is a view of, if any."""
+    """Return the mapped file that an array is a view of, or None."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -166,12 +168,12 @@ def mapped_file(array: NDArray[Any]) -> MappedFile | None:
 
 
 def check_mapped(array: NDArray[Any]) -> None:
-    """Call `MappedFile.check` on the file that an array is a view of, if any."""
+    """Call `MappedFile.check` if an array is a view of a mapped file."""
     if (file := mapped_file(array)) is not None:
         file.check()
 
 
-# Pages that cannot be read.
+# Handling of pages that cannot be read.
 
 
 class _ThisThread(threading.local):
@@ -185,7 +187,7 @@ _this_thread = _ThisThread()
 
 class _Reading:
     def __enter__(self) -> None:
-        # A forked process may have another handler: torch workers install their own.
+        # A forked process may have a different SIGBUS handler, because torch workers install their own.
         if _installed_by != os.getpid():
             _install_handler()
         _this_thread.depth += 1
@@ -195,12 +197,12 @@ class _Reading:
         if fault := _this_thread.fault:
             if not _this_thread.depth:
                 _this_thread.fault = ""
-            # Any other error is a consequence of the zeros that were read instead.
+            # Any other error in the block was caused by the zeros that were read instead of the page.
             raise DataError(fault) from None
 
 
 def reading() -> _Reading:
-    """Return a context in which a page that cannot be read by this thread raises `DataError`."""
+    """Return a context manager in which this thread raises `DataError` for a page that cannot be read."""
     return _READING
 
 
@@ -221,12 +223,12 @@ class _SigAction(ctypes.Structure):
 
 
 SA_SIGINFO, SI_CODE, SI_ADDR = (0x40, 8, 24) if sys.platform == "darwin" else (4, 8, 16)
-"""The flag for a handler that receives the address, and the offsets of the cause and the address in `siginfo_t`."""
+"""The SA_SIGINFO flag, and the offsets of the cause (si_code) and the address (si_addr) in `siginfo_t`."""
 _previous = _SigAction()
 
 
 def _on_bus_error(number: int, info: int, context: int) -> None:
-    """Handle SIGBUS. It is raised by the very instruction that reads the page, so Python code can run here."""
+    """Handle SIGBUS. Python code can run here because the signal is raised synchronously by the read of a page."""
     address = ctypes.c_void_p.from_address(info + SI_ADDR).value or 0
     was_sent = ctypes.c_int.from_address(info + SI_CODE).value <= 0
     regions = [] if was_sent else list(_regions.values())
@@ -238,17 +240,17 @@ def _on_bus_error(number: int, info: int, context: int) -> None:
                 os.write(2, f"{region.fault}\n".encode(errors="backslashreplace"))
                 os._exit(1)
             _this_thread.fault = region.fault
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: replace the file with zeros
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED, which replaces the file with zeros.
             _libc.mmap(region.address, size, mmap.PROT_READ, flags, -1, 0)
             return
-    # Not one of these files: call the previous handler.
+    # The address is not in a mapped file, so call the previous handler.
     _libc.sigaction(signal.SIGBUS, ctypes.byref(_previous), None)
     if was_sent:
         os.kill(os.getpid(), signal.SIGBUS)
 
 
 def _make_handler() -> Any:
-    """Create the handler for the C library; None if the system does not support it."""
+    """Create the SIGBUS handler for the C library, or return None if the system is not supported."""
     if sys.platform not in ("linux", "darwin") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -262,11 +264,11 @@ _handler_address = None if _handler is None else ctypes.cast(_handler, ctypes.c_
 
 
 _installed_by = 0
-"""The id of the process that installed the handler."""
+"""The id of the process that installed the SIGBUS handler."""
 
 
 def _install_handler() -> None:
-    """Handle SIGBUS, and keep the previous handler (from torch or `faulthandler`) for other addresses."""
+    """Install the SIGBUS handler; the previous handler (from torch or `faulthandler`) is kept for other addresses."""
     global _installed_by
     _installed_by = os.getpid()
     now = _SigAction()

@@ -1,6 +1,6 @@
 """`dataset_metadata.json`: how a dataset was made, its counts, and the size and hash of every file.
 
-Changed or inconsistent files are refused; see `hashed`.
+A changed or inconsistent metadata file raises `DataError`; see `hashed`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SCHEMA = "chatmill-episodes"
 SCHEMA_VERSION = 1
 NOT_WRITTEN = FileInfo(0, "")
 NOT_COUNTS = ("files", "source")
-"""Fields of a shard that are not counts."""
+"""Fields of a shard's metadata that are not counts."""
 TOTALS = ("num_episodes", "num_tokens", "num_trained_tokens")
-"""Sums over the shards of a split that are stored in the file."""
+"""Sums over the shards of a split that are stored in the metadata."""
 
 
 def total(name: str) -> Any:
@@ -48,14 +48,14 @@ class ShardInfo:
     longest: int
     files: Mapping[str, FileInfo]
     source: str | None = None
-    """The source of all its rows, in a dataset of several sources."""
+    """The source of all rows in the shard, if the dataset has several sources."""
 
 
 @dataclass(frozen=True)
 class SplitInfo:
     shards: tuple[ShardInfo, ...]
     files: tuple[File, ...]
-    """The input files that the file numbers in origins refer to, in order of first use."""
+    """The input files in order of first use; the file numbers in origins are indices into this list."""
 
     num_episodes = total("num_episodes")
     num_tokens = total("num_tokens")
@@ -69,16 +69,16 @@ class Metadata:
     vocab_size: int
     format: Any
     tokenizer: Mapping[str, str]
-    """Its `name` and `sha256`."""
+    """The `name` and `sha256` of the tokenizer."""
     special_token_ids: Mapping[str, int]
     pad_token_id: int | None
     splits: Mapping[str, SplitInfo]
     ledger: Ledger
     config: Mapping[str, Any]
-    """All other settings that influence the bytes."""
+    """All other settings that influence the bytes of the dataset."""
     tokenizer_state: FileInfo = NOT_WRITTEN
     removed: FileInfo | None = None
-    """The file that lists removed records; None if there is none."""
+    """The file that lists removed records, or None if no file was written."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -94,32 +94,32 @@ def write_metadata(folder: Path, metadata: Metadata, *, tokenizer_state: Any) ->
     """Complete a dataset: write `tokenizer_state.json` and, as the last file, `dataset_metadata.json`.
 
     `tokenizer_state`, and the `format` and `config` of the metadata, can be any JSON values. Returns the metadata as a
-    reader gets it, with the size and hash of the tokenizer state.
+    reader would load it, with the size and hash of the tokenizer state.
     """
     state = (json.dumps(tokenizer_state, sort_keys=True, indent=1) + "\n").encode()
     metadata = replace(metadata, tokenizer_state=FileInfo(len(state), hashlib.sha256(state).hexdigest()))
     text = hashed_text(_to_json(metadata))
-    # Raise errors now if the metadata cannot be read back, rather than in the reader.
+    # Read the metadata back, so that an error is raised while writing and not in the reader.
     parsed = parse_metadata(text, place=str(folder / METADATA))
     with create(folder / TOKENIZER_STATE) as file:
         file.write(state)
-    # Written last, so its presence means that every shard is complete.
+    # Write the metadata last, so that its presence means that every shard is complete.
     with create(folder / METADATA) as file:
         file.write(text)
     return parsed
 
 
 def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> Metadata:
-    """Read the metadata of a dataset; raise `DataError` if it is not exactly what was written."""
+    """Read the metadata of a dataset; raise `DataError` if the file differs from what chatmill wrote."""
     path = folder / METADATA
     return parse_metadata(read_hashed(path, "dataset", read), place=str(path))
 
 
 def is_chatmill_metadata(raw: bytes) -> bool:
-    """Return whether `write_metadata` wrote this metadata, which may have been damaged since then.
+    """Return whether `write_metadata` wrote this metadata, even if it has been damaged since then.
 
-    Checks the schema and two other keys, so that one flipped bit cannot make a damaged dataset look like a dataset from
-    another program, which may have its own schema.
+    Checks the schema and two other keys, so that one flipped bit does not make a damaged dataset look like another
+    program's dataset.
     """
     try:
         value = json.loads(raw)
@@ -132,7 +132,7 @@ def parse_metadata(raw: bytes, *, place: str) -> Metadata:
     data = parse_hashed(raw, place=place, schema=SCHEMA, version=SCHEMA_VERSION)
     data.pop("sha256", None)
     if hashed_text(data) != raw:
-        raise DataError(f"{place}: its hash is not the one it records; it was changed or damaged, rebuild the dataset")
+        raise DataError(f"{place}: does not match its own sha256; the file was changed or damaged; rebuild the dataset")
     return _from_json(JsonObject(data, place), place)
 
 
@@ -146,16 +146,16 @@ def _to_json(metadata: Metadata) -> dict[str, Any]:
         for number, shard in enumerate(split["shards"]):
             shard["name"] = shard_name(number)
             if shard["source"] is None:
-                # Omit null values, so that datasets of one source do not have this key.
+                # Omit null values, so that shards in a dataset with a single source do not have the key `source`.
                 del shard["source"]
     if metadata.removed is None:
-        # Omit null, so that the bytes of datasets without this file do not change.
+        # Omit a null value, so that the metadata of datasets without removed records stays unchanged.
         del data["removed"]
     schema = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dtype": metadata.dtype.name}
     return {**data, **schema, "ledger": metadata.ledger.to_json()}
 
 
-# Parse JSON: every value is checked, individually and for consistency.
+# Parsing, with checks of every value and of the consistency between values.
 
 
 def _from_json(data: JsonObject, place: str) -> Metadata:
@@ -195,7 +195,7 @@ def _split(data: JsonObject, dtype: np.dtype[Any]) -> SplitInfo:
             raise data.fault(f"files[{number}]", file, "a source and a path")
     shards = tuple(_shard(shard, number, dtype) for number, shard in enumerate(data.tables("shards")))
     if len({shard.source is None for shard in shards}) > 1:
-        expected = "a source for all of them, or for none"
+        expected = "a source for every shard, or for no shard"
         raise data.fault("shards", [shard.source for shard in shards], expected)
     split = SplitInfo(shards, tuple(File(*file) for file in data.items("files")))
     for name in TOTALS:
@@ -205,7 +205,7 @@ def _split(data: JsonObject, dtype: np.dtype[Any]) -> SplitInfo:
 
 
 def _shard(data: JsonObject, number: int, dtype: np.dtype[Any]) -> ShardInfo:
-    # The name is not used as a path: the path of a shard is derived from its number.
+    # Never use the name as a path; derive the path of a shard from its number.
     data.equal("name", shard_name(number))
     counts = {field.name: data.count(field.name) for field in fields(ShardInfo) if field.name not in NOT_COUNTS}
     listed = data.table("files")
@@ -220,7 +220,7 @@ def _shard(data: JsonObject, number: int, dtype: np.dtype[Any]) -> ShardInfo:
         raise listed.table(TARGETS).fault("size", files[TARGETS].size, "whole records")
     source = data.value.get("source")
     data.check(
-        "source", source is None or (isinstance(source, str) and bool(source)), "the name of a source, or left out"
+        "source", source is None or (isinstance(source, str) and bool(source)), "the name of a source, or no such key"
     )
     return ShardInfo(**counts, files=files, source=source)
 
@@ -230,7 +230,7 @@ def _file(data: JsonObject) -> FileInfo:
 
 
 def manifest(folder: Path, metadata: Metadata) -> Manifest:
-    """Return every file of a dataset, with the size and hash in the metadata."""
+    """Return every file of a dataset with the size and hash that the metadata records."""
     return Manifest([(folder / name, info) for name, info in listed_files(metadata)], "the metadata", "dataset")
 
 

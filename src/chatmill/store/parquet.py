@@ -9,7 +9,7 @@
     position_ids  0 1 2 0 1
     seq_lengths   3 2
 
-Labels are not shifted, because models that compute the loss shift them.
+Labels are not shifted, because models shift them when they compute the loss.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ SCHEMA, SCHEMA_VERSION = "chatmill-export", 1
 CARD = "README.md"
 DATA = "data"
 IGNORED = -100
-"""The label of positions without loss."""
+"""The label of positions that are excluded from the loss."""
 TOKENS = 1 << 20
-"""Number of tokens per row group; memory use is a few times this."""
+"""Number of tokens per row group; peak memory is a few times this size."""
 MOST_INT32 = 2**31
 SPLIT_NAMES = {"val": "validation"}
-"""The names of splits in the `datasets` library, if they differ."""
+"""Split names that differ in the `datasets` library."""
 COLUMNS = f"""\
 - `input_ids`: the tokens of a row, which is one conversation or several packed ones.
 - `labels`: the same tokens where they are trained, {IGNORED} elsewhere and at the first token of every
-  conversation. They are not shifted, because models that compute the loss shift them.
+  conversation. Labels are not shifted, because models shift them when they compute the loss.
 - `position_ids`: position ids, which start at 0 in every conversation.
 - `seq_lengths`: the number of tokens of each conversation in the row."""
 PACKED_ROWS = """\
 Conversations in a packed row must not attend to each other, so a trainer has to use `position_ids` or
-`seq_lengths`. TRL does so with `SFTConfig(padding_free=True, max_length=None)`, and otherwise ignores both."""
+`seq_lengths`. TRL ignores both columns unless it is configured with `SFTConfig(padding_free=True, max_length=None)`."""
 
 
 @dataclass
@@ -65,12 +65,12 @@ class Exported:
 
     rows: int = 0
     conversations: int = 0
-    """A packed row contains several."""
+    """Number of conversations; a packed row contains several conversations."""
     tokens: int = 0
     trained: int = 0
-    """Labels that are not -100."""
+    """Number of labels that are not -100."""
     weighted: int = 0
-    """Trained tokens with a weight other than 1, which labels cannot express."""
+    """Number of trained tokens with a weight other than 1, which labels cannot express."""
     files: int = 0
 
 
@@ -82,7 +82,7 @@ def export_parquet(
     overwrite: bool = False,
     token_dtype: str | None = None,
 ) -> dict[str, Exported]:
-    """Write a dataset, or some of its splits, as Parquet; the folder is published atomically."""
+    """Export a dataset, or some of its splits, as Parquet; the output folder is published atomically."""
     _pyarrow()
     dataset, target = open_dataset(source, token_dtype=token_dtype), local_path(target)
     chosen = {name: dataset[name] for name in splits or dataset.splits}
@@ -106,14 +106,14 @@ def _file_json(path: Path) -> dict[str, Any]:
 
 
 def _listed(folder: Path) -> Iterator[str]:
-    """Yield the files of an export, except a dataset card that was edited afterwards."""
+    """Yield the files of an export, except a dataset card that was edited after the export."""
     path = folder / MANIFEST
     raw = read_hashed(path, "export", Path.read_bytes)
     data = parse_hashed(raw, place=str(path), schema=SCHEMA, version=SCHEMA_VERSION)
     data.pop("sha256", None)
     listed = data.get("files")
     if hashed_text(data) != raw or not isinstance(listed, dict):
-        raise DataError(f"{path}: its hash is not the one it records; it was changed or damaged")
+        raise DataError(f"{path}: does not match its own sha256; the file was changed or damaged")
     card = folder / CARD
     yield f"{DATA}/"
     yield from (name for name in listed if name != CARD or not card.is_file() or listed[CARD] == _file_json(card))
@@ -166,7 +166,7 @@ def _export(episodes: Episodes, folder: Path, split: str, wide: bool) -> Exporte
 
 
 def _columns(rows: Rows) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
-    """Return, for each column, the start of each row's list, and the concatenated values."""
+    """Return the list offsets of the rows and the concatenated values for each column."""
     position = rows.positions()
     labels = np.where(rows.mask() & (position > 0), rows.targets(), IGNORED)
     lengths = np.diff(rows.segment_start)
@@ -210,7 +210,7 @@ def _card(target: str, dataset: Dataset, done: dict[str, Exported]) -> str:
     ]
     if weighted := sum(split.weighted for split in done.values()):
         paragraphs.append(
-            f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot express this."
+            f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot express them."
         )
     return "\n\n".join([*paragraphs, "## How it was made", *_made(dataset.metadata)]) + "\n"
 
@@ -229,7 +229,7 @@ def _made(metadata: Metadata | None) -> Iterator[str]:
     )
     yield f"```json\n{json.dumps(metadata.config, indent=1, sort_keys=True)}\n```"
     yield "## What happened to the input"
-    yield "A row in this table is one conversation, packed or not."
+    yield "Each row in this table is one conversation, whether packed or not."
     entries = [
         f"| {bucket} | {one_line(reason)} | {entry.rows:,} | {entry.tokens:,} | {entry.trained:,} |"
         for bucket, reason, entry in metadata.ledger

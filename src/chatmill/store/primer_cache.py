@@ -41,7 +41,7 @@ from chatmill.store.verify import SplitCounts, Verified, ledger_faults
 P = TypeVar("P", Path, Url)
 META = "meta.json"
 CACHES = "data/cache/sft"
-"""The default folder of all caches."""
+"""Default folder for caches."""
 EXPECTED = "the cache of a source"
 SCHEMA, SCHEMA_VERSION = "chatmill-cache", 1
 TOTALS = ("num_examples", "num_tokens", "num_label_tokens")
@@ -63,7 +63,7 @@ class CacheShard:
         return HEADER.pack(MAGIC, VERSION, dtype.itemsize, *counts)
 
     def size(self, dtype: np.dtype[np.unsignedinteger]) -> int:
-        """Size of the whole file in bytes."""
+        """Return the size of the whole shard file in bytes."""
         *_, (start, last, count) = _parts(dtype, self.num_examples, self.num_tokens).values()
         return start + count * last.itemsize
 
@@ -81,7 +81,7 @@ class CacheSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMeta:
-    """The content of `meta.json`, with the names from the specification."""
+    """The content of `meta.json`, with the key names from the specification."""
 
     source: str
     format: str
@@ -104,11 +104,11 @@ class CacheMeta:
         return self_hash(self._data())
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
+        """Return the metadata as the content of `meta.json`."""
         return hashed_text(self._data())
 
     def stored_counts(self) -> dict[str, int]:
-        """Return the examples, tokens and label tokens in all shards, under their names in ledger faults."""
+        """Return the total numbers of examples, tokens and label tokens, keyed by their names in ledger faults."""
         sums = [sum(getattr(split, total) for split in self.splits.values()) for total in TOTALS]
         return dict(zip(("examples", "tokens", "label tokens"), sums, strict=True))
 
@@ -126,12 +126,12 @@ class CacheMeta:
 def cache_folder(out: P, source: str) -> P:
     """Return the cache folder of a source; raise `UsageError` if the name is a path."""
     if source in ("", ".", "..") or source.startswith(".") or not set(source).isdisjoint("/\\") or "\0" in source:
-        raise UsageError(f'"{one_line(source)}" is not a source name; expected a plain name such as primer, not a path')
+        raise UsageError(f'"{one_line(source)}" is not a source name; expected a name such as primer, not a path')
     return out / source
 
 
 def check_place(out: Path, source: str, *, overwrite: bool) -> Path:
-    """Return the folder for a new cache; raise an error, before any work is done, if it cannot be written."""
+    """Return the folder for a new cache; raise an error, before any work is done, if the cache cannot be written."""
     target = cache_folder(out, source)
     recover(target, CACHE)
     check_target(target, overwrite=overwrite, kind=CACHE)
@@ -163,11 +163,11 @@ def write_cache(
     shard_tokens: int = SHARD_TOKENS,
     overwrite: bool = False,
 ) -> CacheMeta:
-    """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename; a failed build leaves no files.
+    """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename. A failed build leaves no files.
 
     Returns `meta` with the splits that were written. The rows of a split may be divided into any number of parts
     without changing the bytes. The ledger of `meta` may be filled while rows are produced; when the last part is
-    written, it must count all rows and balance.
+    written, the ledger must count all rows and balance.
     """
     target = cache_folder(out, meta.source)
     with building(target, "building", overwrite=overwrite, kind=CACHE) as staging:
@@ -175,11 +175,11 @@ def write_cache(
             name: _write_split(staging / name, splits.get(name, ()), meta.vocab_size, shard_tokens) for name in SPLITS
         }
         meta = replace(meta, splits=written)
-        # Raise errors now if the result is inconsistent or cannot be read back, rather than in the reader.
+        # Read `meta.json` back, so that an error is raised while writing and not in the reader.
         for fault in ledger_faults(staging, meta.ledger, meta.stored_counts()):
             raise ChatmillError(fault)
         parse_meta(meta.to_bytes(), place=str(staging / META))
-        # Written last, so its presence means that every shard is complete.
+        # Write `meta.json` last, so that its presence means that every shard is complete.
         with create(staging / META) as file:
             file.write(meta.to_bytes())
     return meta
@@ -222,7 +222,9 @@ def _write_shard(path: Path, rows: Rows, *, vocab_size: int) -> CacheShard:
     if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
         raise DataError(f"{path}: token id {largest}; expected an id below {vocab_size}")
     if np.any(rows.spans["target"] != OWN_ID):
-        raise DataError(f"{path}: a token has another id as its target; a cache cannot store targets, use a dataset")
+        raise DataError(
+            f"{path}: a token has a target other than its own id, which a cache cannot store; prepare a dataset instead"
+        )
     dtype, mask = token_dtype(vocab_size), rows.mask()
     index = np.empty(len(rows), dtype=EPISODE)
     index["start"], index["length"] = rows.row_start[:-1], rows.lengths
@@ -249,7 +251,7 @@ class PrimerCache(Dataset):
 
 
 def is_cache(path: str | Place) -> TypeGuard[str | Path]:
-    """Return whether a folder contains the cache of a source, rather than a dataset; URLs cannot contain caches."""
+    """Return whether a folder contains the cache of a source and not a dataset; a URL never contains a cache."""
     where = place(path)
     return isinstance(where, Path) and (where / META).is_file()
 
@@ -268,7 +270,7 @@ def _cache_in(folder: OpenFolder) -> PrimerCache:
 
 
 def _read_meta(folder: OpenFolder) -> CacheMeta:
-    """Read `meta.json`; raise `DataError` if it is not exactly what was written."""
+    """Read `meta.json`; raise `DataError` if the file differs from what chatmill wrote."""
     path = folder.path / META
     return parse_meta(read_hashed(path, "cache", folder.read), place=str(path))
 
@@ -277,7 +279,7 @@ def parse_meta(raw: bytes, *, place: str) -> CacheMeta:
     data = parse_hashed(raw, place=place, schema=SCHEMA, version=SCHEMA_VERSION)
     try:
         meta = _meta(data)
-        # Recompute sums, sizes and the hash: an inconsistent file was changed after it was written.
+        # Recompute sums, sizes and the hash, to detect a file that was changed after it was written.
         unchanged = meta.to_bytes() == raw
     except (ChatmillError, AttributeError, KeyError, TypeError, ValueError, struct.error):
         unchanged = False
@@ -302,7 +304,7 @@ def _meta(data: dict[str, Any]) -> CacheMeta:
             raise ValueError(f"control token {id}; expected an id below {meta.vocab_size}")
     for split in splits.values():
         for shard in split.shards:
-            # Packing the header fails for counts that do not fit in it.
+            # Pack the header to detect counts that are too large for its fields.
             shard.header(meta.dtype)
     return meta
 
@@ -314,7 +316,7 @@ def _shards(folder: Path, meta: CacheMeta) -> Iterator[tuple[Path, CacheShard]]:
 
 
 def cache_manifest(folder: Path, meta: CacheMeta) -> Manifest:
-    """Return every shard of a cache, with the size and hash in `meta.json`."""
+    """Return every shard of a cache with the size and hash that `meta.json` records."""
     shards = [(path, FileInfo(shard.size(meta.dtype), shard.sha256)) for path, shard in _shards(folder, meta)]
     return Manifest(shards, META, "cache")
 
@@ -342,7 +344,7 @@ def _episodes(stored: StoredFiles, split: str, meta: CacheMeta) -> CachedEpisode
 def _parts(
     dtype: np.dtype[np.unsignedinteger], examples: int, tokens: int
 ) -> dict[str, tuple[int, np.dtype[Any], int]]:
-    """Return the parts of a shard by the file names of a dataset: first byte, type and number of records."""
+    """Return the first byte, type and record count of each part of a shard, keyed by the file names of a dataset."""
     index = HEADER.size
     ids = index + examples * EPISODE.itemsize
     mask = ids + tokens * dtype.itemsize
@@ -391,7 +393,7 @@ def _verified(folder: OpenFolder, *, full: bool) -> Verified:
 
 
 def _table_faults(episodes: Episodes, number: int, shard: CacheShard, vocab_size: int) -> Iterator[str]:
-    """Yield the first fault in the content of a shard."""
+    """Yield the first fault in the content of a shard, if any."""
     place = episodes.shards[number].folder
     index: Table = episodes.array(number, INDEX)
     length = index["length"].astype(np.int64)

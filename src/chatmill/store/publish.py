@@ -1,7 +1,7 @@
 """Publish a finished build atomically: sync everything, then rename it once.
 
-Only files that chatmill wrote are replaced or removed: those that the marker of a folder lists. Any other file in the
-folder stops the command before any work is done, and is never removed.
+chatmill replaces and removes only files that it wrote, which are listed in the marker of a folder. If the folder
+contains any other file, the command fails before it does any work and does not remove the file.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from chatmill.store.layout import METADATA, REMOVED, SPLITS, TOKENIZER_STATE
 from chatmill.store.metadata import listed_files, read_metadata
 
 SHOWN = 3
-"""Number of names that an error lists before it counts the others."""
+"""Maximum number of names in an error message; other names are only counted."""
 
 
-# Determine which files chatmill wrote.
+# Functions that determine which files chatmill wrote.
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that is published atomically, and how to recognize its files.
+    """A kind of folder that is published atomically, with the patterns that its files match.
 
     Paths are relative to the folder and use slashes; the path of a folder ends with a slash.
     """
 
     name: str
     marker: str
-    """The file that is written last. A folder without it is an unfinished build."""
+    """The file that is written last; a folder without this file is an unfinished build."""
     built: re.Pattern[str]
-    """Matches every path that a build of this kind creates; used for folders without a marker."""
+    """Pattern that matches every path that a build of this kind creates; used for folders without a marker."""
     listed: Callable[[Path], Iterable[str]] | None = None
-    """Returns the paths that a folder's marker lists, or raises `DataError` if it is not chatmill's; None: no lists."""
+    """Returns the paths that a folder's marker lists, or raises `DataError`; None if markers do not list paths."""
 
 
 def _listed_in_dataset(folder: Path) -> Iterator[str]:
@@ -69,11 +69,11 @@ class _Contents:
     own: list[str]
     """Files and folders of this kind, each folder before its contents."""
     others: list[str]
-    """All other files and folders; these folders are not searched."""
+    """All other files and folders; the contents of these folders are not listed."""
 
 
 def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -> _Contents:
-    """List the paths below a folder. Links and special files never count as files that chatmill wrote."""
+    """List the paths below a folder; links and special files never count as files that chatmill wrote."""
     contents = _Contents([], [])
     with os.scandir(folder / prefix) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -91,7 +91,7 @@ def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -
 
 
 def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
-    """Return a test for paths that a folder's marker lists; raise `DataError` if chatmill did not write the marker."""
+    """Return a predicate for paths that a folder's marker lists; raise `DataError` if the marker is not chatmill's."""
     if kind.listed is None:
         raise DataError(f"{folder}: a {kind.name} has no list of its files")
     paths = {kind.marker, *kind.listed(folder)}
@@ -100,7 +100,7 @@ def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
 
 
 def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
-    """Return a test for paths that chatmill wrote in a folder: by its marker if it has one, otherwise by name."""
+    """Return a predicate for paths that chatmill wrote in a folder, by its marker or, without a marker, by name."""
     try:
         return _is_listed(folder, kind)
     except DataError:
@@ -108,47 +108,47 @@ def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
 
 
 def names_of(paths: Sequence[str]) -> str:
-    """Return the first few paths in printable form, and the number of other paths."""
+    """Return the first few paths in printable form, followed by the number of remaining paths."""
     more = f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else ""
     return ", ".join(one_line(path) for path in paths[:SHOWN]) + more
 
 
-# Checks before anything is written.
+# Checks that run before any file is written.
 
 
 def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
     """Raise an error, before any work is done, if no build can be published at `target`."""
     if local_path(target).name in ("", ".."):
-        raise UsageError(f"{target}: has no name; give the folder of the {kind.name} as NAME or DIR/NAME")
+        raise UsageError(f"{target}: has no name; use NAME or DIR/NAME as the folder of the {kind.name}")
     if target.is_symlink():
         raise DataError(f"{target}: is a symbolic link; use the folder itself")
     if not target.exists():
         return
     if not overwrite:
-        raise DataError(f"{target}: exists already; give another name, or --overwrite")
+        raise DataError(f"{target}: already exists; use another name or pass --overwrite")
     _check_replaceable(target, target, kind)
 
 
 def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Raise `DataError` about `target` unless the marker lists everything in `folder`."""
+    """Raise a `DataError` that names `target` unless the marker lists everything in `folder`."""
     if folder.is_symlink() or not folder.is_dir():
-        raise DataError(f"{target}: is not a folder and is not replaced; remove it or give another name")
+        raise DataError(f"{target}: is not a folder and is not replaced; remove it or use another name")
     if not any(folder.iterdir()):
         return
     marker = folder / kind.marker
     if marker.is_symlink() or not marker.is_file():
-        raise DataError(f"{target}: has no {kind.marker} and is not replaced; remove it or give another name")
+        raise DataError(f"{target}: has no {kind.marker} and is not replaced; remove it or use another name")
     try:
         is_own = _is_listed(folder, kind)
     except DataError as error:
         raise DataError(
             f"{target}: is not replaced, because chatmill did not write its {kind.marker} "
-            f"({str(error).removeprefix(f'{marker}: ')}); give another name, or inspect and remove the folder"
+            f"({str(error).removeprefix(f'{marker}: ')}); use another name, or inspect and remove the folder"
         ) from None
     if others := _contents(folder, is_own).others:
         raise DataError(
             f"{target}: is not replaced, because {kind.marker} does not list {names_of(others)}; "
-            "move it elsewhere or give another name"
+            "move it elsewhere or use another name"
         )
 
 
@@ -168,21 +168,22 @@ def staging_for(target: Path) -> Path:
 
 
 def set_aside(target: Path) -> Path:
-    """Return the temporary name of the old dataset, for systems that cannot exchange two folders."""
+    """Return the temporary name of the old dataset on systems that cannot swap two folders atomically."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
-    """Sync all of `staging` and rename it to `target`.
+    """Sync all files in `staging` and rename the folder to `target`.
 
-    An existing target is refused or, with `overwrite`, replaced, and its files are removed. When this
-    function returns, the new dataset survives a power loss. A warning is issued if the old dataset cannot be removed.
+    An existing target raises an error or, with `overwrite`, is replaced and removed. When this
+    function returns, the new dataset survives a power loss. If the old dataset cannot be removed, a warning is issued.
     """
     if not (staging / kind.marker).is_file():
         raise DataError(f"{staging}: has no {kind.marker}; unfinished builds are not published")
     files.sync_tree(staging)
     recover(target, kind)
-    # Check again, because the build took time; the replaced folder is checked once more below, to avoid a race.
+    # Check again, because the target may have changed during the build. To avoid a race, the replaced folder is checked
+    # once more after the rename.
     check_target(target, overwrite=overwrite, kind=kind)
     if not os.path.lexists(target):
         _move(staging, target)
@@ -208,7 +209,7 @@ def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = 
 
 
 def recover(target: Path, kind: FolderKind = DATASET) -> None:
-    """Undo a replacement that was killed between its two renames, or finish one that was killed after them."""
+    """Recover from a killed replacement: undo it if only the first rename was done, finish it if both were done."""
     aside = set_aside(target)
     if aside.is_symlink() or not aside.is_dir():
         return
@@ -224,7 +225,7 @@ def _move(source: Path, target: Path) -> None:
         files.disk.rename_new(source, target)
     except FileExistsError:
         raise DataError(
-            f"{target}: was created while the dataset was built; give another name, or --overwrite"
+            f"{target}: was created while the dataset was built; use another name or pass --overwrite"
         ) from None
     _sync_parents(target, source)
 
@@ -238,9 +239,9 @@ def _sync_parents(*paths: Path) -> None:
 
 
 def remove_folder(folder: Path, kind: FolderKind) -> str:
-    """Remove a folder that is no longer needed; remove nothing if it contains files that chatmill did not write.
+    """Remove a folder, unless it contains files that chatmill did not write.
 
-    Returns an empty string if the folder was removed, otherwise a description of what is left and why.
+    Returns an empty string if the folder was removed, otherwise the reason why it was not.
     """
     if left := remove_contents(folder, kind):
         return left
@@ -252,7 +253,7 @@ def remove_folder(folder: Path, kind: FolderKind) -> str:
 
 
 def remove_contents(folder: Path, kind: FolderKind) -> str:
-    """Remove the contents of a folder like `remove_folder`, but keep the folder."""
+    """Remove the contents of a folder like `remove_folder`, but keep the folder itself."""
     if folder.is_symlink():
         return "is a symbolic link"
     try:
@@ -273,11 +274,11 @@ def remove_contents(folder: Path, kind: FolderKind) -> str:
 
 
 def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
-    """Remove a folder that was replaced; warn about anything that cannot or must not be removed."""
+    """Remove a folder that was replaced; warn if it cannot be removed or contains files that chatmill did not write."""
     if not (left := remove_folder(folder, kind)):
         return
     try:
-        # Rename the folder, because the next build needs its name.
+        # Rename the remaining folder, because the next build needs its name.
         for kept in (target.with_name(f"{target.name}.kept{number or ''}") for number in range(1000)):
             if not os.path.lexists(kept):
                 files.disk.rename_new(folder, kept)
@@ -306,8 +307,8 @@ def building(
 ) -> Iterator[Path]:
     """Yield a locked folder next to `target` to build in; publish it when the block ends, or remove it on failure.
 
-    Leftovers of a killed process are removed first. `source` is the dataset that the block reads; it must not overlap
-    with `target`. `reads` are other files that the block reads.
+    Leftovers of a killed process are removed first. `source` is the dataset that the block reads; `source` and `target`
+    must not overlap. `reads` are all other files that the block reads.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):
@@ -323,13 +324,13 @@ def building(
 
 @contextmanager
 def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> Iterator[Path]:
-    """Yield a locked, empty folder next to `target` to build in; it is removed if the block fails."""
+    """Yield a locked, empty folder next to `target` to build in; the folder is removed if the block fails."""
     staging = target.with_name(f".{target.name}.{doing}")
     files.make_folder(staging)
     busy = f"{staging}: another process is building there; wait for it to finish"
     with locked(staging, busy, opened=partial(os.open, staging, os.O_RDONLY)):
         if left := remove_contents(staging, kind):
-            raise DataError(f"{staging}: {left}; it is left from an earlier build; inspect and remove it")
+            raise DataError(f"{staging}: {left}; the folder is left from an earlier build; inspect and remove it")
         try:
             yield staging
         except BaseException:
@@ -342,7 +343,7 @@ def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> I
 def locked(path: Path, busy: str, *, opened: Callable[[], int], patience: float = 0) -> Iterator[None]:
     """Lock the file or folder that `opened` opens; the lock is released when the process ends.
 
-    While another process holds the lock, wait for `patience` seconds, then raise `DataError` with `busy`.
+    If another process holds the lock for more than `patience` seconds, raise a `DataError` with the text `busy`.
     """
     until = time.monotonic() + patience
     while True:

@@ -1,7 +1,7 @@
 """Open datasets: their metadata and the episodes of their splits.
 
-The time to open a dataset depends on the number of shards, not on the number of episodes. Requires only numpy, so that
-a training image can read datasets prepared elsewhere.
+The time needed to open a dataset depends on the number of shards, not on the number of episodes. Requires only numpy,
+so that a training image can read datasets prepared elsewhere.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
     [266, 85]
 
     Datasets that other programs wrote in the format of the episode specification can also be opened, but have no spans
-    and origins; set `token_dtype` to uint16 or uint32 if it cannot be inferred (see `foreign`). If the dataset is
-    replaced during this call, the result is entirely the old one or entirely the new one; see `folder`.
+    and origins; set `token_dtype` to uint16 or uint32 if the token type cannot be inferred (see `foreign`). If the
+    dataset is replaced during this call, the result is entirely the old one or entirely the new one; see `folder`.
 
     Files of a dataset at a URL are downloaded when they are read, and missing files are detected only then; see
     `remote_files`.
@@ -103,7 +103,7 @@ def is_dataset(path: str | Place) -> bool:
 
 
 def stored_metadata(folder: OpenFolder) -> Metadata | None:
-    """Return a dataset's metadata, or None if another program wrote it; `DataError` if it is damaged or missing."""
+    """Return a dataset's metadata, or None if another program wrote it; raise `DataError` if it cannot be read."""
     path, trace = folder.path / METADATA, foreign.trace_of_chatmill(folder)
     if folder.status(path) is not None:
         if trace is not None or is_chatmill_metadata(read_hashed(path, "dataset", folder.read)):
@@ -146,7 +146,7 @@ class Dataset:
 
     stored: StoredFiles | RemoteFiles
     metadata: Metadata | None
-    """None if another program wrote the dataset."""
+    """The metadata of the dataset, or None if another program wrote it."""
     _splits: Mapping[str, Episodes]
     whole: Dataset | None = field(default=None, kw_only=True)
     """The whole dataset, if this is a part returned by `of_source`."""
@@ -161,7 +161,7 @@ class Dataset:
 
     @property
     def token_dtype(self) -> str:
-        """The type of its tokens: uint16 or uint32."""
+        """The type of the stored token ids: uint16 or uint32."""
         if self.metadata is not None:
             return self.metadata.dtype.name
         widths = [shard.dtype.itemsize for episodes in self._splits.values() for shard in episodes.shards]
@@ -169,7 +169,7 @@ class Dataset:
 
     @property
     def sha256(self) -> str | None:
-        """The hash of all bytes of the dataset; None if another program wrote it."""
+        """A hash of all bytes of the dataset, or None if another program wrote the dataset."""
         if self.whole is not None:
             return self.whole.sha256
         return None if self.metadata is None else self.metadata.sha256
@@ -184,12 +184,12 @@ class Dataset:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of its sources in the order of the recipe; empty if it had only one source."""
+        """The names of the dataset's sources in the order of the recipe; empty if the dataset has only one source."""
         infos = [] if self.metadata is None else self.metadata.splits.values()
         return tuple(dict.fromkeys(shard.source for info in infos for shard in info.shards if shard.source is not None))
 
     def of_source(self, name: str) -> Dataset:
-        """Return the rows of one of its `sources`: a dataset at the same path with a subset of the shards."""
+        """Return the rows of one source as a dataset at the same path with a subset of the shards."""
         if self.metadata is None or name not in self.sources:
             raise DataError(f"{self.path}: has no source {one_line(name)}; {sources_text(self)}")
         splits = {
@@ -200,7 +200,7 @@ class Dataset:
         return Dataset(self.stored, replace(self.metadata, splits=splits), episodes, whole=self)
 
     def foreign_end_token(self) -> int | None:
-        """The end token in another program's tokenizer files; None if it was not found."""
+        """The id of the end token in another program's tokenizer files, or None if it was not found."""
         states = [self._json(TOKENIZER_STATE)]
         if (id := end_token(states)) is not None:
             return id
@@ -208,7 +208,7 @@ class Dataset:
         return end_token(states, [self._json(name) for name in VOCABULARY_FILES])
 
     def _json(self, name: str) -> Any:
-        """Return the content of another program's JSON file; None if it is missing or not JSON."""
+        """Return the content of another program's JSON file, or None if the file is missing or not JSON."""
         if (path := self.path / name) not in self.stored:
             return None
         data = self.stored.read(path)
@@ -234,6 +234,7 @@ class Dataset:
 
 
 def sources_text(dataset: Dataset) -> str:
-    """Describe the sources of a dataset, for an error message."""
+    """Describe the sources of a dataset in an error message."""
     names = ", ".join(map(one_line, dataset.sources))
-    return f"it has {names}" if names else "only datasets of a recipe with several sources have names for them"
+    none = "only datasets made from a recipe with several sources have named sources"
+    return f"the dataset has {names}" if names else none

@@ -27,24 +27,24 @@ from chatmill.store.metadata import Metadata, listed_files, parse_metadata
 
 T = TypeVar("T")
 OBJECTS = "objects"
-"""The folder of the objects that are named by hash."""
+"""The folder that contains the objects that are named by hash."""
 STAGING = "staging"
-"""The folder of staged objects of distributed builds: staging/BUILD/…"""
+"""The folder that contains the staged objects of distributed builds: staging/BUILD/…"""
 ATTEMPTS = 10
 """Maximum number of attempts to read an object or cached file that is replaced or evicted during the read."""
 
 
 class Fetch(Protocol):
-    """Returns the local file of an object; see `cache.fetch`."""
+    """Function that downloads an object and returns the local file; see `cache.fetch`."""
 
     def __call__(self, url: Url, *, size: int, sha256: str) -> Path: ...
 
 
 class RemoteFiles:
-    """The files of an open dataset at a URL; has the interface of `StoredFiles`. It can be pickled."""
+    """The files of an open dataset at a URL, with the interface of `StoredFiles`. Instances can be pickled."""
 
     def __init__(self, url: Url, files: Mapping[Place, FileInfo], *, by_hash: bool) -> None:
-        """`files` are keyed by their URLs in a plain folder; `by_hash` is true if the objects are named by hash."""
+        """`files` are keyed by their URLs in the plain layout; `by_hash` is true if the objects are named by hash."""
         self.path = url
         self._files = dict(files)
         self._by_hash = by_hash
@@ -57,7 +57,7 @@ class RemoteFiles:
         return iter(self._files)
 
     def object_of(self, path: Place) -> tuple[Url, FileInfo]:
-        """Return the object with the content of a file, and its size and hash; `DataError` if there is no such file."""
+        """Return the object that contains a file, and its size and hash; raise `DataError` for an unknown file."""
         if path not in self._files or not isinstance(path, Url):
             raise DataError(f"{path}: did not exist when the dataset was opened")
         info = self._files[path]
@@ -83,7 +83,7 @@ class RemoteFiles:
             try:
                 fd = os.open(cached, READ_FLAGS)
             except FileNotFoundError:
-                # Another process evicted the file before this one opened it.
+                # Another process evicted the file from the cache before this process opened it.
                 if attempt + 1 == ATTEMPTS:
                     raise DataError(f"{cached}: was evicted after every download; raise CHATMILL_CACHE_SIZE") from None
                 continue
@@ -119,7 +119,7 @@ def remote_metadata_text(url: Url) -> bytes:
             raise DataError(f"{place}: no dataset found; an unfinished build has no metadata") from None
         if len(raw) < objects.RANGE_BYTES or raw == before:
             break
-        # It was read in several requests, and may have been replaced in the meantime.
+        # The object was read in several requests, and may have been replaced between two of them.
         before = raw
     return raw
 

@@ -1,8 +1,8 @@
 """Publish a finished build to an object store, where objects cannot be renamed.
 
-Every file is uploaded under its hash. The metadata is uploaded last, on the condition that there is no metadata yet, or
-that it has not changed since the build started. Until then, readers find the old dataset, or none. No objects are
-removed, so that readers of an old dataset can continue; see `clean`.
+Every file is uploaded under its hash. The metadata is uploaded last, on the condition that no metadata exists yet, or
+that it has not changed since the build started. Until the metadata is uploaded, readers see the old dataset, or no
+dataset. Publishing removes no objects, so that readers of the old dataset can continue; see `clean`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from chatmill.store.remote_files import OBJECTS, STAGING, object_url, remote_met
 THREADS = 8
 """Number of files that are uploaded concurrently."""
 FRESH = 6 * 3600.0
-"""Seconds for which an existing object that no metadata lists is reused. An older one is written again, because
-`chatmill clean` may be about to remove it."""
+"""Age in seconds up to which an existing object that no metadata lists is reused.
+
+`chatmill clean` may be about to remove an older object, so it is uploaded again."""
 
 OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
-"""The names directly below a dataset, in both layouts."""
+"""The names at the top level of a dataset, in both layouts."""
 
 
 @dataclass(frozen=True)
 class RemoteTarget:
-    """A URL at which a dataset is published, as it was before the build."""
+    """A URL at which a dataset will be published, and its state before the build."""
 
     url: Url
     version: str | None
-    """The version of the metadata to replace; None if there is none."""
+    """The version of the metadata to replace, or None if the URL has no metadata."""
     kept: frozenset[str]
-    """The hashes of the objects that this metadata lists."""
+    """The hashes of the objects that the metadata to replace lists."""
 
 
 def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
@@ -56,31 +57,31 @@ def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
     if not url.address.partition("://")[2].partition("/")[2].strip("/"):
         raise UsageError(f"{url}: has no name; use {url.scheme}://BUCKET/NAME")
     if objects.find(url) is not None:
-        raise DataError(f"{url}: is an object, but a dataset needs a folder; give another name")
+        raise DataError(f"{url}: is an object, but a dataset needs a folder; use another name")
     if (there := objects.find(url / METADATA)) is None:
         _check_others(url)
         return RemoteTarget(url, None, frozenset())
     if not overwrite:
-        raise DataError(f"{url}: exists already; give another name, or --overwrite")
+        raise DataError(f"{url}: already exists; use another name or pass --overwrite")
     try:
         metadata = remote_metadata(url)
     except DataError as error:
         why = str(error).removeprefix(f"{url / METADATA}: ")
         raise DataError(
             f"{url}: is not replaced, because chatmill did not write its {METADATA} ({why}); "
-            "give another name, or inspect and remove it"
+            "use another name, or inspect and remove it"
         ) from None
     return RemoteTarget(url, there.version, frozenset(info.sha256 for _, info in listed_files(metadata)))
 
 
 def _check_others(url: Url) -> None:
-    """Raise `DataError` if there are other objects at the URL. A store that denies listing is accepted."""
+    """Raise `DataError` if the URL contains other objects. A store that denies listing is accepted."""
     try:
         others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
     except RemoteError:
         return
     if others:
-        raise DataError(f"{url}: contains {names_of(others)}, which chatmill did not write; give another name")
+        raise DataError(f"{url}: contains {names_of(others)}, which chatmill did not write; use another name")
 
 
 class Uploads:
@@ -99,11 +100,11 @@ class Uploads:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, info: FileInfo) -> None:
-        """Upload a file with this size and hash, unless its object exists. Raises the failures of earlier uploads."""
+        """Upload a file with this size and hash, unless its object exists; raise the error of an earlier upload."""
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
         if info.sha256 not in self._running:
-            # Start the threads here, so that a caller can still fork before the first file is complete.
+            # Start the threads only now, so that a caller can still fork before the first file is complete.
             self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="upload")
             self._running[info.sha256] = self._pool.submit(upload_object, self._target, path, info)
 
@@ -126,7 +127,7 @@ class Uploads:
 
 
 def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
-    """Upload a file under its hash, unless the object exists and will not be removed."""
+    """Upload a file under its hash, unless the object already exists and `chatmill clean` will not remove it."""
     url = object_url(target.url, info.sha256)
     there = objects.find(url)
     if there is not None and there.size == info.size:
@@ -137,30 +138,31 @@ def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
 
 
 def publish_remote(folder: Path, target: RemoteTarget, uploads: Uploads) -> None:
-    """Upload the remaining files of the dataset in a folder, then its metadata; remove the folder."""
+    """Upload the remaining files of the dataset in a folder, then upload its metadata and remove the folder."""
     text = (folder / METADATA).read_bytes()
     metadata = parse_metadata(text, place=str(folder / METADATA))
     for name, info in listed_files(metadata):
         uploads.add(folder / name, info)
     uploads.wait()
     publish_metadata(target, text)
-    # The next build removes anything that cannot be removed now.
+    # The next build removes files that cannot be removed now.
     remove_folder(folder, DATASET)
 
 
 def publish_metadata(target: RemoteTarget, text: bytes) -> None:
-    """Make an uploaded dataset visible; raise `DataError` if another one was published in the meantime."""
+    """Make an uploaded dataset visible; raise `DataError` if another dataset was published in the meantime."""
     try:
         objects.write(target.url / METADATA, text, new=target.version is None, replaces=target.version)
     except ExistingObjectError:
         what = "appeared" if target.version is None else "was replaced"
         raise DataError(
-            f"{target.url}: {what} while the dataset was built; nothing was published; give another name or --overwrite"
+            f"{target.url}: {what} while the dataset was built; nothing was published; "
+            "use another name or pass --overwrite"
         ) from None
 
 
 def scratch_folder(url: Url) -> Path:
-    """Return the local folder to build a dataset for a URL in: private to this user, and the same for --resume."""
+    """Return the local folder in which to build a dataset for a URL: private to this user, and reused by --resume."""
     folder = Path(tempfile.gettempdir()) / f"chatmill-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -171,7 +173,7 @@ def scratch_folder(url: Url) -> Path:
 
 @contextmanager
 def building_remote(url: Url, doing: str, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a local folder to build in; it is published at a URL when the block ends. Like `building`, but for URLs."""
+    """Yield a local folder to build in, and publish it at a URL when the block ends; like `building`, but for URLs."""
     target, local = check_remote_target(url, overwrite=overwrite), scratch_folder(url)
     with building_aside(local, doing) as staging, Uploads(target) as uploads:
         yield staging

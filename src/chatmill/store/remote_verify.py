@@ -34,13 +34,13 @@ def size_faults(files: RemoteFiles) -> Iterator[str]:
 
 
 class Downloads:
-    """Downloads files of a dataset to a folder, bypassing the cache, to verify what the store contains now."""
+    """Downloads files of a dataset to a folder without using the cache, to verify the current content of the store."""
 
     def __init__(self, files: RemoteFiles, folder: Path) -> None:
         self._files, self._folder = files, folder
 
     def replace(self, paths: Iterable[Place]) -> Iterator[str]:
-        """Replace the downloaded files with these; yield a fault for each file with the wrong hash."""
+        """Download these files in place of the previous ones; yield a fault for each file with the wrong hash."""
         for old in self._folder.iterdir():
             old.unlink()
         for path in paths:
@@ -52,10 +52,10 @@ class Downloads:
                 continue
             if digest != info.sha256:
                 right = f"the metadata has {info.sha256[:12]}…"
-                yield f"{_named(path, url)}: sha256 {digest[:12]}…; {right}; it was changed"
+                yield f"{_named(path, url)}: sha256 {digest[:12]}…; {right}; the object was changed"
 
     def fetch(self, url: Url, *, size: int, sha256: str) -> Path:
-        """Return the downloaded file with this hash; has the interface of `cache.fetch`."""
+        """Return the downloaded file with this hash; this method has the interface of `cache.fetch`."""
         return self._folder / sha256
 
     def _download(self, url: Url, size: int, to: Path) -> str:

@@ -31,11 +31,11 @@ class RecordPlace:
 class RemovedRecord(RecordPlace):
     reason: str
     twin: RecordPlace | None = None
-    """For a duplicate: the record that was kept instead."""
+    """The record that was kept instead, if this record is a duplicate."""
 
 
 def removed_records(dataset: Dataset) -> Iterator[RemovedRecord]:
-    """Yield the removed records of a dataset in input order; none if its metadata does not list the file."""
+    """Yield the removed records of a dataset in input order, if its metadata lists `removed.jsonl`."""
     if dataset.metadata is None or dataset.metadata.removed is None:
         return
     path = dataset.path / REMOVED
@@ -44,7 +44,7 @@ def removed_records(dataset: Dataset) -> Iterator[RemovedRecord]:
             yield _parsed(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise DataError(
-                f"{path}:{number}: is not a removed record; the file was changed, see chatmill verify --full"
+                f"{path}:{number}: is not a removed record; the file was changed; run chatmill verify --full"
             ) from None
 
 

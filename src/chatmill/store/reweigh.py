@@ -1,6 +1,6 @@
-"""Derive a dataset with a different mask: spans and mask are rewritten, all other files of a shard are shared.
+"""Derive a dataset with a different mask: spans and mask are rewritten, and all other files of a shard are shared.
 
-Tokens are not read. Weights set by a flag, a header or truncation are kept; see `rows.weigh`.
+The tokens are not read. Weights set by a flag, a header or truncation are kept; see `rows.weigh`.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ SEGMENTS = 1 << 14
 TOKENS = 1 << 22
 """Number of tokens whose mask is computed at a time."""
 WITHOUT_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Errors of hard links across file systems, on file systems without hard links, or without permission."""
+"""System errors if hard links are not possible: across file systems, not supported, or not permitted."""
 
 UNTRAINED: tuple[Bucket, str] = ("noted", "no_trained_tokens")
 
 
 @dataclass(frozen=True)
 class Reweighed:
-    """The new dataset and how it was made."""
+    """The new dataset, with counts of changed conversations and of shared files."""
 
     metadata: Metadata
     parent: Metadata
     untrained: int
-    """Conversations that now have no trained token."""
+    """Number of conversations without trained tokens under the new mask."""
     linked: int
-    """Files that both datasets share."""
+    """Number of files that both datasets share."""
     copied: int
-    """Files that could not be shared."""
+    """Number of files that were copied because they could not be shared."""
 
 
 def reweigh_dataset(
     source: str | Place, target: str | Place, *, train_on: TrainOn, overwrite: bool = False
 ) -> Reweighed:
-    """Write a dataset with the rows of `source` and another `train_on`; it is published atomically.
+    """Write a dataset with the rows of `source` and another `train_on`, and publish it atomically.
 
     tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies if links
     are not possible. Rows that were truncated or dropped in `source` stay truncated or dropped.
@@ -105,12 +105,12 @@ def _building(target: Place, dataset: Dataset, *, overwrite: bool) -> AbstractCo
 
 
 class _Reweigher:
-    """Writes the shards one by one, and counts shared files."""
+    """Writes the shards one by one and counts the files that are shared with the source."""
 
     def __init__(self, dataset: Dataset, train_on: TrainOn) -> None:
         self._dataset, self._train_on = dataset, train_on
         self.untrained = LedgerEntry()
-        """Conversations without a trained token, and all their tokens."""
+        """Number of conversations without trained tokens, and the number of their tokens."""
         self.linked = self.copied = 0
 
     def split(self, folder: Path, name: str, info: SplitInfo) -> SplitInfo:
@@ -178,7 +178,7 @@ class _Reweigher:
 
 
 def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]:
-    """Yield copies of a shard's spans, several conversations at a time, and the first span of each conversation."""
+    """Yield copies of the spans of several conversations at a time, and the first span of each conversation."""
     spans, origins = episodes.array(number, SPANS), episodes.array(number, ORIGINS)
     seen = 0
     for at in range(0, len(origins), SEGMENTS):
@@ -191,7 +191,7 @@ def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index
 
 
 def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
-    """Yield the mask of these spans, about `TOKENS` tokens at a time."""
+    """Yield the mask of these spans in chunks of about `TOKENS` tokens."""
     start = offsets(table["length"])
     at = 0
     while at < len(table):
@@ -201,11 +201,11 @@ def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
 
 
 def changed(path: Place) -> DataError:
-    return DataError(f"{path}: does not match the metadata; it was changed, see chatmill verify --full")
+    return DataError(f"{path}: does not match the metadata; the file was changed; run chatmill verify --full")
 
 
 def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: LedgerEntry) -> Ledger:
-    """Return the parent's ledger, with the trained tokens of the new mask."""
+    """Return the ledger of the source dataset, with the trained tokens counted under the new mask."""
     ledger = Ledger()
     for bucket, reason, entry in parent:
         if bucket != "stored" and (bucket, reason) != UNTRAINED:

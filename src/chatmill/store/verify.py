@@ -1,6 +1,6 @@
 """Verify a dataset and report every fault as one line.
 
-Without `full`, the metadata, sizes, index and spans are read; with `full`, every byte.
+Without `full`, only the metadata, sizes, index and spans are read; with `full`, every byte is read.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class SplitCounts:
     trained: int
     shards: int
     uncovered: int = 0
-    """Tokens that are in no episode, in a dataset from another program."""
+    """Number of tokens in no episode (only in datasets from other programs)."""
     shared: int = 0
-    """Tokens that are in more than one episode, in a dataset from another program."""
+    """Number of tokens in more than one episode (only in datasets from other programs)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Verified:
     faults: tuple[str, ...]
     splits: dict[str, SplitCounts]
     sha256: str | None
-    """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
+    """The hash of the dataset, or None if another program wrote the dataset or it cannot be read."""
     unread: tuple[str, ...] = ()
     """Files in another program's shards that chatmill does not read."""
 
@@ -73,7 +73,7 @@ def verify_dataset(path: str | Place, *, full: bool, token_dtype: str | None = N
 
 def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Verified:
     metadata = stored_metadata(folder)
-    # Other programs do not list their files.
+    # Datasets from other programs do not list their files.
     listed = Manifest((), "", "") if metadata is None else manifest(folder.path, metadata)
     unlisted = list(listed.unlisted_faults(folder, metadata.splits if metadata else ()))
     if faults := list(listed.size_faults(folder)):
@@ -91,7 +91,7 @@ def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Ver
 
 
 def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verified:
-    """Like `_verified`, but for a URL; with `full`, every object is downloaded and hashed, bypassing the cache."""
+    """Verify a dataset at a URL; with `full`, every object is downloaded and hashed without using the cache."""
     dataset = remote_dataset(url, token_dtype)
     metadata, stored = dataset.metadata, dataset.stored
     assert metadata is not None
@@ -118,7 +118,7 @@ def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verifi
 def _split_counts(
     dataset: Dataset, faults: list[str], *, full: bool, before: Callable[[Shard], Iterable[str]] = lambda shard: ()
 ) -> dict[str, SplitCounts]:
-    """Check all shards and return the counts of each split; append faults. A fault from `before` ends the check."""
+    """Check all shards, append faults, and return the counts of each split; a fault from `before` skips the shard."""
     splits, metadata = {}, dataset.metadata
     for name in dataset.splits:
         episodes, trained, cover = dataset[name], 0, np.zeros(2, dtype=np.int64)
@@ -167,9 +167,9 @@ def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iter
 
 
 def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
-    """Check another program's shard; return its trained tokens, and the tokens in no episode and in several episodes.
+    """Check another program's shard; count trained tokens, tokens in no episode, and tokens in several episodes.
 
-    Episodes may have gaps, overlap and be in any order, because each is located by its own index entry.
+    Episodes may have gaps, overlap and be in any order, because each episode has its own index entry.
     """
     shard, index = episodes.shards[number], episodes.array(number, INDEX)
     size, room = shard.num_tokens, np.uint64(shard.num_tokens)
@@ -200,7 +200,7 @@ def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
 class _ShardCheck:
     """Checks one shard in constant memory, several episodes at a time.
 
-    The first fault ends the check of a shard, because later faults are often caused by it.
+    The check of a shard stops at the first fault, which often causes later faults.
     """
 
     def __init__(self, episodes: Episodes, number: int, info: ShardInfo, metadata: Metadata, *, full: bool) -> None:
@@ -219,7 +219,7 @@ class _ShardCheck:
         at = 0
         while at < len(index):
             lengths = index["length"][at : at + EPISODES]
-            # Invalid lengths must not overflow the sum that determines how far to read.
+            # Clip invalid lengths, because they could overflow the sum that determines how far to read.
             ends = np.cumsum(np.minimum(lengths, TOKENS_AT_ONCE))
             stop = at + max(1, int(np.searchsorted(ends, TOKENS_AT_ONCE, side="right")))
             self._check_episodes(at, stop)
@@ -243,7 +243,7 @@ class _ShardCheck:
             self._bytes(slice(first_token, self._tokens_seen), trained)
 
     def _entries(self, at: int, stop: int) -> Index:
-        """Return the lengths of these episodes; each must start where the previous one ends."""
+        """Return the lengths of these episodes, and check that each episode starts where the previous one ends."""
         entries = self._arrays[INDEX][at:stop]
         start, length = entries["start"], entries["length"]
         if int(length.max()) > self._shard.num_tokens - self._tokens_seen:
@@ -261,7 +261,7 @@ class _ShardCheck:
         return length.astype(np.int64)
 
     def _spans(self, at: int, stop: int, length: Index) -> NDArray[np.bool_]:
-        """Check the segments and spans of these episodes; return which of their tokens are trained."""
+        """Check the segments and spans of these episodes; return whether each of their tokens is trained."""
         origins, spans = self._arrays[ORIGINS], self._arrays[SPANS]
         row = origins["row"].view(np.int64)
         begin = self._segments_seen

@@ -1,4 +1,4 @@
-"""Write rows to shards in any number of `append` calls: each file is written once, in order, and hashed meanwhile.
+"""Write rows to shards in any number of `append` calls; each file is written once, in order, and hashed on the way.
 
 The calling thread converts rows to bytes; another thread hashes and writes them in order, and syncs finished shards.
 """
@@ -31,14 +31,14 @@ QUEUED = 24
 
 
 class SplitWriter:
-    """Writes the rows of one split to `folder/shard_00000`, `shard_00001` …
+    """Writes the rows of one split to the folders `shard_00000`, `shard_00001` and so on.
 
-    A shard ends where the next row would exceed `shard_tokens`; a longer row gets its own shard. The bytes depend only
-    on the rows, not on how they are distributed over calls to `append`. As a context manager, it closes its files if
-    the block fails; `close` completes the split.
+    A shard is completed when the next row would exceed `shard_tokens`; a longer row gets its own shard. The written
+    bytes depend only on the rows, not on how rows are distributed over calls to `append`. As a context manager, a
+    writer closes its files if the block fails; `close` completes the split.
 
-    Another process may write a later part of the split if that part starts with a new shard: `first` is the number of
-    the shard, and `files` maps each input file of its rows to its number. `on_shard` is called with the folder of each
+    Another process may write a later part of the split that starts with a new shard: `first` is the number of this
+    shard, and `files` maps each input file of the part to its number. `on_shard` is called with the folder of each
     shard when its files are complete.
     """
 
@@ -128,7 +128,7 @@ class SplitWriter:
 
 
 class FileTable:
-    """Numbers input files in the order in which rows first refer to them, for rows with different file tables."""
+    """Numbers the input files of rows with different file tables, in the order in which rows first refer to them."""
 
     def __init__(self, numbers: Mapping[File, int] = MappingProxyType({})) -> None:
         self._numbers = dict(numbers)
@@ -157,7 +157,7 @@ class FileTable:
 
 
 class _WriterThread:
-    """Runs functions in another thread, in order; an exception is raised by a later `submit` or `wait`."""
+    """Runs functions in order in another thread; a later `submit` or `wait` raises the exception of a function."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -171,7 +171,7 @@ class _WriterThread:
             self._waiting.popleft().result()
 
     def wait(self) -> None:
-        """Wait until all functions have run."""
+        """Wait until all submitted functions have run."""
         while self._waiting:
             self._waiting.popleft().result()
 
@@ -228,7 +228,7 @@ class _ShardWriter:
         self._longest = max(self._longest, int(lengths.max()))
 
     def close(self) -> ShardInfo:
-        """Complete the files. They are synced while the next shard is written, so that publishing is fast."""
+        """Complete the files of the shard and sync them while the next shard is written, so that publishing is fast."""
         self._thread.wait()
         counts = (self.num_episodes, self.num_tokens, self._trained, self._spans, self._segments)
         parts = {name: part.close() for name, part in self._parts.items()}
@@ -237,12 +237,12 @@ class _ShardWriter:
         return info
 
     def abandon(self) -> None:
-        """Close the files, whose contents are discarded."""
+        """Close the files without completing them, because their contents will be discarded."""
         for part in self._parts.values():
             try:
                 part.close()
             except OSError:
-                # The disk is full or no longer available; report only the first error.
+                # Closing fails again if the disk is full or no longer available; report only the first error.
                 continue
 
     def _write(self, pieces: dict[str, NDArray[Any]]) -> None:
