@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,14 +33,34 @@ MULTILINE_SHAPES = ("oasst1", "transcript-stream")
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A record as escaped text."""
+    """A record that was read again from its file."""
 
-    text: str
+    name: str
+    line: int
+    raw: bytes
     as_read: bool
-    """Whether the text is the parsed record, because the file does not have one line per record."""
+    """Whether `raw` is the parsed record, because the file does not have one line per record."""
     same: bool | None
-    """Whether its hash is still the one in the dataset; None if that is unknown."""
-    cut: bool
+    """Whether the record still has the hash that the dataset stores; None if the hash is unknown."""
+
+    def for_display(self) -> dict[str, Any]:
+        """Return the escaped text, indented if it is JSON, with flags for the viewer's page."""
+        text = self.raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
+        with suppress(ValueError, RecursionError):
+            text = json.dumps(json.loads(self.raw), indent=2, ensure_ascii=False)
+        # JSON can contain lone surrogates.
+        text = text.encode("utf-8", "backslashreplace").decode()
+        shown, cut = visible(text, keep="\n", limit=MAX_CHARACTERS), len(text) > MAX_CHARACTERS
+        return {"text": shown, "as_read": self.as_read, "same": self.same, "cut": cut}
+
+    def for_export(self) -> str:
+        """Return the record as one line of JSON, complete and not escaped; raise `DataError` if it has changed."""
+        if self.same is False:
+            raise DataError(f"{self.name}:{self.line}: has changed since the dataset was prepared; prepare it again")
+        try:
+            return self.raw.rstrip(b"\r\n").decode()
+        except UnicodeDecodeError:
+            raise DataError(f"{self.name}:{self.line}: is not UTF-8") from None
 
 
 def source_record(
@@ -54,33 +75,8 @@ def source_record(
     """Return the record at a line of a file in one of these folders; raise `DataError` if it cannot be read."""
     raw, records, has_lines = _raw_record(name, line, shape, options, folders)
     wanted = np.array(key, dtype="<u8").tobytes()
-    same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
-    text = raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
-    with suppress(ValueError, RecursionError):
-        text = json.dumps(json.loads(raw), indent=2, ensure_ascii=False)
-    # JSON can contain lone surrogates.
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return SourceRecord(visible(text, keep="\n", limit=MAX_CHARACTERS), not has_lines, same, len(text) > MAX_CHARACTERS)
-
-
-def source_line(
-    name: str,
-    line: int,
-    *,
-    shape: str | None,
-    options: ShapeOptions | None = None,
-    key: Sequence[int],
-    folders: Sequence[Path],
-) -> str:
-    """Return the record as one line of JSON, complete and not escaped; raise `DataError` if it has changed."""
-    raw, records, _ = _raw_record(name, line, shape, options, folders)
-    wanted = np.array(key, dtype="<u8").tobytes()
-    if any(wanted) and records and wanted not in map(record_key, records):
-        raise DataError(f"{name}:{line}: has changed since the dataset was prepared; prepare it again")
-    try:
-        return raw.rstrip(b"\r\n").decode()
-    except UnicodeDecodeError:
-        raise DataError(f"{name}:{line}: is not UTF-8") from None
+    same = wanted in map(record_key, records) if records and any(wanted) else None
+    return SourceRecord(name, line, raw, not has_lines, same)
 
 
 def _raw_record(

@@ -36,7 +36,7 @@ from chatmill.show.row_view import (
     turn_name,
     turns,
 )
-from chatmill.show.source_record import source_line, source_record
+from chatmill.show.source_record import SourceRecord, source_record
 from chatmill.show.text import folded_query, locate
 
 PAGE = 50
@@ -286,24 +286,22 @@ class Viewer:
         row = self._view.row(split, number)
         if not 0 <= segment < len(row.origins):
             raise UsageError(f"episode {number} has no segment {segment}; it has {len(row.origins)}")
-        file, line, _ = origin_of(row, segment)
-        record = source_record(**self._place(row, segment))
-        return {"place": f"{one_line(str(file), 300)}:{line}", **asdict(record)}
+        record = self._source_record(row, segment)
+        return {"place": f"{one_line(record.name, 300)}:{record.line}", **record.for_display()}
 
     def lines(self, split: str, number: int) -> dict[str, Any]:
         """Return the records of an episode as JSON lines for export; unlike all other text, they are not escaped."""
         row = self._view.row(split, number)
         segments = [segment for segment in range(len(row.origins)) if not is_padding(row, segment)]
-        return {"lines": [source_line(**self._place(row, segment)) for segment in segments]}
+        return {"lines": [self._source_record(row, segment).for_export() for segment in segments]}
 
-    def _place(self, row: Rows, segment: int) -> dict[str, Any]:
-        """Return the arguments of `source_record` for a segment."""
+    def _source_record(self, row: Rows, segment: int) -> SourceRecord:
         file, line, _ = origin_of(row, segment)
         if file is None or line is None:
             raise UsageError("the dataset does not record where this conversation came from")
         shape, options = self._view.shape_of(file)
         key = row.origins[segment]["key"].tolist()
-        return {"name": file, "line": line, "shape": shape, "options": options, "key": key, "folders": self._folders}
+        return source_record(file, line, shape=shape, options=options, key=key, folders=self._folders)
 
     def near(self, split: str, number: int) -> dict[str, Any]:
         """Return the near-duplicates of an episode among the first `compared` episodes of its split."""
