@@ -86,7 +86,7 @@ def test_explain_is_one_sentence(run):
     assert (said["weight"], said["rule"], said["reason"]) == (
         0,
         "header",
-        "the format never trains the opener of a turn",
+        "the format never trains the header of a turn",
     )
 
 
@@ -176,7 +176,7 @@ def test_another_tokenizer_than_the_datasets_is_refused(run):
     code, _, err = run("show", "v1", "--tokenizer", "tok.json")
     assert code == 1
     assert re.fullmatch(
-        r"chatmill: v1: built with tokenizer \w{12}…, tok.json is \w{12}…; give the one it was built with\n", err
+        r"chatmill: v1: built with tokenizer \w{12}…, tok.json is \w{12}…; pass the tokenizer it was built with\n", err
     )
 
 
@@ -213,7 +213,7 @@ def test_caches_are_shown_too(run):
     code, out, _ = run("show", "c/primer", "0")
     assert code == 0
     assert "[yo<|eot|>]" in out
-    assert "the mask came with the dataset and gives no reason (rule given)" in run("explain", "c/primer", "0:1")[1]
+    assert "the mask came with the dataset and records no reason (rule given)" in run("explain", "c/primer", "0:1")[1]
     assert run("stats", "c/primer")[1].startswith("train: ")
 
 

@@ -220,7 +220,7 @@ def test_without_tags_trl_says_why_and_every_token_is_compared(run, tmp_path):
     assert reasons[2:] == [
         "headers and ends of system, user and tool turns",
         "the header of an answer, which is part of the prompt",
-        "text of the user",
+        "user text",
         "system text",
         "tokens after the end of an answer, which the model never generates",
     ]

@@ -117,7 +117,7 @@ def test_explain_gives_the_reason_why_a_token_is_context(tmp_path):
     told = [explain_token(view, "train", 0, token) for token in (0, 4, 9)]
     assert [(each.rule, each.weight) for each in told] == [("outside", 0), ("whitespace", 0), ("unfinished", 0)]
     assert told[0].sentence.endswith(
-        "the text outside turns, from in.txt:1, is context: it is outside the turns of its transcript, "
+        "the text outside turns, from in.txt:1, is context: the token is outside the turns of its transcript, "
         "and only answers are trained (rule outside)."
     )
 

@@ -89,7 +89,7 @@ def test_the_reason_of_a_token_mentions_the_ranges(tmp_path):
     view = open_view(tmp_path / "set")
     place = view.row("train", 0).ids.tolist().index(X)
     sentence = explain_token(view, "train", 0, place).sentence
-    assert "is context: the train_ranges of its message give these characters weight 0 (rule range)." in sentence
+    assert "is context: the train_ranges of the message give these characters weight 0 (rule range)." in sentence
 
 
 def test_a_record_whose_ranges_cannot_be_read_is_skipped_with_its_reason(tmp_path):

@@ -109,7 +109,7 @@ def test_search_filter_open_hover_and_click_a_token(watched, chats_url):
     assert "is trained: train_on assistant trains assistant messages (rule role)." in page.inner_text(".sentence")
     page.wait_for_selector(".panel-record pre")
     assert '"content"' in page.inner_text(".panel-record pre")
-    assert "Unchanged since the dataset was prepared." in page.inner_text(".panel-record")
+    assert "The record is unchanged since the dataset was prepared." in page.inner_text(".panel-record")
     page.wait_for_selector(".panel-order .facts")
     watched.shot("token")
     context = page.locator(".t.r-user:not(.w)").first

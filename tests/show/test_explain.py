@@ -41,7 +41,7 @@ def test_the_sentence_names_token_position_message_weight_and_rule(chats):
         2,
     )
     said = explain_token(chats, "train", 1, 0)
-    assert said.sentence.endswith("is context: the format never trains the opener of a turn (rule header).")
+    assert said.sentence.endswith("is context: the format never trains the header of a turn (rule header).")
     said = explain_token(chats, "train", 1, 2)
     assert said.sentence.endswith("is context: train_on assistant does not train user messages (rule role).")
 
@@ -80,24 +80,28 @@ def test_the_explanation_of_every_token_agrees_with_the_store(tmp_path, options,
 def test_a_target_with_a_different_id_is_named(rollout_target):
     said = explain_token(rollout_target, "train", 0, 2)
     assert (said.id, said.target, said.rule) == (50, 52, "matched")
-    assert 'is trained as "4" (id 52): it belongs to an object that was matched' in said.sentence
+    assert 'is trained as "4" (id 52): the token belongs to a matched object' in said.sentence
 
 
 def test_after_reweighing_the_explanation_uses_the_new_train_on(chats, tmp_path):
     reweigh_dataset(chats.path, tmp_path / "last", train_on="last")
     shown = open_view(tmp_path / "last")
     assert (
-        "it is not in the last answer, and train_on last trains only that one"
+        "the token is not in the last answer, and train_on last trains only the last answer"
         in explain_token(shown, "train", 1, 9).sentence
     )
-    assert "it is in the last answer, which train_on last trains" in explain_token(shown, "train", 1, 34).sentence
+    assert (
+        "the token is in the last answer, which train_on last trains" in explain_token(shown, "train", 1, 34).sentence
+    )
     reweigh_dataset(chats.path, tmp_path / "exchange", train_on="last-exchange")
     shown = open_view(tmp_path / "exchange")
     assert (
-        "a user message follows it, and train_on last-exchange trains only answers after the last user message"
+        "a user message follows this answer, and train_on last-exchange trains only answers after the last user message"
         in explain_token(shown, "train", 1, 9).sentence
     )
-    trained = "no user message follows it, and train_on last-exchange trains such answers"
+    trained = (
+        "no user message follows this answer, and train_on last-exchange trains answers after the last user message"
+    )
     assert trained in explain_token(shown, "train", 1, 34).sentence
 
 

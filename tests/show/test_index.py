@@ -153,7 +153,7 @@ def test_episodes_are_sorted_as_python_sorts_them(many, shared_index, sort):
 
 def test_sorting_by_loss_needs_the_losses_of_a_run(many, shared_index):
     shared_index.losses = None
-    with pytest.raises(UsageError, match="use --run with a run that was trained with --log_rows"):
+    with pytest.raises(UsageError, match="pass --run with a run that was trained with --log_rows"):
         shared_index.order("highest_loss")
 
 

@@ -86,7 +86,7 @@ def test_a_run_without_losses_or_on_other_data_and_a_damaged_line_are_refused(sh
     with pytest.raises(DataError, match="was not trained on"):
         run_losses(tmp_path, shown)
     log(tmp_path, 0, (1, [6], [1.0], [1]), sha256=shown.dataset.sha256)
-    with pytest.raises(DataError, match="step 1 has episodes that the dataset does not have"):
+    with pytest.raises(DataError, match="step 1 has episode numbers that are not in the dataset"):
         run_losses(tmp_path, shown)
     for damage in (
         "{}",

@@ -75,5 +75,5 @@ def test_sources_are_chosen_by_name_and_must_share_their_tokenizer(folder, tmp_p
         open_view(folder, sources=["tools", "other"])
     make(tmp_path, [line("q", "a")], format="primer").path.rename(tmp_path / "one")
     make(tmp_path, [line("q", "a")], format="chatml").path.rename(tmp_path / "two")
-    with pytest.raises(DataError, match="two and one have different tokens; view one of them at a time"):
+    with pytest.raises(DataError, match="two and one have different tokens; view one source at a time"):
         open_view(tmp_path)

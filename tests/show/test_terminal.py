@@ -66,7 +66,7 @@ def test_exactly_the_trained_text_is_in_brackets(tmp_path, options):
 def test_a_weight_other_than_1_follows_its_bracket(tmp_path):
     weighed = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]}\n'
     assert plain(make(tmp_path, [weighed]), 0)[2:] == [
-        "assistant 1  weight set by the message",
+        "assistant 1  the message sets its weight",
         "  <|asst|>[a<|eot|>]×0.5",
     ]
 
@@ -92,8 +92,8 @@ def test_blocks_show_injected_copies_cut_turns_and_padding(tmp_path):
     lines = [line("a question", "an answer that is long enough to be cut by the end of its block") for _ in range(3)]
     shown = make(tmp_path, lines, format="post-training", fit="blocks", max_tokens=32)
     said = "\n".join(text for number in range(len(shown.dataset["train"])) for text in plain(shown, number))
-    assert "reopens a cut turn with an injected copy" in said
-    assert "not trained: incomplete here, or after an unclosed answer" in said
+    assert "reopens a split turn with an injected copy" in said
+    assert "not trained: incomplete here, or follows an unclosed answer" in said
     assert re.search(r"── padding: \d+ tokens", said)
 
 

@@ -1,18 +1,18 @@
-"""Show datasets: in the terminal, as a report, and in a browser. Everything is read from the stored spans.
+"""Show datasets: in the terminal, as a report, and in a browser. All views are computed from the stored spans.
 
-text, dataset, mixed    the text of tokens, escaped and searched; a dataset, or a folder of them, with its tokenizer
+text, dataset, mixed    the text of tokens, escaped and searched; a dataset or a folder of datasets, with the tokenizer
 row_view, explain       the turns, spans and origins of a row; why a token is trained or context
 terminal                rows in the terminal: by span, by turn, by token
 stats, charts, report   statistics of a split, and an HTML page about a dataset
 index, index_build      the viewer's index for filters, sorting and search
 losses                  the losses that a run logged, by episode
-compare, compare_report chatmill's rows next to those of another library: which tokens each trains, and why
+compare, compare_report chatmill's rows next to another library's rows: which tokens each library trains, and why
 source_record           the record that a segment was rendered from
 near                    near-duplicates of an episode
 order_view              when an episode is trained; the rows of a training step
 viewer, server, page/   the viewer's JSON API, its HTTP server, and the page
 
-Names are imported when they are first used.
+Names are imported lazily.
 """
 
 from __future__ import annotations

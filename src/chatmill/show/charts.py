@@ -1,4 +1,4 @@
-"""Charts as SVG. Colors come from the style sheet of the page, which has light, dark and print variants."""
+"""Draw charts as SVG. Colors come from the page's style sheet, which has light, dark and print variants."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FLOW_WIDTH, FLOW_HEIGHT = 920.0, 280.0
 NODE_WIDTH, GAP, GROUP_GAP = 13.0, 12.0, 24.0
 LABEL_LEFT, LABEL_RIGHT = NODE_WIDTH + 6, 8.0
 LINE_HEIGHT = 17.0
-"""Line height of labels in the flow chart, in px; their font size is at most 12.5 px."""
+"""Line height of labels in the flow chart, in px; the labels' font size is at most 12.5 px."""
 LABEL_LINES = 3
-"""Maximum number of lines of a node's name; the tooltip of a truncated name shows all of it."""
+"""Maximum number of lines of a node's name; a tooltip shows the full name of a node."""
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
@@ -39,7 +39,7 @@ def svg(parts: Iterable[Markup], *, title: str, height: float = HEIGHT, width: f
 
 
 def compact(number: float) -> str:
-    """12 · 1.5k · 20M: short enough for an axis."""
+    """Format a number in a short form for an axis: 12, 1.5k, 20M."""
     for size, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{sign}"
@@ -59,7 +59,7 @@ def nice(least: float) -> float:
 def histogram(
     counts: Sequence[int], names: Sequence[str], labels: Mapping[int, str], *, title: str, x_label: str, y_label: str
 ) -> Markup:
-    """Bar chart with names as tooltips; `labels` maps bar numbers to the text below their left edges."""
+    """Draw a bar chart with names as tooltips; `labels` maps bar numbers to the text below the bars' left edges."""
     most = nice(max([*counts, 1]) / TICKS) * TICKS
     width = (WIDTH - LEFT - RIGHT) / max(1, len(counts))
     parts = _axes(most, x_label, y_label)
@@ -77,7 +77,7 @@ def histogram(
 def lines(
     series: Sequence[tuple[str, str, Sequence[float]]], labels: Sequence[str], *, title: str, x_label: str
 ) -> Markup:
-    """Line chart of shares from 0 to 1; each line is (name, CSS class, values)."""
+    """Draw a line chart of shares from 0 to 1; each line is (name, CSS class, values)."""
     parts = _axes(1.0, x_label, "", percent=True)
     step = (WIDTH - LEFT - RIGHT - 40) / max(1, len(labels) - 1)
     x = [LEFT + 20 + at * step for at in range(len(labels))]
@@ -99,7 +99,7 @@ def lines(
 
 
 def _value_places(points: Sequence[float]) -> list[float]:
-    """Return the y of each label at one x: above the first point, and below the others if there is room."""
+    """Return the y coordinates of labels at one x: above the topmost point, and below other points if there is room."""
     places, free = [0.0] * len(points), float("inf")
     for rank, at in reversed(list(enumerate(sorted(range(len(points)), key=lambda at: points[at])))):
         is_above = rank == 0 or points[at] + 17 > HEIGHT - BOTTOM - 4
@@ -108,7 +108,7 @@ def _value_places(points: Sequence[float]) -> list[float]:
 
 
 def _axes(most: float, x_label: str, y_label: str, *, percent: bool = False) -> list[Markup]:
-    """Grid lines with their values, and the labels of the axes."""
+    """Return grid lines with their values, and the labels of the axes."""
     parts = []
     for at in range(TICKS + 1):
         value, y = most * at / TICKS, HEIGHT - BOTTOM - PLOT_HEIGHT * at / TICKS
@@ -131,7 +131,7 @@ class Node(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A band from node `start` of a column to node `stop` of the next; `arrives` is in the unit of `stop`."""
+    """A band from node `start` of a column to node `stop` of the next column; `arrives` is in the unit of `stop`."""
 
     column: int
     start: int
@@ -141,11 +141,11 @@ class Link(NamedTuple):
 
 
 def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str) -> Markup:
-    """Flow chart: columns of nodes with heights proportional to their amounts, and bands between them.
+    """Draw a flow chart: columns of nodes with heights proportional to their amounts, and bands between columns.
 
-    Each unit has its own scale.
+    Every unit, such as tokens, has its own scale.
     """
-    # All columns have the width of the last one, which has only labels to the right of its nodes.
+    # All columns have the same width as the last column, whose labels are to the right of its nodes.
     step = FLOW_WIDTH / len(columns)
     labels = [[_label(node, step) for node in column] for column in columns]
     totals = [sum(node.amount for node in column) for column in columns]
@@ -158,7 +158,7 @@ def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str
 
     heights = [[height(node.amount, node.unit) for node in column] for column in columns]
     tops = [_tops(*column) for column in zip(columns, heights, labels, strict=True)]
-    # Where the next band of each node arrives, and where it leaves.
+    # For each node, the y coordinates at which the next band arrives and leaves.
     arriving, leaving = ([list(column) for column in tops] for _ in range(2))
     parts: list[Markup] = []
     for link in links:
@@ -219,7 +219,7 @@ def _label_height(label: Sequence[str]) -> float:
 
 
 def _tops(column: Sequence[Node], sizes: Sequence[float], labels: Sequence[Sequence[str]]) -> list[float]:
-    """The y of each node. No node begins above the end of the label before it."""
+    """Return the y coordinate of each node, such that nodes do not overlap the previous label."""
     y, tops = 10.0, []
     for at, (node, size, label) in enumerate(zip(column, sizes, labels, strict=True)):
         y += GROUP_GAP if at and node.kind in ("lost", "added") and node.kind != column[at - 1].kind else 0

@@ -1,4 +1,4 @@
-"""Compare chatmill's rows with those of another library for the same records: which tokens each trains, and why.
+"""Compare chatmill's rows with another library's rows for the same records: which tokens each library trains, and why.
 
     chatmill   <|im_start|> assistant \\n [Hi <|im_end|>] \\n
     peer       <|im_start|> assistant \\n [Hi <|im_end|> \\n]        after the end of an answer
@@ -24,14 +24,14 @@ Mask = NDArray[np.bool_]
 
 
 class Why(StrEnum):
-    """Why only one of the two trains or writes a token; the values are shown to the user."""
+    """The reason why only one of the two libraries trains or writes a token, as shown to the user."""
 
     CUT = "cut off by max_length"
-    DROPPED = "max_length leaves nothing that is trained, and TRL drops the record"
+    DROPPED = "a record that TRL drops because max_length leaves no trained tokens"
     CONTROL_TEXT = "text that looks like a control token: a control token in TRL, text in chatmill"
     REASONING_KEPT = "reasoning that the model's template leaves out and TRL's training template writes"
-    TRAINING_TEMPLATE = "TRL's training template writes other text than the model's template"
-    OTHER_IDS = "tokens differ for a reason that chatmill does not know"
+    TRAINING_TEMPLATE = "text that TRL's training template writes differently from the model's template"
+    OTHER_IDS = "different tokens for an unknown reason"
     END = "the end of an answer, which TRL does not train: the model does not learn to stop"
     ANSWER = "text of an answer outside the generation tags"
     CHARACTER = "the last bytes of a character at the end of generation tags, which transformers leaves out of the mask"
@@ -44,8 +44,8 @@ class Why(StrEnum):
     LAST = "text after the last message, such as EOS"
     FIRST = "text that the template adds before the first message, such as BOS"
     SYSTEM = "system text"
-    USER = "text of the user"
-    TOOL = "results of tools"
+    USER = "user text"
+    TOOL = "tool results"
     TURN = "headers and ends of system, user and tool turns"
     WEIGHT = "a message with its own train or weight key, which TRL does not read"
     RANGES = "train_ranges of a message, which TRL does not read"
@@ -55,7 +55,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class PeerRow:
-    """A row of another library."""
+    """A row that another library made from a record."""
 
     ids: Ids
     trained: Mask
@@ -65,7 +65,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of both rows by which library trains them; a token that both rows have counts once."""
+    """Numbers of tokens by which library trains them; a token that is in both rows counts once."""
 
     both: int = 0
     only_chatmill: int = 0
@@ -87,7 +87,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """Tokens [start, stop) of chatmill's row, [peer_start, peer_stop) of the other row, and why they differ."""
+    """Tokens [start, stop) of chatmill's row and [peer_start, peer_stop) of the other row, and why they differ."""
 
     why: Why
     start: int
@@ -115,7 +115,7 @@ class RowComparison:
     counts: Counts
     differences: tuple[TokenDifference, ...]
     weighted: int
-    """Tokens that both train and that have a weight other than 1 in chatmill."""
+    """Number of tokens that both libraries train and that have a weight other than 1 in chatmill."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Clues:
     record: Record
     text: TokenText
     control_ids: frozenset[int]
-    """Tokens that chatmill never produces from message text."""
+    """Ids of tokens that chatmill never produces from message text."""
     patched: bool = False
     """Whether the other library renders with its own training template."""
     straddles: bool = False
@@ -133,7 +133,7 @@ class Clues:
 
 
 def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
-    """Compare one row with that of another library; its first token is never a target in either."""
+    """Compare one row with another library's row; the first token of a row is never a target."""
     ours, theirs = _never_first(row.mask()), _never_first(peer.trained)
     theirs[peer.kept :] = False
     counts, differences, weighted = Counts(), [], 0
@@ -172,7 +172,8 @@ def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]
     if head:
         yield 0, head, 0, head, True
     middle = ours[head : len(ours) - tail].tolist(), theirs[head : len(theirs) - tail].tolist()
-    # By default, SequenceMatcher ignores ids that are frequent in a long row, which keeps its time linear.
+    # With `autojunk`, the default, SequenceMatcher ignores ids that are frequent in a long row, which keeps its running
+    # time linear.
     for kind, start, stop, peer_start, peer_stop in SequenceMatcher(None, *middle).get_opcodes():
         yield start + head, stop + head, peer_start + head, peer_stop + head, kind == "equal"
     if tail:
@@ -180,7 +181,7 @@ def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]
 
 
 def _equal_length(ours: Ids, theirs: Ids) -> int:
-    """The length of the common prefix."""
+    """Return the length of the common prefix."""
     differs = ours != theirs
     return int(differs.argmax()) if differs.any() else len(ours)
 
@@ -201,7 +202,7 @@ def _mask_differences(
         return
     edges = row.span_start[(row.span_start > start) & (row.span_start < start + len(ours))] - start
     if gone.any():
-        # Everything that is cut off has the same reason, regardless of spans.
+        # All truncated tokens have the same reason, so they are not split by span.
         at = int(gone.argmax())
         edges = np.append(edges[edges < at], at)
     runs = mask_runs(differs, np.concatenate(([0], edges, [len(ours)])).astype(np.int64))
@@ -224,12 +225,12 @@ def _mask_differences(
 
 
 def _continues(ids: Ids, text: TokenText) -> bool:
-    """Whether these tokens consist only of UTF-8 continuation bytes."""
+    """Return whether these tokens consist only of UTF-8 continuation bytes."""
     return all(0x80 <= byte < 0xC0 for id in ids.tolist() for byte in text.piece(id))
 
 
 def _is_between(spans: Table, at: int) -> bool:
-    """Whether this span is between two parts of the same answer."""
+    """Return whether a span is between two parts of the same answer."""
     if not 0 < at < len(spans) - 1:
         return False
     sides = spans[[at - 1, at + 1]]
@@ -237,7 +238,7 @@ def _is_between(spans: Table, at: int) -> bool:
 
 
 def why_mask(span: np.void, *, across: bool = False) -> Why:
-    """Why only one of the two trains tokens of this span of chatmill's row."""
+    """Return the reason why only one library trains the tokens of this span of chatmill's row."""
     role, part, rule = Role(span["role"]), Part(span["part"]), Rule(span["rule"])
     if rule in (Rule.FLAG, Rule.NOT_ANSWER):
         return Why.WEIGHT
@@ -257,7 +258,7 @@ def why_mask(span: np.void, *, across: bool = False) -> Why:
 
 
 def _why_ids(row: Rows, peer: PeerRow, ours: tuple[int, int], theirs: tuple[int, int], clues: Clues) -> Why:
-    """Why the token ids of the two rows differ here."""
+    """Return the reason why the token ids of the two rows differ in a range."""
     if theirs[0] >= peer.kept:
         return Why.CUT if peer.kept else Why.DROPPED
     first = max(0, int(np.searchsorted(row.span_start, ours[0], side="right")) - 1)
@@ -283,6 +284,6 @@ def _why_ids(row: Rows, peer: PeerRow, ours: tuple[int, int], theirs: tuple[int,
 
 
 def _texts(message: Message) -> str:
-    """All texts of a message."""
+    """Return all texts of a message."""
     calls = [text for call in message.tool_calls for text in (call.name, call.arguments)]
     return "\n".join((message.content, message.reasoning, *calls))

@@ -27,7 +27,7 @@ OTHER_REASONS = "other reasons"
 
 @dataclass(frozen=True)
 class TokenView:
-    """A token of an example: its text, whether it is trained, and whether it differs."""
+    """A token of an example: its text, whether it is trained, and whether the two rows differ in it."""
 
     text: str
     trained: bool
@@ -57,14 +57,14 @@ class Refusals:
     """Records that one library refuses for the same kind of reason."""
 
     reason: str
-    """The reason for the first of these records."""
+    """The reason why the first of these records was refused."""
     place: str
     records: int = 0
 
 
 @dataclass
 class Comparison:
-    """The results of all records so far."""
+    """The results of all records that were compared so far."""
 
     text: TokenText
     outcomes: Counter[Outcome] = field(default_factory=Counter)
@@ -76,7 +76,7 @@ class Comparison:
     reasons: dict[Why, Reason] = field(default_factory=dict)
     weighted: int = 0
     default: Counts = field(default_factory=Counts)
-    """The counts if TRL runs with its default loss."""
+    """The token counts for a TRL run with its default loss."""
 
     @property
     def records(self) -> int:
@@ -115,7 +115,7 @@ class Comparison:
             self.default += result.counts if default is peer else compare_row(row, default, clues).counts
 
     def sorted_reasons(self) -> list[tuple[Why, Reason]]:
-        """Reasons, sorted by the number of tokens that are trained differently, largest first."""
+        """Return the reasons, sorted by the number of tokens that are trained differently, in descending order."""
 
         def key(item: tuple[Why, Reason]) -> tuple[int, int]:
             counts = item[1].counts
@@ -164,7 +164,7 @@ def _example(row: Rows, peer: PeerRow, difference: TokenDifference, text: TokenT
 
 
 def _view(ids: Ids, trained: Mask, start: int, stop: int, text: TokenText) -> tuple[TokenView, ...]:
-    """The tokens [start, stop) with some context; the middle of a long range is left out."""
+    """Return the tokens [start, stop) with some context; the middle of a long range is omitted."""
     first, last = max(0, start - BEFORE), min(len(ids), stop + AFTER)
     places = np.arange(first, last)
     views = [TokenView("…", False, False)] if first else []
@@ -181,7 +181,7 @@ def _view(ids: Ids, trained: Mask, start: int, stop: int, text: TokenText) -> tu
 
 
 def example_lines(example: Example) -> Iterator[Text]:
-    """The place, and one line for each library, with trained tokens in brackets."""
+    """Return the location, and one line for each library with trained tokens in brackets."""
     yield Text(f"    {example.place}", style="dim")
     for name, views in (("chatmill", example.chatmill), ("TRL", example.peer)):
         yield Text(f"      {name:<9}").append_text(_line(views))
@@ -202,7 +202,7 @@ def _line(views: tuple[TokenView, ...]) -> Text:
 
 
 def outcome_lines(comparison: Comparison) -> Iterator[str]:
-    """The number of records with each outcome, and the reasons for refusals."""
+    """Return lines with the number of records for each outcome, and the reasons for refusals."""
     yield f"{comparison.records:,} records: " + ", ".join(
         [f"{comparison.outcomes[each]:,} {each.value}" for each in Outcome if comparison.outcomes[each]]
         + [f"{comparison.refused[name]:,} refused by {name}" for name in REFUSED if comparison.refused[name]]

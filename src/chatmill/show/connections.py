@@ -1,7 +1,7 @@
-"""Limits on the number of the viewer's connections, and on how long each may wait for its client.
+"""Limit the number of connections to the viewer, and how long each connection may wait for its client.
 
-uvicorn closes connections that are idle after a response, but it waits forever for the rest of a request, and for a
-client that does not read the response.
+uvicorn closes connections that are idle after a response, but waits forever for the rest of a request or for a client
+that does not read the response.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 128
-"""If there are more, the connection that has waited longest for a request is closed."""
+"""Maximum number of open connections; beyond it, the connection that has waited longest for a request is closed."""
 ACCEPTED_AT_ONCE = 32
-"""Connections accepted before any of them is read: fewer than MAX_CONNECTIONS, so that none is closed unread."""
+"""Number of connections to accept before reading from them; less than MAX_CONNECTIONS, so that all are read."""
 QUEUED = 1024
-"""Connections that the operating system queues until they are accepted."""
+"""Number of connections that the operating system queues until they are accepted."""
 THREADS = 8
-"""Responses that are computed at the same time."""
+"""Number of responses that are computed concurrently."""
 CLIENT_SECONDS = 20.0
 """Maximum time for a client to send a request, or to read enough of a response for writing to resume."""
 
@@ -35,7 +35,7 @@ class LimitedServer(uvicorn.Server):
                 app,
                 http=LimitedConnection,
                 backlog=ACCEPTED_AT_ONCE,
-                # Counts requests, including those whose client has disconnected, until they are answered.
+                # uvicorn counts each request until it is answered, even if the client has disconnected.
                 limit_concurrency=2 * MAX_CONNECTIONS,
                 log_level="error",
                 access_log=False,
@@ -54,7 +54,7 @@ class LimitedServer(uvicorn.Server):
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is closed if its client is too slow or if there are too many connections."""
+    """A connection that is closed if its client is too slow or if too many connections are open."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -75,7 +75,7 @@ class LimitedConnection(H11Protocol):
         self._stop_waiting_if_answering()
 
     def on_response_complete(self) -> None:
-        # Start the timer once per request: receiving a part of a request does not restart it.
+        # Start the timer once per request; it is not restarted when another part of the request arrives.
         self._wait_for_client()
         super().on_response_complete()
         self._stop_waiting_if_answering()
@@ -97,7 +97,7 @@ class LimitedConnection(H11Protocol):
         self._deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
 
     def _stop_waiting_if_answering(self) -> None:
-        """Stop the timer while a response is computed: only the client has a time limit."""
+        """Stop the timer while a response is computed, because the time limit applies only to the client."""
         if self.cycle is not None and not self.cycle.response_complete and not self.flow.write_paused:
             self._stop_waiting()
 

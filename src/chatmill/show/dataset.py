@@ -23,12 +23,12 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class RecordPreview:
-    """Describes records that were rendered only to be viewed, not prepared."""
+    """A description of records that were rendered for viewing without preparing a dataset."""
 
     path: Place
     """The file or folder of records, or the recipe."""
     note: str
-    """One sentence: which records were read, and how they were rendered."""
+    """A sentence about which records were read and how they were rendered."""
     faults: tuple[str, ...]
     """Errors of the first records that cannot be read."""
 
@@ -41,7 +41,7 @@ class DatasetView:
     text: TokenText
     without_text: str | None
     preview: RecordPreview | None = None
-    """Set if the input is records or a recipe instead of a dataset."""
+    """Set if the input is a file of records or a recipe instead of a dataset."""
 
     @property
     def path(self) -> Place:
@@ -59,7 +59,7 @@ class DatasetView:
 
     @property
     def ledger(self) -> Ledger | None:
-        """None if another program wrote the dataset."""
+        """The metadata of the dataset, or None if another program wrote it."""
         if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.ledger
         if isinstance(self.dataset, MixedDataset):
@@ -68,7 +68,7 @@ class DatasetView:
 
     @property
     def format_name(self) -> str | None:
-        """The chat format of the dataset: a preset's name, or `template`; None if it is not recorded."""
+        """The chat format of the dataset: a preset's name, `template`, or None if the format is not recorded."""
         stored = self.dataset.meta.format if isinstance(self.dataset, PrimerCache) else None
         if stored is None and self.dataset.metadata is not None:
             stored = self.dataset.metadata.format.get("name")
@@ -81,7 +81,7 @@ class DatasetView:
 
     @property
     def unrolled(self) -> bool:
-        """Whether conversations have one row per answer, so that file and line do not identify a row."""
+        """Whether conversations were unrolled into one row per answer, so that file and line do not identify a row."""
         return bool(self.config.get("unroll"))
 
     @property
@@ -97,7 +97,7 @@ class DatasetView:
         return episodes.rows([episode])
 
     def shape_of(self, file: str) -> tuple[str | None, ShapeOptions]:
-        """The record shape that a file was read with, and its options."""
+        """Return the record shape that a file was read with, and the options of the shape."""
         for entry in self._sources(file):
             if "shape" in entry:
                 names = ("columns", "response_template", "instruction_template")
@@ -106,14 +106,14 @@ class DatasetView:
         return None, ShapeOptions()
 
     def train_on(self, file: str | None) -> TrainOn | None:
-        """The `train_on` that the records of a file were prepared with; None if it is not recorded."""
+        """Return the `train_on` that the records of a file were prepared with, or None if it is not recorded."""
         value = self.config.get("train_on")
         if "reweighed_from" not in self.config:
             value = next((entry.get("train_on") for entry in self._sources(file)), value)
         return value if value in get_args(TrainOn) else None
 
     def _sources(self, file: str | None) -> Iterator[Mapping[str, Any]]:
-        """The metadata of an input file: its shape, its source, its `train_on`."""
+        """Return the metadata of an input file: its shape, source and `train_on`."""
         listed = self.config.get("sources")
         for entry in listed if isinstance(listed, list) else ():
             if isinstance(entry, dict) and entry.get("file") == file:
@@ -133,10 +133,11 @@ def open_view(
     token_dtype: str | None = None,
     sources: Sequence[str] | None = None,
 ) -> DatasetView:
-    """Open a dataset, a cache, or a folder of them, with the tokenizer that it was built with.
+    """Open a dataset, a cache, or a folder of datasets and caches, with the tokenizer that it was built with.
 
-    That is the one that is named, which must have the hash that the dataset records, or one that is found next to the
-    dataset. `token_dtype` is as in `open_dataset`. Of a folder, the `sources` with these names are opened, or all.
+    `tokenizer` must have the hash that the dataset records; by default, the tokenizer is searched for next to the
+    dataset. `token_dtype` is passed to `open_dataset`. `sources` are the names of the sources of a folder to open; the
+    default is all sources.
     """
     folder = place(path)
     if isinstance(folder, Path) and source_folders(folder):
@@ -146,7 +147,7 @@ def open_view(
     built_with, control, besides, name = tokenizer_metadata(dataset)
 
     def opened(spec: str | Path) -> Tokenizer:
-        # Add the tokens that were added for the dataset, then compare hashes.
+        # Add the tokens that the dataset added to its tokenizer, because they are part of the hash.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if tokenizer is not None:
@@ -154,12 +155,12 @@ def open_view(
         if built_with is not None and given.sha256 != built_with:
             raise DataError(
                 f"{folder}: built with tokenizer {built_with[:12]}…, {one_line(tokenizer, 300)} is "
-                f"{given.sha256[:12]}…; give the one it was built with"
+                f"{given.sha256[:12]}…; pass the tokenizer it was built with"
             )
         return DatasetView(dataset, TokenText(given), None)
     if built_with is None:
         return DatasetView(
-            dataset, TokenText(None), "the dataset does not record its tokenizer; give it with --tokenizer"
+            dataset, TokenText(None), "the dataset does not record its tokenizer; pass it with --tokenizer"
         )
     for spec in _candidates(folder, name):
         with suppress(ChatmillError):
@@ -167,18 +168,18 @@ def open_view(
             if candidate.sha256 == built_with:
                 return DatasetView(dataset, TokenText(candidate), None)
     called = f"{one_line(name, 200)} ({built_with[:12]}…)" if name else f"{built_with[:12]}…"
-    return DatasetView(dataset, TokenText(None), f"its tokenizer {called} was not found; give it with --tokenizer")
+    return DatasetView(dataset, TokenText(None), f"the tokenizer {called} was not found; pass it with --tokenizer")
 
 
 def dataset_text(dataset: Place) -> TokenText:
-    """The text of a dataset's tokens; their ids if its tokenizer is not there."""
+    """Return a decoder for a dataset's tokens, which shows token ids if the tokenizer is not found."""
     with suppress(ChatmillError):
         return open_view(dataset).text
     return TokenText(None)
 
 
 def _candidates(folder: Place, name: str | None) -> Iterator[str | Path]:
-    """Paths where a tokenizer of this name may be: in the dataset, next to it, or in the working directory."""
+    """Yield existing paths with this tokenizer name: in the dataset, next to it, or in the working directory."""
     if name is None or name == "bytes":
         yield "bytes"
     elif Path(name).name == name:

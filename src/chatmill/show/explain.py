@@ -1,4 +1,4 @@
-"""Explain in one sentence why a token is trained or is context, from the rule of its span."""
+"""Explain in one sentence why a token is trained or context, based on the rule of its span."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ROLES = {
     Role.NONE: "text without a role",
 }
 PARTS = {
-    Part.OPEN: "the opener",
+    Part.OPEN: "the header",
     Part.CONTENT: "the text",
     Part.REASONING: "the reasoning",
     Part.TOOL_CALL: "a tool call",
-    Part.CLOSE: "the close",
-    Part.EOS: "the end",
+    Part.CLOSE: "the end-of-turn marker",
+    Part.EOS: "the EOS token",
     Part.INJECTED: "an injected copy",
     Part.PAD: "padding",
-    Part.PREFIX: "what the model wrote",
-    Part.SLOT: "a coordinate that the model wrote",
+    Part.PREFIX: "text that the model generated",
+    Part.SLOT: "a coordinate that the model generated",
     Part.STRUCTURE: "the structure of an appended entry",
     Part.VALUE: "the text of an appended entry",
     Part.COORD: "a coordinate of an appended entry",
@@ -36,28 +36,28 @@ PARTS = {
 }
 REASONS = {
     Rule.HEADER: "the format never trains {part} of a turn",
-    Rule.GIVEN: "the mask came with the dataset and gives no reason",
-    Rule.UNFINISHED: "it is incomplete in its row, or comes after an unclosed answer",
+    Rule.GIVEN: "the mask came with the dataset and records no reason",
+    Rule.UNFINISHED: "the answer is incomplete in this row, or follows an unclosed answer",
     Rule.PAD: "padding is never trained",
-    Rule.INCOMPLETE_USER: "no complete user turn comes before this answer in its row",
-    Rule.INJECTED: "it is a copy that reopens a cut turn, and only the original is trained",
-    Rule.EARLIER_WINDOW: "the previous row also contains it, and trains it there",
-    Rule.PROMPT: "it is the prompt that a rollout answers",
-    Rule.ROLLOUT: "what the model wrote itself is context, and is never trained",
-    Rule.MATCHED: "it belongs to an object that was matched, and the true value is the target",
-    Rule.MISSED: "the rollout missed it, or should have ended with it",
+    Rule.INCOMPLETE_USER: "no complete user turn precedes this answer in its row",
+    Rule.INJECTED: "the token is a copy that reopens a split turn, and only the original is trained",
+    Rule.EARLIER_WINDOW: "the token is also in the previous row, and is trained there",
+    Rule.PROMPT: "the token belongs to the prompt of a rollout",
+    Rule.ROLLOUT: "text that the model generated is context and is never trained",
+    Rule.MATCHED: "the token belongs to a matched object, and the true value is the target",
+    Rule.MISSED: "the token was missing from the rollout and has been appended",
     Rule.VALUES_OFF: "texts of appended entries are excluded from training",
-    Rule.SURPLUS: "all true objects were found before it, and the target closes the answer here",
-    Rule.EARLIER_ROW: "the answer that it belongs to has its own row, and is trained there",
-    Rule.OUTSIDE: "it is outside the turns of its transcript, and only answers are trained",
-    Rule.WHITESPACE: "it is whitespace between turns of its transcript, and only answers are trained",
-    Rule.NOT_ANSWER: "its message sets train or weight, but here only answers are trained",
+    Rule.SURPLUS: "all true objects were found before this token, so the target closes the answer here",
+    Rule.EARLIER_ROW: "the answer of this token has its own row, and is trained there",
+    Rule.OUTSIDE: "the token is outside the turns of its transcript, and only answers are trained",
+    Rule.WHITESPACE: "the token is whitespace between the turns of its transcript, and only answers are trained",
+    Rule.NOT_ANSWER: "the message sets train or weight, but it is not an answer, and only answers are trained",
 }
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything known about a token. `text` and `target_text` are escaped; `file` and `source` are not."""
+    """All known facts about a token. `text` and `target_text` are escaped; `file` and `source` are not."""
 
     split: str
     episode: int
@@ -65,14 +65,14 @@ class Explanation:
     id: int
     text: str
     target: int | None
-    """The target id, if it differs from `id`."""
+    """The target id, or None if it equals `id`."""
     target_text: str | None
     file: str | None
     line: int | None
     source: str | None
     segment: int
     position: int
-    """Its position in the segment."""
+    """The position of the token in its segment."""
     message: int | None
     role: str
     part: str
@@ -85,7 +85,7 @@ class Explanation:
 
 
 def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Explanation:
-    """Explain what one token of an episode is, where it came from, and why it is trained or context."""
+    """Explain one token of an episode: what it is, where it came from, and why it is trained or context."""
     row = view.row(split, episode)
     if not 0 <= token < len(row.ids):
         right = f"it has 0 to {len(row.ids) - 1:,}" if len(row.ids) else "it has none"
@@ -109,8 +109,8 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
         trained = f"is trained with weight {span.weight:g}" if span.weight != 1 else "is trained"
         if span.target is not None:
             trained += f' as "{view.text.token(span.target)}" (id {span.target})'
-    # In a batch no loss crosses a border: the first token of a segment is never a target.
-    never = "; but no batch predicts it, because it is the first token of its conversation"
+    # The loss never crosses a segment boundary: the first token of a segment is not a target in any batch.
+    never = "; however, no batch predicts the first token of a conversation"
     names = {name: value for name, value in span.to_json().items() if name not in ("start", "stop")}
     return Explanation(
         split=split,
@@ -135,18 +135,18 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
 def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
     """Return a clause that explains why a span has its weight."""
     if span.rule == Rule.FLAG:
-        return f"its message has weight {span.weight:g}"
+        return f"the message has weight {span.weight:g}"
     if span.rule == Rule.RANGE:
-        return f"the train_ranges of its message give these characters weight {span.weight:g}"
+        return f"the train_ranges of the message give these characters weight {span.weight:g}"
     if span.rule != Rule.ROLE:
         return REASONS[span.rule].format(part=PARTS[span.part])
     choice = "the train_on setting of the dataset" if train_on is None else f"train_on {train_on}"
     if train_on == "last" and span.role == Role.ASSISTANT:
         if span.weight > 0:
-            return f"it is in the last answer, which {choice} trains"
-        return f"it is not in the last answer, and {choice} trains only that one"
+            return f"the token is in the last answer, which {choice} trains"
+        return f"the token is not in the last answer, and {choice} trains only the last answer"
     if train_on == "last-exchange" and span.role == Role.ASSISTANT:
         if span.weight > 0:
-            return f"no user message follows it, and {choice} trains such answers"
-        return f"a user message follows it, and {choice} trains only answers after the last user message"
+            return f"no user message follows this answer, and {choice} trains answers after the last user message"
+        return f"a user message follows this answer, and {choice} trains only answers after the last user message"
     return f"{choice} {'trains' if span.weight > 0 else 'does not train'} {ROLES[span.role]}"

@@ -1,4 +1,4 @@
-"""The index of a split, for filters and search in the viewer; `index_build` builds it once and caches it on disk.
+"""The index of a split for filters and search in the viewer; `index_build` builds the index once and caches it on disk.
 
     columns.npy  a record for each episode: tokens, trained tokens, and a bit set each of sources, rules and roles
     text.bin     the folded text of all episodes, each followed by END
@@ -6,11 +6,12 @@
     grams.bin    for each block of the text a bit for every hashed run of four bytes that begins in it: a search reads
                  only blocks that have all runs of the query
 
-It can be used while it is being built. Filters then cover the first `filtered` episodes, search the first `searched`.
+An index can be used while it is being built: filters cover the first `filtered` episodes, and search covers the first
+`searched` episodes.
 
-Why not SQLite FTS5: a query of one character takes 20 times as long (100,000 episodes, 33 MB of text, 2 ARM cores: 9 ms
-here, 150 to 240 ms there; two characters: 95 and 140 to 305 ms), building takes 2.7 to 8 times as long, and the trigram
-tokenizer ignores text after a NUL and is missing from SQLite before 3.34.
+SQLite FTS5 is not used because it is slower: with 100,000 episodes (33 MB of text, 2 ARM cores), a query of one
+character takes 150 to 240 ms instead of 9 ms, a query of two characters takes 140 to 305 ms instead of 95 ms, and
+building takes 2.7 to 8 times as long. Its trigram tokenizer also ignores text after a NUL and requires SQLite 3.34.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from chatmill.store.episodes import Episodes
 
 COLUMNS = np.dtype([("tokens", "<u8"), ("trained", "<u8"), ("sources", "<u8"), ("rules", "<u4"), ("roles", "u1")])
 MAX_SOURCES = 64
-"""Number of sources with their own bit; all others share the last bit."""
+"""Number of sources that have their own bit; all other sources share the last bit."""
 BLOCK = 1 << 15
 GRAM = 4
 BITS = 1 << 15
 READ = 1 << 20
-"""Bytes of text that a search reads at once."""
+"""Number of bytes of text that a search reads at a time."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which episodes to list. Each bit set lists values that must all occur; 0 and None do not filter."""
+    """A filter for episodes. An episode must have all values in each bit set; 0 and None do not filter."""
 
     roles: int = 0
     rules: int = 0
@@ -66,7 +67,7 @@ SORTS = {
     "highest_loss": Sort("loss", True),
     "lowest_loss": Sort("loss", False),
 }
-"""Sort orders of a list, in addition to the order of the dataset. Episodes without a loss come last."""
+"""Sort orders of the list of episodes, besides dataset order. Episodes without a loss come last."""
 
 
 class SearchHits(NamedTuple):
@@ -78,7 +79,7 @@ class SearchHits(NamedTuple):
 
 
 class SplitIndex:
-    """The index of one split, possibly still being built."""
+    """The index of one split, which may still be under construction."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -87,17 +88,17 @@ class SplitIndex:
         self.searched = 0
         """Number of episodes whose text is indexed."""
         self.error: str | None = None
-        # The builder sets or extends these arrays, and then raises the counts above.
+        # The builder first fills or extends these arrays, and then increases `filtered` and `searched`.
         self.columns: NDArray[Any] = np.empty(0, dtype=COLUMNS)
         self.ends: Index = np.zeros(1, dtype=np.int64)
         self.text = -1
         """The file descriptor of the text."""
         self.grams: NDArray[np.uint8] = np.empty((0, BITS // 8), dtype=np.uint8)
         self.losses: NDArray[np.float32] | None = None
-        """The loss of each episode in a run, NaN where it is not known."""
+        """The loss of each episode in a run, or NaN if it is unknown."""
 
     def mask(self, wanted: Filter) -> NDArray[np.bool_]:
-        """Which of the first `filtered` episodes pass the filter."""
+        """Return whether each of the first `filtered` episodes passes the filter."""
         columns = self.columns[: self.filtered]
         kept = np.ones(len(columns), dtype=np.bool_)
         for name in ("roles", "rules", "sources"):
@@ -112,11 +113,11 @@ class SplitIndex:
         return kept
 
     def order(self, sort: str) -> NDArray[np.uint32]:
-        """Return all episodes in one of the orders of `SORTS`; all columns must be indexed. Ties keep their order."""
+        """Return all episodes in a sort order, with ties in dataset order; all columns must be indexed."""
         column, descending = SORTS[sort]
         if column == "loss":
             if self.losses is None:
-                raise UsageError("no losses to sort by; use --run with a run that was trained with --log_rows")
+                raise UsageError("no losses to sort by; pass --run with a run that was trained with --log_rows")
             values: NDArray[Any] = self.losses
         else:
             values = _share(self.columns) if column == "share" else self.columns["tokens"].astype(np.int64)
@@ -132,9 +133,9 @@ class SplitIndex:
         kept: NDArray[np.bool_] | None = None,
         seconds: float = 0.3,
     ) -> SearchHits:
-        """Like `search`, but in this order of episodes; `start` is a position in the order.
+        """Search the episodes in this order; `start` is a position in the order.
 
-        Needs the text of all episodes.
+        The text of all episodes must be indexed.
         """
         deadline, hits = monotonic() + seconds, list[int]()
         possible = self._may_contain(query)
@@ -150,7 +151,7 @@ class SplitIndex:
         return SearchHits(hits, len(order), ended=True)
 
     def _may_contain(self, query: bytes) -> NDArray[np.bool_]:
-        """Whether the query may begin in a block of the text of each episode."""
+        """Return, for each episode, whether the query may begin in one of the blocks of its text."""
         blocks = offsets(self._candidates(query, 0, -(-int(self.ends[-1]) // BLOCK)).astype(np.int64))
         first, last = self.ends[:-1] // BLOCK, -(-self.ends[1:] // BLOCK)
         possible: NDArray[np.bool_] = blocks[last] > blocks[first]
@@ -161,16 +162,16 @@ class SplitIndex:
     ) -> SearchHits:
         """Return up to `limit` of the `kept` episodes, starting at `start`, that contain a folded query.
 
-        Stops after about `seconds`; `SearchHits.next` is then where to continue.
+        The search stops after about `seconds`; continue it from `SearchHits.after`.
         """
         deadline, hits, begun = monotonic() + seconds, list[int](), start
-        # Read once, because the builder may raise it in the meantime.
+        # Read `searched` only once, because the builder may increase it during the search.
         searched = self.searched
         ends = self.ends[: searched + 1]
         if start >= searched:
             return SearchHits(hits, start, ended=True)
         for first, last in self._ranges(query, int(ends[start]), int(ends[searched])):
-            # The episode of the last hit may end after the start of this range.
+            # Skip the rest of the last matching episode, which may extend into this range.
             at = max(first, int(ends[start]))
             text = os.pread(self.text, last + len(query) - 1 - at, at) if at < last else b""
             place = text.find(query)
@@ -189,7 +190,7 @@ class SplitIndex:
         return SearchHits(hits, searched, ended=True)
 
     def _ranges(self, query: bytes, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Ranges of the text in which the query may begin, in order, each of at most READ bytes."""
+        """Yield, in order, the text ranges of at most READ bytes in which the query may begin."""
         first, last = start // BLOCK, -(-stop // BLOCK)
         candidate = self._candidates(query, first, last)
         edges = np.flatnonzero(np.diff(candidate, prepend=False, append=False)) + first
@@ -199,13 +200,13 @@ class SplitIndex:
                 yield at, min(at + READ, end_byte)
 
     def _candidates(self, query: bytes, first: int, last: int) -> NDArray[np.bool_]:
-        """Whether the query may begin in each of these blocks of the text."""
+        """Return whether the query may begin in each of these blocks of the text."""
         grams = self.grams[first:last]
         candidate = np.ones(last - first, dtype=np.bool_)
         if len(query) >= GRAM and len(grams):
             for gram in np.unique(gram_hashes(query)).tolist():
                 has_gram = grams[:, gram // 8] & (128 >> gram % 8) != 0
-                # A query that begins in a block may end in the next one.
+                # A query that begins in a block may end in the next block.
                 has_gram[:-1] |= has_gram[1:]
                 has_gram[-1] = True
                 candidate[: len(grams)] &= has_gram
@@ -213,7 +214,7 @@ class SplitIndex:
 
 
 def _share(columns: NDArray[Any]) -> NDArray[np.float64]:
-    """The share of the tokens of each episode that is trained."""
+    """Return the trained share of each episode's tokens."""
     share: NDArray[np.float64] = columns["trained"] / np.maximum(columns["tokens"], 1)
     return share
 
@@ -223,12 +224,12 @@ def source_bit(source: int) -> int:
 
 
 def sources_of(episodes: Episodes) -> list[str]:
-    """The names of the sources of a split, in order of first appearance."""
+    """Return the names of the sources of a split in order of first appearance."""
     return list(dict.fromkeys(file.source for file in episodes.files))
 
 
 def gram_hashes(text: bytes) -> Index:
-    """The bit of each run of four bytes."""
+    """Return the bit number of each run of four bytes."""
     wide = np.frombuffer(text, dtype=np.uint8).astype(np.uint32)
     runs = wide[:-3] | wide[1:-2] << np.uint32(8) | wide[2:-1] << np.uint32(16) | wide[3:] << np.uint32(24)
     hashes: Index = (runs * np.uint32(0x9E3779B1) >> np.uint32(33 - BITS.bit_length())).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Build the indexes of a dataset in a thread, and cache them on disk: see `index` for their files."""
+"""Build the indexes of a dataset in a thread and cache them on disk; `index` describes the files of an index."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from chatmill.store.episodes import Episodes
 
 VERSION = 2
 CHUNK = 1 << 20
-"""Tokens read at once while building: few, so that requests are not delayed."""
+"""Number of tokens read at a time while building; small, so that requests are not delayed."""
 
 
 class IndexBuilder:
-    """Builds the indexes of a dataset in a thread, or opens cached ones."""
+    """Builds the indexes of a dataset in a thread, or opens cached indexes."""
 
     def __init__(self, view: DatasetView, cache: Path) -> None:
         self._view, self._cache = view, cache
@@ -39,7 +39,7 @@ class IndexBuilder:
         self.indexes = {split: SplitIndex(len(view.dataset[split])) for split in view.dataset.splits}
 
     def start(self, *, delay: float = 0) -> None:
-        """Start the thread, which first waits for `delay` seconds."""
+        """Start the thread that builds the indexes after a delay of `delay` seconds."""
         self._delay = delay
         self._thread.start()
 
@@ -53,7 +53,7 @@ class IndexBuilder:
             self._thread.join()
 
     def folder(self, split: str) -> Path:
-        """Return the path of the cached index of a split; its name contains everything that determines the index."""
+        """Return the path of a split's cached index, named by a hash of everything that determines the index."""
         tokenizer = self._view.tokenizer
         key = [VERSION, DataSource("", self._view.dataset).sha256, split, tokenizer and tokenizer.sha256]
         return self._cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
@@ -66,14 +66,14 @@ class IndexBuilder:
                 if index.count:
                     self._open_or_build(self._view.dataset[split], index, self.folder(split))
             except Exception as error:
-                # The thread must not die silently: the page displays the error.
+                # Record any error, so that the page displays it and the thread does not fail silently.
                 fault = system_fault(error) if isinstance(error, OSError) else str(error)
                 index.error = fault or type(error).__name__
 
     def _open_or_build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with folder.with_suffix(".lock").open("w") as lock:
-            # A second viewer of the same dataset waits, and then opens the index that the first one built.
+            # A second viewer of the same dataset waits until the first viewer has built the index, and then opens it.
             while True:
                 with suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,14 +88,14 @@ class IndexBuilder:
             building.mkdir()
             try:
                 if self._build(episodes, index, building):
-                    # Written last: if this file exists, the index is complete.
+                    # Write this file last, so that its presence means that the index is complete.
                     (building / "index.json").write_text(json.dumps({"version": VERSION, "episodes": index.count}))
                     building.rename(folder)
             finally:
                 shutil.rmtree(building, ignore_errors=True)
 
     def _build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> bool:
-        """Index the columns of all episodes first, because that is fast, and then the text. Return False if stopped."""
+        """Index the columns of all episodes, which is fast, and then their text; return False if stopped."""
         index.columns = np.lib.format.open_memmap(folder / "columns.npy", "w+", COLUMNS, (index.count,))
         numbers = {name: number for number, name in enumerate(sources_of(episodes))}
         source_bits = np.array([*(source_bit(numbers[file.source]) for file in episodes.files), 0], dtype=np.uint64)
@@ -122,7 +122,8 @@ class IndexBuilder:
                 text_file.flush()
                 stop = index.searched + 1 + len(rows)
                 index.ends[index.searched + 1 : stop] = index.ends[index.searched] + start[1:]
-                # Set the bits of complete blocks; the last run of a block ends up to three bytes after it.
+                # Set the bits of complete blocks; the last four-byte run of a block extends up to three bytes beyond
+                # the block.
                 tail += text
                 blocks = max(0, (len(tail) - GRAM + 1) // BLOCK)
                 if blocks:
@@ -160,14 +161,17 @@ def _map_grams(folder: Path) -> NDArray[np.uint8]:
 
 
 def _gram_bits(text: bytes, blocks: int) -> NDArray[np.uint8]:
-    """For each block of the text, the bits of the runs that begin in it."""
+    """Return, for each block of the text, a bit set of the four-byte runs that begin in the block."""
     bits = np.zeros((blocks, BITS), dtype=np.bool_)
     bits.ravel()[gram_hashes(text) + np.repeat(np.arange(blocks) * BITS, BLOCK)] = True
     return np.packbits(bits, axis=1)
 
 
 def columns_of(rows: Rows, source_bits: NDArray[np.uint64]) -> NDArray[Any]:
-    """Return the columns of each row. `source_bits` has the bit of each file's source; the last is for no file."""
+    """Return the columns of each row.
+
+    `source_bits` has the bit of each file's source, and a last bit for rows without a file.
+    """
     spans, first = rows.spans, rows.first_span[rows.first_segment]
     trained = offsets(np.where(spans["weight"] > 0, spans["length"], 0).astype(np.int64))
     file = np.where(rows.origins["file"] == NO_FILE, len(source_bits) - 1, rows.origins["file"])
@@ -181,7 +185,7 @@ def columns_of(rows: Rows, source_bits: NDArray[np.uint64]) -> NDArray[Any]:
 
 
 def _united(bits: NDArray[Any], first: Index) -> NDArray[Any]:
-    """The union of the bit sets of each range."""
+    """Return the union of the bit sets in each range."""
     united = np.zeros(len(first) - 1, dtype=bits.dtype)
     full = first[1:] > first[:-1]
     if full.any():

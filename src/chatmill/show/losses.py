@@ -19,14 +19,14 @@ from chatmill.show.dataset import DatasetView
 from chatmill.show.order_view import in_whole
 
 COLUMNS = ("episodes", "losses", "weights")
-EXPECTED = "the losses of a step, as training with --log_rows writes them"
+EXPECTED = "a line with the losses of a step, as written by training with --log_rows"
 
 
 def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
-    """The loss of each training episode when the run last trained on it; NaN if it was never trained.
+    """Return the loss of each training episode when the run last trained on it, or NaN if it was never trained.
 
-    The loss of a packed episode is the mean over its conversations, weighted by their trained tokens. Steps that
-    were trained on other data are ignored.
+    The loss of a packed episode is the mean over its conversations, weighted by the number of trained tokens. Steps
+    that were trained on other data are ignored.
     """
     paths = sorted((folder / "rows").glob("rank_*.jsonl"))
     if not paths:
@@ -44,14 +44,14 @@ def run_losses(folder: Path, view: DatasetView) -> NDArray[np.float32]:
                 continue
             numbers = in_whole(trained_on, "train", episodes.astype(np.int64))
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
-                raise DataError(f"{path}: step {step} has episodes that the dataset does not have; remove the line")
+                raise DataError(f"{path}: step {step} has episode numbers that are not in the dataset; remove the line")
             newer = numbers[last_step[numbers] < step]
             last_step[newer], total[newer], weight[newer] = step, 0, 0
             current = last_step[numbers] == step
             np.add.at(total, numbers[current], (losses * weights)[current])
             np.add.at(weight, numbers[current], weights[current])
     if all(each is None for each in sources.values()):
-        raise DataError(f"{folder}: was not trained on {view.path}; view the dataset of that run")
+        raise DataError(f"{folder}: was not trained on {view.path}; view the dataset that the run was trained on")
     with np.errstate(invalid="ignore"):
         return np.where(weight > 0, total / weight, np.nan).astype(np.float32)
 

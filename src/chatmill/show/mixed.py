@@ -1,4 +1,4 @@
-"""A folder of datasets and caches, shown as one dataset, as training mixes them."""
+"""Show a folder of datasets and caches as one dataset, mixed as in training."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from chatmill.store.read import Dataset, is_dataset, open_dataset
 
 
 class MixedEpisodes(Episodes):
-    """The rows of one split of all sources, numbered over the sources as training numbers them."""
+    """The rows of one split of all sources, numbered consecutively over the sources as in training."""
 
     def __init__(self, sources: Sequence[DataSource], split: str) -> None:
         self._parts = [source.dataset[split] for source in sources if split in source]
         names = [source.name for source in sources if split in source]
         files = [[File(name, file.path) for file in part.files] for name, part in zip(names, self._parts, strict=True)]
-        # Caches do not record where rows came from; use a file without a path, which names at least the source.
+        # Caches do not record the files of their rows, so use a file with the name of the source and without a path.
         files = [own or [File(name, "")] for name, own in zip(names, files, strict=True)]
         shards = [shard for part in self._parts for shard in part.shards]
         super().__init__(self._parts[0].stored, shards, tuple(dict.fromkeys(file for own in files for file in own)))
@@ -57,7 +57,7 @@ class MixedEpisodes(Episodes):
         rows, known = self._parts[part].rows(numbers - self._part_start[part]), self._file_numbers[part]
         origins = rows.origins.copy()
         has_file = origins["file"] != NO_FILE
-        # Padding has no file either; leave it that way if the source records its files.
+        # If the source records its files, only padding has no file, and keeps NO_FILE.
         only = known[0] if not self._parts[part].files else NO_FILE
         origins["file"] = np.where(has_file, known[np.where(has_file, origins["file"], 0)], only)
         return replace(rows, origins=origins, files=self.files)
@@ -65,7 +65,7 @@ class MixedEpisodes(Episodes):
 
 @dataclass(frozen=True)
 class MixedDataset(Dataset):
-    """The sources of a folder as one dataset."""
+    """The sources in a folder, combined into one dataset."""
 
     mixed: tuple[DataSource, ...]
     folder: Path
@@ -80,7 +80,7 @@ class MixedDataset(Dataset):
 
     @property
     def ledger(self) -> Ledger | None:
-        """The sum of the ledgers of all sources; None if one of them does not have a ledger."""
+        """The sum of the ledgers of all sources, or None if one of the sources does not have a ledger."""
         total = Ledger()
         for source in self.mixed:
             metadata = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
@@ -94,18 +94,18 @@ class MixedDataset(Dataset):
 
 
 def source_folders(folder: Place) -> list[Path]:
-    """The datasets and caches directly in a folder, by name; none if it is a dataset or a cache itself."""
+    """Return the datasets and caches directly inside a folder, by name; empty if the folder is a dataset or a cache."""
     if not isinstance(folder, Path) or not folder.is_dir() or is_cache(folder) or is_dataset(folder):
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and (is_cache(path) or is_dataset(path)))
 
 
 def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype: str | None = None) -> MixedDataset:
-    """Open the sources with these names, or all sources, in a folder; `DataError` if their tokenizers differ."""
+    """Open the named sources (by default all) in a folder; raise `DataError` if their tokenizers differ."""
     folders = {path.name: path for path in source_folders(folder)}
     if missing := [one_line(name) for name in names or () if name not in folders]:
         known = ", ".join(map(one_line, folders))
-        raise DataError(f"{folder}: has no source {', '.join(missing)}; it has {known}")
+        raise DataError(f"{folder}: has no source {', '.join(missing)}; the folder has {known}")
     sources = tuple(
         DataSource(name, open_cache(path) if is_cache(path) else open_dataset(path, token_dtype=token_dtype))
         for name, path in folders.items()
@@ -117,7 +117,7 @@ def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype:
         if tokenizer_metadata(other.dataset)[:3] != tokenizer_metadata(first.dataset)[:3]:
             raise DataError(
                 f"{folder}: {one_line(other.name)} and {one_line(first.name)} have different tokens; "
-                "view one of them at a time"
+                "view one source at a time"
             )
     splits = dict.fromkeys(split for source in sources for split in source.dataset.splits if split in source)
     episodes = {split: MixedEpisodes(sources, split) for split in splits}
@@ -125,7 +125,7 @@ def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype:
 
 
 def tokenizer_metadata(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
-    """What a dataset records about its tokenizer: hash, control tokens by key, further added tokens, name."""
+    """Return the tokenizer's hash, control tokens by key, other added tokens, and name, as recorded in a dataset."""
     if isinstance(dataset, MixedDataset):
         return tokenizer_metadata(dataset.mixed[0].dataset)
     if isinstance(dataset, PrimerCache):

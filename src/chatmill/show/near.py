@@ -1,4 +1,5 @@
-"""Near-duplicates of one episode, by the MinHash signatures that `chatmill prepare` uses to remove near-duplicates.
+"""Find near-duplicates of an episode with the MinHash signatures that `chatmill prepare` uses to remove
+near-duplicates.
 
 Signatures are computed on the first request, for a limited number of episodes, and kept in memory.
 """
@@ -19,13 +20,13 @@ from chatmill.store.episodes import Episodes
 MAX_EPISODES = 20_000
 """Maximum number of episodes that an episode is compared with."""
 MAX_TOKENS = 1 << 24
-"""Maximum number of tokens of these episodes, exceeded by at most one chunk."""
+"""Maximum number of tokens in the compared episodes, exceeded by at most one chunk."""
 CHUNK = 1 << 20
-"""Number of tokens read at once."""
+"""Number of tokens read at a time."""
 MIN_SIMILARITY = 0.5
 LISTED = 20
 EMPTY = np.iinfo(np.uint32).max
-"""MinHash value of a row without message text."""
+"""The MinHash value of a row that has no message text."""
 
 
 class NearDuplicate(NamedTuple):
@@ -35,9 +36,9 @@ class NearDuplicate(NamedTuple):
 
 class NearDuplicates(NamedTuple):
     episodes: list[NearDuplicate]
-    """The most similar episodes first."""
+    """Episode numbers with their similarity, most similar first."""
     compared: int
-    """Number of episodes that were compared: the first ones of the split."""
+    """Number of episodes that were compared, counted from the start of the split."""
 
 
 class NearDuplicateFinder:
@@ -62,7 +63,7 @@ class NearDuplicateFinder:
         similarity[(others == EMPTY).all(axis=1)] = 0
         if number < len(others):
             similarity[number] = 0
-        # A stable sort: equally similar episodes stay in order.
+        # The sort is stable, so equally similar episodes stay in order.
         best = np.argsort(-similarity, kind="stable")[:LISTED]
         best = best[similarity[best] >= MIN_SIMILARITY]
         return NearDuplicates([NearDuplicate(int(at), float(similarity[at])) for at in best], len(others))

@@ -1,4 +1,4 @@
-"""When episodes are trained: positions in an epoch, rows that episodes are packed into, rows of a training step."""
+"""Show when episodes are trained: their positions in an epoch, their packed rows, and the rows of a training step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class OrderView:
     """The order of a dataset under a load config, for any seed and epoch."""
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
-        """`sources` are the datasets of a folder: mixed according to the config, or all with the same weight."""
-        # The order does not depend on padding and loss mask, which some datasets lack. Keep the last rows of an epoch:
-        # which row an episode is in does not depend on whether the loader drops that row.
+        """`sources` are the datasets of a folder, mixed according to the config or, by default, with equal weights."""
+        # The order does not depend on padding and the loss mask, which some datasets lack. Keep the last rows of an
+        # epoch even if the loader drops them, so that every episode has a row.
         self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
         if sources is None:
             self.config = replace(self.config, mix_sft=None, mix_epochs=None)
@@ -50,7 +50,7 @@ class OrderView:
         return LoadPlan(sources, config, split)
 
     def page(self, split: str, *, seed: int, epoch: int, start: int, limit: int) -> dict[str, Any]:
-        """The episodes at some positions of an epoch; `length` is None if the order never ends."""
+        """Return the episodes at some positions of an epoch; `length` is None if the order is infinite."""
         plan = self.plan(split, seed)
         length = plan.order.length
         stop = start + limit if length is None else min(start + limit, length)
@@ -58,7 +58,7 @@ class OrderView:
         return {**_order(plan, seed, epoch), "length": length, "start": start, "episodes": episodes}
 
     def find(self, split: str, episode: int, *, seed: int, epoch: int) -> dict[str, Any]:
-        """The position of an episode in an epoch, its neighbours, its window, and the row of the window it is in."""
+        """Return the position of an episode in an epoch, its neighbors, its window, and its row in the window."""
         plan = self.plan(split, seed)
         position = plan.order.find(epoch, plan.ordinal(episode))
         window, row, row_episodes = position // WINDOW, position % WINDOW, [episode]
@@ -82,31 +82,31 @@ def _order(plan: LoadPlan, seed: int, epoch: int) -> dict[str, Any]:
 
 
 def _packed_row(plan: LoadPlan, episode: int, epoch: int, window: int) -> tuple[int, list[int]]:
-    """The row of a window that an episode is packed into, and all episodes of that row."""
+    """Return the row of a window into which an episode is packed, and all episodes of the row."""
     for step in plan.steps(Cursor(epoch=epoch, window=window)):
         places = np.flatnonzero(step.episodes == episode)
         if len(places):
             row = int(np.searchsorted(step.first, places[0], side="right")) - 1
             return step.at.row + row, step.episodes[step.first[row] : step.first[row + 1]].tolist()
-    raise AssertionError("steps have no end")
+    raise AssertionError("the number of steps is unlimited")
 
 
 # Audit logs.
 
 
 def audit_logs(places: Sequence[Path]) -> list[Path]:
-    """The logs in these files and folders."""
+    """Return the audit logs in these files and folders."""
     logs: list[Path] = []
     for place in places:
         here = sorted(place.glob("*.log")) if local_path(place).is_dir() else [place]
         if not here or not all(log.is_file() for log in here):
-            raise UsageError(f"{place}: is not an audit log, nor a folder with audit logs")
+            raise UsageError(f"{place}: is not an audit log or a folder with audit logs")
         logs += here
     return logs
 
 
 def timeline(log: Path) -> list[dict[str, Any]]:
-    """All lines of a log in order; `abandoned` marks lines after the step that a run was resumed from."""
+    """Return all lines of a log in order; `abandoned` marks lines after the step from which a run was resumed."""
     lines: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for number, line in enumerate(read_log(log), 1):
@@ -125,15 +125,15 @@ def timeline(log: Path) -> list[dict[str, Any]]:
 
 
 def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None = None) -> dict[str, Any]:
-    """The episodes of each row of a step, read from the dataset; `line` of the log has their digest.
+    """Return the episodes in each row of a step, read from the dataset; `line` is the log line with their digest.
 
-    Episodes have their numbers in the dataset, even if the run mixed several sources. `sources` are the
-    datasets of a folder, whose episodes are numbered consecutively.
+    Episode numbers refer to the whole dataset, even if the run mixed several sources of it. `sources` are the names of
+    the datasets in a folder, whose episodes are numbered consecutively.
     """
     replayed = replay_step(log, step, dataset)
     mixed = tuple(source.name for source in replayed.plan.sources)
     if sources is not None and mixed != tuple(sources):
-        raise DataError(f"{log}: the run mixed {', '.join(map(one_line, mixed))}; view that folder with --config")
+        raise DataError(f"{log}: the run mixed {', '.join(map(one_line, mixed))}; view their folder with --config")
     episodes = in_whole(replayed.plan.sources, replayed.plan.split, replayed.step.episodes)
     rows = [episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
     epoch, split = replayed.step.at.epoch, replayed.plan.split
@@ -141,9 +141,9 @@ def rows_at(log: Path, step: int, dataset: Place, sources: Sequence[str] | None 
 
 
 def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Index:
-    """Convert episode numbers that count over some sources of a dataset to numbers in the dataset.
+    """Convert episode numbers within some sources of a dataset to episode numbers in the whole dataset.
 
-    If the sources are whole datasets, the numbers are returned as they are.
+    If the sources are whole datasets, the numbers are returned unchanged.
     """
     whole = sources[0].dataset.whole
     if whole is None:
@@ -157,11 +157,11 @@ def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Inde
 
 
 def _starts(shards: Sequence[Shard]) -> Index:
-    """The first episode of each shard, followed by the total number of episodes."""
+    """Return the first episode of each shard, followed by the total number of episodes."""
     return offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
 
 
-# Rows of a step.
+# The rows of a training step.
 
 
 class ReplayedRow(NamedTuple):
@@ -176,7 +176,7 @@ class ReplayedRow(NamedTuple):
 
 
 def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterator[ReplayedRow]:
-    """The rows of a step, with their text if the tokenizer is known."""
+    """Return the rows of a step, with their text if the tokenizer is known."""
     batch = replayed.batch
     from_end = segments_from_end(batch.episode_ids)
     for number in range(replayed.step.num_rows):
@@ -184,7 +184,7 @@ def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterat
         real = batch.segments[number] < len(episodes)
         ids, segments = batch.x[number][real].tolist(), batch.segments[number][real].tolist()
         mask = [0, *batch.loss_mask[number][real].astype(int).tolist()]
-        # A full row has one token more than x; its id is known only if it is predicted.
+        # A full row has one token more than x; the id of this token is known only if it is predicted.
         if real.all() and mask[-1]:
             ids.append(int(batch.y[number][-1]))
             segments.append(segments[-1])
@@ -194,7 +194,7 @@ def replayed_rows(replayed: ReplayedStep, tokenizer: Tokenizer | None) -> Iterat
 
 
 def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
-    """The source and line that a segment of an episode was rendered from."""
+    """Return the source file and line from which a segment of an episode was rendered."""
     origin = conversation(plan.sources, plan.split, episode, segment)
     assert origin is not None
     name = f"{one_line(origin.source.name)} " if origin.source.name else ""
@@ -202,11 +202,11 @@ def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
 
 
 def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
-    """The tokenizer that the rows were made with: the given one, or `bytes`; None if it is not known."""
+    """Return the tokenizer of the rows: the given tokenizer or `bytes`, or None if the tokenizer is unknown."""
     source = plan.sources[0]
     built_with, control, besides, name = tokenizer_metadata(source.dataset)
     if built_with is None:
-        # Another program wrote the dataset, so the tokenizer cannot be checked.
+        # Another program wrote the dataset without recording a tokenizer, so the tokenizer cannot be checked.
         return None if spec is None else open_tokenizer(spec)
     if spec is None and name not in (None, "bytes"):
         return None
@@ -215,7 +215,7 @@ def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
         return opened
     if spec is not None:
         raise UsageError(
-            f"{source.path}: was not made with the tokenizer {one_line(spec)}; pass the one that it was made with"
+            f"{source.path}: was not made with the tokenizer {one_line(spec)}; pass the tokenizer that it was made with"
         )
     return None
 
@@ -228,20 +228,21 @@ def step_previews(
     mix_sft: Mapping[str, float] | None,
     token_dtype: str | None = None,
 ) -> list[tuple[str | None, str]]:
-    """Where conversations of a step came from (file:line, None if it is not known), and how they begin.
+    """Return the origin (file:line, or None if it is unknown) and the first words of conversations of a step.
 
-    For each conversation, `places` has the number of its episode in the run, and its segment, counted from the end.
+    `places` has, for each conversation, its episode number in the run and its segment number, counted from the end.
     """
     sources, _ = open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix_sft, token_dtype=token_dtype))
     if (own := datasets_hash(sources)) != sha256:
         raise DataError(
-            f"{dataset}: is {own[:12]}…, the step was trained on {sha256[:12]}…; pass that dataset with --dataset"
+            f"{dataset}: is {own[:12]}…, but the step was trained on {sha256[:12]}…; "
+            "pass the right dataset with --dataset"
         )
     texts = {source.path: dataset_text(source.path) for source in sources}
     previews = []
     for episode, segment in places:
         origin = conversation(sources, "train", episode, segment)
         if origin is None:
-            raise DataError(f"{dataset}: has no episode {episode}; the lines of the run are damaged")
+            raise DataError(f"{dataset}: has no episode {episode}; the run's log lines are damaged")
         previews.append((origin.place, preview(origin.row, texts[origin.source.path], PREVIEW)))
     return previews

@@ -1,4 +1,4 @@
-"""The report on a dataset: one self-contained HTML page without scripts, for screens and paper."""
+"""Write a report on a dataset: one self-contained HTML page without scripts, for screen and print."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SAMPLE_TOKENS = 400
 """Maximum number of tokens displayed for a sample."""
 BARS = 40
 MAX_NODES = 8
-"""Maximum number of reasons in one column of the flow chart; the smallest ones are combined into one node."""
+"""Maximum number of reasons in one column of the flow chart; the smallest reasons are combined into one node."""
 OUTSIDE = "outside messages"
-"""Tokens that belong to no message: tool definitions and other text of a chat template, text outside turns, padding."""
+"""Name of tokens outside of messages, such as tool definitions, other template text, and padding."""
 
 
 def dataset_page(path: Place, *, version: str) -> str:
-    """Return the report on the dataset at a path, as HTML."""
+    """Return the HTML report on the dataset at a path."""
     view = open_view(path)
     names = [name for name in view.dataset.splits if len(view.dataset[name])]
     splits = [split_stats(view.dataset[name], name, block_sizes=BLOCK_SIZES) for name in names]
@@ -41,18 +41,18 @@ def dataset_page(path: Place, *, version: str) -> str:
 
 
 def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str) -> str:
-    """Return the report on a dataset, as HTML; `version` is the version of chatmill."""
+    """Return the HTML report on a dataset; `version` is chatmill's version."""
     page, style = ((resources.files("chatmill.show") / f"report.{name}").read_text("utf-8") for name in ("html", "css"))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
-    # Most samples are from the first split; the others contribute a few each.
+    # Most samples are from the first split; each other split contributes a few samples.
     few = 4
     samples = [SAMPLES - few * (len(splits) - 1), *[few] * (len(splits) - 1)]
     return environment.from_string(page).render(
         style=Markup(style),
         outside=OUTSIDE,
-        # The policy forbids scripts and loading, and allows only this style sheet.
+        # The content security policy forbids scripts and external resources, and allows only this style sheet.
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         version=version,
         view=view,
@@ -79,7 +79,7 @@ def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str
 
 
 def _lengths(stats: SplitStats) -> Markup:
-    """Histogram of row lengths: bars of equal width for 99.5% of the rows, and one bar for longer rows."""
+    """Draw a histogram of row lengths: bars of equal width for 99.5% of the rows, and one bar for longer rows."""
     width = max(1, int(nice(stats.quantile(0.995) / BARS)))
     bars = stats.quantile(1.0) // width + 1
     bars = bars if bars <= BARS + 5 else BARS
@@ -116,7 +116,7 @@ def _fills(stats: SplitStats) -> Markup:
 
 
 def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
-    """Flow chart from records to trained tokens; without a ledger, it starts at stored tokens."""
+    """Draw a flow chart from records to trained tokens; without a ledger, the chart starts at stored tokens."""
     roles: dict[str, int] = {}
     for stats in splits:
         for name, count in stats.roles.items():
@@ -148,7 +148,7 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
 
 
 def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, kind: str = "lost") -> list[Node]:
-    """Return a node for each of the MAX_NODES largest reasons, and one for all others."""
+    """Return a node for each of the MAX_NODES largest reasons, and one node for all other reasons."""
     nodes = [
         Node(f"{bucket}: {one_line(reason.replace('_', ' '), 80)}" if reason else bucket, amount, unit, kind)
         for bucket, reason, entry in ledger
@@ -163,7 +163,7 @@ def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, ki
 
 
 def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link]:
-    """Connect nodes in order from the top: the ledger records only total losses, not which node lost what."""
+    """Connect nodes in order from the top, because the ledger records only totals, not the loss of each node."""
     links, left, right = [], [node.amount for node in one], [node.amount for node in other]
     start = stop = 0
     while start < len(left) and stop < len(right):
@@ -188,7 +188,7 @@ def _spread(rows: int, count: int) -> list[int]:
 
 
 def _sample(view: DatasetView, split: str, number: int) -> dict[str, Any]:
-    """Return an episode with its turns, their spans and tokens, cut to the number of tokens displayed."""
+    """Return an episode with its turns, spans and tokens, truncated to the number of tokens displayed."""
     row = view.row(split, number)
     parts: list[dict[str, Any]] = []
     left = SAMPLE_TOKENS

@@ -1,4 +1,4 @@
-"""The turns and segments of one row, where they came from, and what is trained, read from its spans."""
+"""The turns and segments of one row, with their origins and trained tokens, read from its spans."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from chatmill.rows import NO_FILE, NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule
 from chatmill.show.text import TokenText, visible
 
 NOTES = {
-    Rule.FLAG: "weight set by the message",
-    Rule.UNFINISHED: "not trained: incomplete here, or after an unclosed answer",
-    Rule.INCOMPLETE_USER: "not trained: no complete user turn before it",
+    Rule.FLAG: "the message sets its weight",
+    Rule.UNFINISHED: "not trained: incomplete here, or follows an unclosed answer",
+    Rule.INCOMPLETE_USER: "not trained: no complete user turn precedes it",
     Rule.OUTSIDE: "not trained: outside turns",
     Rule.WHITESPACE: "whitespace between turns",
-    Rule.NOT_ANSWER: "not trained, although its message sets train or weight: not an answer",
-    Rule.INJECTED: "reopens a cut turn with an injected copy",
-    Rule.EARLIER_WINDOW: "partly in the previous row, and trained there",
+    Rule.NOT_ANSWER: "not trained: sets train or weight, but is not an answer",
+    Rule.INJECTED: "reopens a split turn with an injected copy",
+    Rule.EARLIER_WINDOW: "partly contained and trained in the previous row",
     Rule.VALUES_OFF: "appended texts are not trained",
     Rule.SURPLUS: "trained to close the answer after the last true object",
     Rule.EARLIER_ROW: "trained in an earlier row",
     Rule.RANGE: "partly weighted by train_ranges",
 }
-"""Rules to point out next to a turn."""
+"""Notes to show next to a turn with spans of these rules."""
 
 TOOL_DEFINITION = re.compile(
     r'"(?:parameters|input_schema)"\s*:|"type"\s*:\s*"function"|namespace functions\b|\bdeclaration:\w|<parameters>'
 )
-"""Occurs in the tool definitions of published chat templates: JSON Schema, TypeScript, Gemma's notation, XML."""
+"""Pattern that matches tool definitions of published chat templates: JSON Schema, TypeScript, Gemma's notation, XML."""
 
 ROLES, PARTS, RULES = ({each.value: each.name.lower() for each in kind} for kind in (Role, Part, Rule))
 """The names of span codes, as written to JSON."""
@@ -48,7 +48,7 @@ def trained_tokens(row: Rows) -> int:
 
 
 class Origin(NamedTuple):
-    """Where a segment came from; unknown fields are None."""
+    """The origin of a segment; unknown fields are None."""
 
     file: str | None
     line: int | None
@@ -60,7 +60,7 @@ def origin_of(row: Rows, segment: int) -> Origin:
     if file == NO_FILE or int(file) >= len(row.files):
         return Origin(None, None, None)
     path, source = row.files[file].path, row.files[file].source
-    # A source without known files, such as a cache in a mix, has a file without a path.
+    # A source without recorded files, such as a cache in a mix, has one file without a path.
     return Origin(path, line, source) if path else Origin(None, None, source)
 
 
@@ -71,7 +71,7 @@ def segment_json(row: Rows, segment: int) -> dict[str, Any]:
 
 
 def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False, limit: int = 200) -> str:
-    """Return file:line of a segment, with its last message if `unrolled`; for several segments, their number."""
+    """Return a segment's file:line, with its last message if `unrolled`, or the number of segments of a packed row."""
     if segment is None and len(row.origins) != 1:
         return f"{len(row.origins)} segments"
     file, line, _ = origin_of(row, segment or 0)
@@ -81,14 +81,14 @@ def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False,
 
 
 def last_message(row: Rows, segment: int = 0) -> int | None:
-    """Return the number of the last message of a segment; in an unrolled row, it is the answer that is trained."""
+    """Return the number of the last message of a segment, which in an unrolled row is the trained answer."""
     message = row.spans["message"][row.first_span[segment] : row.first_span[segment + 1]]
     message = message[message != NO_MESSAGE]
     return int(message.max()) if len(message) else None
 
 
 def row_title(rows: Rows, row: int, *, unrolled: bool = False) -> str:
-    """Where the row came from, how long it is and how much of it is trained."""
+    """Return a row's origin, length and number of trained tokens as text."""
     one = rows[row : row + 1]
     place = place_name(one, 0, unrolled=unrolled, limit=80)
     return f"{place}  {len(one.ids)} tokens, {trained_tokens(one)} trained"
@@ -104,7 +104,7 @@ def is_padding(row: Rows, segment: int) -> bool:
 
 @dataclass(frozen=True)
 class SpanView:
-    """One span: tokens [start, stop) of the row. `target` is their target id, or None if it is their own id."""
+    """One span: tokens [start, stop) of a row. `target` is the target id, or None if each token is its own target."""
 
     start: int
     stop: int
@@ -117,7 +117,7 @@ class SpanView:
 
     @property
     def mark(self) -> str:
-        """A star if it is trained, its weight if that is not 1."""
+        """A star if the span is trained, or its weight if the weight is neither 0 nor 1."""
         return " " if self.weight == 0 else "*" if self.weight == 1 else f"{self.weight:g}"
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class SpanView:
 
 
 def span_views(row: Rows, first: int = 0, last: int | None = None) -> Iterator[SpanView]:
-    """The spans [first, last) of a row."""
+    """Yield the spans [first, last) of a row."""
     for at in range(first, len(row.spans) if last is None else last):
         span = row.spans[at]
         yield SpanView(
@@ -141,7 +141,7 @@ def span_views(row: Rows, first: int = 0, last: int | None = None) -> Iterator[S
 
 
 def row_json(row: Rows) -> dict[str, Any]:
-    """One row for JSON: its segments, ids, labels, weights and spans."""
+    """Return one row as JSON values: its segments, ids, labels, weights and spans."""
     return {
         "segments": [segment_json(row, segment) for segment in range(len(row.origins))],
         "ids": row.ids.tolist(),
@@ -152,7 +152,7 @@ def row_json(row: Rows) -> dict[str, Any]:
 
 
 def _spans_json(row: Rows) -> Iterator[dict[str, Any]]:
-    """Return the spans of a row as `span_views` does, but from whole columns, which is faster for many rows."""
+    """Return the same spans as `span_views`, but from whole columns, which is faster for many rows."""
     names = ("role", "part", "rule", "message", "weight", "target")
     columns = [row.spans[name].tolist() for name in names]
     starts = row.span_start.tolist()
@@ -174,7 +174,7 @@ def _spans_json(row: Rows) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class MessageTurn:
-    """Consecutive spans of one message, as [first_span, last_span) and [start, stop) tokens of the row."""
+    """Consecutive spans of one message: spans [first_span, last_span) and tokens [start, stop) of the row."""
 
     segment: int
     message: int | None
@@ -186,11 +186,11 @@ class MessageTurn:
     trained: int
     notes: tuple[str, ...]
     missing: tuple[int, int] | None
-    """The first and last of the messages before this one that are missing because the row was cut."""
+    """The first and last of the preceding messages that are missing because the row was truncated."""
 
 
 def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
-    """The turns of one segment of a row."""
+    """Yield the turns of one segment of a row."""
     first, last = int(row.first_span[segment]), int(row.first_span[segment + 1])
     spans = row.spans[first:last]
     if not len(spans):
@@ -217,7 +217,7 @@ def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
 
 
 def turn_name(row: Rows, turn: MessageTurn, text: TokenText) -> str:
-    """Return the role and number of a message; for tokens that belong to no message, what they are."""
+    """Return the role and number of a message, or a description of tokens that belong to no message."""
     role, number = turn.role.name.lower(), "" if turn.message is None else f" {turn.message}"
     if turn.role != Role.NONE and turn.message is not None:
         return role + number
@@ -239,7 +239,7 @@ def part_name(row: Rows, span: SpanView, text: TokenText) -> str:
 
 
 def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
-    """Whether the text of a span defines tools. Templates write definitions before, after or into a message."""
+    """Return whether the text of a span defines tools, which templates write before, after or into a message."""
     is_candidate = span.role in (Role.SYSTEM, Role.NONE) or (span.role == Role.USER and span.rule == Rule.HEADER)
     if not is_candidate or span.stop - span.start < 8:
         return False
@@ -247,7 +247,7 @@ def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
 
 
 def preview(row: Rows, text: TokenText, limit: int = 80) -> str:
-    """Return a one-line preview: the beginning of the first user message, or of any text if there is none."""
+    """Return the beginning of the first user message or, without a user message, of any text, in one line."""
     spans = row.spans
     is_text = np.isin(spans["part"], (Part.CONTENT, Part.PREFIX, Part.VALUE))
     for chosen in (is_text & (spans["role"] == Role.USER), is_text, np.ones(len(spans), dtype=np.bool_)):
@@ -255,7 +255,7 @@ def preview(row: Rows, text: TokenText, limit: int = 80) -> str:
             at = int(chosen.argmax())
             start, stop = row.span_start[at : at + 2].tolist()
             content = text.text(row.ids[start:stop].tolist(), keep="\n", limit=2 * limit)
-            # A header with the same weight as the content is part of its span.
+            # If a header has the same weight as the content, both are in one span.
             content = content.removeprefix(f"{Role(spans['role'][at]).name.lower()}\n").strip()
             return visible(" ".join(content.split("\n")), limit=limit)
     return ""

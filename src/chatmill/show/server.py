@@ -1,4 +1,4 @@
-"""The viewer's HTTP server. It listens only on this machine and is read-only. Needs the extra `view`."""
+"""The viewer's HTTP server. The server listens only on this machine and is read-only. It requires the extra `view`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from chatmill.show.viewer import PAGE, Viewer
 
 HOST = "127.0.0.1"
 INDEX_DELAY = 0.5
-"""Seconds before the index is built, so that the first page loads undisturbed."""
+"""Delay in seconds before the index is built, so that building does not slow down the first page."""
 HOST_NAMES = {"127.0.0.1", "localhost", "[::1]"}
-"""Accepted host names, on any port because a tunnel may use another port. A request for any other name
-comes from a page of another site whose name was made to resolve to this machine (DNS rebinding)."""
+"""Accepted host names, on any port because a tunnel may use another port.
+
+A request with any other host name may be a DNS rebinding attack, in which another site's name resolves to this machine.
+"""
 HEADERS = {
-    # Nothing is loaded from elsewhere, there are no inline scripts, and no other page may embed this one.
+    # Forbid external resources and inline scripts, and do not let other sites embed the page.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -46,12 +48,12 @@ MAX_QUERY = 1000
 FILTERS = {"role": list, "rule": list, "source": "", "least": int, "most": int, "share_from": float, "share_to": float}
 """Query parameters that filter episodes, with their types or defaults."""
 NUMBER = re.compile(r"[-+]?[0-9.]{1,18}(e[-+]?[0-9]{1,3})?", re.IGNORECASE)
-"""Numbers in a query: stricter than Python, which also accepts 5,000 digits, `1_0` or digits of other scripts."""
+"""Numbers in a query. Unlike Python's `int`, the pattern rejects very long numbers, `1_0` and non-ASCII digits."""
 Endpoint = Callable[[Request], Response]
 
 
 class Index(IntegerConvertor):
-    """A number in a path; a path with a longer number does not match."""
+    """A number in a path; longer numbers do not match."""
 
     regex = "[0-9]{1,18}"
 
@@ -60,7 +62,7 @@ register_url_convertor("index", Index())
 
 
 def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until interrupted; call `ready` with the URL as soon as it accepts connections."""
+    """Serve until interrupted; call `ready` with the URL as soon as the server accepts connections."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -71,7 +73,7 @@ def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
             ) from None
         server = LimitedServer(application(viewer))
         listening.listen(QUEUED)
-        # From here on, connections are queued until the server accepts them.
+        # From now on, the operating system queues connections until the server accepts them.
         ready(f"http://{HOST}:{listening.getsockname()[1]}/")
         viewer.builder.start(delay=INDEX_DELAY)
         try:
@@ -81,7 +83,7 @@ def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
 
 
 def application(viewer: Viewer) -> ASGIApp:
-    """The page and the JSON API that it uses."""
+    """Return the application that serves the page and its JSON API."""
     folder = resources.files("chatmill.show") / "page"
     files = {file.name: file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in MEDIA_TYPES}
 
@@ -112,7 +114,7 @@ def application(viewer: Viewer) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp) -> ASGIApp:
-    """Refuse requests that the page never sends, and set headers that forbid everything it does not need."""
+    """Refuse requests that the page never sends, and set headers that forbid everything the page does not need."""
     headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,10 +151,10 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Response:
 def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
     """Return an endpoint that calls a method with path and query parameters.
 
-    `parameters` gives the default or the type of each query parameter.
+    `parameters` maps each query parameter to its default value or type.
     """
 
-    # Not a coroutine: Starlette then runs it in a thread, so that a slow response does not delay others.
+    # Starlette runs a function that is not a coroutine in a thread, so that a slow response does not delay others.
     def endpoint(request: Request) -> Response:
         try:
             query = {name: _parameter(request, name, default) for name, default in parameters.items()}

@@ -1,4 +1,4 @@
-"""The record that a segment was rendered from, read again from its file, and whether it has changed."""
+"""Read the record that a segment was rendered from again from its file, and check whether the record has changed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from chatmill.records.units import is_array
 from chatmill.show.text import visible
 
 MAX_CHARACTERS = 200_000
-"""Maximum number of characters displayed of a record."""
+"""Maximum number of characters of a record that are displayed."""
 STEP = 1024
-"""The offset of every STEP-th line is cached."""
+"""The number of lines between two cached line offsets."""
 CHUNK = 1 << 22
 LINE_SUFFIXES = (".jsonl", ".txt")
 MULTILINE_SHAPES = ("oasst1", "transcript-stream")
@@ -104,15 +104,15 @@ def _raw_record(
 
 def _file(name: str, folders: Sequence[Path]) -> Path:
     if Path(name).is_absolute():
-        raise DataError(f"{name}: is an absolute path, which is not read")
+        raise DataError(f"{name}: is an absolute path; only relative paths are read")
     for folder in folders:
         if (path := folder / name).is_file():
             return path
-    raise DataError(f"{name}: not found; start chatmill in its folder, or give that folder with --records")
+    raise DataError(f"{name}: not found; start chatmill in the folder of the file, or pass the folder with --records")
 
 
 def _parsed_line(part: FilePart, line: int, raw: bytes, start: int | None) -> list[Record]:
-    """Return the records at a line of a file; raise `DataError` if there are none."""
+    """Return the records at a line of a file, or an empty list if the line cannot be parsed."""
     with suppress(ChatmillError):
         if start is None:
             return [_parsed(part, line)]
@@ -128,7 +128,7 @@ def _parsed(part: FilePart, line: int) -> Record:
 
 
 def _line(path: Path, line: int) -> tuple[bytes, int | None]:
-    """Return one line of a file with its line end, and its offset (None in a compressed file)."""
+    """Return one line of a file with its line end, and the line's offset (None in a compressed file)."""
     if line < 1:
         raise DataError(f"{path}: has no line {line}")
     if compression(path):
@@ -152,7 +152,7 @@ def _line(path: Path, line: int) -> tuple[bytes, int | None]:
 
 @lru_cache(maxsize=16)
 def _line_offsets(path: Path, size: int, changed: int) -> NDArray[np.int64]:
-    """Return the offset of every STEP-th line of a file; cached until the file changes."""
+    """Return the offset of every STEP-th line of a file; the result is cached until the file changes."""
     offsets, lines, before = [np.zeros(1, dtype=np.int64)], 0, 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

@@ -21,7 +21,7 @@ SHARES = 20
 LONGEST = 10
 BLOCK_SIZES = (512, 1024, 2048, 4096, 8192)
 UNKNOWN = "(unknown)"
-"""Source name for segments without a file."""
+"""Name of the source of segments that have no file."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class TokenCount:
     tokens: int = 0
     trained: int = 0
     segments: int = 0
-    """Segments with these tokens; counted only for sources."""
+    """Number of segments that contain these tokens; counted only for sources."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LongRow:
 
 @dataclass(frozen=True)
 class RowFill:
-    """The share of tokens that are not padding, for a block size: one episode per row, and packed by the loader."""
+    """The share of tokens that are not padding for a block size, with one episode per row and with packing."""
 
     block_size: int
     alone: float
@@ -51,7 +51,7 @@ class RowFill:
     rows: int
     """Number of rows after packing."""
     cut: int
-    """Number of episodes that are longer than a row, and lose their beginning."""
+    """Number of episodes that are longer than a row and are truncated at the start."""
 
 
 @dataclass
@@ -69,9 +69,9 @@ class SplitStats:
     rules: dict[str, TokenCount] = field(default_factory=dict)
     sources: dict[str, TokenCount] = field(default_factory=dict)
     length_counts: Index = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
-    """The number of rows of 0, 1, 2 … tokens."""
+    """The numbers of rows with 0, 1, 2, … tokens."""
     share_counts: Index = field(default_factory=lambda: np.zeros(SHARES, dtype=np.int64))
-    """The number of rows whose trained share is from 0 to 1/20, 1/20 to 2/20 …"""
+    """The numbers of rows with a trained share from 0 to 1/20, from 1/20 to 2/20, …"""
     longest: list[LongRow] = field(default_factory=list)
     fills: list[RowFill] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ class SplitStats:
         return self.trained / self.tokens if self.tokens else 0.0
 
     def quantile(self, share: float) -> int:
-        """Return the exact length that this share of the rows does not exceed."""
+        """Return the exact length that is not exceeded by this share of the rows."""
         if not self.rows:
             return 0
         rows_up_to = np.cumsum(self.length_counts)
@@ -109,7 +109,7 @@ def split_stats(
     block_sizes: Sequence[int] = BLOCK_SIZES,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> SplitStats:
-    """Count a split. Memory grows with the length of the longest row, not with the number of rows."""
+    """Count a split. Memory use grows with the length of the longest row, not with the number of rows."""
     stats = SplitStats(split)
     for rows in episodes.sweep():
         _add(stats, rows)
@@ -135,7 +135,7 @@ def _add(stats: SplitStats, rows: Rows) -> None:
     length_counts = np.bincount(row_length, minlength=len(stats.length_counts))
     length_counts[: len(stats.length_counts)] += stats.length_counts
     stats.length_counts = length_counts
-    # A fully trained row belongs to the last bin.
+    # Put fully trained rows into the last bin.
     share = np.minimum(row_trained * SHARES // np.maximum(row_length, 1), SHARES - 1)
     stats.share_counts = stats.share_counts + np.bincount(share, minlength=SHARES)
 
@@ -161,7 +161,7 @@ def _count(
     *,
     segments: bool = False,
 ) -> None:
-    """Add tokens and trained tokens to the table entry of each code, by name."""
+    """Add the numbers of tokens and trained tokens for each code to its entry in a table keyed by name."""
     occurrences = np.bincount(codes)
     token_sums, trained_sums = (np.bincount(codes, weights=values) for values in (tokens, trained))
     for code in np.flatnonzero(occurrences).tolist():
@@ -184,7 +184,7 @@ def _add_longest(stats: SplitStats, rows: Rows, length: Index, trained: Index) -
 
 
 def _fill(episodes: Episodes, block_size: int) -> RowFill:
-    """Pack as the loader does, in stored order: windows of its size, rows of block_size + 1 tokens."""
+    """Pack episodes in stored order with the loader's algorithm and window size, into rows of block_size + 1 tokens."""
     capacity, tokens, rows, cut = block_size + 1, 0, 0, 0
     for start in range(0, len(episodes), WINDOW):
         length = episodes.lengths_of(np.arange(start, min(len(episodes), start + WINDOW)))

@@ -1,4 +1,4 @@
-"""Rows in the terminal: span by span, turn by turn, or token by token. Trained text is colored or in brackets.
+"""Print rows in the terminal by span, by turn, or by token. Trained text is colored or in brackets.
 
 user 0
   <|im_start|>user
@@ -42,7 +42,7 @@ def _style(span: SpanView) -> str:
 
 
 def span_lines(rows: Rows, row: int, tokenizer: Tokenizer, *, width: int = 100) -> Iterator[Text]:
-    """One line for each span: a star if it is trained, message, role, part, rule, and its text.
+    """Return one line for each span: a star if it is trained, its message, role, part, rule and text.
 
     * 1 assistant content  role     Paris.
     """
@@ -55,7 +55,7 @@ def span_lines(rows: Rows, row: int, tokenizer: Tokenizer, *, width: int = 100) 
 
 
 def token_lines(row: Rows, text: TokenText) -> Iterator[Text]:
-    """One line for each token: a star if it is trained, its number, id, message, role, part, rule, and its text."""
+    """Return one line for each token: a star if it is trained, its number, id, message, role, part, rule and text."""
     for span in span_views(row):
         target = "" if span.target is None else f" → {span.target} {text.token(span.target)}"
         for token, id in enumerate(row.ids[span.start : span.stop].tolist(), span.start):
@@ -77,7 +77,10 @@ def conversation_title(row: Rows, split: str, episode: int, *, unrolled: bool = 
 
 
 def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: bool = False) -> Iterator[Text]:
-    """Yield the lines of an episode. `plain` puts trained text in brackets, and escapes brackets in the text."""
+    """Yield the lines of an episode.
+
+    With `plain`, trained text is in brackets, and brackets in the text are escaped.
+    """
     count = len(row.origins)
     for segment in range(count):
         tokens = int(row.segment_start[segment + 1] - row.segment_start[segment])
@@ -94,7 +97,7 @@ def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: boo
                 yield Text(f"… {messages} not in this row", style="dim italic")
             yield _heading(turn, turn_name(row, turn, text))
             body = _body(row, turn, text, plain=plain)
-            # Strip the newline that ends a turn in many formats; it would display as an empty line.
+            # Strip the newline that ends a turn in many formats, because it would be displayed as an empty line.
             body.rstrip()
             for line in body.split("\n", allow_blank=True):
                 yield Text(INDENT).append_text(line)
@@ -108,7 +111,10 @@ def _heading(turn: MessageTurn, name: str) -> Text:
 
 
 def _body(row: Rows, turn: MessageTurn, text: TokenText, *, plain: bool) -> Text:
-    """The text of a turn. Adjacent spans with the same weight share brackets; a weight other than 1 follows them."""
+    """Return the text of a turn.
+
+    Adjacent spans with the same weight share brackets, followed by any weight other than 1.
+    """
     body, weight = Text(), 0.0
 
     def close_bracket() -> None:

@@ -1,4 +1,4 @@
-"""The text of tokens: escaped so that it is safe to display, and searched without regard to case."""
+"""Decode tokens to text that is escaped for display, and search the text of tokens ignoring case."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from chatmill.store.episodes import Episodes
 from chatmill.tokenizer import Tokenizer
 
 JOINERS = "\u200c\u200d"
-"""Zero-width joiners: invisible, but part of words and emoji, and harmless."""
+"""Zero-width joiners, which are invisible and harmless, and are part of words and emoji."""
 SPACE = {" ": "·", "\n": "↵", "\t": "→", "\r": "␍"}
-"""How a token that consists of whitespace only is displayed."""
+"""The displayed form of tokens that consist only of whitespace."""
 END = b"\xff"
-"""Terminates the text of an episode; not a byte of UTF-8, so no query contains it."""
+"""The byte after the text of an episode; it is never part of UTF-8 text, so no query contains it."""
 CONTEXT = 40
-"""Characters shown before and after a match."""
+"""Number of characters shown before and after a match."""
 
 
 def visible(text: str, *, keep: str = "", limit: int | None = None) -> str:
-    """`one_line` for conversation text, which may contain zero-width joiners."""
+    """Like `one_line`, but for conversation text, which may contain zero-width joiners."""
     return one_line(text, limit, keep=keep + JOINERS)
 
 
 class TokenText:
-    """The text of token ids. Without a tokenizer, or for an id outside its vocabulary, the text is the id: ⟨812⟩."""
+    """Decodes token ids. Without a tokenizer, or for an id outside its vocabulary, the text is the id: ⟨812⟩."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self._pieces: dict[int, bytes] = {}
 
     def piece(self, id: int) -> bytes:
-        """The bytes of one token."""
+        """Return the bytes of one token."""
         if id not in self._pieces:
             self._pieces[id] = f"⟨{id}⟩".encode()
             if self.tokenizer is not None:
@@ -45,7 +45,7 @@ class TokenText:
         return self._pieces[id]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """The text of each token, decoded separately. Tokens with part of a character show its bytes: \\xe2."""
+        """Return the text of each token, decoded separately. A part of a character is shown as bytes: \\xe2."""
         return [self.token(id) for id in ids]
 
     def token(self, id: int) -> str:
@@ -53,8 +53,9 @@ class TokenText:
         return "".join(SPACE[each] for each in text) if text and set(text) <= SPACE.keys() else visible(text)
 
     def text(self, ids: Sequence[int], *, keep: str = "", limit: int | None = None) -> str:
-        """The text of all tokens, decoded together."""
-        # A character takes at most four tokens, so this many hold `limit` characters (empty tokens are rare).
+        """Return the text of all tokens, decoded together."""
+        # A character has at most four tokens, so 4 * limit tokens contain at least `limit` characters, unless some are
+        # empty.
         ids = ids if limit is None else ids[: 4 * limit + 4]
         return visible(b"".join(map(self.piece, ids)).decode("utf-8", "backslashreplace"), keep=keep, limit=limit)
 
@@ -63,7 +64,7 @@ class TokenText:
 
 
 def fold(text: bytes) -> bytes:
-    """Case-folded text; bytes that are not UTF-8, such as END, stay as they are."""
+    """Return case-folded text; bytes that are not UTF-8, such as END, are unchanged."""
     if text.replace(END, b"").isascii():
         return text.lower()
     return text.decode("utf-8", "surrogateescape").casefold().encode("utf-8", "surrogateescape")
@@ -78,19 +79,19 @@ def folded_query(query: str) -> bytes:
 
 
 class PieceTable:
-    """The bytes of all ids of a vocabulary in one array, so that many tokens are decoded in one copy."""
+    """The bytes of all tokens of a vocabulary in one array, so that many tokens can be decoded in one copy."""
 
     def __init__(self, text: TokenText) -> None:
         if text.tokenizer is None:
-            raise DataError("without its tokenizer, a dataset has no text; give it with --tokenizer")
-        # After the vocabulary: an empty piece for every id beyond it, and the end of an episode.
+            raise DataError("a dataset has no text without its tokenizer; pass the tokenizer with --tokenizer")
+        # After the vocabulary, add an empty piece for every id beyond it, and a piece for the end of an episode.
         pieces = [text.piece(id).replace(END, b"?") for id in range(text.tokenizer.vocab_size)] + [b"", END]
         self._length = np.array([len(piece) for piece in pieces], dtype=np.int64)
         self._start = offsets(self._length)
         self._bytes = np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.uint32)
 
     def folded(self, rows: Rows) -> tuple[bytes, Index]:
-        """Return the folded text of some rows, each followed by END, and the offset of each row and of the end."""
+        """Return the folded text of some rows, each followed by END, and the offsets of the rows and of the end."""
         end = len(self._length) - 1
         ids = np.insert(np.minimum(rows.ids, end - 1).astype(np.int64), rows.row_start[1:], end)
         text = fold(copy_tokens(self._bytes, self._start[ids], self._length[ids]).astype(np.uint8).tobytes())
@@ -100,7 +101,7 @@ class PieceTable:
 def find(
     episodes: Episodes, text: TokenText, query: str, *, progress: Callable[[int], None] = lambda count: None
 ) -> Iterator[int]:
-    """Yield the numbers of the episodes that contain a text, ignoring case. Reads the whole split in chunks."""
+    """Yield the numbers of the episodes that contain a text, ignoring case; the whole split is read in chunks."""
     wanted, table, first = folded_query(query), PieceTable(text), 0
     for rows in episodes.sweep(tokens=1 << 20):
         folded, start = table.folded(rows)

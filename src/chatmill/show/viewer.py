@@ -1,6 +1,6 @@
-"""The viewer's JSON API. Long lists are sent one page at a time.
+"""The viewer's JSON API. Long lists are returned one page at a time.
 
-All text is escaped here, so that the page can display it without changes.
+All text is escaped on the server, so that the page can display it unchanged.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MAX_PAGE = 200
 TOKENS = 2000
 """Maximum number of tokens of an episode per response."""
 STRIP = 96
-"""Number of pieces of the strip that shows the roles and trained parts of an episode."""
+"""Maximum number of samples in the strip that shows the roles and trained parts of an episode."""
 
 
 class Viewer:
-    """A dataset as the page sees it. Its methods are the JSON API, read-only."""
+    """A dataset for the viewer's page; its methods are a read-only JSON API."""
 
     def __init__(
         self,
@@ -143,8 +143,9 @@ class Viewer:
     ) -> dict[str, Any]:
         """List the episodes that contain the text `q` and pass the filter; `bounds` are fields of `Filter`.
 
-        The list is in dataset order or sorted by one of `SORTS`; it starts at position `start` of that order. `next` is
-        the position to continue from, None at the end; `waiting` means that indexing is not far enough yet.
+        The list is in dataset order or sorted by one of `SORTS`, and starts at position `start` of this order. `next`
+        is the position to continue from, or None at the end; `waiting` means that the index does not cover the page
+        yet.
         """
         count, index = len(self._view.dataset[split]), self.builder.indexes[split]
         try:
@@ -173,7 +174,7 @@ class Viewer:
     def _matching(
         self, index: SplitIndex, wanted: Filter, q: str, sort: str, start: int, limit: int
     ) -> tuple[SearchHits, int, int | None]:
-        """Return the hits, the number of indexed episodes, and the number of matches if it is known."""
+        """Return the hits, the number of indexed episodes, and the number of matches, if known."""
         count, is_open = index.count, wanted == Filter()
         if not q and not sort and is_open:
             stop = min(count, start + limit)
@@ -182,10 +183,10 @@ class Viewer:
             raise DataError(f"the index could not be built: {index.error}")
         if q and self._view.without_text is not None:
             raise DataError(f"no text to search: {self._view.without_text}")
-        # The number of episodes is part of the key of the cache, because the mask grows with it.
+        # The cache key includes the number of episodes, because the mask grows with the index.
         kept = None if is_open else self._mask(index, wanted, index.filtered)
         if sort:
-            # Sorting needs all episodes, so nothing is listed until all are indexed.
+            # Sorting requires all episodes, so the list is empty until all episodes are indexed.
             known = index.searched if q else index.filtered
             if known < count:
                 return SearchHits([], start, ended=True), known, None
@@ -198,7 +199,7 @@ class Viewer:
             page = order[positions[first : first + limit]].tolist()
             return SearchHits(page, after, ended=after == count), known, len(positions)
         if q:
-            # Read before searching: episodes indexed during the search may not have been searched.
+            # Read the count before searching, because episodes that are indexed during the search may be missed.
             known = index.searched
             return index.search(folded_query(q), start, limit, kept=kept), known, None
         assert kept is not None
@@ -285,7 +286,7 @@ class Viewer:
         """Return the record that a segment was rendered from, as it is in the file now."""
         row = self._view.row(split, number)
         if not 0 <= segment < len(row.origins):
-            raise UsageError(f"episode {number} has no segment {segment}; it has {len(row.origins)}")
+            raise UsageError(f"episode {number} has no segment {segment}; it has {len(row.origins)} segments")
         record = self._source_record(row, segment)
         return {"place": f"{one_line(record.name, 300)}:{record.line}", **record.for_display()}
 
@@ -310,7 +311,7 @@ class Viewer:
         count = len(self._view.dataset[split])
         return {"compared": result.compared, "of": count, "least": MIN_SIMILARITY, "episodes": episodes}
 
-    # Order and audit logs.
+    # Methods for the order of episodes and for audit logs.
 
     def order(self, split: str, seed: int, epoch: int, start: int) -> dict[str, Any]:
         """Return a page of positions of an epoch, each with its episode."""
@@ -337,12 +338,12 @@ class Viewer:
 
     def _log(self, number: int) -> Path:
         if not 0 <= number < len(self._logs):
-            raise UsageError(f"there is no audit log {number}; {len(self._logs)} were passed with --audit")
+            raise UsageError(f"no audit log {number}; {len(self._logs)} were passed with --audit")
         return self._logs[number]
 
 
 def _exclude_entry(row: Rows, segment: int) -> str | None:
-    """A line that names the record of a segment, for `chatmill prepare --exclude`; ASCII only."""
+    """Return an ASCII line that identifies the record of a segment, for `chatmill prepare --exclude`."""
     file, line, _ = origin_of(row, segment)
     return None if file is None else json.dumps({"file": file, "line": line})
 
@@ -358,7 +359,7 @@ def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:
 
 
 def _names(index: SplitIndex, column: str, codes: type[Role] | type[Rule]) -> list[str] | None:
-    """The roles or rules that occur in a split; None until the whole split is indexed."""
+    """Return the roles or rules that occur in a split, or None until the whole split is indexed."""
     if index.filtered < index.count:
         return None
     bits = int(np.bitwise_or.reduce(index.columns[column])) if index.count else 0
@@ -366,7 +367,7 @@ def _names(index: SplitIndex, column: str, codes: type[Role] | type[Rule]) -> li
 
 
 def strip(row: Rows) -> list[list[Any]]:
-    """A row as runs of (role, trained, tokens). A row of many spans is sampled at STRIP positions."""
+    """Return a row as runs of (role, trained, tokens); a row with many spans is sampled at STRIP positions."""
     spans = row.spans
     if not len(spans):
         return []

@@ -12,7 +12,7 @@ export async function ask(path, params = {}) {
   try {
     response = await fetch(`/api/${path}${words ? `?${words}` : ""}`);
   } catch {
-    throw new Error("The viewer does not respond; start chatmill view again.");
+    throw new Error("The viewer does not respond; restart chatmill view.");
   }
   const answer = await response.json().catch(() => ({ error: "The viewer failed; see the error in its terminal." }));
   if (!response.ok) throw new Error(answer.error);
@@ -41,7 +41,7 @@ export function place() {
   };
 }
 
-// The URL of a state; parameters that are not given keep their current values.
+// Return the URL of a state; omitted parameters keep their current values.
 export function address(changes, from = place()) {
   const to = { ...from, ...changes, filters: { ...from.filters, ...changes.filters } };
   const params = new URLSearchParams();

@@ -23,7 +23,7 @@ export async function showAudit(content, at, about) {
         "div",
         { class: "page" },
         el("header", { class: "page-head" }, el("h1", {}, "Audit"), el("p", {}, "No audit log is open.")),
-        el("p", { class: "quiet" }, "Start the viewer with ", el("code", {}, "--audit LOG"), ", a log or a folder of logs."),
+        el("p", { class: "quiet" }, "Start the viewer with ", el("code", {}, "--audit LOG"), " to open a log or a folder of logs."),
       ),
     );
     return;
@@ -47,7 +47,7 @@ export async function showAudit(content, at, about) {
   const form = el(
     "form",
     { class: "fields" },
-    el("label", { htmlFor: "step" }, "Which rows at step "),
+    el("label", { htmlFor: "step" }, "Show the rows of step "),
     step,
     el("button", { type: "submit" }, "Show"),
   );
@@ -109,7 +109,7 @@ function summary(line) {
     dataset_load: () => `${said.num_episodes} episodes of ${said.split}, order ${said.order}, seed ${said.epoch_seed}`,
     epoch_start: () => `epoch ${said.epoch}, seed ${said.seed}, first ${said.first_episode_ids}`,
     steps: () => `digest ${(said.digest ?? "").slice(0, 16)}…`,
-    drop_last: () => `${said.num_episodes} episodes that filled no batch`,
+    drop_last: () => `${said.num_episodes} episodes that do not fill a batch`,
     epoch_complete: () => `epoch ${said.epoch}: ${said.episodes_seen} episodes by step ${said.step}`,
     checkpoint: () => `at step ${said.step}`,
     resume: () => `from step ${said.step}`,
@@ -142,7 +142,7 @@ async function showStep(box, log, at) {
         el("div", { class: "position" }, el("span", { class: "number" }, String(number)), el("ol", { class: "items" }, row.map((each) => item(each, from)))),
       ),
     );
-    box.append(...(found.of > found.rows.length ? [el("p", { class: "quiet" }, `The first ${found.rows.length} are shown.`)] : []));
+    box.append(...(found.of > found.rows.length ? [el("p", { class: "quiet" }, `Only the first ${found.rows.length} rows are shown.`)] : []));
   } catch (error) {
     box.replaceChildren(failure(error));
   }

@@ -1,4 +1,4 @@
-// Creates elements from data: text is always set as text, never parsed as markup.
+// Create elements from data; text is always set as text and never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -24,7 +24,7 @@ export const plural = (number, word) => `${count(number)} ${word}${number === 1 
 
 export const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "–");
 
-// An episode as a strip of its roles: trained parts are high and opaque, context is low and faint.
+// Draw an episode as a strip of its roles: trained parts are tall and opaque, context is short and faint.
 export function strip(map, label) {
   const svg = document.createElementNS(SVG, "svg");
   const total = map.reduce((sum, [, , size]) => sum + size, 0) || 1;

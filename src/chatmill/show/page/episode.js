@@ -1,4 +1,4 @@
-// One episode: its turns and tokens, and next to them the selected token, the record and the order.
+// One episode: its turns and tokens, with panels for the selected token, the source record and the order.
 
 import { address, ask, go, place } from "./api.js";
 import { byId, count, el, failure, plural, share, strip } from "./dom.js";
@@ -79,7 +79,7 @@ function draw(reader, side, answer, at, about) {
   sayMore(more);
   listen(body, at);
   const parts = [
-    panel("token", "Token", el("p", { class: "quiet" }, "Choose a token to see why it is trained or not.")),
+    panel("token", "Token", el("p", { class: "quiet" }, "Select a token to see why it is trained or context.")),
     answer.segments.length > 1 ? segments(answer, body) : null,
     el("div", { class: "record-box" }),
     el("div", { class: "order-box" }),
@@ -97,7 +97,7 @@ function selecting(answer) {
   const places = answer.segments.filter((segment) => !segment.padding && segment.entry).map((segment) => segment.entry);
   const marks = marksOf(answer.split, answer.episode);
   const update = (changes) => change(answer.split, answer.episode, changes, places);
-  const exclude = el("button", { type: "button", class: "exclude", title: "Leave it out of the next dataset (x)" }, "Exclude");
+  const exclude = el("button", { type: "button", class: "exclude", title: "Exclude the episode from the next dataset (x)" }, "Exclude");
   exclude.setAttribute("aria-pressed", String(marks.excluded));
   exclude.addEventListener("click", () => {
     const excluded = exclude.getAttribute("aria-pressed") !== "true";
@@ -288,7 +288,7 @@ async function choose(reader, side, at) {
   }
 }
 
-// The conversations that share the row.
+// List the conversations that are packed into the row.
 function segments(answer, body) {
   const lines = answer.segments.map((segment, number) => {
     const open = () => {
@@ -307,9 +307,9 @@ async function record(box, at, segment) {
   try {
     const said = await ask(`${at.split}/episode/${at.episode}/record/${segment}`);
     const notes = {
-      true: ["good", "Unchanged since the dataset was prepared."],
-      false: ["bad", "Has changed since the dataset was prepared."],
-      null: ["quiet", "The dataset has no hash to compare it with."],
+      true: ["good", "The record is unchanged since the dataset was prepared."],
+      false: ["bad", "The record has changed since the dataset was prepared."],
+      null: ["quiet", "The dataset does not store a hash of the record."],
     };
     const [tone, words] = notes[String(said.same)];
     box.replaceChildren(
@@ -319,7 +319,7 @@ async function record(box, at, segment) {
         el("p", { class: "quiet" }, said.place, said.as_read ? ", as it was read" : ""),
         el("p", { class: tone }, words),
         el("pre", { tabIndex: 0 }, said.text),
-        said.cut ? el("p", { class: "quiet" }, "Only the beginning is shown.") : null,
+        said.cut ? el("p", { class: "quiet" }, "Only the beginning of the record is shown.") : null,
       ),
     );
   } catch (error) {
@@ -360,7 +360,7 @@ async function whereabouts(box, at, about) {
   await look();
 }
 
-// Near-duplicates, on request: the first request reads many episodes.
+// Find near-duplicates only on request, because the first request reads many episodes.
 function nearDuplicates(at) {
   const result = el("div", { role: "status" });
   let comparing = false;

@@ -39,7 +39,7 @@ export async function showEpisodes(content, at, about, fresh) {
   mark(at);
 }
 
-// Draw the filters again once the values that occur are indexed.
+// Redraw the filters when the values in the split are indexed.
 export function refreshFilters(at, about) {
   const old = document.querySelector(".filter-box");
   if (!old) return;
@@ -61,7 +61,7 @@ function welcome(at, about) {
   return el(
     "div",
     { class: "welcome" },
-    el("h1", {}, "Choose an episode"),
+    el("h1", {}, "Select an episode"),
     el("p", {}, `${at.split} has ${plural(split.episodes, "episode")} with ${plural(split.tokens, "token")}.`),
     about.preview ? preview(about.preview) : null,
     about.without_text ? el("p", { class: "note" }, `Tokens are shown as ids: ${about.without_text}.`) : null,
@@ -110,7 +110,7 @@ function sorting(at, about) {
     el(
       "select",
       { name: "sort", on: { change: (event) => go({ sort: event.target.value, start: 0 }) } },
-      el("option", { value: "" }, "in the order of the dataset"),
+      el("option", { value: "" }, "dataset order"),
       about.splits[at.split].sorts.map((name) => el("option", { value: name }, SORTS[name])),
     ),
   );
@@ -186,7 +186,7 @@ function filters(at, about) {
   return el("details", { class: "filter-box", open: chosen > 0 }, el("summary", {}, "Filters"), form);
 }
 
-// The values that occur, once they are indexed; until then all values. Selected values stay.
+// Return the values in the split or, until they are indexed, all values. Selected values are always included.
 function known(about, at, name) {
   const chosen = at.filters[name.slice(0, -1)];
   const present = about.index[at.split][name];
@@ -316,7 +316,7 @@ export function item(each, at) {
   );
 }
 
-// Show the tags and the exclusion of an episode in the list.
+// Show in the list whether an episode is excluded, and its tags.
 addEventListener("selection", () => {
   const at = place();
   for (const each of document.querySelectorAll(".items li")) {
@@ -333,7 +333,7 @@ function mark(at) {
   }
 }
 
-// The next or the previous episode of the list; past its end, the next page.
+// Go to the next or previous episode of the list; after the last episode, open the next page.
 export function stepThrough(direction) {
   const at = place();
   if (at.view !== "episodes" || !shown.numbers.length) return;

@@ -83,7 +83,7 @@ function drawHead(at) {
   byId("splits").replaceChildren(...splits);
 }
 
-// Show the progress while the index is built.
+// Show the progress of building the index.
 async function watchIndex() {
   let progress = about.index;
   for (;;) {

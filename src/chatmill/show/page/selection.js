@@ -1,4 +1,4 @@
-// Tags and exclusions of episodes. They are kept in this browser and are never sent to the server.
+// Tags and exclusions of episodes, which are stored only in this browser and never sent to the server.
 
 import { address, ask } from "./api.js";
 import { count, el, failure, plural } from "./dom.js";
@@ -24,7 +24,7 @@ export function marksOf(split, episode) {
   return load(split)[episode] ?? { tags: [], excluded: false, places: [] };
 }
 
-// Change the tags or the exclusion of an episode. `places` are lines of an exclude list, one for each of its conversations.
+// Change the tags or the exclusion of an episode. `places` has one exclude-list line per conversation of the episode.
 export function change(split, episode, changes, places) {
   const all = load(split);
   const marks = { ...marksOf(split, episode), ...changes, places };
@@ -58,7 +58,7 @@ export async function showSelection(content, at) {
   const asList = () => {
     const places = [...new Set(chosen().flatMap(([, marks]) => marks.places))];
     save("exclude.jsonl", places);
-    words.textContent = `exclude.jsonl: ${plural(places.length, "record")}. Use it with chatmill prepare --exclude exclude.jsonl.`;
+    words.textContent = `exclude.jsonl: ${plural(places.length, "record")}. Pass it to chatmill prepare with --exclude exclude.jsonl.`;
   };
   const asRecords = async () => {
     const lines = [];
