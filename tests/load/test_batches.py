@@ -40,7 +40,7 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 def test_batches_larger_than_memory_are_refused(tmp_path):
     write_rows(tmp_path / "d", {"train": talks(1, 8)})
-    said = r"^4 rows of 2000000000 tokens need 224 GiB, the machine has \d+; lower batch_size or block_size$"
+    said = r"^4 rows of 2000000000 tokens need 224 GiB, but the machine has \d+ GiB; lower batch_size or block_size$"
     with pytest.raises(UsageError, match=said):
         EpisodeLoader(tmp_path / "d", {"batch_size": 4, "block_size": 2_000_000_000})
 

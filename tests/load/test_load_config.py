@@ -81,7 +81,7 @@ def test_all_faults_are_reported_in_one_error():
         ),
         ({"mix_sft": {"a": 10**400}}, "mix_sft: the weight of a is 1000"),
         ({"mix_sft": {}}, "mix_sft is empty"),
-        ({"mix_sft": ["a"]}, "an object of sources and weights, or null"),
+        ({"mix_sft": ["a"]}, "an object that maps sources to weights, or null"),
     ],
 )
 def test_an_invalid_value_is_refused_with_the_expected_one(values, what):

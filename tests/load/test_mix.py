@@ -223,7 +223,7 @@ def test_the_error_names_a_source_that_cannot_be_drawn():
         MixSchedule([1, 0])
     mixed = MixedOrder({"primer": order}, {"primer": 1})
     for wrong, line in [
-        (lambda: mixed.block(1, 0, 1), "epoch is 1; expected 0, because a mixed order is endless"),
+        (lambda: mixed.block(1, 0, 1), "epoch is 1; expected 0, because a mixed order is infinite"),
         (lambda: mixed.block(0, -1, 1), "position is -1; expected at least 0"),
         (lambda: mixed.find(0, 3), "episode is 3; expected 0 to 2"),
     ]:

@@ -236,7 +236,7 @@ def test_a_state_of_another_dataset_is_refused(places, tmp_path):
     ("damage", "what"),
     [
         (lambda state: state.update(version=2), "version 2; expected 1"),
-        (lambda state: state["config"].update(epoch_seed=8), "the hash of its config is not the one it records"),
+        (lambda state: state["config"].update(epoch_seed=8), "the config does not match its hash"),
         (lambda state: state.update(cursors=[]), "cannot read its cursors"),
         (lambda state: state["cursors"]["train"].pop("row"), "cannot read its cursors"),
         (lambda state: state["cursors"]["train"].update(row=-1), "-1 is not an integer"),

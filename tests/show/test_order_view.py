@@ -69,7 +69,7 @@ def test_an_episode_that_is_too_short_is_in_no_epoch(shown):
     order = OrderView(shown.path, LoadConfig(episode_min_tokens=20))
     short = [n for n in range(50) if len(shown.row("train", n).ids) < 20]
     assert short
-    with pytest.raises(UsageError, match="is in no epoch"):
+    with pytest.raises(UsageError, match="is not in any epoch"):
         order.find("train", short[0], seed=1, epoch=0)
     kept = [n for n in range(50) if n not in short]
     right = [kept[at] for at in make_order("epoch", len(kept), seed=1).block(0, 0, len(kept)).tolist()]

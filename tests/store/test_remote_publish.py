@@ -402,7 +402,7 @@ def test_clean_keeps_undated_objects_and_refuses_urls_without_a_dataset(memory, 
     objects.write(url / "objects" / ("0" * 64), b"left")
     assert clean_dataset(url, older_than=-60, dry_run=True).removed.objects == 1
     objects.write(url / "mine.txt", b"mine")
-    with pytest.raises(DataError, match=r"has no dataset_metadata\.json, but mine\.txt"):
+    with pytest.raises(DataError, match=r"contains mine\.txt but no dataset_metadata\.json"):
         clean_dataset(url, older_than=-60)
     objects.write(url / METADATA, b'{"schema": "another"}')
     with pytest.raises(DataError, match="the file is damaged, or chatmill did not write it"):

@@ -242,7 +242,7 @@ def test_an_unknown_key_is_refused_by_building_and_training(runs, data):
         ("training.seed = 1.5", "training.seed is 1.5, expected an integer from 0 to 2147483648"),
         ("model.T = 1", "model.T is 1, expected an integer from 2 to 2147483648"),
         ("data.mix_sft = {}", "data.mix_sft is empty; expected at least one source with its weight"),
-        ("data.mix_sft = 3", "data.mix_sft is 3, expected an object of sources and weights"),
+        ("data.mix_sft = 3", "data.mix_sft is 3, expected an object that maps sources to weights"),
         ("data.mix_sft.primer = 0", "data.mix_sft: the weight of primer is 0; expected a number above 0"),
         ("data.mix_sft.primer = nan", "data.mix_sft: the weight of primer is nan; expected a finite number above 0"),
         ('tokenizer.path = ""', "tokenizer.path is '', expected the name of a tokenizer"),

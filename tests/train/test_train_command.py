@@ -319,7 +319,7 @@ def test_post_training_refuses_datasets_without_blocks_of_its_size(place, monkey
     monkeypatch.setenv("POST_TRAINING", "1")
     line = "data/chat_sft: was made with --fit exchanges, but post_training reads "
     line += "stream blocks of block_size + 1 = 49 tokens"
-    make = "make them with chatmill prepare … --format post-training --fit blocks --max-tokens 49"
+    make = "build them with chatmill prepare … --format post-training --fit blocks --max-tokens 49"
     if command == "train.py":
         with pytest.raises(DataError) as refused:
             main(flags("--audit_dir", "audit"))

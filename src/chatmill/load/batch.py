@@ -1,13 +1,13 @@
-"""A batch: the input arrays of a training step.
+"""Build batches, the input arrays of a training step.
 
-`RowTable` builds them from rows; it alone shifts labels, masks segment boundaries and numbers positions.
-`weight[i]` is the loss weight of predicting token i, so y[i] is token i + 1 with the weight of that token:
+`RowTable` builds batches from rows; only this class shifts labels, masks segment boundaries and numbers positions.
+`weight[i]` is the loss weight for predicting token i, so y[i] is token i + 1 with the weight of token i + 1:
 
     tokens    a b c d e        x  a b c d
     weights   0 0 1 1 1        y  - c - e      - is -100
     segments  0 0 0 1 1
 
-No loss crosses a segment boundary: the first token of a segment is never predicted, regardless of its weight.
+The loss never crosses a segment boundary: the first token of a segment is not predicted, regardless of its weight.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ IGNORE_INDEX = -100
 
 
 class Batch(NamedTuple):
-    """Rows to train on: numpy arrays or torch tensors, all of shape (rows, block_size) except the last.
+    """Rows to train on: numpy arrays or torch tensors, all of shape (rows, block_size) except `episode_ids`.
 
-    Each conversation of a row is a segment, and so is the row's padding.
+    Each conversation in a row is a segment, and the row's padding is another segment.
 
     >>> import numpy as np
     >>> from chatmill.rows import rows_from_mask
@@ -44,9 +44,9 @@ class Batch(NamedTuple):
     x: Any
     """int64: input tokens."""
     y: Any
-    """int64: the labels, shifted so that y[i] is the label of x[i]; -100 where no loss is computed."""
+    """int64: labels, shifted so that y[i] is the label of x[i]; -100 where no loss is computed."""
     loss_mask: Any
-    """bool: where a loss is computed."""
+    """bool: whether a loss is computed at each position."""
     weights: Any
     """float32: the loss weight of each label; 0 where no loss is computed."""
     positions: Any
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
         return self.each(lambda array: torch.from_numpy(array).to(device))
 
     def split(self, parts: int) -> list[Batch]:
-        """Split the batch into `parts` micro-batches of the same number of rows, for gradient accumulation."""
+        """Split the batch into `parts` micro-batches with the same number of rows, for gradient accumulation."""
         size, remainder = divmod(len(self.x), parts)
         if remainder:
             raise ValueError(f"cannot split {len(self.x)} rows into {parts} equal parts; expected a divisor")
@@ -78,32 +78,32 @@ class Batch(NamedTuple):
 
 
 def split_batches(batch: Batch, widths: Sequence[int]) -> list[Batch]:
-    """Split batches that were built together; `widths` are their numbers of columns in `episode_ids`."""
+    """Split batches that were built together; `widths` has each batch's number of columns in `episode_ids`."""
     parts = zip(batch.split(len(widths)), widths, strict=True)
     return [part._replace(episode_ids=part.episode_ids[:, :width]) for part, width in parts]
 
 
 class BatchCounts(NamedTuple):
-    """Counts over the rows of one or more batches."""
+    """Counts of rows and tokens in one or more batches."""
 
     rows: int = 0
-    """Rows, not counting rows of padding only."""
+    """Number of rows, not counting rows that consist only of padding."""
     tokens: int = 0
-    """Tokens, not counting padding."""
+    """Number of tokens, not counting padding."""
     trained: int = 0
-    """Positions of y that have a loss."""
+    """Number of positions of y at which a loss is computed."""
     cut_episodes: int = 0
-    """Truncated episodes: those longer than a row, which keep their last tokens as with the fit rule `tail`."""
+    """Number of episodes that are longer than a row and are truncated at the start, as with the fit rule `tail`."""
     cut_tokens: int = 0
     answer_cut: int = 0
-    """Truncated episodes that lost part of an answer; the ledger uses the same name."""
+    """Number of truncated episodes that lost part of an answer; the ledger uses the same name."""
 
     def plus(self, other: BatchCounts) -> BatchCounts:
         return BatchCounts(*map(add, self, other))
 
 
 class HashedRows(NamedTuple):
-    """The steps to hash, each with the same number of rows, and the index of a step's first row in the global batch."""
+    """The steps to hash, with equal numbers of rows, and the position of a step's first row in the global batch."""
 
     steps: Sequence[int]
     first_row: int
@@ -114,14 +114,14 @@ class BuiltRows(NamedTuple):
 
     batch: Batch
     counts: Index
-    """(rows, 6): the fields of `BatchCounts` for each row."""
+    """The fields of `BatchCounts` for each row, with shape (rows, 6)."""
     num_segments: Index
     digests: NDArray[np.uint64] | None = None
     """The digests of `sha256_rows`, if they were computed together with the arrays."""
 
 
 def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number the segments of each episode from the end (-1 is the last), because truncation removes the first ones.
+    """Number the segments of each episode from the end (-1 is the last), because truncation removes the first segments.
 
     7 7 7 4 9 9 -1  ->  -3 -2 -1 -1 -2 -1 -1
     """
@@ -137,7 +137,7 @@ class RowTable:
     """The layout of rows before tokens are copied: row r is episodes[first[r]:first[r + 1]], then padding.
 
     A row has block_size + 1 tokens: the tokens of x, and the label of the last token. Many rows are looked up together,
-    but `arrays` copies a few at a time, so that they stay in the CPU cache.
+    but `arrays` copies a few rows at a time, so that they stay in the CPU cache.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class RowTable:
             located.dtype,
         )
 
-        # Segments as runs of x, which does not include the last token of a row.
+        # Describe segments as runs of x, which does not include the last token of a row.
         self._first_segment = spans.first_segment[first]
         self._num_segments = np.diff(self._first_segment)
         self._row = np.repeat(np.arange(len(filled)), self._num_segments)
@@ -183,8 +183,8 @@ class RowTable:
         self._x_length = np.minimum(stop, block_size) - np.minimum(start, block_size)
         self._x_segment = inputs.put(self._number, self._num_segments).astype(np.int32)
 
-        # Spans as runs of y. The first token of a segment is a separate run without loss; at the start of a row that
-        # run is empty, because no token of x predicts it.
+        # Describe spans as runs of y. The first token of a segment is a separate run without loss. At the start of a
+        # row, this run is empty, because no token of x predicts the first token.
         border, not_empty = spans.segment_first[:-1], size > 0
         length = spans.length.copy()
         length[border[not_empty]] -= 1
@@ -202,14 +202,14 @@ class RowTable:
         )
 
     def trained_weights(self, size: int) -> tuple[Index, NDArray[np.float64]]:
-        """Return the number of trained positions in each group of `size` rows, and the sum of their weights."""
+        """Return the number of trained positions and the sum of their weights for each group of `size` rows."""
         trained = self._counts[:, BatchCounts._fields.index("trained")]
         of_runs = self._weight.astype(np.float64) * self._y_length
         weights = np.add.reduceat(of_runs, self._y_edges[:-1])
         return trained.reshape(-1, size).sum(axis=1), weights.reshape(-1, size).sum(axis=1)
 
     def build(self, start: int, stop: int, hashed: HashedRows | None = None) -> BuiltRows:
-        """Return the arrays of rows `start` to `stop`, with counts for each row. The caller computes the digests."""
+        """Return the arrays of rows `start` to `stop`, with counts for each row, but without digests."""
         with reading():
             try:
                 batch = self.arrays(start, stop)
@@ -251,7 +251,8 @@ class RowTable:
 def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batch:
     """Collate rows into one batch, padded on the right to `length` tokens or to the longest row.
 
-    Because labels are shifted by one, x and y are one position shorter. `episode_ids` are row numbers.
+    Because labels are shifted by one, x and y are one position shorter than the padded rows. `episode_ids` are row
+    numbers.
 
     >>> renderer = chatmill.open_renderer("chatml", "bytes")
     >>> chat = [chatmill.Message("user", "2+2?"), chatmill.Message("assistant", "4")]
@@ -262,7 +263,7 @@ def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batc
     """
     longest = int(rows.lengths.max(initial=2))
     if length is not None and length < rows.lengths.max(initial=0):
-        raise DataError(f"a row has {longest} tokens, but length is {length}; truncate it first")
+        raise DataError(f"a row has {longest} tokens, but length is {length}; truncate the row first")
     spans = EpisodeSpans(
         length=rows.spans["length"].astype(np.int64),
         weight=rows.spans["weight"],
@@ -288,7 +289,7 @@ class _PaddedRuns:
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders` are the indices of the runs, including padding, that `put` sets separately."""
+        """`borders` are the indices, counting padding, of the runs whose values `put` sets separately."""
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)
@@ -297,7 +298,7 @@ class _PaddedRuns:
             self._real[borders] = False
 
     def put(self, values: NDArray[Any], padding: NDArray[Any] | int, borders: NDArray[Any] | int = 0) -> NDArray[Any]:
-        """Return the values of all runs, including padding and borders."""
+        """Return the values of all runs, including runs of padding and the runs at `borders`."""
         out = np.empty(len(self._real), dtype=values.dtype)
         out[self._real], out[self._padding] = values, padding
         if self._borders is not None:

@@ -18,42 +18,42 @@ from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
-"""How many positions of x are looked up together, and how many are copied as one chunk (at least one batch)."""
+"""Number of positions of x that are looked up together, and that are copied as one chunk (at least one batch)."""
 LOOKUP_BATCHES = 256
 """Maximum number of batches that are looked up together."""
 BYTES_PER_POSITION = 30
 """Minimum size of the arrays of a batch, in bytes per position."""
 
 Output = Callable[[Batch, Sequence[int]], tuple[list[Batch], Callable[[], None] | None]]
-"""Splits arrays like `split_batches` and converts them to the type that the loader returns.
+"""Function that splits arrays like `split_batches` and converts them to the type that the loader returns.
 
-The second value, if not None, is called when a batch is returned.
+The second return value is None, or a function to call when the loader returns a batch.
 """
 
 
 class ReadyBatch(NamedTuple):
-    """A finished batch, with the values that the loader reports and the function that it calls on return."""
+    """A finished batch, with the values that the loader reports and a function to call when it returns the batch."""
 
     step: PlannedStep
     batch: Batch
     counts: BatchCounts
     digest: NDArray[np.uint64] | None
-    """The sum of its row digests; None without a listener."""
+    """The sum of the batch's row digests, or None without a listener."""
     source_counts: Index | None
-    """The counts per source; None without a listener or a mix."""
+    """The counts per source, or None without a listener or a mix."""
     on_return: Callable[[], None] | None
 
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Builds the batches of one rank. It shares no state with the loader, so it can run in a thread."""
+    """Builds the batches of one rank. A builder shares no state with the loader, so it can run in a thread."""
 
     plan: LoadPlan
     rank: int
     num_rows: int
-    """Rows per batch on this rank."""
+    """Number of rows per batch on this rank."""
     row_digests: RowDigests | None = None
-    """Computes the row digests for a listener."""
+    """Function that computes the row digests for a listener."""
     output: Output = lambda batch, widths: (split_batches(batch, widths), None)
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class BatchBuilder:
         size, memory = self.plan.config.block_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if (needed := self.num_rows * size * BYTES_PER_POSITION) > memory:
             raise UsageError(
-                f"{self.num_rows} rows of {size} tokens need {needed / 2**30:,.0f} GiB, "
-                f"the machine has {memory / 2**30:,.0f}; lower batch_size or block_size"
+                f"{self.num_rows} rows of {size} tokens need {needed / 2**30:,.0f} GiB, but the machine has "
+                f"{memory / 2**30:,.0f} GiB; lower batch_size or block_size"
             )
 
     def batches(self, steps: Iterator[PlannedStep]) -> Iterator[ReadyBatch]:
@@ -106,10 +106,7 @@ class BatchBuilder:
 
 
 def trained_weights(plan: LoadPlan, step: PlannedStep, size: int) -> tuple[Index, NDArray[np.float64]]:
-    """Return the number of trained positions in each group of `size` rows of a step, and the sum of their weights.
-
-    Reads no tokens.
-    """
+    """Return the number of trained positions and the sum of their weights for each group of `size` rows of a step."""
     rows = pad_rows(step.rows(0, step.num_rows), plan.config.batch_size)
     return row_table(plan, rows).trained_weights(size)
 
@@ -123,7 +120,7 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
     if plan.config.mix_by == "tokens":
         kept = np.minimum(plan.reader.locate(rows.episodes).length, plan.capacity)
         return np.bincount(source, weights=kept, minlength=count).astype(np.int64)
-    # Sources are numbered from 1; 0 means no source. The extra column is for the padding after the last segment.
+    # Sources are numbered from 1, and 0 means no source. The extra column is for the padding after the last segment.
     of_segment = np.pad(np.searchsorted(first, batch.episode_ids, side="right"), ((0, 0), (0, 1)))
     of_token = np.take_along_axis(of_segment, batch.segments.astype(np.int64), axis=1)
     return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[1:]
@@ -133,7 +130,8 @@ def _groups(steps: Iterator[PlannedStep], most: int) -> Iterator[list[PlannedSte
     """Yield lists of 1, 2, 4 … steps, up to `most`. If a step raises an error, yield the earlier steps first."""
     group: list[PlannedStep] = []
     size = 1
-    fault = ChatmillError  # Local, because a loader that was not closed may outlive the globals at interpreter exit.
+    # Keep a local reference, because a loader that was not closed may outlive the globals at interpreter exit.
+    fault = ChatmillError
     try:
         for step in steps:
             group.append(step)

@@ -1,7 +1,8 @@
 """Check that a dataset consists of stream blocks, as post-training requires.
 
-In post-training an answer is trained only after a complete user turn in the same row. The loader would truncate rows of
-a different size, and rows that are not blocks may start anywhere, so both are refused.
+In post-training an answer is trained only after a complete user turn in the same row. Rows of a different size are
+refused because the loader would truncate them, and rows that are not blocks are refused because they may start
+anywhere.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from chatmill.store.read import Dataset
 
 
 def block_fault(dataset: Dataset, block_size: int) -> str | None:
-    """Return why post-training refuses a dataset, and the command that builds a suitable one; None if accepted."""
+    """Return an error with the command that builds a suitable dataset, or None if post-training accepts the dataset."""
     if (what := _other_rows(dataset, block_size)) is None:
         return None
     size = block_size + 1
     return (
-        f"{dataset.path}: {what}, but post_training reads stream blocks of block_size + 1 = {size:,} tokens; make them "
-        f"with chatmill prepare … --format post-training --fit blocks --max-tokens {size}"
+        f"{dataset.path}: {what}, but post_training reads stream blocks of block_size + 1 = {size:,} tokens; "
+        f"build them with chatmill prepare … --format post-training --fit blocks --max-tokens {size}"
     )
 
 
 def _other_rows(dataset: Dataset, block_size: int) -> str | None:
-    """Return why a dataset does not consist of blocks of this size with only answers trained; None if it does."""
+    """Return the reason why a dataset does not consist of blocks of this size with only answers trained, or None."""
     if isinstance(dataset, PrimerCache):
         return "is a cache with one conversation per row"
     if dataset.metadata is None:

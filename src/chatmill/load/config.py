@@ -15,7 +15,7 @@ from chatmill.load.order import MODES, SEED_LIMIT
 from chatmill.store.layout import TOKEN_DTYPES
 
 MIX = ValueCheck(
-    "an object of sources and weights",
+    "an object that maps sources to weights",
     lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
 )
 
@@ -28,7 +28,7 @@ class LoadConfig(Config):
     512
     """
 
-    batch_size: int = key(8, "rows per optimizer step, over all ranks and accumulation steps", integer(1))
+    batch_size: int = key(8, "rows per optimizer step, summed over all ranks and accumulation steps", integer(1))
     block_size: int = key(512, "tokens per row of x", integer(1))
     gradient_accumulation_steps: int = key(1, "micro-batches per step on each rank", integer(1))
     use_loss_mask: bool = key(False, "train only on tokens that the loss mask selects, such as assistant turns")
@@ -38,17 +38,23 @@ class LoadConfig(Config):
     epoch_seed: int = key(1337, "base seed; epoch e is shuffled with epoch_seed + e", integer(0, SEED_LIMIT - 1))
     epoch_shuffle: bool = key(True, "shuffle the episodes of each epoch")
     epoch_drop_last: bool = key(True, "drop the incomplete last batch of an epoch")
-    pad_token_id: int | None = key(None, "token that pads rows; null: the end-of-turn token", optional(integer(0)))
-    episode_min_tokens: int = key(2, "skip episodes with fewer tokens", integer(0))
-    packing: Literal["none", "bins"] = key("none", "none: one episode per row; bins: several whole episodes per row")
+    pad_token_id: int | None = key(
+        None, "token id that pads rows; null uses the end-of-turn token", optional(integer(0))
+    )
+    episode_min_tokens: int = key(2, "skip episodes with fewer tokens than this", integer(0))
+    packing: Literal["none", "bins"] = key(
+        "none", "none puts one episode in each row; bins packs several whole episodes into a row"
+    )
     mix_sft: Mapping[str, float] | None = key(None, "sources to mix, with their weights", optional(MIX))
     mix_epochs: Mapping[str, float] | None = key(
-        None, "instead of mix_sft: epochs over each source in one epoch of the mix", optional(MIX)
+        None,
+        "sources to mix, with the number of epochs over each source in one epoch of the mix; replaces mix_sft",
+        optional(MIX),
     )
     mix_by: str = key("rows", "unit of the weights in mix_sft", one_of(*MIX_BY))
     token_dtype: str | None = key(
         None,
-        "uint16 or uint32: token type of a dataset written by another program, if it cannot be inferred",
+        "token type (uint16 or uint32) of a dataset written by another program, if it cannot be inferred",
         optional(one_of(*TOKEN_DTYPES)),
     )
 
@@ -77,7 +83,7 @@ class LoadConfig(Config):
 
     @property
     def mix(self) -> Mapping[str, float] | None:
-        """The sources of the mix with their weights or epochs; None without a mix."""
+        """The sources of the mix with their weights or epochs, or None without a mix."""
         return self.mix_sft if self.mix_epochs is None else self.mix_epochs
 
     @property
@@ -86,7 +92,7 @@ class LoadConfig(Config):
         return "mix_sft" if self.mix_epochs is None else "mix_epochs"
 
     def order_part(self) -> dict[str, Any]:
-        """Return the keys that determine which episodes are in which batch; runs with equal values agree on this."""
+        """Return the keys that determine which episodes are in which batch; equal values give equal batches."""
         names = [
             "batch_size",
             "batch_sampling_mode",

@@ -1,4 +1,4 @@
-"""Digests of the rows of a batch for the audit log, computed from the arrays and the position of the row.
+"""Compute digests of the rows of a batch for the audit log, from the arrays and the position of each row.
 
 `sha256_rows` hashes only the data that determines a row, a third of its bytes; `blake2b_rows` hashes all bytes, as in
 logs of earlier versions. `_batch.c` computes the digests of `sha256_rows` while it writes the rows. Digests of several
@@ -18,7 +18,7 @@ from chatmill.rows import Index
 
 Digests = NDArray[np.uint64]
 RowDigests = Callable[[Batch, Sequence[int], int], Digests]
-"""Maps a batch of several steps, the steps, and the first row's position in the global batch to digests (rows, 2)."""
+"""Function (batch of several steps, steps, first row's position in the global batch) that returns (rows, 2) digests."""
 ONE = int(np.float32(1).view(np.uint32))
 """The bits of 1.0, the weight of most trained tokens."""
 
@@ -26,8 +26,8 @@ ONE = int(np.float32(1).view(np.uint32))
 def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash each row with its step, its position in the global batch, and its episodes.
 
-    The label of a trained position is nearly always the next token, with weight 1. So the hash covers the tokens, one
-    bit per position that has a label, and only the labels and weights that differ from these defaults.
+    The label of a trained position is nearly always the next token, with weight 1. The hash therefore covers the
+    tokens, one bit per position that has a label, and only labels and weights that differ from these defaults.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX
@@ -50,7 +50,7 @@ def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
 
 
 class _Sparse:
-    """Selected entries of a table, grouped by row."""
+    """The selected entries of a table, grouped by row."""
 
     def __init__(self, chosen: NDArray[np.bool_], values: NDArray[np.generic]) -> None:
         rows, columns = np.nonzero(chosen)
@@ -78,7 +78,7 @@ DIGESTS: dict[str | None, RowDigests] = {None: blake2b_rows, "sha256": sha256_ro
 
 
 def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
-    """Return the step of each row and its position in the global batch of that step, with shape (rows, 2)."""
+    """Return the step of each row and the row's position in the step's global batch, with shape (rows, 2)."""
     places = np.empty((len(steps), rows // len(steps), 2), dtype=np.int64)
     places[:, :, 0] = np.array(steps)[:, np.newaxis]
     places[:, :, 1] = np.arange(first_row, first_row + places.shape[1])
@@ -86,7 +86,7 @@ def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
 
 
 def _words(batch: Batch) -> NDArray[np.uint32]:
-    """Return x, y and weights as one array of 32-bit words; as a word, -100 is larger than any token id."""
+    """Return x, y and weights as one array of 32-bit words; as an unsigned word, -100 is larger than any token id."""
     return np.concatenate(
         (batch.x.astype("<u4"), batch.y.astype("<u4"), batch.weights.astype("<f4").view("<u4")), axis=1
     )

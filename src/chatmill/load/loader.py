@@ -1,4 +1,4 @@
-"""The loader returns the batches of a dataset for one rank; its position can be saved and restored.
+"""The loader returns the batches of a dataset for one rank. The loader's position can be saved and restored.
 
     loader = EpisodeLoader("data/v1", "config.json")
     for batch in loader: …
@@ -54,10 +54,10 @@ STATE_VERSION = 1
 
 
 class Listener(Protocol):
-    """Callbacks of a loader, for example for an audit log."""
+    """Callbacks that a loader calls, for example to write an audit log."""
 
     def loaded(self, loader: EpisodeLoader) -> None:
-        """Called when the datasets are open, before the first batch."""
+        """Called after the datasets are opened and before the first batch."""
 
     def epoch_started(self, plan: LoadPlan, epoch: int) -> None:
         """Called before the first batch of an epoch is returned."""
@@ -67,19 +67,19 @@ class Listener(Protocol):
     ) -> None:
         """Called before a batch is returned; `digest` is the sum of the digests of this rank's rows.
 
-        `source_counts` are the counts of these rows per source of a mix.
+        `source_counts` are the counts of the batch's rows per source of a mix.
         """
 
     def epoch_completed(self, plan: LoadPlan, epoch: int, step: PlannedStep) -> None:
-        """Called with the last batch of an epoch; the episodes in `step.dropped` were too few for another batch."""
+        """Called with the last batch of an epoch; the episodes in `step.dropped` are too few for another batch."""
 
 
 class EpisodeLoader(IterableDataset):
-    """Loads batches from a dataset, a cache, or a mix of several; iterates forever unless `epochs` is given.
+    """Loads batches from a dataset, a cache, or a mix of several sources; iterates forever unless `epochs` is given.
 
     Each rank gets its batch_size / world_size rows of the global batch. Arrays are torch tensors if torch is installed,
-    unless `tensors` is false; with a `device` they are copied there ahead of time. Once the caller is slower than the
-    loader, a thread prefetches `ahead` chunks of batches; 0 disables prefetching.
+    unless `tensors` is false; with a `device`, they are copied to the device ahead of time. Once the caller is slower
+    than the loader, a thread prefetches `ahead` chunks of batches; 0 disables prefetching.
 
     >>> from pathlib import Path
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -126,8 +126,8 @@ class EpisodeLoader(IterableDataset):
         self._prefetches: dict[str, Prefetch] = {}
         """Downloads for datasets at URLs."""
         self._skip: int | None = None
-        """In a worker: batches of other workers before its next batch; None before its first batch."""
-        # Report invalid settings here rather than at the first batch.
+        """In a worker, the number of other workers' batches before its next batch, or None before its first batch."""
+        # Report invalid settings now and not at the first batch.
         order = self._builder(self.plan(split)).plan.order
         if epochs is not None and order.length is None:
             raise UsageError(f"epochs is {epochs}, but the order {order.name} has no epochs; remove epochs")
@@ -135,7 +135,7 @@ class EpisodeLoader(IterableDataset):
             self.listen(listener)
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener` for every batch; it must be added before the first batch."""
+        """Call `listener` for every batch; the listener must be added before the first batch."""
         self._listener = listener
         listener.loaded(self)
 
@@ -153,7 +153,7 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def num_rows(self) -> int:
-        """Rows per batch on this rank."""
+        """Number of rows per batch on this rank."""
         return self.config.batch_size // self.world_size
 
     @property
@@ -177,11 +177,11 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def vocab_size(self) -> int | None:
-        """The vocabulary size; None if the dataset does not record it."""
+        """The vocabulary size, or None if the dataset does not record it."""
         return self.sources[0].vocab_size
 
     def plan(self, split: str) -> LoadPlan:
-        """Return the plan of a split; raise `DataError` if the dataset does not have it."""
+        """Return the plan of a split; raise `DataError` if the dataset does not have the split."""
         if split not in self._plans:
             self._plans[split] = LoadPlan(self.sources, self.config, split)
         return self._plans[split]
@@ -206,7 +206,7 @@ class EpisodeLoader(IterableDataset):
             yield self.get_batch()
 
     def __len__(self) -> int:
-        """Return the number of batches in all `epochs`, regardless of the cursor; `TypeError` without `epochs`."""
+        """Return the number of batches in all `epochs`, regardless of the cursor; `TypeError` if `epochs` is None."""
         check_length_reader()
         if self.epochs is None:
             raise TypeError("an EpisodeLoader without epochs has no length; set epochs")
@@ -216,7 +216,7 @@ class EpisodeLoader(IterableDataset):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the loader counts epochs itself. Raises `UsageError` if Accelerate would shard its batches."""
+        """Do nothing, because the loader counts epochs; raise `UsageError` if Accelerate would shard its batches."""
         check_epoch_reader(self.rank, self.world_size)
 
     def get_batch(self, split: str | None = None) -> Batch:
@@ -240,14 +240,15 @@ class EpisodeLoader(IterableDataset):
     def prefetch(self, steps: int | None = None, *, split: str | None = None) -> str | None:
         """Start downloading the files that the next `steps` batches (None means an epoch) need from datasets at URLs.
 
-        `get_batch` calls this if it was not called before. Returns a warning if the cache is too small, else None.
+        `get_batch` calls this method if it was not called before. Returns a warning if the cache is too small, else
+        None.
         """
         name = split or self.split
         return self._start_prefetch(name, self.plan(name), self.cursor(name), steps)
 
     def _start_prefetch(self, name: str, plan: LoadPlan, at: Cursor, steps: int | None) -> str | None:
         """Start the downloads registered under this name, unless this process has started them already."""
-        # Threads do not survive a fork.
+        # A forked process starts its own downloads, because threads do not survive a fork.
         if name in self._prefetches and self._prefetches[name].process == os.getpid():
             return None
         if (started := start_prefetch(plan, at, steps)) is None:
@@ -257,15 +258,15 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def downloads(self) -> Progress | None:
-        """The progress of all downloads; None if there are none."""
+        """The progress of all downloads, or None without downloads."""
         parts = [each.progress for each in self._prefetches.values()]
         return Progress(*map(sum, zip(*parts, strict=True))) if parts else None
 
     def one_pass(self, split: str, *, source: DataSource | None = None) -> Iterator[Batch]:
-        """Yield batches with every eligible episode once, in stored order; no cursor moves and no row is dropped.
+        """Yield batches with every eligible episode once, in stored order, without moving a cursor or dropping rows.
 
-        With a `source`, only its episodes are read, numbered from 0; otherwise the episodes of all sources. The last
-        batch is padded with empty rows, so that all ranks get the same number of batches.
+        If `source` is given, only the episodes of this source are read, numbered from 0; by default, all sources are
+        read. The last batch is padded with empty rows, so that all ranks get the same number of batches.
         """
         sources = (source,) if source is not None else self.sources_of(split) or self.sources
         plan = LoadPlan(sources, self.config, split, in_stored_order=True)
@@ -298,7 +299,7 @@ class EpisodeLoader(IterableDataset):
         return item.batch
 
     def _work(self, number: int, workers: int) -> Iterator[Batch]:
-        """Yield every `workers`-th batch, in one of several DataLoader workers that are read in turn."""
+        """Yield every `workers`-th batch in one of several DataLoader workers, which the DataLoader reads in turn."""
         if self._listener is not None:
             raise UsageError("a loader with a listener cannot run in DataLoader workers; set num_workers=0")
         plan = self.plan(self.split)
@@ -328,7 +329,7 @@ class EpisodeLoader(IterableDataset):
         return state if worker is None else {**state, "worker": worker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, with any number of ranks; raise a `UsageError` that lists all differences, if any."""
+        """Resume from a state, with any number of ranks; raise `UsageError` if the state does not match."""
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
             raise UsageError(f"the loader state has version {_shown(version)}; expected {STATE_VERSION}")
@@ -364,7 +365,7 @@ class EpisodeLoader(IterableDataset):
         self._streams, self._prefetches = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle: everything except threads, and plans with their caches."""
+        """Return the state to pickle: all attributes except threads and plans, which contain caches."""
         return {**vars(self), "_streams": {}, "_prefetches": {}, "_plans": {}}
 
 
@@ -386,8 +387,8 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
         faults.append(f"the dataset was {saved}, now it is {one_line(dataset_sha256, 12)}")
     theirs = state.get("config")
     if not isinstance(theirs, Mapping) or state.get("config_sha256") != order_sha256(theirs):
-        return [*faults, "the hash of its config is not the one it records"]
-    # Compare as JSON, where lists and tuples are the same.
+        return [*faults, "the config does not match its hash"]
+    # Compare values as JSON, in which lists and tuples are equal.
     mine = json.loads(json.dumps(order))
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
@@ -396,14 +397,14 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
 
 
 def _skip(saved: Any, mine: Mapping[str, int] | None) -> int | None:
-    """Return the batches to skip before this worker's first batch; None if the state was saved without workers."""
+    """Return the number of batches to skip before this worker's first batch, or None if the state has no workers."""
     if saved is None:
         return None
     same = ("number", "workers")
     if not isinstance(saved, Mapping) or mine is None or any(saved.get(name) != mine[name] for name in same):
         here = "a loader without workers" if mine is None else f"worker {mine['number']} of {mine['workers']}"
         raise UsageError(
-            f"the loader state was saved by worker {_shown(saved)}, but this is {here}; they must be the same"
+            f"the loader state was saved by worker {_shown(saved)}, but this is {here}; expected the same worker"
         )
     return _whole(saved.get("skip"))
 

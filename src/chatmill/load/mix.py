@@ -1,4 +1,4 @@
-"""Mixing selects the source of each position, and orders the episodes of several sources.
+"""Mix several sources: select the source of each position, and order the episodes of all sources.
 
 Weights become integers whose sum is the period of a table. The table maps every position to a source, so shares do not
 drift and no state is needed. Each source has its own epochs, independent of batch boundaries.
@@ -32,7 +32,7 @@ MIX_BY = ("rows", "tokens", "trained_tokens")
 
 
 def shares(weights: Mapping[str, object], key: str = "mix_sft") -> dict[str, Fraction]:
-    """Normalize weights to exact fractions that sum to 1; 0.1 is exactly one tenth.
+    """Normalize weights to exact fractions that sum to 1; the weight 0.1 counts as exactly one tenth.
 
     Invalid weights are reported together in one error, under the config key `key`.
 
@@ -61,10 +61,11 @@ def _weight_fault(name: str, weight: object, key: str) -> str | None:
 
 
 def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fraction] | None = None) -> dict[str, int]:
-    """Return integer row counts per period, with a sum of at most 2^16, that give each source its share.
+    """Return each source's number of rows per period of at most 2^16 rows, so that each source has its share.
 
-    To mix by tokens or trained tokens instead of rows, pass their average number per row of each source as `row_size`.
-    The result is exact if the sum allows it; otherwise each source is within one row in 2^16 of its share.
+    To mix by tokens or trained tokens instead of rows, pass the average number of tokens per row of each source as
+    `row_size`. The shares are exact if the period allows it; otherwise each source is within one row in 2^16 of its
+    share.
 
     >>> from chatmill.load import row_weights, shares
     >>> row_weights(shares({"a": 0.5, "b": 1.5}))
@@ -75,7 +76,7 @@ def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fra
         size = Fraction(1) if row_size is None else row_size[name]
         if size <= 0:
             raise DataError(
-                f"mix_sft: {one_line(name)} has none of the tokens that mix_by counts; mix by rows, or remove it"
+                f"mix_sft: {one_line(name)} has none of the tokens that mix_by counts; mix by rows or remove it"
             )
         rows[name] = share / size
     total = sum(rows.values())
@@ -84,21 +85,21 @@ def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fra
     if period <= PERIOD:
         return {name: int(part * period) for name, part in parts.items()}
     counts = {name: math.floor(part * PERIOD) for name, part in parts.items()}
-    # Assign the rows left over by rounding down to the largest remainders.
+    # Rounding down leaves some rows unassigned; assign them to the sources with the largest remainders.
     by_remainder = sorted(parts, key=lambda name: counts[name] - parts[name] * PERIOD)
     for name in by_remainder[: PERIOD - sum(counts.values())]:
         counts[name] += 1
     for name, count in counts.items():
         if count == 0:
             raise DataError(
-                f"mix_sft: {one_line(name)} has less than one row in {PERIOD}; increase its weight, or remove it"
+                f"mix_sft: {one_line(name)} has less than one row in {PERIOD}; increase its weight or remove it"
             )
     divisor = math.gcd(*counts.values())
     return {name: count // divisor for name, count in counts.items()}
 
 
 def epoch_rows(epochs: Mapping[str, float], num_rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the rows of each source in one epoch of a mix: its epochs times its rows, rounded, and at least 1.
+    """Return the number of rows of each source in one epoch of a mix: epochs times rows, rounded, and at least 1.
 
     >>> from chatmill.load.mix import epoch_rows
     >>> epoch_rows({"a": 2, "b": 0.5}, {"a": 10, "b": 7})
@@ -120,8 +121,9 @@ class MixSchedule:
 
         weights 1 2, one period  ->  sources 1 0 1, ordinals 0 0 1
 
-    With n sources, row j of a source has a range of positions that keep the source within 1 - 1/(2n-2) of its share.
-    Tijdeman proved (The chairman assignment problem, 1980) that scheduling by earliest deadline meets all ranges.
+    With n sources, each row of a source has a range of positions that keep the source within 1 - 1/(2n-2) rows of its
+    share. Tijdeman proved (The chairman assignment problem, 1980) that scheduling by earliest deadline satisfies all of
+    these ranges.
 
     >>> from chatmill.load import MixSchedule
     >>> MixSchedule([1, 2]).at([0, 1, 2])[0].tolist()
@@ -138,12 +140,12 @@ class MixSchedule:
         self._source = _sources(self.weights)
         by_source = np.argsort(self._source, kind="stable")
         self._positions = np.split(by_source, np.cumsum(self.weights)[:-1])
-        """The positions of each source within a period."""
+        """For each source, its positions within a period."""
         self._ordinal = np.empty(self.period, dtype=np.int64)
         self._ordinal[by_source] = np.concatenate([np.arange(count) for count in self.weights])
 
     def at(self, positions: ArrayLike) -> tuple[Index, Index]:
-        """Return the source of each position, and how many rows of that source come before it."""
+        """Return the source of each position, and the number of earlier rows of the same source."""
         periods, within = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
         source = self._source[within]
         return source, periods * self.weights[source] + self._ordinal[within]
@@ -175,11 +177,11 @@ class LongMixSchedule:
         self.weights: Index = np.asarray(weights, dtype=np.int64)
         self.period = int(self.weights.sum())
         self._blocks = -(-self.period // BLOCK)
-        # There are few distinct schedules, because the row counts of a source in two blocks differ by at most 1.
+        # Only a few schedules are distinct, because the row counts of a source in two blocks differ by at most 1.
         self._schedule = lru_cache(maxsize=16)(lambda rows: MixSchedule([count for count in rows if count]))
 
     def at(self, positions: ArrayLike) -> tuple[Index, Index]:
-        """Return the source of each position, and how many rows of that source come before it."""
+        """Return the source of each position, and the number of earlier rows of the same source."""
         periods, within = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
         block = self._block(within)
         source, ordinal = np.empty_like(within), np.empty_like(within)
@@ -208,7 +210,7 @@ class LongMixSchedule:
         return periods * self.weights + counts
 
     def _before(self, block: int) -> Index:
-        """Return the rows of each source before a block."""
+        """Return the number of rows of each source before a block."""
         return self.weights * block // self._blocks
 
     def _block(self, positions: Index) -> Index:
@@ -219,7 +221,7 @@ class LongMixSchedule:
         return block + (positions >= following)
 
     def _part(self, block: int) -> tuple[Index, Index, MixSchedule]:
-        """Return the sources in a block, the rows of all sources before it, and its schedule."""
+        """Return the sources in a block, the numbers of rows of all sources before the block, and its schedule."""
         before = self._before(block)
         rows = self._before(block + 1) - before
         return np.flatnonzero(rows), before, self._schedule(tuple(rows.tolist()))
@@ -232,7 +234,7 @@ def _sources(weights: Index) -> Index:
         return np.zeros(total, dtype=np.int64)
     source = np.repeat(np.arange(len(weights)), weights)
     row = np.concatenate([np.arange(count) for count in weights])
-    # Positions start at 1 here. The numerators are below 2^16 * 2^17 * 2^16, so they fit in 64 bits.
+    # In these formulas, positions start at 1. The numerators are below 2^16 * 2^17 * 2^16, so they fit in 64 bits.
     scale = slack * weights[source]
     release = -((-(slack * row + 1) * total) // scale)
     due = (slack * (row + 1) - 1) * total // scale
@@ -250,10 +252,11 @@ def _sources(weights: Index) -> Index:
 
 
 class MixedOrder(Order):
-    """An endless order over several sources: the schedule selects a source, and its order selects the episode.
+    """An infinite order over several sources: the schedule selects a source, and the order of the source selects the
+    episode.
 
-    Episodes are numbered over all sources. A source that reaches the end of its epoch starts the next one. A source in
-    `random` order uses the draw for the position in the mix.
+    Episodes are numbered over all sources. A source that reaches the end of its epoch starts its next epoch. A source
+    in `random` order uses the draw for the position in the mix.
     """
 
     length = None
@@ -300,7 +303,7 @@ class MixedOrder(Order):
     def at(self, epoch: int, positions: ArrayLike) -> Index:
         if epoch != 0:
             raise UsageError(
-                f"epoch is {epoch}; expected 0, because a mixed order is endless and only its sources have epochs"
+                f"epoch is {epoch}; expected 0, because a mixed order is infinite and only its sources have epochs"
             )
         chosen = check_numbers("position", positions, None)
         source, ordinal = self.schedule.at(chosen)

@@ -1,7 +1,7 @@
-"""Orders: pure functions that map each position of an epoch to an episode.
+"""Orders are pure functions that map each position of an epoch to an episode.
 
-An order has no state: `at` computes any position of any epoch. Its name includes a version, and the meaning of a name
-never changes, so the name, the seed and the number of episodes define an order permanently.
+An order has no state: `at` computes any position of any epoch. The name of an order includes a version, and the meaning
+of a name never changes, so the name, the seed and the number of episodes define an order permanently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chatmill.errors import UsageError, one_line
 from chatmill.rows import Index
 
 EPOCH_LIMIT = 1 << 24
-"""Maximum number of episodes of the order `epoch`, which keeps its permutation in memory (8 bytes per episode)."""
+"""Maximum number of episodes for the order `epoch`, which keeps a permutation in memory (8 bytes per episode)."""
 EPISODE_LIMIT = 1 << 62
 SEED_LIMIT = 1 << 32
 ROUNDS = 8
@@ -28,10 +28,10 @@ class Order(ABC):
     """Maps the positions of an epoch to episodes, which are numbered from 0."""
 
     name: str
-    """Name and version, as written to the audit log."""
+    """Name and version of the order, as written to the audit log."""
     num_episodes: int
     length: int | None
-    """Number of positions in an epoch; None for an endless order, which has only epoch 0."""
+    """Number of positions in an epoch, or None for an infinite order, which has only epoch 0."""
 
     @abstractmethod
     def at(self, epoch: int, positions: ArrayLike) -> Index:
@@ -39,7 +39,7 @@ class Order(ABC):
 
     @abstractmethod
     def find(self, epoch: int, episode: int) -> int:
-        """Return the position of an episode in an epoch: the inverse of `at`."""
+        """Return the position of an episode in an epoch; this is the inverse of `at`."""
 
     def block(self, epoch: int, start: int, stop: int) -> Index:
         """Return the episodes at positions `start` to `stop` of an epoch."""
@@ -87,7 +87,7 @@ def effective_seed(seed: int, epoch: int) -> int:
 
 
 class IdentityOrder(Order):
-    """The stored order, in every epoch. Base class of the orders in which every episode occurs once per epoch."""
+    """The stored order in every epoch; the base class of orders in which every episode occurs once per epoch."""
 
     name = "identity/1"
 
@@ -108,7 +108,7 @@ class IdentityOrder(Order):
 
 
 class EpochOrder(IdentityOrder):
-    """`RandomState(seed + epoch).permutation(num_episodes)`, which is the same in every numpy version."""
+    """The order `RandomState(seed + epoch).permutation(num_episodes)`, which is the same in every numpy version."""
 
     name = "epoch/1"
 
@@ -118,7 +118,7 @@ class EpochOrder(IdentityOrder):
 
     def _map(self, epoch: int, numbers: Index, *, inverse: bool) -> Index:
         seed = effective_seed(self._seed, epoch)
-        # Assigned as one value, because a prefetching thread may be in a different epoch from the caller.
+        # Assign the cached epoch and permutation as one tuple, because a prefetching thread may read another epoch.
         last = self._last
         if last is None or last[0] != epoch:
             last = epoch, np.random.RandomState(seed).permutation(self.num_episodes).astype(np.int64, copy=False)
@@ -129,9 +129,9 @@ class EpochOrder(IdentityOrder):
 class FeistelOrder(IdentityOrder):
     """A keyed permutation that is computed only for the requested positions, in constant memory.
 
-    A number is split into a pair, n = left * width + right, on a nearly square grid that covers all episodes. Each of
-    eight rounds adds a hash of one half to the other, modulo its size, and is inverted by subtraction. A result beyond
-    the last episode goes through the rounds again until it is a valid episode.
+    An episode number is split into a pair, n = left * width + right, on a nearly square grid that covers all episodes.
+    Each of eight rounds adds a hash of one half of the pair to the other half, modulo its size; subtraction inverts a
+    round. If the result is beyond the last episode, the rounds are repeated until the result is a valid episode.
     """
 
     name = "feistel/1"
@@ -160,7 +160,10 @@ class FeistelOrder(IdentityOrder):
 
 
 class RandomOrder(Order):
-    """Uniform sampling with replacement: draw p is a hash of (seed, p), scaled to the episodes. Only epoch 0 exists."""
+    """Uniform sampling with replacement: draw p is a hash of (seed, p), scaled to the number of episodes.
+
+    Only epoch 0 exists.
+    """
 
     name = "random/1"
     length = None
@@ -177,11 +180,11 @@ class RandomOrder(Order):
         )
 
     def find(self, epoch: int, episode: int) -> int:
-        raise UsageError("the order random samples with replacement; an episode has no unique position in it")
+        raise UsageError("the order random samples with replacement; episodes have no unique position")
 
 
 def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:
-    """Return one or more numbers as an array; raise `UsageError` if any is outside 0 to limit - 1."""
+    """Return one or more numbers as an array; raise `UsageError` if a number is not in the range 0 to limit - 1."""
     chosen = np.array(numbers, dtype=np.int64, ndmin=1)
     if chosen.size and (chosen.min() < 0 or (limit is not None and chosen.max() >= limit)):
         wrong = chosen.min() if chosen.min() < 0 else chosen.max()
@@ -189,7 +192,7 @@ def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:
     return chosen
 
 
-# Arithmetic modulo 2^64. All values are arrays, because numpy warns about overflow of scalars.
+# Arithmetic modulo 2^64. Use arrays for all values, because numpy warns about overflow of scalars.
 
 
 def _mixed(values: Bits) -> Bits:
@@ -200,12 +203,12 @@ def _mixed(values: Bits) -> Bits:
 
 
 def _hashed(values: Bits, key: NDArray[np.uint64] | np.uint64) -> Bits:
-    """Return value n of the SplitMix64 stream that starts at `key`, for each n in `values`."""
+    """Return, for each n in `values`, the n-th number of the SplitMix64 stream that starts at `key`."""
     return _mixed(np.asarray((values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key))
 
 
 def _round(half: Bits, other: Bits, key: np.uint64, size: np.uint64, inverse: bool) -> Bits:
-    """Add a hash of `other` to `half`, or subtract it with `inverse`."""
+    """Add a hash of `other` to `half` or, with `inverse`, subtract the hash."""
     step = _hashed(other, key) % size
     return np.asarray((half + (size - step if inverse else step)) % size)
 

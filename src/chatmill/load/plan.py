@@ -1,4 +1,4 @@
-"""The plan of a split: which episodes are in which rows of which batch, computed without reading tokens.
+"""The plan of a split determines the episodes in each row of each batch, without reading tokens.
 
     order    positions of an epoch -> episodes
     window   2^16 positions -> rows: one episode each, or packed best fit and permuted by (seed, epoch, window)
@@ -36,7 +36,7 @@ NO_EPISODES: Index = np.empty(0, dtype=np.int64)
 
 
 class Cursor(NamedTuple):
-    """The start of a batch: the number of batches before it, and its first row."""
+    """The start of a batch: the number of earlier batches, and the position of its first row."""
 
     step: int = 0
     epoch: int = 0
@@ -45,7 +45,7 @@ class Cursor(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Consecutive rows: row r holds episodes[first[r]:first[r + 1]]."""
+    """Consecutive rows; row r consists of episodes[first[r]:first[r + 1]]."""
 
     episodes: Index
     first: Index
@@ -65,7 +65,7 @@ class Window(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """One global batch: row r holds episodes[first[r]:first[r + 1]], by global number."""
+    """One global batch; row r consists of episodes[first[r]:first[r + 1]], as global episode numbers."""
 
     at: Cursor
     after: Cursor
@@ -92,7 +92,7 @@ class LoadPlan:
     def __init__(
         self, sources: Sequence[DataSource], config: LoadConfig, split: str, *, in_stored_order: bool = False
     ) -> None:
-        """`in_stored_order`: plan every eligible episode once, in stored order, and keep the last batch."""
+        """With `in_stored_order`, plan every eligible episode once, in stored order, and keep the last batch."""
         self.sources = tuple(sources)
         self.config = config
         self.split = split
@@ -106,7 +106,7 @@ class LoadPlan:
         self.num_episodes = sum(counts)
         shorts = zip(too_short, self.first_of_source, strict=False)
         self.skipped: Index = np.concatenate([short + first for short, first in shorts])
-        """Global numbers of episodes below `episode_min_tokens`, ascending."""
+        """Global numbers of episodes with fewer than `episode_min_tokens` tokens, in ascending order."""
         self._before_skipped = self.skipped - np.arange(len(self.skipped))
         eligible = [count - len(short) for count, short in zip(counts, too_short, strict=True)]
         for source, count in zip(sources, eligible, strict=True):
@@ -116,7 +116,7 @@ class LoadPlan:
                     "lower episode_min_tokens, or use another dataset"
                 )
         self.order = IdentityOrder(sum(eligible)) if in_stored_order else _order(sources, config, split, eligible)
-        # Keep several entries, because a prefetching thread may be in a different part of the order from the caller.
+        # Cache several entries, because a prefetching thread and the caller may be in different parts of the order.
         self._block = lru_cache(maxsize=4)(self._look_up)
         self._packed = lru_cache(maxsize=4)(self._pack)
         self._packed_rows = lru_cache(maxsize=WINDOW)(lambda epoch, window: self._packed(epoch, window).num_rows)
@@ -127,19 +127,19 @@ class LoadPlan:
 
     @cached_property
     def pass_episodes(self) -> int:
-        """Number of episodes in one pass over the data: all eligible ones, or an epoch of the mix with `mix_epochs`."""
+        """Number of episodes in a pass over the data: all eligible ones or, with `mix_epochs`, an epoch of the mix."""
         if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):
             return self.num_eligible
         return sum(epoch_rows(self.config.mix_epochs, self.order.num_rows).values())
 
     @property
     def pad_token_id(self) -> int:
-        """The token that rows are padded with."""
+        """The id of the token that pads rows."""
         if self.config.pad_token_id is None:
-            raise UsageError("pad_token_id is null; expected the config that open_sources returns")
+            raise UsageError("pad_token_id is null; pass the config that open_sources returns")
         return self.config.pad_token_id
 
-    # The order of episodes.
+    # Functions for the order of episodes.
 
     def episodes(self, ordinals: Index) -> Index:
         """Convert indices into the eligible episodes, which the order uses, to global episode numbers."""
@@ -148,13 +148,13 @@ class LoadPlan:
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
 
     def ordinal(self, episode: int) -> int:
-        """Return the index of an episode among the eligible episodes: the inverse of `episodes`."""
+        """Return the index of an episode among the eligible episodes; this is the inverse of `episodes`."""
         if not 0 <= episode < self.num_episodes:
             raise UsageError(f"no episode {episode} in {self.split}; expected 0 to {self.num_episodes - 1}")
         before = int(np.searchsorted(self.skipped, episode))
         if before < len(self.skipped) and self.skipped[before] == episode:
             least = f"{self.config.episode_min_tokens} tokens (episode_min_tokens)"
-            raise UsageError(f"episode {episode} has fewer than {least} and is in no epoch")
+            raise UsageError(f"episode {episode} has fewer than {least} and is not in any epoch")
         return episode - before
 
     def first_episodes(self, epoch: int, count: int) -> Index:
@@ -173,7 +173,7 @@ class LoadPlan:
             epoch, position = (epoch, stop) if stop != self.order.length else (epoch + 1, 0)
 
     def _limited(self, position: int) -> int:
-        """Return the position, limited to the end of the epoch."""
+        """Return a position, limited to the end of the epoch."""
         return position if self.order.length is None else min(position, self.order.length)
 
     def _look_up(self, epoch: int, number: int) -> Index:
@@ -188,10 +188,10 @@ class LoadPlan:
         first = numbers.start * BLOCK
         return episodes[start - first : stop - first]
 
-    # Rows of windows.
+    # Functions for the rows of windows.
 
     def num_windows(self) -> int | None:
-        """Return the number of windows in an epoch; None if the order is endless."""
+        """Return the number of windows in an epoch, or None if the order is infinite."""
         return None if self.order.length is None else -(-self.order.length // WINDOW)
 
     def _pack(self, epoch: int, window: int) -> Window:
@@ -220,12 +220,12 @@ class LoadPlan:
         return sum(self._num_rows(epoch, window) for window in range(self.num_windows() or 0))
 
     def num_steps(self, epoch: int) -> int:
-        """Return the number of batches in an epoch, for orders with epochs; raise `UsageError` if it is 0."""
+        """Return the number of batches in an epoch, for orders with epochs; raise `UsageError` if it has none."""
         steps, remainder = divmod(self.count_rows(epoch), self.config.batch_size)
         if not self.drop_last:
             return steps + (remainder > 0)
         if not steps:
-            self.step(Cursor(epoch=epoch))  # raises the error for an epoch without a batch
+            self.step(Cursor(epoch=epoch))  # Raises an error if the epoch has no batch.
         return steps
 
     def last_episodes(self, epoch: int, rows: int) -> int:
@@ -239,7 +239,7 @@ class LoadPlan:
         return episodes
 
     def rows_of_episodes(self, episodes: int) -> int:
-        """Return how many rows from the start of a mix contain this many episodes."""
+        """Return the number of rows, from the start of a mix, that contain this many episodes."""
         if self.config.packing == "none":
             return episodes
         rows = 0
@@ -251,10 +251,10 @@ class LoadPlan:
         raise AssertionError
 
     def passes(self, at: Cursor) -> float | None:
-        """Return the fractional number of passes over the data before a cursor; None for the order `random`.
+        """Return the fractional number of passes over the data before a cursor, or None for the order `random`.
 
-        One pass over a mix has as many episodes as all its sources together, or as many as `mix_epochs` sets. All rows
-        of a window count equally.
+        One pass over a mix has as many episodes as all of its sources or, with `mix_epochs`, as one epoch of the mix.
+        Every row of a window counts as the same fraction.
         """
         if self.config.batch_sampling_mode == "random":
             return None
@@ -289,7 +289,7 @@ class LoadPlan:
         return PlannedStep(at, after, *join(parts), begins, ends, NO_EPISODES if dropped is None else dropped)
 
     def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
-        """Return the episodes from this row to the end of the epoch if they do not fill a batch, else None."""
+        """Return the episodes from a row to the end of the epoch if they do not fill a batch, otherwise None."""
         remaining: list[Index] = []
         rows = 0
         for number in range(window, self.num_windows() or 0):
@@ -309,7 +309,7 @@ class LoadPlan:
         return Cursor(step, epoch, window, row)
 
     def _epoch_of(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a batch, and the number of batches before that epoch."""
+        """Return the epoch of a batch, and the number of batches before the epoch."""
         if self.order.length is None:
             return 0, 0
         if self.config.packing == "none":
@@ -324,7 +324,7 @@ class LoadPlan:
         """Yield all batches after a cursor, indefinitely."""
         size = self.config.batch_size
         while True:
-            # Fast path: batches inside a window that are followed by another complete batch.
+            # Use a fast path for batches inside a window that are followed by another complete batch.
             for row in range(at.row, self._num_rows(at.epoch, at.window) - 2 * size + 1, size):
                 after = Cursor(at.step + 1, at.epoch, at.window, row + size)
                 rows = self._rows(at.epoch, at.window, row, row + size)
@@ -342,7 +342,7 @@ class LoadPlan:
                 return
 
     def check(self, at: Cursor) -> None:
-        """Raise `UsageError` unless a batch can start at this cursor."""
+        """Raise `UsageError` if no batch can start at this cursor."""
         last = self.num_windows()
         if min(at) < 0 or (last is None and at.epoch) or (last is not None and at.window >= last):
             raise UsageError(f"{self.split}: no batch starts at epoch {at.epoch}, window {at.window}, row {at.row}")
@@ -352,14 +352,14 @@ class LoadPlan:
 
 @lru_cache(maxsize=8)
 def _one_each(rows: int) -> Index:
-    """Return `Window.first` for rows of one episode each."""
+    """Return `Window.first` for rows with one episode each."""
     first = np.arange(rows + 1, dtype=np.int64)
     first.flags.writeable = False
     return first
 
 
 def pad_rows(rows: Window, count: int) -> Window:
-    """Append empty rows up to a total of `count`."""
+    """Append empty rows to a window, up to a total of `count` rows."""
     missing = count - rows.num_rows
     return rows if not missing else Window(rows.episodes, np.append(rows.first, np.repeat(rows.first[-1:], missing)))
 

@@ -1,4 +1,4 @@
-"""Prefetching: a thread runs an iterator ahead of its consumer."""
+"""Prefetch batches with a thread that runs an iterator ahead of its consumer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from chatmill.load.plan import PlannedStep
 
 T = TypeVar("T")
 POLL_SECONDS = 0.1
-"""How often a thread that waits for space in the queue checks whether it was closed."""
+"""Seconds between two checks of a waiting thread for whether its queue was closed."""
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over `values`, which a thread reads at most `depth` values ahead.
+    """Iterates over `values`, with a thread that reads at most `depth` values ahead.
 
-    If `values` raises, the exception is raised where its next value would have been. The thread ends on `close`, or
+    If `values` raises an exception, the exception is raised in place of the next value. The thread ends on `close`, or
     when the prefetcher is garbage-collected.
     """
 
@@ -35,7 +35,7 @@ class Prefetcher(Generic[T]):
             target=_fill, args=(self._queue, closed, values), name="chatmill-prefetch", daemon=True
         )
         self.close = weakref.finalize(self, _close, closed, thread)
-        """Stop the thread; further calls do nothing."""
+        """Function that stops the thread; further calls have no effect."""
         thread.start()
 
     def __iter__(self) -> Prefetcher[T]:
@@ -52,7 +52,7 @@ class Prefetcher(Generic[T]):
 
 
 def _close(closed: threading.Event, thread: threading.Thread) -> None:
-    """Stop the thread and wait for it: a thread inside torch at interpreter exit would abort the process."""
+    """Stop the thread and wait for it, because a thread inside torch at interpreter exit would abort the process."""
     closed.set()
     if thread is not threading.current_thread():
         thread.join()
@@ -77,11 +77,11 @@ def _fill(
 
 
 class BatchStream:
-    """Iterates over the batches of a plan; once the caller is slower than building them, a thread builds them ahead."""
+    """Iterates over the batches of a plan; if building is faster than the caller, a thread builds batches ahead."""
 
     def __init__(self, builder: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
         self.plan = builder.plan
-        # Threads do not survive a fork.
+        # Remember the process, because threads do not survive a fork.
         self.process = os.getpid()
         self._threads: list[Prefetcher[list[ReadyBatch]]] = []
         self.batches = _prefetched(builder.chunks(steps), ahead, self._threads)
@@ -94,7 +94,7 @@ class BatchStream:
 def _prefetched(
     chunks: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
 ) -> Iterator[ReadyBatch]:
-    """Yield the batches of all chunks. If a thread takes over building them, it is appended to `threads`."""
+    """Yield the batches of all chunks. If a thread takes over building, the thread is appended to `threads`."""
     build_time = consume_time = 0.0
     # A thread would only slow down a caller that consumes batches as fast as they are built.
     while not ahead or consume_time <= build_time:

@@ -1,7 +1,7 @@
 """Read the locations, tokens and spans of many episodes at once.
 
 Episodes are numbered over all sources and shards. Slices of the memory-mapped files are concatenated as bytes, without
-per-token work in Python and without an array of token indices.
+a Python loop over tokens and without an array of token indices.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from chatmill.store.mapped import check_mapped, mapped_file, reading
 
 Selection = slice | Index
 LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
-"""Tables of at least this many bytes are looked up in parts of this many records."""
+"""Size in bytes from which a table is looked up in parts, and the number of records in each part."""
 
 
 class Places(NamedTuple):
-    """Where episodes are stored: shard (numbered over all sources), number and first token in the shard, and length."""
+    """The location of episodes: shard (numbered over all sources), number and first token in the shard, and length."""
 
     shard: Index
     number: Index
@@ -41,7 +41,7 @@ class EpisodeSpans(NamedTuple):
     weight: NDArray[np.float32]
     is_padding: NDArray[np.bool_]
     target: Index | None
-    """The token id to predict; -1 for the token itself, None if that applies to all spans."""
+    """The token id to predict, or -1 for the token itself; None if all spans predict their own tokens."""
     first: Index
     """The first span of each episode, followed by the number of spans."""
     segment_first: Index
@@ -53,20 +53,20 @@ class EpisodeSpans(NamedTuple):
 
 
 class StoredSpans(NamedTuple):
-    """Where the spans of several episodes are stored: episode i has tables[which[i]][begin[i]:end[i]]."""
+    """The location of the spans of several episodes: episode i has the spans tables[which[i]][begin[i]:end[i]]."""
 
     tables: list[Table]
     which: Index
     begin: Index
     end: Index
     borders: Index
-    """The first span of each segment, as a number in its table, for all episodes in order."""
+    """The first span of each segment, as an index into its table, for all episodes in order."""
     first_border: Index
-    """The first border of each episode, followed by the number of borders."""
+    """The index of each episode's first entry in `borders`, followed by the number of entries."""
 
 
 class LocatedEpisodes(NamedTuple):
-    """Where the tokens of several episodes are stored: episode i is arrays[which[i]][start[i]:stop[i]]."""
+    """The location of the tokens of several episodes: episode i is arrays[which[i]][start[i]:stop[i]]."""
 
     arrays: list[NDArray[Any]]
     which: Index
@@ -78,7 +78,7 @@ class LocatedEpisodes(NamedTuple):
 
 
 class StoredEpisodes(NamedTuple):
-    """Stored episodes: where their tokens and spans are, and the shard of each episode and array."""
+    """The locations of the tokens and spans of stored episodes, and the shard of each episode and array."""
 
     tokens: LocatedEpisodes
     shard: Index
@@ -112,19 +112,19 @@ class EpisodeReader:
         self._first = offsets(np.array([info.num_episodes for info in infos], dtype=np.int64))
         self._num_tokens = np.array([info.num_tokens for info in infos], dtype=np.int64)
         self._records = [info.records for info in infos]
-        # Tokens are concatenated as bytes, so all must have the same width.
+        # All tokens must have the same width, because they are concatenated as bytes.
         filled = [info for info in infos if info.num_tokens] or infos
         self.dtype = filled[0].dtype
         for info in filled:
             if info.dtype != self.dtype:
                 raise DataError(
                     f"{info.folder}: has token ids of {8 * info.dtype.itemsize} bits, but {filled[0].folder} has "
-                    f"{8 * self.dtype.itemsize}; expected one width; rebuild one of them"
+                    f"{8 * self.dtype.itemsize}; expected the same width; rebuild one of them"
                 )
 
     @property
     def shards(self) -> list[tuple[Episodes, int]]:
-        """The episodes object and shard number of every shard."""
+        """The `Episodes` object and shard number of every shard."""
         return self._shards
 
     def shard_of(self, episodes: Index) -> Index:
@@ -132,12 +132,12 @@ class EpisodeReader:
         return np.searchsorted(self._first, episodes, side="right") - 1
 
     def array(self, shard: int, name: str) -> NDArray[Any]:
-        """Return one file of a shard, memory-mapped."""
+        """Return a memory-mapped file of a shard."""
         part, number = self._shards[shard]
         return part.array(number, name)
 
     def locate(self, episodes: Index) -> Places:
-        """Return where these episodes are stored; raise `DataError` if an index points beyond the tokens."""
+        """Return the locations of these episodes; raise `DataError` if an index points beyond the tokens."""
         shard = self.shard_of(episodes)
         number = episodes - self._first[shard]
         entries = np.empty((len(episodes), 2), dtype=np.uint64)
@@ -152,7 +152,7 @@ class EpisodeReader:
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
     def last_tokens(self, episodes: Index, capacity: int) -> StoredEpisodes:
-        """Locate the last tokens of these episodes, at most `capacity` of each."""
+        """Return the locations of the last tokens of these episodes, at most `capacity` tokens of each."""
         for part in self._parts:
             part.drop_evicted()
         places = self.locate(episodes)
@@ -194,7 +194,7 @@ class EpisodeReader:
         if (wrong := np.diff(offsets(length)[first]) != cut + episodes.tokens.stop - episodes.tokens.start).any():
             raise self.untiled(episodes, int(wrong.argmax()))
         segment_first = borders + np.repeat(first[:-1] - begin, np.diff(first_border))
-        # A segment without spans starts where the next one does, and is omitted.
+        # Omit a segment without spans, which starts at the same position as the next segment.
         segment_first = np.unique(np.append(segment_first, first[-1]))
         first_segment = np.searchsorted(segment_first, first)
         weight, is_padding = records["weight"].astype(np.float32), records["part"] == Part.PAD
@@ -203,11 +203,11 @@ class EpisodeReader:
         return _without(spans, cut) if cut.any() else spans
 
     def untiled(self, episodes: StoredEpisodes, which: int) -> DataError:
-        """Return the error for an episode whose spans do not have as many tokens as the episode."""
+        """Return the error to raise if the spans of an episode do not have as many tokens as the episode."""
         return self._damaged(int(episodes.shard[which]), SPANS, "spans do not tile the tokens of their rows")
 
     def _stored_spans(self, places: Places) -> StoredSpans:
-        """Return where the spans of these episodes are stored.
+        """Return the locations of the spans of these episodes.
 
         An episode that is stored with only a mask has one span for each run of equal mask values.
         """
@@ -230,7 +230,7 @@ class EpisodeReader:
         return StoredSpans(tables, which, begin, end, *_borders(begin, several))
 
     def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
-        """Return the span range of each episode in its shard; also its segments, unless each episode is one segment."""
+        """Return the span range of each episode in its shard and, unless each episode is one segment, its segments."""
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
         if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
             begin, end = own
@@ -309,9 +309,9 @@ def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, In
 
 
 def _records(table: Table, numbers: Index) -> Table:
-    """Copy whole records of a mapped table, because indexing unaligned fields of the file is slow.
+    """Copy whole records of a mapped table, because indexing the unaligned fields of a mapped file is slow.
 
-    Pages of a very large table are released afterwards, so that they do not stay in the memory of the process.
+    The pages of a very large table are released after copying, so that they do not stay in memory.
     """
     records, flat = as_bytes(table), numbers.ravel()
     file = mapped_file(table)
@@ -327,7 +327,7 @@ def _records(table: Table, numbers: Index) -> Table:
 
 
 def _first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """Return the first span of each segment; `end` for a segment number past the last."""
+    """Return the first span of each segment, or `end` for a segment number past the last segment."""
     if not len(origins):
         return np.full(segments.shape, end, dtype=np.int64)
     return np.where(segments < len(origins), _records(origins, segments)["first_span"].astype(np.int64), end)
@@ -336,7 +336,8 @@ def _first_spans(origins: Table, segments: Index, end: int) -> Index:
 def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tuple[Index, Index]:
     """Return the first span of each segment, and the first segment of each episode.
 
-    Each episode is one segment, except those in `several`, which lists episodes, their segment counts and first spans.
+    Each episode is one segment, except the episodes in `several`, which lists episodes with their segment counts and
+    first spans.
     """
     if not several:
         return begin, np.arange(len(begin) + 1)
@@ -362,7 +363,7 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
     weight, is_padding = spans.weight[kept], spans.is_padding[kept]
     target = None if spans.target is None else spans.target[kept]
     first_segment = np.searchsorted(segment_first, first)
-    # Compare the spans on both sides of the cut; a cut between two segments does not split an answer.
+    # Compare the spans on both sides of the truncation; truncating between two segments does not split an answer.
     is_trained, last = spans.weight > 0, len(spans.weight) - 1
     left, right = (np.clip(np.searchsorted(edges, begins - back, side="right") - 1, 0, last) for back in (1, 0))
     answer_cut = (cut > 0) & is_trained[left] & is_trained[right] & ~np.isin(begins, edges[spans.segment_first])
@@ -370,9 +371,9 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:
-    """For each value, find the first record whose sorted column is at least that value, in O(log n) reads per value.
+    """Return, for each value, the first record whose sorted column is at least this value, in O(log n) reads per value.
 
-    `np.searchsorted` would copy the whole column first, because it is strided in the mapped file.
+    `np.searchsorted` would first copy the whole column, because columns of a mapped file are strided.
     """
     low, high = np.zeros(len(values), dtype=np.int64), np.full(len(values), len(table), dtype=np.int64)
     while np.any(low < high):

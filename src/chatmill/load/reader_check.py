@@ -1,4 +1,4 @@
-"""Refuse readers that would shard the batches of a loader a second time, or that cannot read them.
+"""Refuse programs that would shard the batches of a loader a second time, or that cannot read its batches.
 
 An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` shards the batches of an iterable
 dataset across the ranks again, in one of two ways, which would silently lose rows:
@@ -6,12 +6,12 @@ dataset across the ranks again, in one of two ways, which would silently lose ro
     IterableDatasetShard   every rank reads its own loader and keeps every n-th batch
     DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
-Both call the dataset's `set_epoch` on every rank, in the training process, before they read. A dataset that wraps a
-loader hides this method; then the reader is found on the call stack of the first batch, unless the `DataLoader` of a
-dispatcher has workers.
+Both classes call the dataset's `set_epoch` on every rank, in the training process, before they read batches. A dataset
+that wraps a loader hides `set_epoch`; then Accelerate is found on the call stack of the first batch, unless the
+`DataLoader` of a dispatcher has workers.
 
-transformers' Trainer collates single rows, and calls `len` on the dataset first. The libraries are recognized by their
-module names and never imported.
+transformers' Trainer, which collates single rows, calls `len` on the dataset first. Both libraries are recognized by
+their module names and are never imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chatmill.errors import UsageError
 
 ACCELERATE = "accelerate.data_loader"
 SHARDING = ("IterableDatasetShard", "DataLoaderDispatcher")
-"""The classes of Accelerate that shard an iterable dataset."""
+"""Accelerate's classes that shard an iterable dataset."""
 
 
 def check_length_reader() -> None:
@@ -44,7 +44,7 @@ def check_epoch_reader(rank: int, world_size: int) -> None:
 
 
 def check_batch_reader(rank: int, world_size: int) -> None:
-    """Raise `UsageError` if Accelerate shards the batches across several ranks; called before the first batch."""
+    """Raise `UsageError` if Accelerate shards the batches across several ranks; call this before the first batch."""
     if ACCELERATE not in sys.modules:
         return
     frames = (frame for frame in _callers(sys._getframe(2)) if _module(frame) == ACCELERATE)
@@ -64,7 +64,7 @@ def _refuse_sharding(rank: int, world_size: int) -> None:
 
 
 def _ranks() -> int:
-    """Return the world size, from torch.distributed or else from the variable that torchrun sets."""
+    """Return the world size from torch.distributed, if initialized, or from the variable that torchrun sets."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())

@@ -1,4 +1,4 @@
-"""Prefetch datasets at URLs: which objects the next batches need, in order of first use.
+"""Prefetch datasets at URLs: download the objects that the next batches need, in order of first use.
 
 A shuffled epoch needs nearly all shards within a few batches. Files are downloaded in the order in which batches need
 them: first every index, which packing reads, then the other files of each shard.
@@ -17,9 +17,9 @@ from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
 from chatmill.store.remote_files import RemoteFiles
 
 FILES = (TOKENS, ORIGINS, SPANS, TARGETS)
-"""Files that batches are built from, in addition to the index; the mask is read only if there are no spans."""
+"""Files that are needed to build batches, in addition to the index; the mask is read only if a shard has no spans."""
 MOST_POSITIONS = 1 << 22
-"""Maximum number of positions that are looked up; shards that they do not need come last."""
+"""Maximum number of positions that are looked up; shards that these positions do not need are downloaded last."""
 
 
 def is_remote(plan: LoadPlan) -> bool:
@@ -30,13 +30,13 @@ def is_remote(plan: LoadPlan) -> bool:
 def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefetch, str | None] | None:
     """Start downloading the data of the next `steps` batches, or of an epoch; return None if all data is local.
 
-    Also returns a warning if the data does not fit in the cache, else None.
+    Also returns a warning if the data does not fit in the cache, otherwise None.
     """
     if not is_remote(plan):
         return None
     objects = needed_objects(plan, at, steps)
     needed, size = sum(each.size for each in objects), cache_size()
-    # If the data does not fit, leave part of the cache to files that are in use.
+    # If the data does not fit, reserve part of the cache for files that are in use.
     prefetch = Prefetch(objects, size if needed <= size else size // 2)
     return prefetch, None if needed <= size else _warning(plan, needed)
 
@@ -45,7 +45,7 @@ def needed_objects(plan: LoadPlan, at: Cursor, steps: int | None) -> list[Remote
     """Return the objects that `steps` batches after a cursor need (None means an epoch), in order of first use."""
     shards = shards_in_order(plan, at, steps)
     files = (each for names in ((INDEX,), FILES) for shard in shards for each in _objects(plan, shard, names))
-    # Files with equal content are one object.
+    # Files with equal content are stored as one object.
     return list({each.sha256: each for each in files}.values())
 
 
@@ -93,6 +93,6 @@ def _warning(plan: LoadPlan, needed: int) -> str:
     where = ", ".join(dict.fromkeys(str(source.path) for source in plan.sources))
     unit, name = (10**9, "GB") if needed >= 10**9 else (10**6, "MB") if needed >= 10**6 else (1, "")
     return (
-        f"the cache size is {cache_size():,} bytes, but {needed:,} bytes of {where} are read: files will be "
-        f"downloaded repeatedly; set {SIZE} or cache_size to {-(-needed // unit)}{name} or more"
+        f"the cache size is {cache_size():,} bytes, but {needed:,} bytes of {where} are needed, "
+        f"so files will be downloaded repeatedly; set {SIZE} or cache_size to {-(-needed // unit)}{name} or more"
     )

@@ -1,4 +1,4 @@
-"""Average number of tokens per row of a source, used to mix by tokens and in the notes that a run prints."""
+"""The average number of tokens per row of a source, used to mix by tokens and in the notes that a run prints."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
-    """Return the average count per eligible episode, in the unit that `mix_by` selects, as it appears in batches.
+    """Return the average count per eligible episode in batches, in the unit that `mix_by` selects.
 
-    Totals come from the metadata. The index is scanned only if episodes are skipped or truncated, or to read the mask
-    of first tokens: the first token of a row is never trained, because no token predicts it.
+    Totals are read from the metadata. The index is scanned only if episodes are skipped or truncated, or to read the
+    mask of the first token of each row, which is never trained because no token predicts it.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
@@ -61,7 +61,7 @@ def marked_tokens(source: DataSource, split: str) -> int:
 def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
     """Count the tokens in another program's shard that appear in batches.
 
-    `by_mask`: count only trained tokens, without the first token of each row.
+    With `by_mask`, only trained tokens are counted, without the first token of each row.
     """
     episodes = source.episodes(split)
     start, length = _ranges(episodes, shard)
@@ -93,7 +93,8 @@ def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
     """Count the tokens in a shard that do not appear in batches: skipped episodes and truncated starts of episodes.
 
-    `by_mask`: count trained tokens only, including the first token of each row, which is never trained.
+    With `by_mask`, only tokens selected by the mask are counted, and the first token of each row, which is never
+    trained.
     """
     episodes = source.episodes(split)
     lost = 0

@@ -1,4 +1,4 @@
-"""Open the datasets and caches that a run reads, and check them against its config."""
+"""Open the datasets and caches that a run reads, and check that they match the run's config."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from chatmill.store.primer_cache import PrimerCache, cache_folder, is_cache, ope
 from chatmill.store.read import Dataset, in_dataset_folder, is_dataset, open_dataset, stored_metadata
 
 BUILDERS = ("primer", "oasst1", "dolly15k")
-"""Sources with their own build command."""
+"""Names of sources that have their own build command."""
 STORED_MIX = ("mix_sft", "mix_epochs")
 """Keys of a dataset's config that contain the mix of its recipe."""
 SCAN = 1 << 20
-"""Number of index entries that are scanned together."""
+"""Number of index entries that are scanned at a time."""
 SAMPLE = 1 << 16
-"""Bytes that a fingerprint reads at the start, the middle and the end of a file."""
+"""Number of bytes that a fingerprint reads at the start, the middle and the end of a file."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One dataset or cache, with its name in the mix ("" for a single dataset)."""
+    """One dataset or cache, with its name in the mix (an empty string for a single dataset)."""
 
     name: str
     dataset: Dataset
@@ -50,7 +50,7 @@ class DataSource:
         return split in self.dataset and len(self.dataset[split]) > 0
 
     def episodes(self, split: str) -> Episodes:
-        """Return the episodes of a split; raise `DataError` if it is empty."""
+        """Return the episodes of a split; raise `DataError` if the split is empty."""
         episodes = self.dataset[split]
         if not len(episodes):
             raise DataError(f"{self.path}: the split {split} is empty; rebuild it with episodes, or use another split")
@@ -58,7 +58,7 @@ class DataSource:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of the dataset; if another program wrote it, a fingerprint of file sizes and samples."""
+        """The hash of the dataset or, if another program wrote it, a fingerprint of file sizes and samples."""
         return self.dataset.sha256 or _fingerprint(self.dataset)
 
     @property
@@ -69,18 +69,18 @@ class DataSource:
 
     @property
     def vocab_size(self) -> int | None:
-        """The vocabulary size; None if the dataset does not record it."""
+        """The vocabulary size, or None if the dataset does not record it."""
         meta = self.dataset.meta if isinstance(self.dataset, PrimerCache) else self.dataset.metadata
         return None if meta is None else meta.vocab_size
 
     @property
     def id_limit(self) -> int:
-        """Upper limit (exclusive) of the token ids that its files can contain."""
+        """Upper limit (exclusive) of the token ids that the dataset's files can contain."""
         return 1 << 8 * TOKEN_DTYPES[self.dataset.token_dtype].itemsize
 
     @cached_property
     def eot(self) -> int | None:
-        """The end-of-turn token; None if the dataset does not record it."""
+        """The id of the end-of-turn token, or None if the dataset does not record it."""
         if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.special_token_ids.get("eot")
         if self.dataset.metadata is not None:
@@ -98,7 +98,7 @@ class DataSource:
         return all(MASK in shard.records for name in self.dataset.splits for shard in self.dataset[name].shards)
 
     def short(self, split: str, least: int) -> Index:
-        """Return the episodes with fewer than `least` tokens, ascending; skip shards whose metadata rules them out."""
+        """Return the episodes with fewer than `least` tokens, in ascending order; shards without them are not read."""
         episodes, metadata = self.dataset[split], self.dataset.metadata
         numbers = [np.empty(0, dtype=np.int64)]
         first = 0
@@ -114,7 +114,7 @@ class DataSource:
         return np.concatenate(numbers)
 
     def weights(self, split: str) -> NDArray[np.float32]:
-        """Return the distinct span weights of a split, ascending; empty if the split has only a mask."""
+        """Return the distinct span weights of a split in ascending order; empty if the split has only a mask."""
         episodes = self.dataset[split]
         weights = [np.empty(0, dtype=np.float32)]
         for number, shard in enumerate(episodes.shards):
@@ -126,7 +126,7 @@ class DataSource:
         return np.unique(np.concatenate(weights))
 
     def longest(self, split: str) -> int | None:
-        """Return the length of the longest episode in tokens; None without metadata."""
+        """Return the length of the longest episode in tokens, or None without metadata."""
         metadata = self.dataset.metadata
         return None if metadata is None else max((shard.longest for shard in metadata.splits[split].shards), default=0)
 
@@ -142,16 +142,17 @@ class EpisodeSegment(NamedTuple):
 
     @property
     def place(self) -> str | None:
-        """file:line, or None if unknown."""
+        """The origin of the segment as file:line, or None if it is unknown."""
         if not len(self.row.origins) or self.row.origins["file"][0] == NO_FILE:
             return None
         return f"{self.row.files[self.row.origins['file'][0]].path}:{self.row.origins['line'][0]}"
 
 
 def conversation(sources: Sequence[DataSource], split: str, episode: int, segment: int) -> EpisodeSegment | None:
-    """Return a segment of an episode, counted from the end (-1 is the last); None if the episode does not exist.
+    """Return a segment of an episode, counted from the end (-1 is the last), or None if the episode does not exist.
 
-    Episodes are numbered over all sources. If an episode occurs twice in succession, segments are counted over both.
+    Episodes are numbered over all sources. If an episode occurs twice in succession, segments are counted over both
+    occurrences.
     """
     for source in sources:
         episodes = source.episodes(split)
@@ -171,14 +172,14 @@ def open_sources(
     """Open the sources of a run, and complete its config with their mix and padding token.
 
     `dataset_dir` is a dataset, the cache of one source, or a folder that contains the sources of `mix_sft` or
-    `mix_epochs`. In a dataset of several sources, these keys select some of its sources. Without these keys, the
-    dataset is mixed as its recipe specifies, or read as one source if it has no mix or `stored_mix` is false. Sources
-    are sorted by name.
+    `mix_epochs`. In a dataset of several sources, `mix_sft` and `mix_epochs` select some of the sources. Without
+    `mix_sft` and `mix_epochs`, the dataset is mixed as its recipe specifies, or read as one source if it has no mix or
+    `stored_mix` is false. Sources are sorted by name.
     """
     folder = place(dataset_dir)
     if isinstance(folder, Url):
         sources, config = _remote_sources(folder, config, stored_mix)
-    # Also open a folder with metadata but no episodes, to raise the error that explains what is wrong with it.
+    # Also open a folder that has metadata but no episodes, because opening it raises an error that describes the fault.
     elif is_dataset(folder) or (folder.is_dir() and in_dataset_folder(folder, stored_metadata) is not None):
         sources, config = _of_dataset(open_dataset(folder, token_dtype=config.token_dtype), config, stored_mix)
     elif is_cache(folder):
@@ -194,7 +195,7 @@ def open_sources(
 
 
 def _remote_sources(url: Url, config: LoadConfig, stored_mix: bool) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """Open the dataset at a URL; if there is none and the config has a mix, open the mixed datasets below the URL."""
+    """Open the dataset at a URL or, if the config has a mix and the URL has no dataset, the datasets below the URL."""
     if config.mix is None or is_dataset(url):
         return _of_dataset(open_dataset(url, token_dtype=config.token_dtype), config, stored_mix)
     config = _sorted_mix(config)
@@ -212,7 +213,7 @@ def _sorted_mix(config: LoadConfig) -> LoadConfig:
 
 
 def _of_dataset(dataset: Dataset, config: LoadConfig, stored_mix: bool) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """Return the sources of one dataset: those of the mix, or the whole dataset as one source."""
+    """Return the sources of the mix in one dataset or, without a mix, the whole dataset as one source."""
     if config.mix is None and stored_mix and dataset.sources and dataset.metadata is not None:
         stored = {name: dataset.metadata.config[name] for name in STORED_MIX if name in dataset.metadata.config}
         try:
@@ -247,7 +248,7 @@ def _part(dataset: Dataset, name: str) -> DataSource:
 
 
 def val_only_sources(sources: Sequence[DataSource]) -> tuple[DataSource, ...]:
-    """Return the unused sources of the dataset that have only validation rows; empty if each source is a dataset."""
+    """Return the dataset's unused sources that have only validation rows; empty if each source is a dataset."""
     whole = sources[0].dataset.whole
     if whole is None:
         return ()
@@ -291,7 +292,10 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
         if config.reads_blocks and (fault := block_fault(source.dataset, config.block_size)):
             yield fault
         if config.use_loss_mask and not source.has_mask:
-            yield f"{source.path}: has no mask.bin, but use_loss_mask is true; prepare it with one, or set it to false"
+            yield (
+                f"{source.path}: has no mask.bin, but use_loss_mask is true; "
+                "prepare it with a mask, or set use_loss_mask to false"
+            )
         if config.token_dtype is not None and source.dataset.token_dtype != config.token_dtype:
             yield f"{source.path}: token_dtype is {config.token_dtype}, but its tokens are {source.dataset.token_dtype}"
         if config.pad_token_id is None and source.eot is None:
@@ -304,7 +308,7 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
     first = sources[0]
     for other in sources[1:]:
         if other.tokenizer_sha256 != first.tokenizer_sha256 or other.vocab_size != first.vocab_size:
-            yield f"{other.path}: was built with a different tokenizer than {first.path}; use the same for both"
+            yield f"{other.path}: was built with a different tokenizer than {first.path}; use one tokenizer for both"
         elif config.pad_token_id is None and other.eot != first.eot:
             yield f"{other.path}: ends turns with {other.eot}, but {first.path} with {first.eot}; set pad_token_id"
 
@@ -316,7 +320,7 @@ def _fingerprint(dataset: Dataset) -> str:
         episodes = dataset[split]
         for number, shard in enumerate(episodes.shards):
             if MASK not in shard.records and shard.dtype.itemsize > 2:
-                # The same bytes are different tokens with another token_dtype.
+                # Include token_dtype, because it determines which tokens the bytes represent.
                 digest.update(shard.dtype.name.encode())
             with reading():
                 for name in sorted(shard.records):

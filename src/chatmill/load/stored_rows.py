@@ -1,7 +1,6 @@
 """Build the rows of batches with the C extension, directly from mapped tokens and spans.
 
-`RowTable` builds the same arrays with numpy. It is used if the extension is not available, and for episodes with
-targets.
+`RowTable` builds the same arrays with numpy, and is used if the extension is not available or episodes have targets.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ except ImportError:
     _batch = None  # type: ignore[assignment]
 
 NUM_COUNTS = 7
-"""Number of counts per row from the C extension: the fields of `BatchCounts`, and the number of segments."""
+"""Number of counts per row that the C extension returns: the fields of `BatchCounts` and the number of segments."""
 
 
 class StoredRows:
@@ -82,7 +81,7 @@ def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
 
 
 def row_table(plan: LoadPlan, rows: Window, stored: StoredEpisodes | None = None) -> RowTable:
-    """Look up the layout of rows as a `RowTable`, which also has the weights."""
+    """Look up the layout of rows as a `RowTable`, which also contains the weights."""
     stored = stored or plan.reader.last_tokens(rows.episodes, plan.capacity)
     return RowTable(
         stored.tokens,

@@ -1,4 +1,4 @@
-"""Convert batches to torch tensors, in pageable or pinned memory, or copied to a device ahead of use."""
+"""Convert batches to torch tensors in pageable or pinned memory, or copy them to a device ahead of use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from chatmill.load.batch import Batch, split_batches
 
 
 class Tensors:
-    """Converts arrays to tensors. For a GPU, they are pinned and copied on a separate stream.
+    """Converts arrays to tensors. For a GPU, tensors are pinned and copied on a separate stream.
 
-    The function returned with a batch makes the current stream wait for the copy, and prevents the memory from being
-    reused before that stream has finished using it. It is called when the loader returns the batch.
+    The function returned with a batch, which the loader calls when it returns the batch, makes the current stream wait
+    for the copy and prevents the memory from being reused before the current stream has finished using it.
     """
 
     def __init__(self, device: Any = None, *, pin_memory: bool = False) -> None:
