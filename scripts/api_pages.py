@@ -1,9 +1,10 @@
-"""Write docs/reference/api/, the pages of the public API. mkdocstrings fills them in from docstrings (`make docs`).
+"""Write docs/reference/api/, the pages of the public API, which mkdocstrings fills in from docstrings (`make docs`).
 
     python scripts/api_pages.py --write    write the pages
     python scripts/api_pages.py --check    exit 1 if a page is missing, left over or out of date
 
-A name that both `chatmill` and a package export is described on the page of `chatmill`, and linked from the package's.
+A name that both `chatmill` and a package export is described on the page of `chatmill`, and linked from the page of the
+package.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> int:
 
 
 def all_pages() -> dict[str, str]:
-    """Return the text of every page, by file name."""
+    """Return the text of every page, keyed by file name."""
     pages = {page_name(package): package_page(package) for package in PACKAGES}
     pages["integrations.md"] = integrations_page()
     rows = [f"| [`{package}`]({page_name(package)}) | {does} |" for package, does in PACKAGES.items()]
@@ -69,7 +70,7 @@ def all_pages() -> dict[str, str]:
             "",
             NOTE,
             "",
-            "Every public function and class, by package. Names that are not listed here are private and may change",
+            "All public functions and classes, by package. Names that are not listed here are private and may change",
             "without notice.",
             "",
             "| package | |",
@@ -105,7 +106,7 @@ def integrations_page() -> str:
 
 
 def library_exports(library: str) -> list[str]:
-    """Return the public classes and functions of an integration from its source: its library need not be installed."""
+    """Return the public classes and functions in the source of an integration, whose library may not be installed."""
     tree = ast.parse((ROOT / "src/chatmill/integrations" / f"{library}.py").read_text("utf-8"))
     names = set()
     for node in tree.body:
@@ -119,7 +120,7 @@ def library_exports(library: str) -> list[str]:
 
 
 def entries(lines: list[str], names: list[str]) -> str:
-    """Return a page or section: its first lines, then a directive for each name."""
+    """Return a page or section: its first lines, followed by a directive for each name."""
     return "\n".join([*lines, *(f"\n::: {name}" for name in names), ""])
 
 

@@ -1,8 +1,9 @@
-"""Check that imports in src/chatmill go in one direction, and that only parts that make tensors import torch.
+"""Check that imports in src/chatmill go in one direction, and that only parts that create tensors import torch.
 
     python scripts/check_imports.py [PACKAGE_FOLDER]
 
-Prints one line per violation; exits with 1 if there is any. A part is a module or a folder directly under the package.
+Prints one line per violation, and exits with 1 if it finds a violation. A part is a module or a folder directly under
+the package.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
-# `chatmill` imports its exports lazily, when a name is used.
+# `chatmill` imports its exported names lazily, on first use.
 MAY_IMPORT["__init__"] |= MAY_IMPORT.keys() - {"__init__", "__main__", "cli"}
 MAY_IMPORT_BESIDES: dict[str, set[str]] = {
     "show/near.py": {"prepare"},
     "train/chat_model.py": {"records", "tokenizer", "format"},
     "train/run_dir.py": {"__init__"},
 }
-"""Additional parts that single files may import: the viewer compares episodes with the signatures of prepare/,
-chat_model.py renders text, unlike other files in train/, and run_dir.py records the version."""
+"""Additional parts that single files may import.
+
+The viewer compares episodes with the MinHash signatures of prepare/, chat_model.py renders text, and run_dir.py records
+the version.
+"""
 
 HEAVY = {"torch", "transformers", "peft", "triton", "trl", "accelerate", "lightning", "torchdata", "torchtitan"}
 HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout", "integrations"}
@@ -60,7 +64,7 @@ HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft", "cli"}
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, by its absolute name, and the line of the statement."""
+    """The absolute name of an imported module, and the line of the import statement."""
 
     module: str
     line: int
@@ -80,11 +84,11 @@ def main() -> int:
 
 
 def violations(path: Path, package: Path) -> Iterator[str]:
-    """Yield the faults of one file, each as `file:line: the fault; how to fix it`."""
+    """Yield the violations in one file, each as `file:line: violation; how to fix it`."""
     part = path.relative_to(package).parts[0].removesuffix(".py")
     place = path.relative_to(package.parent.parent).as_posix()
     if part not in MAY_IMPORT:
-        yield f"{place}:1: {part} has no place in the import direction; add it to MAY_IMPORT in {Path(__file__).name}"
+        yield f"{place}:1: {part} is not in the import order; add it to MAY_IMPORT in {Path(__file__).name}"
         return
     allowed = MAY_IMPORT[part] | MAY_IMPORT_BESIDES.get(path.relative_to(package).as_posix(), set())
     for found in imports(path, package):
@@ -134,7 +138,7 @@ def imports(path: Path, package: Path) -> Iterator[Import]:
 
 
 def listed(names: set[str]) -> str:
-    *head, last = sorted(names) or ["nothing of chatmill"]
+    *head, last = sorted(names) or ["no part of chatmill"]
     return f"{', '.join(head)} and {last}" if head else last
 
 

@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def repeated_classes(sources: dict[Path, ast.Module]) -> Iterator[str]:
-    """Yield every definition of a class name after the first."""
+    """Yield a problem for every class name that is defined more than once."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, tree in sources.items():
         for node in ast.walk(tree):
@@ -43,7 +43,7 @@ def repeated_classes(sources: dict[Path, ast.Module]) -> Iterator[str]:
                 places[node.name.lstrip("_")].append(f"{path}:{node.lineno}")
     for name, (first, *others) in places.items():
         for place in others:
-            yield f"{place}: class {name} is defined at {first} too; give each its own name"
+            yield f"{place}: class {name} is also defined at {first}; rename one of them"
 
 
 def vague_variables(sources: dict[Path, ast.Module]) -> Iterator[str]:
@@ -68,7 +68,7 @@ def bound_name(node: ast.AST) -> str | None:
 
 
 def deep_imports(root: Path) -> Iterator[str]:
-    """Yield imports in the docs that name a module inside a package."""
+    """Yield a problem for every import in the docs from a module inside a package."""
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
     for page in pages:
         if not page.is_file():
@@ -76,7 +76,8 @@ def deep_imports(root: Path) -> Iterator[str]:
         text = page.read_text("utf-8")
         for block in PYTHON_BLOCK.finditer(text):
             for match in IMPORT.finditer(block[1]):
-                # The modules of integrations cannot be exported together: each needs a different library.
+                # The modules in `integrations` cannot be exported together, because each module needs a different
+                # library.
                 parts = match[1].removeprefix("chatmill.integrations.").split(".")
                 if len(parts) > (2 if parts[0] == "chatmill" else 1):
                     line = text.count("\n", 0, block.start(1) + match.start(1)) + 1

@@ -1,14 +1,14 @@
-"""Build the sdist and the wheel into dist/, and test them as a user would install them: `make packages`.
+"""Build the sdist and the wheel in dist/, and test them as a user would install them (`make packages`).
 
     python scripts/check_packages.py
 
 - The wheel is tagged `cp311-abi3`, has the version of `chatmill.__version__`, and passes abi3audit.
-- It runs in empty environments of Python 3.11, 3.12 and 3.13 (`scripts/try_installed.py`); so does the sdist, without a
-  working compiler. All of them prepare the same dataset, byte for byte.
+- The wheel runs in empty environments of Python 3.11, 3.12 and 3.13 (`scripts/try_installed.py`), and the sdist runs
+  without a working compiler. All of these installations prepare the same dataset, byte for byte.
 - `uvx --from WHEEL chatmill` runs.
-- cibuildwheel reads its settings and would build for the platforms in `PLATFORMS`.
+- cibuildwheel accepts its settings and would build wheels for the platforms in `PLATFORMS`.
 
-Needs the packages of requirements/packages.txt. Skips each Python that is not installed, and prints a line about it.
+The script requires the packages in requirements/packages.txt, and skips Python versions that are not installed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def run(*command: str | Path, **env: str) -> str:
 
 
 def build() -> tuple[Path, Path]:
-    """Build the sdist, and the wheel from it; return both paths."""
+    """Build the sdist, and build the wheel from the sdist; return both paths."""
     shutil.rmtree(DIST, ignore_errors=True)
-    # Build from a copy, because setuptools would also use files of earlier builds in the repository.
+    # Build from a copy of the repository, because setuptools would also use files left by earlier builds.
     with tempfile.TemporaryDirectory() as folder:
         for name in SOURCES:
             shutil.copy(ROOT / name, folder)
@@ -62,17 +62,17 @@ def build() -> tuple[Path, Path]:
 
 
 def interpreter(python: str) -> Path | None:
-    """Return a Python of this version, from PATH or pyenv; None if it is not installed."""
+    """Return the path of a Python of this version from PATH or pyenv, or None if it is not installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for path in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python{python}"))):
-        # The command may be a shim of pyenv, which fails if that version is not selected.
+        # The command may be a pyenv shim, which fails if the Python version is not selected.
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
             return Path(path)
     return None
 
 
 def try_package(package: Path, python: Path, *flags: str, **env: str) -> str:
-    """Install a package and its dependencies into an empty environment and use it; return the hash of the dataset."""
+    """Install a package and its dependencies into an empty environment and use it there; return the dataset's hash."""
     with tempfile.TemporaryDirectory() as folder:
         installed = Path(folder, "bin", "python")
         run(BIN / "uv", "venv", "--quiet", "--python", python, folder)
@@ -89,7 +89,7 @@ def check_cibuildwheel() -> None:
             flags = ("--platform", system, "--archs", machine, "--print-build-identifiers")
             built = run(BIN / "cibuildwheel", *flags, ".").split()
             if built != [f"{python}-{IDENTIFIER[system]}_{machine}" for python in wanted]:
-                sys.exit(f"cibuildwheel {' '.join(flags)}: {' '.join(built)}; expected those of {' '.join(wanted)}")
+                sys.exit(f"cibuildwheel {' '.join(flags)}: {' '.join(built)}; expected wheels for {' '.join(wanted)}")
             print(f"cibuildwheel: {' '.join(built)}")
 
 
@@ -105,7 +105,7 @@ def main() -> None:
             print(f"{wheel.name}: Python {python} is not installed; skipped")
         else:
             datasets.add(try_package(wheel, path, "--compiled"))
-    # Simulate a missing compiler with one that always fails.
+    # Simulate a missing compiler with a command that always fails.
     datasets.add(try_package(sdist, Path(sys.executable), "--not-compiled", CC="false"))
     if len(datasets) != 1:
         sys.exit(f"the datasets differ: {' '.join(sorted(datasets))}")

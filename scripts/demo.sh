@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From conversations to a model that answers, in two minutes on two cores. All files are written under demo/.
-# Arguments are passed on to both trainings: scripts/demo.sh --max_iters 100
+# Train a model on conversations and chat with it, in two minutes on two cores. All files are written under demo/.
+# Arguments are passed to both training runs: scripts/demo.sh --max_iters 100
 set -euo pipefail
-# Two small models, one core each.
+# Train two small models at the same time, each on one core.
 export OMP_NUM_THREADS=1
 cd "$(dirname "$0")/.."
 rm -rf demo

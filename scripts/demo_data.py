@@ -1,12 +1,13 @@
 """Conversations at the desk of a lost property office, on which the demo trains a small model.
 
-Visitors ask where something is kept, when the office is open, or whether something was found; for the last, the clerk
-calls a tool. The facts never change, and every question can be asked in several ways.
+Visitors ask where something is kept, when the office is open, or whether something was found. To answer whether
+something was found, the clerk calls a tool. The facts never change, and every question can be asked in several ways.
 
 Two out of three answers in the training conversations come only after a careless reply (`Next, please!`) and a
-complaint. Careless replies have weight 0: they are context, and the loss mask keeps the model from learning them. A
-model that is trained on every token learns to be careless. Held-out conversations have no careless replies, and their
-questions never occur in training: a fifth of all combinations of a wording and a subject is kept for them.
+complaint. Careless replies have weight 0, so they are context, and the model does not learn them. A model that is
+trained on every token also learns the careless replies. Held-out conversations have no careless replies, and their
+questions never occur in training: a fifth of all combinations of a wording and a subject is reserved for held-out
+conversations.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Questions(NamedTuple):
     when: Sequence[tuple[str, str]]
     found: Sequence[tuple[str, str]]
     careless: bool
-    """Whether some answers come only after a careless reply."""
+    """Whether some answers follow a careless reply and a complaint."""
 
 
 def split_questions(seed: int) -> tuple[Questions, Questions]:
@@ -120,7 +121,7 @@ def tools(questions: Questions, rng: random.Random) -> dict[str, Any]:
 def conversations(
     make: Callable[[Questions, random.Random], dict[str, Any]], questions: Questions, *, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield an endless sequence of distinct conversations."""
+    """Yield an infinite sequence of distinct conversations."""
     rng, made = random.Random(seed), set[str]()
     while True:
         conversation = make(questions, rng)

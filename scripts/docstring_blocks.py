@@ -18,7 +18,7 @@ COLUMNS = re.compile(r"\S {2,}\S")
 
 
 class DocstringBlocks(Extension):
-    """Changes every object that griffe loads."""
+    """A griffe extension that changes every object that griffe loads."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if isinstance(obj, Attribute) and is_key(obj.value):
@@ -35,21 +35,21 @@ def is_key(value: Any) -> TypeGuard[ExprCall]:
 
 
 def document_key(attribute: Attribute, call: ExprCall) -> None:
-    """Replace a call to `key` with its default value, and add its help text as the docstring."""
+    """Replace a call to `key` with the key's default value, and use the key's help text as the docstring."""
     default, description = call.arguments[:2]
     attribute.value = default
     attribute.docstring = Docstring(string_value(ast.parse(str(description), mode="eval").body), parent=attribute)
 
 
 def string_value(node: ast.expr) -> str:
-    """Return the value of a string literal; expressions in an f-string stay as `{expression}`."""
+    """Return the value of a string literal; expressions in an f-string are kept as `{expression}`."""
     if isinstance(node, ast.JoinedStr):
         return "".join(string_value(part) for part in node.values)
     return node.value if isinstance(node, ast.Constant) else "{" + ast.unparse(node.value) + "}"
 
 
 def fenced(docstring: str) -> str:
-    """Return the docstring with a fence around each example and each block of columns."""
+    """Return the docstring with a code fence around each example and each indented block."""
     return "\n\n".join(fenced_block(block) for block in re.split(r"\n[ \t]*\n", docstring))
 
 

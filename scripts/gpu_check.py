@@ -1,8 +1,9 @@
 """Train a small model on a GPU with every training option, and compare losses: `python scripts/gpu_check.py`.
 
-Each variant trains, stops halfway, and resumes from its checkpoint; its losses must be close to those of float32 on the
-CPU, and no step may make the host wait for the GPU. Needs numpy, torch and safetensors, one GPU and half a minute.
-If transformers and peft are installed, Hugging Face models and LoRA are also checked; with bitsandbytes, so is QLoRA.
+Each variant trains, stops halfway, and resumes from its checkpoint. The losses must be close to the losses of float32
+on the CPU, and no step may make the host wait for the GPU. The script requires numpy, torch, safetensors and one GPU,
+and runs for half a minute. If transformers and peft are installed, Hugging Face models and LoRA are also checked; if
+bitsandbytes is installed, QLoRA is also checked.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 
 
 def write_data(folder: Path) -> Path:
-    """Write episodes of ascending numbers, as another program would; the second half of each episode is trained."""
+    """Write a dataset of ascending numbers in another program's format; the second half of each episode is trained."""
     shard = folder / "train" / "shard_00000"
     shard.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -145,7 +146,7 @@ def losses(data: Path, out: Path, name: str, **changes: Any) -> list[float]:
         lines = (out / run / "rows" / "rank_00000.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
     if changes.get("parallel") == "fsdp":
-        # A sharded checkpoint opens as one model.
+        # Check that a sharded checkpoint opens as one model.
         assert open_ready(out / run).num_parameters > 0
     return [line["loss"] for line in read_metrics(out / run)]
 
@@ -169,7 +170,7 @@ def waits(optimizer: str) -> int:
 
 
 def compare(data: Path, folder: Path, ways: dict[str, dict[str, Any]]) -> int:
-    """Train each variant; return how many failed or have losses far from those of the first."""
+    """Train each variant; return how many variants failed or have losses far from the losses of the first variant."""
     faults = 0
     right: list[float] = []
     for name, changes in ways.items():
@@ -190,14 +191,14 @@ def compare(data: Path, folder: Path, ways: dict[str, dict[str, Any]]) -> int:
 
 def main() -> int:
     if not torch.cuda.is_available():
-        print("torch finds no GPU")
+        print("torch does not find a GPU")
         return 1
     with tempfile.TemporaryDirectory() as folder:
         data = write_data(Path(folder) / "data")
         ways = dict(WAYS)
         if find_spec("torchao") is not None and torch.cuda.get_device_capability() >= (8, 9):
             ways["fp8"] = {"fp8": True}
-        # A model saved in several files.
+        # Save a model in several files.
         sharded_save.SHARD_BYTES = 1 << 18
         faults = compare(data, Path(folder), ways)
         if all(find_spec(name) for name in ("transformers", "peft")):

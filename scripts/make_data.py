@@ -339,7 +339,7 @@ def tool_conversation(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def distinct(make: Callable[[random.Random], list[dict[str, Any]]], *, seed: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield an endless sequence of distinct conversations."""
+    """Yield an infinite sequence of distinct conversations."""
     rng = random.Random(seed)
     seen = set()
     while True:
@@ -351,7 +351,7 @@ def distinct(make: Callable[[random.Random], list[dict[str, Any]]], *, seed: int
 
 
 def files() -> dict[str, str]:
-    """Return the text of each file by name."""
+    """Return the text of each file, keyed by file name."""
     chats = islice(distinct(conversation, seed=1), 400)
     tools = islice(distinct(tool_conversation, seed=2), 150)
     primer = islice(distinct(conversation, seed=3), 120)
@@ -364,7 +364,7 @@ def files() -> dict[str, str]:
 
 
 def desk_files() -> dict[str, str]:
-    """Return the demo's training conversations and its questions."""
+    """Return the demo's training conversations and its held-out questions."""
     texts = {}
     kinds = (("desk_chat", demo_data.chat, 500, 80), ("desk_tools", demo_data.tools, 600, 50))
     for questions, kept in zip(demo_data.split_questions(4), ("", "_heldout"), strict=True):
@@ -380,7 +380,9 @@ def lines(records: Iterator[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the small conversations in data/.")
-    parser.add_argument("--check", action="store_true", help="compare with the files in data/ instead of writing")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the output with the files in data/ instead of writing them"
+    )
     check = parser.parse_args().check
     stale = []
     for name, text in files().items():
@@ -389,7 +391,7 @@ def main() -> int:
             path.write_bytes(text.encode())
         elif not path.is_file() or path.read_bytes() != text.encode():
             stale.append(name)
-            print(f"data/{name}: not what scripts/make_data.py writes; run it and commit the result")
+            print(f"data/{name}: differs from the output of scripts/make_data.py; run the script and commit the result")
     return 1 if stale else 0
 
 

@@ -1,10 +1,10 @@
-"""Make a tiny model folder with the shape of Qwen3, so that a walkthrough runs without a download.
+"""Create the folder of a tiny Qwen3 model, so that tutorials run without a download.
 
     python scripts/make_tiny_model.py my-model                      a vocabulary of 1,000 tokens, 2 layers
     python scripts/make_tiny_model.py my-model --data mine.jsonl    with a tokenizer trained on your conversations
     python scripts/make_tiny_model.py my-model --hidden-size 128 --layers 4 --seed 1
 
-The folder has the files of a downloaded model, and transformers, PEFT, TRL and chatmill can load it:
+The folder has the same files as a downloaded model, and transformers, PEFT, TRL and chatmill can load it:
 
     config.json, model.safetensors     Qwen3 with random weights, in bfloat16
     generation_config.json             the tokens at which generation stops
@@ -12,8 +12,8 @@ The folder has the files of a downloaded model, and transformers, PEFT, TRL and 
     tokenizer_config.json              its special tokens
     chat_template.jinja                ChatML with tools, tool calls and reasoning
 
-The same arguments and library versions give the same bytes. The weights are random, so the answers are random too: use
-the model only to try out commands. A folder that exists and is not empty is not changed.
+Equal arguments and library versions produce equal bytes. The weights are random, so the answers are random too: use
+the model only to try out commands. If the folder already exists and is not empty, the script fails without changing it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from chatmill.tokenizer import train_bpe
 CONVERSATIONS = Path(__file__).resolve().parents[1] / "data" / "conversations.jsonl"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-"""Added tokens that are not special: they are decoded as text, as in Qwen3."""
+"""Added tokens that are not special, so that they are decoded as text, as in Qwen3."""
 LARGEST_VOCABULARY = 2**20
 HEAD_DIM = 16
 TEMPLATE = """\
@@ -79,7 +79,7 @@ TEMPLATE = """\
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder for the model")
+    parser.add_argument("folder", type=Path, help="folder to write the model to")
     parser.add_argument(
         "--data",
         nargs="+",
@@ -87,12 +87,12 @@ def main() -> int:
         metavar="FILE",
         help="conversations in any shape that chatmill reads (default: data/conversations.jsonl)",
     )
-    parser.add_argument("--vocab-size", type=int, default=1000, help="tokens of the vocabulary (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=1000, help="vocabulary size (default: %(default)s)")
     parser.add_argument(
-        "--hidden-size", type=int, default=64, help=f"a multiple of {2 * HEAD_DIM} (default: %(default)s)"
+        "--hidden-size", type=int, default=64, help=f"hidden size, a multiple of {2 * HEAD_DIM} (default: %(default)s)"
     )
-    parser.add_argument("--layers", type=int, default=2, help="transformer layers (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="number of transformer layers (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the random weights (default: %(default)s)")
     args = parser.parse_args()
     try:
         make_model(
@@ -107,7 +107,7 @@ def main() -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"{parser.prog}: {args.folder}: {error.strerror or error}; give a folder to write to", file=sys.stderr)
+        print(f"{parser.prog}: {args.folder}: {error.strerror or error}; use a writable folder", file=sys.stderr)
         return 1
     return 0
 
@@ -115,7 +115,7 @@ def main() -> int:
 def make_model(
     folder: Path, data: list[str], *, vocab_size: int = 1000, hidden_size: int = 64, layers: int = 2, seed: int = 0
 ) -> None:
-    """Write the model folder; it appears complete or not at all. Raise `ChatmillError` if it cannot be made."""
+    """Write the model folder atomically; raise `ChatmillError` if it cannot be written."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise DataError(f"{folder}: already exists; remove it or use a new name")
     smallest = 256 + len(SPECIAL_TOKENS) + len(TEXT_TOKENS)
@@ -182,8 +182,9 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
     )
     with torch.random.fork_rng():
         model = Qwen3ForCausalLM(config)
-    # numpy's uniform random numbers are bit-identical on every processor; torch does not guarantee that for normal
-    # ones. The variance of each matrix is 1 / inputs: with smaller tied embeddings, the loss could not get close to 0.
+    # numpy's uniform random numbers are bit-identical on every processor; torch does not guarantee this for normal
+    # random numbers. Each matrix has the variance 1 / inputs, because with smaller tied embeddings the loss could not
+    # get close to 0.
     random = np.random.default_rng(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
@@ -201,7 +202,7 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
 
 
 if __name__ == "__main__":
-    # Hide the libraries' warnings, which are not about the model.
+    # Hide warnings from the libraries, which do not concern the model.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     sys.exit(main())

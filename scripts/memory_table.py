@@ -1,4 +1,4 @@
-"""Write the memory tables of docs/explanation/models.md: estimates next to measurements, and estimates by model.
+"""Write the memory tables of docs/explanation/models.md: estimates with measurements, and estimates by model.
 
 python scripts/memory_table.py            print the tables
 python scripts/memory_table.py --write    write them into docs/explanation/models.md
@@ -29,7 +29,7 @@ from chatmill.train.estimate import GIB, Estimator  # noqa: E402
 PAGE = ROOT / "docs" / "explanation" / "models.md"
 MEASURED = ROOT / "benchmarks" / "results" / "gpu.json"
 FITTED = {"0.6b-own-adamw", "8b-hf-lora", "1.7b-own-fp8"}
-"""The runs that the three constants of the estimate were fitted on."""
+"""The runs to which the three constants of the estimate were fitted."""
 SHAPES: dict[str, dict[str, Any]] = {
     "1.7 B": MODELS["1.7b"],
     "4 B": MODELS["4b"],
@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "14 B": {**QWEN, "n_layer": 40, "n_embd": 5120, "n_head": 40, "n_ffn": 17408, "tie_weights": False},
     "32 B": {**QWEN, "n_layer": 64, "n_embd": 5120, "n_head": 64, "n_ffn": 25600, "tie_weights": False},
 }
-"""The shapes of Qwen3."""
+"""The shapes of the Qwen3 models."""
 WAYS: dict[str, dict[str, Any]] = {
     "full, `adamw`": {},
     "full, `adamw_bf16`": {"optimizer": "adamw_bf16"},
@@ -50,7 +50,7 @@ ROWS = {"1": 1, "8": 8}
 
 
 def qwen3_folder(shape: dict[str, Any], dtype: torch.dtype, folder: Path) -> Path:
-    """Write the folder of a Qwen3 model with this shape: its config, and a safetensors header without weights."""
+    """Write the folder of a Qwen3 model with this shape: its config and a safetensors header without weights."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
@@ -76,13 +76,13 @@ def qwen3_folder(shape: dict[str, Any], dtype: torch.dtype, folder: Path) -> Pat
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        # A sparse file, which takes no disk space.
+        # Write a sparse file, which takes no disk space.
         file.truncate(8 + len(text) + at)
     return folder
 
 
 def line_config(line: TrainLine, folder: Path) -> TrainConfig:
-    """The config of a line of benchmarks/train.py; `folder` holds the folders of models."""
+    """Return the config of a line in benchmarks/train.py; `folder` contains the model folders."""
     keys: dict[str, Any] = {
         "optimizer": line.optimizer,
         "fp8": line.fp8,
@@ -109,10 +109,10 @@ def compared(folder: Path) -> Iterator[tuple[str, str, float, float]]:
     """Yield the name, title, estimate and measurement in GiB of each measured chatmill run."""
     measured = json.loads(MEASURED.read_text("utf-8"))
     for name, line in TRAIN_LINES.items():
-        # Skip results without a precision: they are from a version whose compiled layers used more memory.
+        # Skip results without a precision, which are from a version whose compiled layers used more memory.
         if line.side == "chatmill" and "precision" in measured.get(name, {}):
             estimate = Estimator(on_gpu=True)(line_config(line, folder))
-            # Compare only tensors, because torch measures nothing else.
+            # Compare only the memory of tensors, because torch does not measure other memory.
             yield name, line.what.removeprefix("chatmill, "), estimate.tensors / GIB, measured[name]["gib"]
 
 
@@ -161,7 +161,9 @@ def page() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the tables into docs/explanation/models.md")
-    parser.add_argument("--check", action="store_true", help="exit 1 if docs/explanation/models.md has other tables")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if the tables in docs/explanation/models.md differ"
+    )
     args = parser.parse_args()
     if args.write or args.check:
         made = page()

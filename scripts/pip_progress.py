@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/pip_progress.py -r requirements/dev.txt
 
-All arguments are passed on to `pip install`. If it fails, its whole output is printed; the exit code is pip's.
+All arguments are passed to `pip install`. If pip fails, its whole output is printed. The exit code is pip's exit code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def print_step(text: str, *, terminal: bool, final: bool) -> None:
-    """Update the line on a terminal; in a log, print only the number of packages from time to time."""
+    """Update the progress line on a terminal; in a log, print only the number of packages from time to time."""
     if terminal:
         print(f"\r{text[:WIDTH]:<{WIDTH}}", end="\r" if final else "", flush=True)
     elif text.startswith("  installing") or re.match(r"  \d*[05]0 packages: collecting", text):

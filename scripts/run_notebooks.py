@@ -1,10 +1,10 @@
-"""Run the notebooks in docs/tutorials and compare their output with the output stored in them.
+"""Run the notebooks in docs/tutorials and compare their output with the stored output.
 
     python scripts/run_notebooks.py                       run all of them; exit 1 at the first difference
     python scripts/run_notebooks.py mask.ipynb --write    run one and store its outputs
 
-A cell with the tag `varies` prints numbers that differ between processors: it must run, and its output is not compared.
-Only standard output is stored, because warnings and progress bars differ between versions of libraries.
+A cell with the tag `varies` prints numbers that differ between processors; such a cell must run, but its output is not
+compared. Only standard output is stored, because warnings and progress bars differ between versions of libraries.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 CELL_TIMEOUT = 600
-"""Seconds. A cell takes less than a minute on two slow cores; this stops a cell that hangs."""
+"""Seconds. Time limit for a cell, in seconds; a cell takes less than a minute on two slow cores."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="names of notebooks; all if left out")
+    parser.add_argument("names", nargs="*", help="names of the notebooks to run (default: all notebooks)")
     parser.add_argument("--write", action="store_true", help="store the outputs in the notebooks")
     args = parser.parse_args()
     for name in args.names or [path.name for path in sorted(FOLDER.glob("*.ipynb"))]:
@@ -48,9 +48,9 @@ def read(path: Path) -> Any:
 
 
 def run(notebook: Any) -> Any:
-    """Execute a copy of the notebook in its folder; return it with only the outputs that are stored.
+    """Execute a copy of a notebook in the notebook's folder; return the copy with only the outputs that are stored.
 
-    An exception in a cell is raised as `CellExecutionError`. The kernel keeps its files in a temporary folder.
+    An exception in a cell is raised as `CellExecutionError`. The Jupyter kernel keeps its files in a temporary folder.
     """
     executed = nbformat.from_dict(notebook)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""Run the compiled parts with AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
+"""Test the C extensions with AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize`).
 
     python3 scripts/sanitize.py [--rounds N] [--seed N]
 
-Copies src/ and tests/ to build/sanitize, compiles the C there with gcc or clang, and runs `tests/fuzz_compiled.py`,
-which needs only Python, and the tests of the compiled parts, which need the packages that `make install` installs. An
-invalid access or undefined behavior ends the run with a stack trace. If the compiler has no sanitizers, the script
-prints a message and exits with 0.
+Copies src/ and tests/ to build/sanitize, compiles the C sources in the copy with gcc or clang, and runs
+`tests/fuzz_compiled.py`, which requires only Python, and the tests of the C extensions, which require the packages that
+`make install` installs. An invalid access or undefined behavior ends the run with a stack trace. If the compiler has no
+sanitizers, the script prints a message and exits with 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TESTS = {
     "records/test_columns.py": ["numpy", "msgspec"],
     "tokenizer/test_byte_bpe.py": ["numpy", "msgspec", "tokenizers"],
 }
-"""Tests of the compiled parts, and the modules that they import in addition to PYTEST; skipped if these are missing."""
+"""Test files of the C extensions, with the modules that each file requires in addition to PYTEST."""
 LEFT_OUT = [
     "megabytes",
     "every_character",
@@ -44,13 +44,13 @@ LEFT_OUT = [
     "probe",
     "real_files",
 ]
-"""Tests that are skipped because they take minutes here, or because they test other engines."""
+"""Tests that are skipped because they take minutes with sanitizers, or because they test other engines."""
 PYTEST = ["pytest", "hypothesis", "xdist", "pytest_timeout"]
 PROBE = "int main(void) { return 0; }"
 
 
 def runtime(compiler: str) -> list[str]:
-    """Return the sanitizer libraries to preload, because Python itself is not compiled with them."""
+    """Return the sanitizer libraries, which must be preloaded because Python is not compiled with sanitizers."""
     names = ["libasan.so", "libubsan.so"]
     if "clang" in subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout:
         names = [f"libclang_rt.asan-{platform.machine()}.so"]
@@ -60,7 +60,7 @@ def runtime(compiler: str) -> list[str]:
 
 
 def why_not(compiler: str | None, include: Path) -> str:
-    """Return why the sanitizers cannot run here; empty if they can."""
+    """Return the reason why the sanitizers cannot run on this machine, or an empty string if they can."""
     if compiler is None:
         return "there is no C compiler"
     if not (include / "Python.h").exists():
@@ -90,7 +90,7 @@ def compile_parts(compiler: str, include: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, help="of the fuzzing; 90 calls each")
+    parser.add_argument("--rounds", type=int, default=60, help="number of fuzzing rounds, with 90 calls each")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "cc", "clang"))), None)
@@ -105,7 +105,8 @@ def main() -> int:
     environment = {
         **os.environ,
         "LD_PRELOAD": ":".join(runtime(compiler)),
-        # Python does not free everything at exit. Python's own allocator would hide reads beyond the end of an object.
+        # Do not check for leaks, because Python does not free all memory at exit. Do not use Python's own allocator,
+        # which would hide reads beyond the end of an object.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",

@@ -1,10 +1,9 @@
-"""Measure the cost of each part as a dataset grows: the table in docs/explanation/scale.md.
+"""Measure how the cost of each operation grows with the dataset, for the table in docs/explanation/scale.md.
 
     python scripts/scale.py [--episodes 100000 1000000 10000000] [--folder DIR] [--json]
 
-Datasets of small made-up episodes (8 tokens on average) are written to a temporary folder, with about 120 bytes per
-episode, and measured one after the other, each in separate processes. The order is also measured for a billion
-episodes.
+Datasets of small generated episodes (8 tokens on average, about 120 bytes each) are written to a temporary folder and
+measured one after the other, each measurement in a separate process. The order is also measured for a billion episodes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import sys, time
 import chatmill.load.loader as loader
 from chatmill.store.read import open_dataset
 
-# Its own memory: mapped files are the system's cache, and given back when others need it.
+# Count only anonymous memory: the pages of mapped files belong to the system's cache, and are released on demand.
 def memory():
     return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) / 1024
 
@@ -55,7 +54,7 @@ print(1e3 * (opened - began), 1e3 * (first - opened), memory() - imports)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
-    parser.add_argument("--folder", type=Path, help="where the datasets are written for the time of the run")
+    parser.add_argument("--folder", type=Path, help="folder for the datasets, which are removed after the run")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     found = [measure(count, args.folder) for count in args.episodes]
@@ -101,7 +100,7 @@ def measure(count: int, folder: Path | None) -> dict[str, Any]:
 
 
 def many_shards(count: int, folder: Path | None) -> tuple[float, float]:
-    """Return the milliseconds to open a dataset of `count` shards, and the kilobytes of its metadata."""
+    """Return the time to open a dataset of `count` shards in ms, and the size of its metadata in kilobytes."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         dataset = Path(temporary)
         write(dataset, 20 * count, shard_tokens=160)
@@ -155,7 +154,7 @@ def made(count: int) -> Rows:
 
 
 def first(dataset: Path, order: str, packing: str) -> tuple[float, float, float]:
-    """Return the milliseconds to open and to build the first batch, and MB of memory, as medians of three processes."""
+    """Return medians over three processes: ms to open a dataset, ms to build the first batch, and memory in MB."""
     runs = [
         [
             float(word)

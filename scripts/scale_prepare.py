@@ -1,4 +1,4 @@
-"""Measure the parallel and the serial part of `prepare`: the table under "Preparing" in docs/explanation/scale.md.
+"""Measure the parallel and the serial part of `prepare`, for the table under "Preparing" in docs/explanation/scale.md.
 
     python scripts/scale_prepare.py [--conversations 50000] [--tokenizer FILE] [--ray] [--json]
 
@@ -46,11 +46,11 @@ Times = dict[str, list[float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=50_000)
-    parser.add_argument("--tokenizer", default="bytes", help="a tokenizer file; default: bytes")
+    parser.add_argument("--tokenizer", default="bytes", help="a tokenizer file (default: bytes)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pack", type=int, help="pack rows")
-    parser.add_argument("--unit-bytes", type=int, default=pipeline.UNIT_BYTES, help="bytes of input in a unit")
-    parser.add_argument("--ray", action="store_true", help="also on Ray, with an object store")
+    parser.add_argument("--unit-bytes", type=int, default=pipeline.UNIT_BYTES, help="number of input bytes per unit")
+    parser.add_argument("--ray", action="store_true", help="also measure on Ray, with an object store")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,7 +86,7 @@ def write_corpus(path: Path, count: int) -> None:
 
 @contextmanager
 def bucket() -> Iterator[Url]:
-    """Yield a new bucket on an S3 server that runs until the end of the block; child processes can use it."""
+    """Yield a new bucket on an S3 server that runs until the end of the block; child processes can use the bucket."""
     import urllib.request
 
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:

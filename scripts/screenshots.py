@@ -1,8 +1,8 @@
-"""Write docs/images/viewer.png and docs/images/report.png: the viewer and the report on data/conversations.jsonl.
+"""Write docs/images/viewer.png and docs/images/report.png, which show a dataset of data/conversations.jsonl.
 
 python scripts/screenshots.py [FOLDER]    write both images into FOLDER; the default is docs/images
 
-Needs Chromium and Playwright, as the browser tests in tests/show do.
+Like the browser tests in tests/show, the script requires Chromium and Playwright.
 """
 
 from __future__ import annotations

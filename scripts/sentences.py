@@ -1,12 +1,12 @@
-"""List the sentences of the repository, draw a random sample of them, or check them for phrases to avoid.
+"""List the sentences of the repository, draw a random sample, or check all sentences for phrases to avoid.
 
     python scripts/sentences.py src/chatmill/fit                    every sentence below a folder, with its place
     python scripts/sentences.py --sample 120 --seed 1               a sample from docs, docstrings, comments and strings
     python scripts/sentences.py --kinds docs string --sample 20     only some kinds
-    python scripts/sentences.py --check                             fail on a phrase of scripts/phrases.txt
+    python scripts/sentences.py --check                             fail on sentences with a phrase in scripts/phrases.txt
 
-Kinds: `docs` (Markdown outside of code blocks), `docstring`, `comment` (Python, C, Makefile) and `string` (literals of
-at least three words: errors, help and progress). Paths default to the whole repository.
+The kinds are `docs` (Markdown outside of code blocks), `docstring`, `comment` (Python, C, Makefile) and `string`
+(literals of at least three words: errors, help and progress). Paths default to the whole repository.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Sentence(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", help="files or folders, relative to the repository")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of text to read")
-    parser.add_argument("--sample", type=int, help="print this many sentences, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--check", action="store_true", help="fail on a phrase of scripts/phrases.txt")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of text to include")
+    parser.add_argument("--sample", type=int, help="number of sentences to draw at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the sample")
+    parser.add_argument(
+        "--check", action="store_true", help="fail if a sentence contains a phrase in scripts/phrases.txt"
+    )
     args = parser.parse_args()
     if args.check:
         problems = list(phrases_to_avoid(ROOT, args.paths, PHRASES.read_text("utf-8")))
@@ -163,7 +165,7 @@ def split_sentences(passage: str) -> Iterator[str]:
 
 
 def phrases_to_avoid(root: Path, paths: list[str], listing: str) -> Iterator[str]:
-    """Yield a line for each sentence with a phrase from `listing`, whose lines are `pattern -> what to write`."""
+    """Yield a line for each sentence with a phrase from `listing`, whose lines are `pattern -> replacement`."""
     rules = []
     for line in listing.splitlines():
         if line.strip() and not line.startswith("#"):

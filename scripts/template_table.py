@@ -1,10 +1,10 @@
-"""Certify every chat template that TRL ships, and print a table that compares derived masks with the tagged versions.
+"""Certify every chat template that TRL ships, and compare the derived masks with TRL's tagged templates in a table.
 
     python scripts/template_table.py            print the table
     python scripts/template_table.py --write    put it into docs/explanation/templates.md
     python scripts/template_table.py --check    exit 1 if docs/explanation/templates.md has another one
 
-The tokenizer is a byte-level BPE trained here, with the control strings of all templates as its special tokens.
+The tokenizer is a byte-level BPE trained by this script, with the control strings of all templates as special tokens.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Line(NamedTuple):
     origin: int
     starts: int
     stops: int
-    """Answers by origin, and the starts and ends that were also found with prefixes."""
+    """Number of answers by origin, and numbers of starts and ends that were also found with prefixes."""
     tagged: str
-    """How the tagged version differs."""
+    """A description of how the tagged version differs."""
 
     @property
     def certified(self) -> bool:
@@ -74,8 +74,10 @@ class Line(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/explanation/templates.md")
-    parser.add_argument("--check", action="store_true", help="compare it with the one there")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/explanation/templates.md")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the table with the one in docs/explanation/templates.md"
+    )
     args = parser.parse_args()
     table = markdown(lines())
     if args.write:
@@ -91,7 +93,7 @@ def main() -> int:
 
 
 def lines(names: Sequence[str] = ORIGINALS) -> list[Line]:
-    """Return one line for each of these templates."""
+    """Return one table line for each of these templates."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder))
         peer = PreTrainedTokenizerFast(
@@ -136,7 +138,7 @@ def template_file(name: str) -> str:
 
 @cache
 def shared_tokenizer(folder: str) -> Tokenizer:
-    """Make one tokenizer for all templates, because opening it includes a check that is slower than most templates."""
+    """Create one tokenizer for all templates, because opening a tokenizer takes longer than most templates."""
     return open_tokenizer(folder)
 
 
@@ -168,7 +170,7 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """Describe how the mask of the tagged version differs, over the probes that both render to the same text."""
+    """Describe how the tagged version's mask differs, for probes that both versions render to the same text."""
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"
     if not (FOLDER / f"{edition}.jinja").is_file():

@@ -2,10 +2,10 @@
 
     python scripts/try_imports.py CHECKOUT... [--only TEXT] [--work FOLDER] [--markdown]
 
-CHECKOUT is a folder with a checkout of one of the repositories. Every config in it that is not refused is prepared and
-trained for 5 steps on the CPU. Generated samples in the shape of the recipe replace its data, and a tiny model with
-random weights replaces its model. Rows have at most 256 tokens, and steps have 8 rows; if the config has a validation
-split, it gets at least a tenth of the samples.
+CHECKOUT is a folder with a checkout of one of the repositories. Every config in a checkout that is not refused is
+prepared and trained for 5 steps on the CPU. Generated samples in the shape of the recipe replace its data, and a tiny
+model with random weights replaces the config's model. Rows have at most 256 tokens, and steps have 8 rows; a validation
+split gets at least a tenth of the samples.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ KINDS = (
     ("examples/cli_configs/*.yaml", "trl", import_trl),
     ("recipes/**/*.yaml", "src/alignment", import_trl),
 )
-"""Where each repository has its configs, a folder that identifies the repository, and the importer for its configs."""
+"""For each repository: the path of its configs, a folder that identifies it, and the importer for its configs."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT", help="folders of repositories")
+    parser.add_argument(
+        "checkouts", nargs="+", type=Path, metavar="CHECKOUT", help="folders with checkouts of repositories"
+    )
     parser.add_argument("--only", default="", help="try only configs whose path contains this text")
-    parser.add_argument("--refused", action="store_true", help="list the configs that are refused, too")
-    parser.add_argument("--most", type=int, default=10**6, help="train at most this many configs of a repository")
-    parser.add_argument("--work", type=Path, help="folder for models, data and runs; a temporary one if left out")
+    parser.add_argument("--refused", action="store_true", help="also list the configs that are refused")
+    parser.add_argument("--most", type=int, default=10**6, help="train at most this many configs per repository")
+    parser.add_argument("--work", type=Path, help="folder for models, data and runs (default: a temporary folder)")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args()
     checkouts = [path.resolve() for path in args.checkouts]
@@ -100,7 +102,7 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
     changes |= {"batch_size": ROWS, "gradient_accumulation_steps": steps, "block_size": TOKENS, "parallel": "ddp"}
     changes |= {"max_iters": STEPS, "epochs": None, "report_to": [], "eval_samples": 0, "fp8": False}
     if (lora := imported.train.get("lora")) and not TARGETS.intersection(lora["targets"]):
-        # The LoRA targets are layers of an architecture that differs from that of the tiny model.
+        # Replace LoRA targets that name layers of another architecture than the tiny model's.
         changes["lora"] = {**lora, "targets": "all-linear"}
     stage = "prepare"
     try:
@@ -113,11 +115,11 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
     return f"trained {steps} steps" if steps == STEPS else f"stopped after {steps} steps", imported
 
 
-# Replacements for models and data.
+# Functions that replace models and data.
 
 
 def tiny_model(work: Path) -> Path:
-    """A model of two layers with random weights, a tokenizer, and a chat template."""
+    """Write a model of two layers with random weights, a tokenizer, and a chat template."""
     folder = work / "tiny-model"
     if folder.exists():
         return folder
@@ -146,7 +148,7 @@ def tiny_model(work: Path) -> Path:
 
 
 def replace_data(recipe: Path, folder: Path) -> None:
-    """Generate samples for each source of a recipe, and make the recipe read them instead."""
+    """Generate samples for each source of a recipe, and change the recipe to read the samples."""
     import yaml
 
     values = yaml.safe_load(recipe.read_text())

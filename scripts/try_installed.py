@@ -1,11 +1,11 @@
-"""Use the chatmill that is installed for this Python as a new user would, in an empty folder.
+"""Use the chatmill installation of this Python as a new user would, in an empty folder.
 
     python scripts/try_installed.py [--compiled | --not-compiled]
 
-Runs the commands that need no optional dependencies: trains a tokenizer, and prepares, verifies, shows and reports a
-dataset. The last line has the versions of chatmill and Python, the compiled parts that are installed, and the hash of
-the dataset, which is the same for every Python version and processor. If a command fails, prints its output and exits
-with 1; also exits with 1 if the compiled parts do not match the flag.
+Runs commands that need no optional dependencies: trains a tokenizer, and prepares, verifies, shows and reports a
+dataset. The last output line has the versions of chatmill and Python, the C extensions that are installed, and the hash
+of the dataset, which is the same for every Python version and processor. If a command fails, the script prints its
+output and exits with 1; it also exits with 1 if the C extensions do not match the flag.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def loads(module: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Use the chatmill that is installed for this Python.")
+    parser = argparse.ArgumentParser(description="Test the chatmill installation of this Python.")
     compiled = parser.add_mutually_exclusive_group()
-    compiled.add_argument("--compiled", action="store_true", help="fail if a compiled part is missing")
-    compiled.add_argument("--not-compiled", action="store_true", help="fail if there is a compiled part")
+    compiled.add_argument("--compiled", action="store_true", help="fail if a C extension is missing")
+    compiled.add_argument("--not-compiled", action="store_true", help="fail if a C extension is installed")
     options = parser.parse_args()
     where = find_spec("chatmill")
     if where is None or where.origin is None or Path(where.origin).is_relative_to(ROOT / "src"):

@@ -1,12 +1,12 @@
-"""Try chatmill with a folder of chat templates, against an oracle that shares no code with it.
+"""Check chatmill on a folder of chat templates against an oracle that shares no code with chatmill.
 
     python scripts/try_templates.py FOLDER                 every *.jinja file, with about forty conversations
-    python scripts/try_templates.py FOLDER --only qwen3    templates whose name holds this; prints every conversation
-    python scripts/try_templates.py FOLDER --table FILE    exit 1 if what is not exact differs from what FILE lists
-    python scripts/try_templates.py FOLDER --write FILE    write that list
+    python scripts/try_templates.py FOLDER --only qwen3    use templates with this name, and print all conversations
+    python scripts/try_templates.py FOLDER --table FILE    exit with 1 if the inexact results differ from FILE
+    python scripts/try_templates.py FOLDER --write FILE    write the list of inexact results to FILE
 
 Tokens are read from --tokens or FOLDER/tokens.json (bos, eos, control, soft, stops and ends of each template), or are
-guessed from the templates. The exit code is 1 if anything is trained wrongly.
+guessed from the templates. The exit code is 1 if any token is trained incorrectly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOT_STOPS = ("<|end|>", "<|eom|>")
 
 def guess_tokens(source: str) -> dict[str, Any]:
     """Return the strings in a template that look like control tokens."""
-    # Hunyuan puts a suffix into its tokens.
+    # Hunyuan's control tokens contain a suffix.
     written = {token.replace("{}", ":opensource") for token in CONTROL.findall(source)}
     soft = {*SOFT.findall(source), "<think>", "</think>"}
     bos, eos = "<s>", "</s>"
@@ -81,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=Path, help="a JSON file with the tokens of each template")
-    parser.add_argument("--only", default="", help="templates whose name holds this; prints every conversation")
-    parser.add_argument("--table", type=Path, help="exit 1 if what is not exact differs from this list")
-    parser.add_argument("--write", type=Path, help="write that list")
+    parser.add_argument(
+        "--only", default="", help="use only templates whose name contains this text, and print every conversation"
+    )
+    parser.add_argument("--table", type=Path, help="exit with 1 if the inexact results differ from this list")
+    parser.add_argument("--write", type=Path, help="write the list of inexact results to this file")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="processes (default: 1)")
     given = parser.parse_args(argv)
     paths = [path for path in sorted(given.folder.glob("*.jinja")) if given.only in path.stem]
@@ -107,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(results)} templates, {count.total()} conversations, {time.perf_counter() - began:.0f} s")
     print(", ".join(f"{verdict} {number}" for verdict, number in sorted(count.items())))
     print(
-        f"{100 * share_exact(results):.1f} % exact of those that transformers renders whole, with an end to each answer"
+        f"{100 * share_exact(results):.1f} % exact, of the conversations that transformers renders completely, "
+        "with an end for each answer"
     )
     lines = refusals(results)
     if given.write:

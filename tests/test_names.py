@@ -33,7 +33,7 @@ def test_the_tree_is_clean():
 @pytest.mark.parametrize(("first", "second"), [("Part", "Part"), ("Part", "_Part"), ("_Part", "__Part")])
 def test_a_class_name_defined_twice_is_named_with_both_places(tmp_path, first, second):
     files = {"src/chatmill/a.py": f"class {first}: ...\n", "src/chatmill/b/c.py": f"\n\nclass {second}: ...\n"}
-    line = "src/chatmill/b/c.py:3: class Part is defined at src/chatmill/a.py:1 too; give each its own name"
+    line = "src/chatmill/b/c.py:3: class Part is also defined at src/chatmill/a.py:1; rename one of them"
     assert check(plant(tmp_path, files)) == (1, [line])
 
 
