@@ -3,7 +3,7 @@
     python scripts/sentences.py src/chatmill/fit                    every sentence below a folder, with its place
     python scripts/sentences.py --sample 120 --seed 1               a sample from docs, docstrings, comments and strings
     python scripts/sentences.py --kinds docs string --sample 20     only some kinds
-    python scripts/sentences.py --check                             fail on sentences with a phrase in scripts/phrases.txt
+    python scripts/sentences.py --check                             fail on phrases in scripts/phrases.txt
 
 The kinds are `docs` (Markdown outside of code blocks), `docstring`, `comment` (Python, C, Makefile) and `string`
 (literals of at least three words: errors, help and progress). Paths default to the whole repository.
