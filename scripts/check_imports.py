@@ -121,7 +121,7 @@ def imports(path: Path, package: Path) -> Iterator[Import]:
             base = ".".join((*above[: len(above) - node.level + 1], node.module or "")) if node.level else node.module
             base = (base or "").rstrip(".")
             for alias in node.names:
-                # `from chatmill import fit` names a part; `from chatmill import pack` names the package itself.
+                # `from chatmill import fit` imports a part; `from chatmill import pack` imports the package itself.
                 is_part = base == PACKAGE and alias.name in MAY_IMPORT
                 yield Import(f"{base}.{alias.name}" if is_part else base, node.lineno, in_function, for_types)
         elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):

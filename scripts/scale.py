@@ -67,7 +67,7 @@ def main() -> None:
         print(f"{name:<44}" + "".join(f"{each[name]:>14,.4g}" for each in found))
     for count, (opened, size) in shards.items():
         print(f"open {count:,} shards, ms; metadata, kB".ljust(44) + f"{opened:>14,.4g}{size:>14,.4g}")
-    print(f"{'feistel: a position of a billion, µs':<44}{order['position_us']:>14,.4g}")
+    print(f"{'one of a billion positions of feistel, µs':<44}{order['position_us']:>14,.4g}")
 
 
 def measure(count: int, folder: Path | None) -> dict[str, Any]:
@@ -81,19 +81,21 @@ def measure(count: int, folder: Path | None) -> dict[str, Any]:
         lengths = np.random.default_rng(0).integers(2, 15, min(count, 1 << 16))
         return {
             "episodes": count,
-            "bytes an episode": size / count,
-            "open, and read one, ms": opened,
-            "loader, first batch, feistel, ms": feistel,
-            "  memory over imports, MB": memory,
-            "loader, first batch, epoch, ms": epoch,
-            "  memory over imports, MB ": epoch_memory,
-            "loader, first batch, feistel, packed, ms": packed,
-            "  memory over imports, MB  ": packed_memory,
-            "order epoch: the permutation, ms": milliseconds(lambda: make_order("epoch", count, seed=1).block(0, 0, 1)),
-            "order feistel: 512 positions, ms": milliseconds(
+            "bytes per episode": size / count,
+            "open, then read one episode, ms": opened,
+            "first batch with feistel, ms": feistel,
+            "  memory beyond imports, MB": memory,
+            "first batch with epoch, ms": epoch,
+            "  memory beyond imports, MB ": epoch_memory,
+            "first packed batch with feistel, ms": packed,
+            "  memory beyond imports, MB  ": packed_memory,
+            "permutation of the order epoch, ms": milliseconds(
+                lambda: make_order("epoch", count, seed=1).block(0, 0, 1)
+            ),
+            "512 positions of the order feistel, ms": milliseconds(
                 lambda: make_order("feistel", count, seed=1).block(0, 0, 512)
             ),
-            "packing plan of a window of 65,536, ms": milliseconds(lambda: pack_lengths(lengths, 513)),
+            "plan for packing 65,536 episodes, ms": milliseconds(lambda: pack_lengths(lengths, 513)),
             "verify, s": milliseconds(lambda: check(dataset, full=False), runs=1) / 1e3,
             "verify --full, s": milliseconds(lambda: check(dataset, full=True), runs=1) / 1e3,
         }

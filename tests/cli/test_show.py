@@ -146,7 +146,7 @@ def test_escape_sequences_in_texts_are_not_sent_to_a_terminal(run, command, tmp_
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["show", "v1", "3"], 2, "no episode 3 in train; it has 0 to 2"),
+        (["show", "v1", "3"], 2, "no episode 3 in train; expected 0 to 2"),
         (["show", "v1", "0", "--search", "x"], 2, "cannot be used together"),
         (["show", "v1", "--decode"], 2, "--decode requires EPISODE"),
         (["show", "v1", "--search", ""], 2, "the search text is empty"),
@@ -154,7 +154,7 @@ def test_escape_sequences_in_texts_are_not_sent_to_a_terminal(run, command, tmp_
         (["show", "v1", "--split", "val"], 1, "has no split val"),
         (["show", "v1", "--tokenizer", "none.json"], 1, "none.json"),
         (["explain", "v1", "3"], 2, "expected EPISODE:TOKEN"),
-        (["explain", "v1", "0:8"], 2, "no token 8 in episode 0 of train; it has 0 to 7"),
+        (["explain", "v1", "0:8"], 2, "no token 8 in episode 0 of train; expected 0 to 7"),
         (["stats", "v1", "--split", "val"], 1, "has no split val"),
         (["report", "v1", "-o", "none/page.html"], 1, "no such folder"),
         (["report", "v1", "-o", "."], 1, ".: is a folder; expected the name of a file"),

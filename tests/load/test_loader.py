@@ -297,7 +297,9 @@ def test_damage_is_reported_at_every_attempt_and_the_cursor_does_not_move(tmp_pa
         target, {"batch_size": 1, "block_size": 4, "epoch_shuffle": False, "pad_token_id": 0, "episode_min_tokens": 0}
     )
     for _ in range(2):
-        with pytest.raises(DataError, match="points beyond the tokens; the file was changed; run chatmill verify"):
+        with pytest.raises(
+            DataError, match="an entry points past the last token; the file was changed; run chatmill verify"
+        ):
             list(islice(loader, 3))
     # The first batch is intact and was returned; the second is tried again.
     assert loader.cursor().step == 1

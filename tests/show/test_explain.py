@@ -107,5 +107,5 @@ def test_after_reweighing_the_explanation_uses_the_new_train_on(chats, tmp_path)
 
 @pytest.mark.parametrize(("episode", "token"), [(6, 0), (0, 8), (-1, 0), (0, -1)])
 def test_a_token_that_does_not_exist_is_a_usage_error(chats, episode, token):
-    with pytest.raises(UsageError, match="it has 0 to"):
+    with pytest.raises(UsageError, match="expected 0 to"):
         explain_token(chats, "train", episode, token)

@@ -153,7 +153,9 @@ def test_reading_rows_of_a_broken_table_is_an_error(dataset):
     tamper(dataset, "episodes.idx", PAIR, put("length", 1, 2**40))
     episodes = open_dataset(dataset)["train"]
     for reading in (lambda: episodes.rows([1]), lambda: episodes.tokens(1), lambda: episodes.mask(1)):
-        with pytest.raises(DataError, match="points beyond the tokens; the file was changed; run chatmill verify"):
+        with pytest.raises(
+            DataError, match="an entry points past the last token; the file was changed; run chatmill verify"
+        ):
             reading()
 
 
@@ -165,7 +167,7 @@ def test_reading_rows_of_a_broken_table_is_an_error(dataset):
         ("spans.bin", STORED_SPAN, put("part", 0, 255), "a span has a part that is not defined"),
         ("spans.bin", STORED_SPAN, put("rule", 0, 255), "a span has a rule that is not defined"),
         ("origins.bin", SEGMENT, put("row", 1, 2**63), "a segment is out of order"),
-        ("origins.bin", SEGMENT, put("first_span", 0, 2**63), "points beyond the spans"),
+        ("origins.bin", SEGMENT, put("first_span", 0, 2**63), "an entry points past the last span"),
         ("origins.bin", SEGMENT, put("first_span", 1, 2**55), "the spans of a segment are out of order"),
         ("origins.bin", SEGMENT, put("file", 1, 2**24), "a segment has a file number beyond the 3 known files"),
     ],

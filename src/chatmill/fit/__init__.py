@@ -1,4 +1,4 @@
-"""Fit rows into a model's context: truncate, pack, cut into blocks, filter by length.
+"""Fit rows into a model's context: truncate, pack, split into blocks, filter by length.
 
     truncate, truncate_with_sources  cut rows to a maximum number of tokens, by one of `RULES`
     pack, pack_lengths               combine several rows into one by best-fit decreasing

@@ -93,7 +93,7 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Return the blocks after token `at` and the end of the last one; it may be partial only if `last` is true."""
+    """Return the blocks after token `at` and the end of the last block, which is partial only if `last` is true."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):

@@ -127,7 +127,7 @@ class EpisodeLoader(IterableDataset):
         """Downloads for datasets at URLs."""
         self._skip: int | None = None
         """In a worker, the number of other workers' batches before its next batch, or None before its first batch."""
-        # Report invalid settings now and not at the first batch.
+        # Check the settings now, so that errors are raised before the first batch.
         order = self._builder(self.plan(split)).plan.order
         if epochs is not None and order.length is None:
             raise UsageError(f"epochs is {epochs}, but the order {order.name} has no epochs; remove epochs")

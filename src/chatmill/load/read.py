@@ -148,7 +148,7 @@ class EpisodeReader:
                 check_mapped(index)
         start, length, room = entries[:, 0], entries[:, 1], self._num_tokens.view(np.uint64)[shard]
         if (wrong := (start > room) | (length > room - start)).any():
-            raise self._damaged(int(shard[wrong.argmax()]), INDEX, "points beyond the tokens")
+            raise self._damaged(int(shard[wrong.argmax()]), INDEX, "an entry points past the last token")
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
     def last_tokens(self, episodes: Index, capacity: int) -> StoredEpisodes:

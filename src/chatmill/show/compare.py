@@ -65,7 +65,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of tokens by which library trains them; a token that is in both rows counts once."""
+    """Numbers of tokens that both, one or no library trains; a token that is in both rows counts once."""
 
     both: int = 0
     only_chatmill: int = 0
@@ -165,7 +165,7 @@ def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
 
 
 def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Align two rows: blocks (start, stop, start, stop, whether their ids are equal) that together cover both rows."""
+    """Yield blocks (start, stop, peer_start, peer_stop, whether the ids are equal) that cover and align two rows."""
     size = min(len(ours), len(theirs))
     head = _equal_length(ours[:size], theirs[:size])
     tail = _equal_length(ours[head:][::-1][: size - head], theirs[head:][::-1][: size - head])

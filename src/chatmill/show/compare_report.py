@@ -202,7 +202,7 @@ def _line(views: tuple[TokenView, ...]) -> Text:
 
 
 def outcome_lines(comparison: Comparison) -> Iterator[str]:
-    """Return lines with the number of records for each outcome, and the reasons for refusals."""
+    """Return lines with the number of records for each outcome, and with the reasons for refusals."""
     yield f"{comparison.records:,} records: " + ", ".join(
         [f"{comparison.outcomes[each]:,} {each.value}" for each in Outcome if comparison.outcomes[each]]
         + [f"{comparison.refused[name]:,} refused by {name}" for name in REFUSED if comparison.refused[name]]

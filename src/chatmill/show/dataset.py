@@ -89,10 +89,10 @@ class DatasetView:
         return self.text.tokenizer
 
     def row(self, split: str, episode: int) -> Rows:
-        """One episode."""
+        """Return one episode."""
         episodes = self.dataset[split]
         if not 0 <= episode < len(episodes):
-            right = f"it has 0 to {len(episodes) - 1:,}" if len(episodes) else "it has none"
+            right = f"expected 0 to {len(episodes) - 1:,}" if len(episodes) else "the split is empty"
             raise UsageError(f"{self.title}: no episode {episode} in {split}; {right}")
         return episodes.rows([episode])
 

@@ -88,7 +88,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
     """Explain one token of an episode: what it is, where it came from, and why it is trained or context."""
     row = view.row(split, episode)
     if not 0 <= token < len(row.ids):
-        right = f"it has 0 to {len(row.ids) - 1:,}" if len(row.ids) else "it has none"
+        right = f"expected 0 to {len(row.ids) - 1:,}" if len(row.ids) else "the episode is empty"
         raise UsageError(f"{view.title}: no token {token} in episode {episode} of {split}; {right}")
     at = int(np.searchsorted(row.span_start, token, side="right")) - 1
     segment = int(np.searchsorted(row.first_span, at, side="right")) - 1

@@ -193,7 +193,7 @@ class Episodes:
             count = int(gaps[0]) + 1 if len(gaps) else count
             stop = stop if count == 1 else int(ends[count - 1])
         if stop > most:
-            raise self.damaged(shard, INDEX, "points beyond the tokens")
+            raise self.damaged(shard, INDEX, "an entry points past the last token")
         return _EpisodeRun(shard, episode, count, start, stop)
 
     def _segments(self, run: _EpisodeRun) -> tuple[Table, int, int]:
@@ -207,7 +207,7 @@ class Episodes:
         first = int(first_span[begin])
         stop = int(first_span[end]) if end < len(origins) else most
         if not first <= stop <= most:
-            raise self.damaged(run.shard, ORIGINS, "points beyond the spans")
+            raise self.damaged(run.shard, ORIGINS, "an entry points past the last span")
         return origins[begin:end], first, stop
 
     def damaged(self, shard: int, file: str, what: str) -> DataError:

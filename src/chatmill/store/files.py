@@ -182,7 +182,7 @@ def remove_all(paths: Iterable[Path]) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync every file of a folder, and the folders themselves, innermost first."""
+    """Sync all files and folders in a folder, innermost first, and then the folder itself."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             sync_tree(path)

@@ -215,7 +215,7 @@ def _shard(data: JsonObject, number: int, dtype: np.dtype[Any]) -> ShardInfo:
     dtypes = layout.record_dtypes(dtype)
     for name, count in layout.COUNTS.items():
         if files[name].size != (size := counts[count] * dtypes[name].itemsize):
-            raise listed.table(name).fault("size", files[name].size, f"{size}, from its counts")
+            raise listed.table(name).fault("size", files[name].size, f"{size}, to match its counts")
     if TARGETS in files and files[TARGETS].size % dtypes[TARGETS].itemsize:
         raise listed.table(TARGETS).fault("size", files[TARGETS].size, "whole records")
     source = data.value.get("source")

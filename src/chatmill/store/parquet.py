@@ -218,7 +218,7 @@ def _card(target: str, dataset: Dataset, done: dict[str, Exported]) -> str:
 def _made(metadata: Metadata | None) -> Iterator[str]:
     """Yield the paragraphs that describe how the dataset was made."""
     if metadata is None:
-        yield "Another program wrote this dataset and did not record how."
+        yield "Another program wrote this dataset and did not record its settings."
         return
     format = metadata.format.get("name") if isinstance(metadata.format, dict) else metadata.format
     yield (
@@ -228,7 +228,7 @@ def _made(metadata: Metadata | None) -> Iterator[str]:
         f"- Format: `{one_line(str(format))}`"
     )
     yield f"```json\n{json.dumps(metadata.config, indent=1, sort_keys=True)}\n```"
-    yield "## What happened to the input"
+    yield "## Stored, truncated and dropped conversations"
     yield "Each row in this table is one conversation, whether packed or not."
     entries = [
         f"| {bucket} | {one_line(reason)} | {entry.rows:,} | {entry.tokens:,} | {entry.trained:,} |"

@@ -1,4 +1,4 @@
-"""Publish a finished build atomically: sync everything, then rename it once.
+"""Publish a finished build atomically: sync all files, then rename the folder once.
 
 chatmill replaces and removes only files that it wrote, which are listed in the marker of a folder. If the folder
 contains any other file, the command fails before it does any work and does not remove the file.

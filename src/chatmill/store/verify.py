@@ -251,8 +251,11 @@ class _ShardCheck:
             raise self._fault(INDEX, f"episode {where} has {length.max()} tokens; the shard is shorter")
         expected = self._tokens_seen + np.cumsum(length) - length
         for where in np.flatnonzero(start != expected)[:1]:
-            right = f"expected {expected[where]}, the end of the previous one"
-            raise self._fault(INDEX, f"episode {at + where} starts at {start[where]}; {right}")
+            raise self._fault(
+                INDEX,
+                f"episode {at + where} starts at {start[where]}; "
+                f"expected {expected[where]}, the end of the previous one",
+            )
         self._tokens_seen += int(length.sum())
         if self._tokens_seen > self._shard.num_tokens:
             raise self._fault(INDEX, f"episode {stop - 1} ends beyond the {self._shard.num_tokens} tokens")
@@ -286,8 +289,9 @@ class _ShardCheck:
         row_span = (first - first[0])[np.searchsorted(here, np.arange(at, stop + 1))]
         tiled = np.diff(offsets(sizes)[row_span])
         for where in np.flatnonzero(tiled != length)[:1]:
-            right = f"of its {length[where]} tokens"
-            raise self._fault(SPANS, f"the spans of episode {at + where} cover {tiled[where]} {right}")
+            raise self._fault(
+                SPANS, f"the spans of episode {at + where} cover {tiled[where]} of its {length[where]} tokens"
+            )
         if not np.all(np.isfinite(weight) & (weight >= 0)):
             raise self._fault(SPANS, f"one of episodes {at} to {stop} has a weight that is negative or not finite")
         for name, unknown in layout.UNKNOWN.items():
@@ -299,8 +303,7 @@ class _ShardCheck:
         """Compare the mask of these tokens with their spans, and check that their ids are in the vocabulary."""
         mask = self._arrays[MASK][here]
         for where in np.flatnonzero(mask != trained)[:1]:
-            right = f"its span has {int(trained[where])}"
-            raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; {right}")
+            raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; its span has {int(trained[where])}")
         vocab_size, tokens = self._metadata.vocab_size, self._arrays[TOKENS][here]
         for where in np.flatnonzero(tokens >= vocab_size)[:1]:
             raise self._fault(
