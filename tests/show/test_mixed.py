@@ -71,7 +71,7 @@ def test_episodes_are_filtered_by_source(folder, tmp_path):
 
 def test_sources_are_chosen_by_name_and_must_share_their_tokenizer(folder, tmp_path):
     assert open_view(folder, sources=["tools"]).sources == ("tools",)
-    with pytest.raises(DataError, match="has no source other; it has chat, tools"):
+    with pytest.raises(DataError, match="has no source other; the folder has chat, tools"):
         open_view(folder, sources=["tools", "other"])
     make(tmp_path, [line("q", "a")], format="primer").path.rename(tmp_path / "one")
     make(tmp_path, [line("q", "a")], format="chatml").path.rename(tmp_path / "two")
