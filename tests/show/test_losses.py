@@ -96,5 +96,7 @@ def test_a_run_without_losses_or_on_other_data_and_a_damaged_line_are_refused(sh
         '{"step": 1, "data": {}, "episodes": [[0]], "losses": [[1]], "weights": [[1]]}',
     ):
         (tmp_path / "rows" / "rank_00000.jsonl").write_text(damage + "\n")
-        with pytest.raises(DataError, match=r"rank_00000\.jsonl:1: is damaged; expected a line with the losses of a step"):
+        with pytest.raises(
+            DataError, match=r"rank_00000\.jsonl:1: is damaged; expected a line with the losses of a step"
+        ):
             run_losses(tmp_path, shown)
