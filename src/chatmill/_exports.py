@@ -19,11 +19,13 @@ from importlib import import_module
 from typing import Any
 
 _IMPORT = re.compile(r"^    from ([\w.]+) import \(?\s*(\w+) as (\w+)", re.MULTILINE)
-"""An import of one name as ruff formats it. A regular expression, because importing a parser takes longer."""
+"""Matches an import of one name, as formatted by ruff. A regular expression is used because importing a parser is
+slower."""
 
 
 def lazy_exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__all__`, `__getattr__` and `__dir__`, from the imports under its `if _TYPE_CHECKING:`."""
+    """Return `__all__`, `__getattr__` and `__dir__` for a package, based on the imports under its `if
+    _TYPE_CHECKING:`."""
     spec = sys.modules[package].__spec__
     source = getattr(spec.loader, "get_source", lambda name: "")(package) if spec else ""
     _, _, exports = (source or "").partition("\nif _TYPE_CHECKING:\n")

@@ -1,12 +1,12 @@
-"""Select the answers to train: those that are complete in their row and follow a complete user turn in that row.
+"""Select the answers to train: complete answers that follow a complete user turn in the same row.
 
     U u E A a E U v E A b E      both answers
       u E A a E U v E A b E      the second: the user turn of the first is cut
     U u E A a   U v E A b E      none: the first does not close, so the turns after it are uncertain
 
-`TurnRenderer` applies these rules to rows of a format with `requires_user`, `prepare` and `render` apply them again to
-truncated rows, and `cut_blocks` applies them to each block. Only the EOS token at the end of a conversation resets the
-state.
+`TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` mask them again in
+truncated rows, and `cut_blocks` masks them in each block. After an answer without an end marker, no answer is trained
+until the EOS token that ends the conversation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chatmill.rows import Index, Part, Role, Rows, Rule, Table, joined
 
 Flags = NDArray[np.bool_]
 ALLOWED = 255
-"""The value for a turn that keeps its weights and rules."""
+"""Marks a turn that keeps its weights and rules."""
 NOTED = {
     Rule.UNFINISHED: "answer_unfinished",
     Rule.INCOMPLETE_USER: "answer_incomplete_user",
@@ -34,22 +34,22 @@ NOTED = {
 
 
 class TurnStates(NamedTuple):
-    """One entry per turn; a run of tokens outside turns counts as a turn without a role."""
+    """Arrays with one entry per turn; a run of tokens outside turns counts as a turn without a role."""
 
     first: Index
     """First span of the turn."""
     start: Index
     stop: Index
     role: NDArray[np.uint8]
-    """A tool result counts as a user turn; a turn without a marker has no role."""
+    """Role of the turn. A tool result counts as a user turn; a turn without a marker has no role."""
     closed: Flags
     conversation: Index
     """First turn of the conversation."""
     of_span: Index
-    """The turn of each span of the rows."""
+    """Index of the turn that each span belongs to."""
 
     def latest(self, which: Flags) -> Index:
-        """Return the last selected turn of the conversation up to and including each turn; -1 if there is none."""
+        """For each turn, return the index of the last selected turn in its conversation so far, or -1."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 
@@ -73,7 +73,7 @@ def turn_states(rows: Rows) -> TurnStates:
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
     """Return the rule that excludes each turn as an answer in its row or block [start, stop), or ALLOWED.
 
-    Turns may come from whole conversations or from truncated rows; only tokens in this range count.
+    Turns may come from whole conversations or from truncated rows; only tokens in [start, stop) count.
     """
     answer = turns.role == Role.ASSISTANT
     user, left_open = turns.latest(turns.role == Role.USER), turns.latest(answer & ~turns.closed)
@@ -87,7 +87,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
 
 
 def _is_split(rows: Rows, turns: TurnStates) -> Flags:
-    """Whether a turn started in an earlier window of its conversation and this row trains its end."""
+    """Whether each turn started in an earlier window of its conversation and only its end is trained in this row."""
     earlier = rows.spans["rule"] == Rule.EARLIER_WINDOW
     if not earlier.any():
         return np.zeros(len(turns.first), dtype=bool)
@@ -98,7 +98,7 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
     """Return the spans, with weight 0 for excluded answers and for other turns that set `train` or `weight`.
 
-    All turns selected by `train_on` keep their weights; the dataset's metadata records that choice.
+    Turns that `train_on` selects keep their weights; the metadata of the dataset records `train_on`.
     """
     spans = joined([rows.spans])
     of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT
@@ -111,7 +111,7 @@ def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Tabl
 
 
 def mask_answers(rows: Rows) -> Rows:
-    """Return the same rows, training only complete answers after a complete user turn.
+    """Return the rows with every answer masked that is incomplete or does not follow a complete user turn.
 
     >>> from chatmill import Message, Record, load_format, open_renderer
     >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])
@@ -130,7 +130,7 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count the tokens of untrained answers and of text outside turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Most rows contain none of these rules, so first check which ones occur.
+    # Most rows have no masked answers, so first check which rules occur at all.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

@@ -97,8 +97,8 @@ def test_long_rows_keep_their_last_tokens_and_the_cut_is_reported(run):
         0,
         [
             "  truncated tail: 13 tokens",
-            "  noted answer_cut: 1 rows, 4 tokens",
-            "  noted no_trained_tokens: 1 rows, 4 tokens",
+            "  noted answer_cut: 1 row, 4 tokens",
+            "  noted no_trained_tokens: 1 row, 4 tokens",
         ],
     )
     train = open_cache("data/cache/sft/primer")["train"]

@@ -126,7 +126,7 @@ def test_a_log_file_gets_a_line_every_ten_seconds_and_at_the_end_of_a_source(cap
 def test_a_short_build_of_one_source_writes_no_lines(capsys):
     steps = [BuildProgress("render", 5, 5, 1, 1), BuildProgress("write", 5, 5, 1, 1)]
     assert shown(capsys, (1, steps[0]), (2, steps[1])) == []
-    assert shown(capsys, (11, steps[0]), (12, steps[1])) == ["render: done, 1 rows, 1 tokens, 0.0 Mtok/s in 0:00:11"]
+    assert shown(capsys, (11, steps[0]), (12, steps[1])) == ["render: done, 1 row, 1 tokens, 0.0 Mtok/s in 0:00:11"]
 
 
 def prepare(*flags: str, stderr: int) -> subprocess.Popen[bytes]:

@@ -147,7 +147,7 @@ def test_render_shows_every_span_with_its_reason(run):
         "        1 assistant open      header     <|asst|>",
         "     *  1 assistant content   role       yo",
         "     *  1 assistant close     role       <|eot|>",
-        "1 rows, 8 tokens, 3 trained (37.5%)",
+        "1 row, 8 tokens, 3 trained (37.5%)",
     ]
 
 
@@ -172,7 +172,7 @@ def test_render_as_json_gives_ids_labels_weights_and_spans(run):
             {"start": 7, "stop": 8, "role": "assistant", "part": "close", "rule": "role", "weight": 1.0},
         ],
     }
-    assert err == "1 rows, 8 tokens, 3 trained (37.5%)\n"
+    assert err == "1 row, 8 tokens, 3 trained (37.5%)\n"
 
 
 def test_render_shows_three_rows_by_default(run):
@@ -287,7 +287,7 @@ def test_info_without_a_format_lists_all_control_tokens(run):
     code, _, err = run("tokenizer", "info", "tok.json", "--add-tokens")
     assert (code, err) == (
         2,
-        "chatmill: --add-tokens requires --format, the format whose tokens to add\n",
+        "chatmill: --add-tokens requires --format, which determines the tokens to add\n",
     )
 
 

@@ -27,7 +27,7 @@ def test_reweigh_reports_trained_tokens_and_shared_files(run):
     sha256 = json.loads(Path("v2/dataset_metadata.json").read_text())["sha256"]
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "train: 2 episodes, 24 tokens, 7 (29.2%) trained, before 10 (41.7%)",
+        "train: 2 episodes, 24 tokens, 7 (29.2%) trained, previously 10 (41.7%)",
         "3 files are shared with v1",
         f"v2: sha256 {sha256}",
     ]

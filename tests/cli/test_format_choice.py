@@ -149,7 +149,7 @@ def test_recipes_and_the_documented_scripts_share_the_rule(run, folders, monkeyp
 def test_json_and_show_name_the_format(run, folders):
     code, out, _ = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "in a list", "--json")
     assert (code, json.loads(out)["format"]) == (0, "template")
-    assert run("show", "v1", "--tokenizer", "in a list")[1].endswith("1 of 1 episodes in train; format template\n")
+    assert run("show", "v1", "--tokenizer", "in a list")[1].endswith("1 of 1 episode in train; format template\n")
 
 
 def test_adding_tokens_to_a_template_says_how_to_name_a_preset(run, folders):

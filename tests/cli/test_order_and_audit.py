@@ -95,8 +95,8 @@ def test_verify_prints_ok_and_the_unanchored_lines(run, log):
     code, out, err = run("audit", "verify", str(log), "--dataset", "ds", "--checkpoint", "checkpoint")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        f"OK: {log}, 6 lines, the rows of 12 steps recomputed",
-        "1 after the last head of a checkpoint, and so not covered by any head",
+        f"OK: {log}, 6 lines; recomputed the rows of 12 steps",
+        "1 line after the last checkpoint, not covered by any head",
     ]
     code, out, _ = run("audit", "verify", str(log))
     assert code == 0 and out.splitlines()[1].startswith("no --checkpoint or --head was given")
@@ -148,7 +148,7 @@ def test_replay_shows_rows_with_text_ids_and_mask(run, log, dataset):
         assert row["origins"][0].rpartition(":")[2].isdigit()
     code, out, _ = run("audit", "replay", str(log), "--step", "5")
     lines = out.splitlines()
-    assert lines[0] == f"step 5, epoch 0: 4 rows, with the digest of {log}:4"
+    assert lines[0] == f"step 5, epoch 0: 4 rows, which match the digest in {log}:4"
     assert sum(line.startswith("row ") for line in lines) == 4
     assert any(line.startswith("  * ") and "<|im_end|>" in line for line in lines)
 

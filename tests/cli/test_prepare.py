@@ -66,7 +66,7 @@ def test_the_summary_accounts_for_all_tokens(place, monkeypatch, capsys):
     ]
     assert lines[-2] == "note: 8,235 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
     assert lines[-1] == (
-        "note: 77 rows were dropped because their last exchange does not fit; "
+        "note: 77 rows were dropped because the last exchange does not fit; "
         "raise --max-tokens, or use --fit turns or --fit windows"
     )
     assert verify_dataset("x", full=True).faults == ()
@@ -244,13 +244,13 @@ def test_an_empty_val_names_the_smallest_share_that_fills_it(place, monkeypatch,
     smallest = f"the smallest fraction that fills it is --val-split {share}"
     assert line.startswith(f"chatmill: the split val would be empty; {smallest}")
     assert "the split val would be empty" in refused(f"{command} {float(share) * 0.98:.6g}")
-    assert "x/val: 1 episodes" in run(monkeypatch, capsys, f"{command} {share}")
+    assert "x/val: 1 episode," in run(monkeypatch, capsys, f"{command} {share}")
     if not others:
         assert "shuffle" in flags
         return
     assert f", or --val-split {others[0]} with an exact split (--split shuffle --seed 42)" in line
     exact = f"prepare data/primer.jsonl -o y --split shuffle --seed 42 --val-split {others[0]}"
-    assert "y/val: 1 episodes" in run(monkeypatch, capsys, exact)
+    assert "y/val: 1 episode," in run(monkeypatch, capsys, exact)
 
 
 def test_the_scripts_name_their_own_flags_for_an_empty_val(place):

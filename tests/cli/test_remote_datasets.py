@@ -116,16 +116,16 @@ def test_clean_counts_and_removes_leftovers(run, bucket):
     assert left["objects"] > 0
     assert told["others"] == {"objects": 1, "bytes": 4}
     code, out, _ = run("clean", url)
-    assert f"\n{left['objects']} leftovers kept: newer than 24h ({left['bytes']:,} bytes)\n" in out
+    assert f"\n{left['objects']} unused objects kept: newer than 24h ({left['bytes']:,} bytes)\n" in out
     code, out, _ = run("clean", url, "--older-than", "0s")
     lines = out.splitlines()
     assert lines[0] == f"{told['used']['objects']} objects in use at {url} ({told['used']['bytes']:,} bytes)"
-    assert lines[1] == f"{left['objects']} leftovers removed ({left['bytes']:,} bytes)"
+    assert lines[1] == f"{left['objects']} unused objects removed ({left['bytes']:,} bytes)"
     assert run("verify", url, "--full")[0] == 0
     assert json.loads(run("clean", url, "--older-than", "0", "--json")[1])["removed"] == {"objects": 0, "bytes": 0}
     code, out, err = run("clean", url, "--older-than", "soon")
     assert (code, out) == (2, "")
-    assert err == 'chatmill: --older-than is "soon"; expected a number of s, m, h or d, such as 24h\n'
+    assert err == 'chatmill: --older-than is "soon"; expected a number followed by s, m, h or d, such as 24h\n'
 
 
 def test_a_file_of_a_dataset_a_missing_bucket_and_a_web_server_are_reported_in_one_line(run, bucket):

@@ -70,7 +70,7 @@ def test_show_search_ignores_case(run):
     ]
     assert (
         run("show", "v1", "--search", "o", "-n", "1")[1].splitlines()[-1]
-        == "1 shown; more of 3 episodes in train match; format primer"
+        == "stopped at --limit 1; more of 3 episodes in train match; format primer"
     )
     assert run("show", "v1", "--search", "silver")[1] == "0 of 3 episodes in train match; format primer\n"
 
@@ -94,7 +94,7 @@ def test_stats_counts_episodes_and_tokens(run):
     code, out, err = run("stats", "v1", "--block-size", "100")
     assert (code, err) == (0, "")
     assert out.startswith("train: 3 rows, 3 segments, ")
-    for words in ("tokens of a row: least 8", "role", "source", "block size", "longest rows", "ledger", "stored"):
+    for words in ("tokens per row: least 8", "role", "source", "block size", "longest rows", "ledger", "stored"):
         assert words in out
     said = json.loads(run("stats", "v1", "--json")[1])["splits"]["train"]
     episodes = [json.loads(run("show", "v1", str(n), "--json")[1]) for n in range(3)]

@@ -243,7 +243,7 @@ def test_exchanges_is_the_default_of_prepare_and_applies_before_packing(tmp_path
     [cut, dropped] = warnings_of(metadata.ledger)
     assert cut.endswith("raise --max-tokens, or use --fit windows")
     assert dropped == (
-        "1 rows were dropped because their last exchange does not fit; "
+        "1 row was dropped because the last exchange does not fit; "
         "raise --max-tokens, or use --fit turns or --fit windows"
     )
 

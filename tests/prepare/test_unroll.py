@@ -273,7 +273,7 @@ def test_render_shows_a_row_for_each_answer(run):
         "chat.jsonl:1 up to message 1  23 tokens, 2 trained",
         "chat.jsonl:1 up to message 2  37 tokens, 2 trained",
     ]
-    assert "repeated unroll: 1 rows, 23 tokens" in out
+    assert "repeated unroll: 1 row, 23 tokens" in out
     code, _, err = run("render chat.jsonl --unroll --train-on all")
     assert (code, err.count("\n")) == (2, 1)
 

@@ -15,6 +15,7 @@ from chatmill.cli.options import (
     GivenPlace,
     argument,
     command_group,
+    counted,
     counting,
     dataset_place,
     echo_json,
@@ -49,11 +50,14 @@ def verify(
         ),
     ] = None,
     head: Annotated[
-        list[str] | None, typer.Option(metavar="HASH", help="Head that you saved elsewhere; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="HASH", help="Hash of a log line that you saved elsewhere as the head of the log; may be repeated."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify an audit log: recompute every line from the dataset and report the first that differs.
+    """Verify an audit log: recompute every line from the dataset and report the first line that differs.
 
     Recomputes the order of every epoch and rereads every row that training received. The lines of the log are
     hash-chained, and each checkpoint stores the hash of the latest line (the head): pass --checkpoint or --head to
@@ -75,15 +79,15 @@ def verify(
     elif result.fault is not None:
         echo_line(result.fault)
     else:
-        echo_line(f"OK: {log}, {result.lines:,} lines, the rows of {result.steps:,} steps recomputed")
+        echo_line(f"OK: {log}, {counted(result.lines, 'line')}; recomputed the rows of {counted(result.steps, 'step')}")
         if result.abandoned:
-            typer.echo(f"{result.abandoned:,} abandoned when the run was resumed from an earlier step")
+            typer.echo(f"{counted(result.abandoned, 'line')} abandoned when the run was resumed from an earlier step")
         if result.torn:
-            typer.echo(f"incomplete because of a crash: line {', '.join(map(str, result.torn))}")
+            typer.echo(f"incomplete line after a crash: {', '.join(map(str, result.torn))}")
         if not heads and not states:
             typer.echo("no --checkpoint or --head was given, so a truncated or rewritten log would not be detected")
         elif result.unanchored:
-            typer.echo(f"{result.unanchored:,} after the last head of a checkpoint, and so not covered by any head")
+            typer.echo(f"{counted(result.unanchored, 'line')} after the last checkpoint, not covered by any head")
     if result.fault is not None:
         raise typer.Exit(1)
 
@@ -95,7 +99,7 @@ def replay_command(
     dataset: DatasetDir = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Tokenizer that decodes the ids.", show_default="bytes, if the dataset was built with it"),
+        typer.Option(help="Tokenizer to decode the ids with.", show_default="bytes, if the dataset was built with it"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -116,7 +120,7 @@ def replay_command(
     if as_json:
         echo_json({"step": step, "epoch": epoch, "line": line, "rows": [row._asdict() for row in rows]})
         return
-    echo_line(f"step {step}, epoch {epoch}: {len(rows)} rows, with the digest of {log}:{line}")
+    echo_line(f"step {step}, epoch {epoch}: {counted(len(rows), 'row')}, which match the digest in {log}:{line}")
     for number, row in enumerate(rows):
         places = ", ".join(f"{episode} ({place})" for episode, place in zip(row.episodes, row.origins, strict=True))
         typer.echo(f"row {number}: {len(row.ids)} tokens, {sum(row.mask)} trained, episode {places}")

@@ -51,7 +51,7 @@ def setting_flags() -> OptionGroup:
     for name, each in keys_of(CacheConfig).items():
         if name != "path":
             default = each.default if isinstance(each.default, str) else json.dumps(each.default)
-            otherwise = f"[{NAMES[name].format(source='SOURCE')}, else {default}]"
+            otherwise = f"[default: {NAMES[name].format(source='SOURCE')} in {FILE}, or {default}]"
             kind: Any = each.type | None
             options.append(option_parameter(name, Annotated[kind, typer.Option(help=f"{each.help} {otherwise}")], None))
     return OptionGroup(options)
@@ -86,7 +86,7 @@ def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> C
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Other options that all build-sft commands share; see `cli/expand.py`."""
+    """Options that all build-sft commands share; see `cli/expand.py`."""
 
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing cache and rejects file.")] = False
     as_json: AsJson = False
@@ -95,7 +95,8 @@ class BuildOptions:
 def build_sft_primer(
     *,
     primer_jsonl: Annotated[
-        str | None, typer.Option(help="File to read. [data.primer.path, else data/primer.jsonl]")
+        str | None,
+        typer.Option(help="File to read. [default: data.primer.path in chatmill.toml, or data/primer.jsonl]"),
     ] = None,
     flags: Annotated[dict[str, Any], setting_flags()],
     options: BuildOptions,
@@ -121,7 +122,9 @@ def _command(source: str, summary: str, example: str) -> Callable[..., None]:
 
     def build(
         *,
-        input: Annotated[str | None, typer.Option("--input", help="File to read. [data.SOURCE.path]")] = None,
+        input: Annotated[
+            str | None, typer.Option("--input", help="File to read. [default: data.SOURCE.path in chatmill.toml]")
+        ] = None,
         flags: Annotated[dict[str, Any], setting_flags()],
         on_error: OnError = "stop",
         rejects: RejectsFile = None,

@@ -12,7 +12,7 @@ from typing import Self
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from chatmill.cli.options import progress_on_stderr
+from chatmill.cli.options import counted, progress_on_stderr
 from chatmill.errors import one_line
 from chatmill.prepare.progress import BuildProgress
 
@@ -105,7 +105,7 @@ def counts(now: BuildProgress, elapsed: float) -> str:
     No rate is shown in the first second, because workers may have rendered this source while the previous one was
     displayed.
     """
-    rows = f"{now.rows:,} rows, {now.tokens:,} tokens"
+    rows = f"{counted(now.rows, 'row')}, {now.tokens:,} tokens"
     own = now.tokens * (now.done - now.resumed) / now.done if now.done else 0.0
     return rows if elapsed < 1 else f"{rows}, {own / elapsed / 1e6:.1f} Mtok/s"
 

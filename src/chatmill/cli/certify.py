@@ -20,7 +20,7 @@ def certify_command(
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", help="Hugging Face model folder, or any tokenizer with --chat-template.")
     ],
-    inputs: Annotated[list[str] | None, argument("INPUT...", "Your own conversations, to check as well.")] = None,
+    inputs: Annotated[list[str] | None, argument("INPUT...", "Additional conversations to check.")] = None,
     template: TemplateFlags,
     read: ReadOptions,
     as_json: AsJson = False,
@@ -31,9 +31,10 @@ def certify_command(
     Checks that the token ids equal those of transformers, that each trained answer starts where its generation prompt
     ends, and that it ends with a token at which the model stops.
 
-    FAIL: something would be trained wrongly or cannot be trained; the exit code is 1. WARN: training works, with a
-    limitation, for example some kinds of records will be refused. SKIP: not checked, with the reason. Use --on-error
-    skip to skip records of yours that cannot be read; a record that the template refuses is a FAIL.
+    FAIL: some tokens would be trained incorrectly, or some records cannot be trained; the exit code is 1. WARN:
+    training works, with a limitation, for example some kinds of records will be refused. SKIP: the check did not run,
+    for the reason shown. Use --on-error skip to skip records that cannot be read; a record that the template refuses
+    counts as FAIL.
 
     \b
     Examples:

@@ -20,7 +20,7 @@ HELP = """\
   /system TEXT   start a new conversation with this system message
   /tool TEXT     send the result of a tool call
   /new           start a new conversation
-  /quit          quit, as does Ctrl-D; Ctrl-C stops the current answer"""
+  /quit          quit (or press Ctrl-D); Ctrl-C stops the current answer"""
 
 ModelPlace = Annotated[
     str, argument("MODEL", "Run folder (checkpoints/NAME), one of its checkpoints, or a model folder.")
@@ -32,7 +32,9 @@ ModelTokenizer = Annotated[
         help="Tokenizer that the model was trained with, if it is not found next to the model or its data.",
     ),
 ]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto: a GPU if there is one.")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option(help="Device to use. auto selects a GPU if one is available.")
+]
 
 BaseChoice = Annotated[
     Literal["trained", "original"],
@@ -42,7 +44,7 @@ BaseChoice = Annotated[
 ]
 BaseModel = Annotated[
     str | None,
-    typer.Option("--base-model", metavar="FOLDER", help="Folder of the base model of adapters, if it has moved."),
+    typer.Option("--base-model", metavar="FOLDER", help="Base model folder for adapters, if it has moved."),
 ]
 
 
@@ -55,7 +57,9 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0 for all.")] = 0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0 disables top-k sampling.")
+    ] = 0,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the most likely tokens up to this cumulative probability.")
     ] = 1.0,
@@ -127,7 +131,7 @@ def _converse(session: ChatSession) -> None:
             typer.echo("", err=True) if interactive else None
             return
         except UnicodeDecodeError:
-            raise UsageError("the input is not UTF-8; expected text") from None
+            raise UsageError("the input is not valid UTF-8; expected UTF-8 text") from None
         command, _, argument = line.strip().partition(" ")
         if command == "/quit":
             return
@@ -142,7 +146,7 @@ def _converse(session: ChatSession) -> None:
                 is_tool = command == "/tool"
                 reply = session.send(argument, _write, role="tool") if is_tool else session.send(line, _write)
             except ChatmillError as error:
-                # The failed message is not part of the conversation; the user can continue or start a new one.
+                # The message that failed is not added to the conversation, so the user can continue.
                 if not interactive:
                     raise
                 typer.echo(str(error), err=True)

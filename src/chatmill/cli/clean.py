@@ -22,10 +22,12 @@ def clean(
     dataset: Dataset,
     older_than: Annotated[
         str,
-        typer.Option(metavar="AGE", help="Remove only files older than this: a number and s, m, h or d, such as 24h."),
+        typer.Option(
+            metavar="AGE", help="Remove only files older than this: a number followed by s, m, h or d, such as 24h."
+        ),
     ] = "24h",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Count what would be removed, without removing it.")
+        bool, typer.Option("--dry-run", help="Count the files that would be removed, without removing them.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -61,10 +63,10 @@ def clean(
 
 def _print_objects(url: str, cleaned: Cleaned, older_than: str, would: str) -> None:
     _print_count(f"objects in use at {url}", cleaned.used)
-    _print_count(f"leftovers {would}", cleaned.removed)
+    _print_count(f"unused objects {would}", cleaned.removed)
     for count, why in (
-        (cleaned.young, f"leftovers kept: newer than {older_than}"),
-        (cleaned.undated, "leftovers kept: the store does not report their age"),
+        (cleaned.young, f"unused objects kept: newer than {older_than}"),
+        (cleaned.undated, "unused objects kept: the store does not report their age"),
         (cleaned.others, "other objects kept: not written by chatmill"),
     ):
         if count.objects:
@@ -77,5 +79,5 @@ def _print_count(what: str, count: ObjectCount) -> None:
 
 def _seconds(age: str) -> float:
     if not (match := re.fullmatch(r"(\d+(?:\.\d+)?) *([smhd]?)", age.strip())) or (not match[2] and float(match[1])):
-        raise UsageError(f'--older-than is "{one_line(age)}"; expected a number of s, m, h or d, such as 24h')
+        raise UsageError(f'--older-than is "{one_line(age)}"; expected a number followed by s, m, h or d, such as 24h')
     return float(match[1]) * UNITS[match[2] or "s"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 ABOUT = "Conversations in, exact training batches out."
 COMMANDS = {
-    "check": ("check.check", "Read conversations and print what they contain."),
+    "check": ("check.check", "Read conversations and print a summary."),
     "render": ("render.render_command", "Show conversations as tokens, with the loss mask."),
     "formats": ("formats.formats", "List the chat formats, or print one as TOML."),
     "certify": ("certify.certify_command", "Check that a chat template is safe to train with."),
@@ -34,7 +34,7 @@ COMMANDS = {
     "build-sft-dolly15k": ("build.build_sft_dolly15k", "Build the SFT cache for Dolly instructions."),
     "audit": ("audit.app", "Verify the audit log of a run, or replay a step."),
     "tokenizer": ("tokenizer.app", "Train a tokenizer, or inspect one."),
-    "export": ("export.app", "Export conversations or datasets to other tools."),
+    "export": ("export.app", "Export conversations or datasets for other tools."),
     "rollout": ("rollout.app", "Train on the model's own answers."),
 }
 """Location (`file.name` in this folder) of each command, and its summary in `chatmill --help`."""

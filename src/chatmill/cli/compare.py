@@ -43,12 +43,12 @@ def compare(
     peer: Annotated[PeerName, typer.Option(help="Library to compare with.")] = PeerName.TRL,
     assistant_only_loss: Annotated[
         bool,
-        typer.Option(help="TRL setting: loss on answers only, or on every token, which is TRL's default."),
+        typer.Option(help="TRL setting: compute the loss on answers only, or on every token, which is TRL's default."),
     ] = True,
     max_length: Annotated[
         int | None,
         typer.Option(
-            min=0, help="TRL setting: truncate rows to this many tokens; 0 disables truncation. Default: TRL's own."
+            min=0, help="TRL setting: truncate rows to this many tokens; 0 disables truncation. Default: TRL's limit."
         ),
     ] = None,
     template: TemplateFlags,
@@ -59,19 +59,20 @@ def compare(
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="Exit with code 1 if a record differs, like chatmill diff.")
     ] = False,
-    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors, as with NO_COLOR set.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors, like setting NO_COLOR.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which tokens chatmill and TRL train differently, and why, with an example of each reason.
 
     Renders the same conversations with the chat template of MODEL, once with chatmill and once with the dataset
     preparation of SFTTrainer in the installed TRL. TRL receives messages, or prompts and completions if the file has
-    them. It runs with assistant_only_loss=True, which is not TRL's default but matches chatmill; one line shows what
-    the default would train. If TRL cannot mask answers with this template, prints the reason and compares with TRL's
-    default instead.
+    them. TRL runs with assistant_only_loss=True, which is not its default but matches chatmill; one line of the output
+    shows how many tokens the default would train. If TRL cannot mask answers with this template, prints the reason and
+    compares with TRL's default instead.
 
-    chatmill does not truncate rows here. Neither library predicts the first token of a row, so it counts as not
-    trained. Tokens in [brackets] are trained. The exit code is 0 even if records differ, unless --exit-code is given.
+    chatmill does not truncate rows in this comparison. Neither library predicts the first token of a row, so it counts
+    as not trained. Tokens in [brackets] are trained. The exit code is 0 even if records differ, unless --exit-code is
+    given.
 
     \b
     Examples:

@@ -25,10 +25,10 @@ def doctor(
 ) -> None:
     """Check the nodes of a cluster before a training run, and print the results as a table.
 
-    Checks versions, GPUs, memory, disk, system limits and network settings. With several ranks it also checks that
-    their versions are equal, that they share folders, that their clocks agree, and that an all-reduce works with gloo
-    and NCCL. Start it with the same launcher as the run, such as torchrun. Exits with code 1 if a check fails.
-    `python -m chatmill.train.doctor` is the same command and needs only numpy, torch and safetensors.
+    Checks versions, GPUs, memory, disk, system limits and network settings. With several ranks, also checks that all
+    ranks have the same versions, shared folders and clock time, and that an all-reduce works with gloo and NCCL. Start
+    the command with the same launcher as the run, such as torchrun. Exits with code 1 if a check fails. `python -m
+    chatmill.train.doctor` is the same command and needs only numpy, torch and safetensors.
 
     \b
     Examples:

@@ -47,7 +47,8 @@ def eval_command(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model on a dataset: loss on trained tokens, exact-match answers, and answers that end.
+    """Evaluate a model on a dataset: loss on trained tokens, exact-match answers, and answers with an end-of-turn
+    token.
 
     Prints a table per source. For every trained answer in the split, the model receives the token ids before the answer
     and decodes greedily. `exact` counts outputs that equal the answer token for token; `stopped` counts outputs that

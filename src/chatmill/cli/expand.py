@@ -36,7 +36,7 @@ def key_options(config: type[Any]) -> OptionGroup:
 
 
 def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
-    """Return the options of a parameter that receives config flags as strings, with underscores or hyphens.
+    """Mark a parameter that receives config keys as string options, spelled with underscores or hyphens.
 
     The help shows the key `first` before all others.
     """

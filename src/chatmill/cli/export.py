@@ -14,6 +14,7 @@ from chatmill.cli.options import (
     Dataset,
     TokenDtype,
     command_group,
+    counted,
     echo_json,
     echo_line,
     print_losses,
@@ -29,7 +30,7 @@ from chatmill.store.files import refuse_existing, writing
 from chatmill.store.parquet import export_parquet
 from chatmill.tokenizer import open_tokenizer
 
-app = command_group("Export conversations or datasets to other tools.")
+app = command_group("Export conversations or datasets for other tools.")
 
 
 @app.command("transcripts")
@@ -46,10 +47,10 @@ def transcripts(
 ) -> None:
     """Write conversations as text transcripts (<|USER|>…<|END|><|ASSISTANT|>…<|END|>) that fit a context length.
 
-    Writes one conversation per line, each ending with <|EOS|>. The first exchange must fit together with the system
-    turn, and each later exchange must fit on its own; the conversation ends before the first exchange that does not
-    fit. A conversation with line breaks or other control characters is written as a JSON string, so reading the file
-    with `--shape transcript` gives the same text.
+    Writes one conversation per line, each ending with <|EOS|>. The first exchange must fit in the context together with
+    the system turn, and each later exchange must fit by itself; the conversation ends before the first exchange that
+    does not fit. A conversation with line breaks or other control characters is written as a JSON string, so reading
+    the file with `--shape transcript` gives the same text.
 
     \b
     Example:
@@ -71,7 +72,7 @@ def transcripts(
         echo_json({"path": str(output), "ledger": ledger.to_json()})
     else:
         stored = ledger.total("stored")
-        echo_line(f"{output}: {stored.rows:,} conversations, {stored.tokens:,} tokens")
+        echo_line(f"{output}: {counted(stored.rows, 'conversation')}, {stored.tokens:,} tokens")
         print_losses(ledger)
     print_rejects(records)
 
@@ -91,7 +92,7 @@ def parquet(
 
     The columns are input_ids, labels (not shifted; -100 for untrained tokens and the first token of each conversation),
     position_ids (starting from 0 in each conversation) and seq_lengths (lengths of the conversations packed in the
-    row). Load it with `datasets.load_dataset("OUT")`.
+    row). Load the export with `datasets.load_dataset("OUT")`.
 
     \b
     Examples:
@@ -104,9 +105,9 @@ def parquet(
         return
     for name, counts in done.items():
         echo_line(
-            f"{output}/{name}: {counts.rows:,} rows, {counts.tokens:,} tokens, "
+            f"{output}/{name}: {counted(counts.rows, 'row')}, {counts.tokens:,} tokens, "
             f"{share(counts.trained, counts.tokens)} trained, "
-            f"{counts.files:,} {'file' if counts.files == 1 else 'files'}"
+            f"{counted(counts.files, 'file')}"
         )
     if weighted := sum(counts.weighted for counts in done.values()):
         typer.echo(f"{weighted:,} trained tokens have a weight other than 1, which labels cannot represent", err=True)

@@ -23,7 +23,8 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="FOLDER", help="Output folder.", parser=local_path),
 ]
 Ranks = Annotated[
-    int | None, typer.Option("--ranks", min=1, metavar="N", help="Number of GPUs, for the batch size. Default: 1.")
+    int | None,
+    typer.Option("--ranks", min=1, metavar="N", help="Number of GPUs, used to compute the batch size. Default: 1."),
 ]
 Model = Annotated[
     str | None,
@@ -57,10 +58,17 @@ def axolotl_command(
 def llamafactory_command(
     config: Annotated[str, argument("FILE", "dataset_info.json, or the YAML config of a run.")],
     output: Output,
-    other: Annotated[str | None, argument("[FILE]", "The other of the two files.")] = None,
+    other: Annotated[
+        str | None,
+        argument("[FILE]", "The other file: the config of a run if FILE is dataset_info.json, and vice versa."),
+    ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--dataset", metavar="NAME", help="With dataset_info.json alone: import only this dataset."),
+        typer.Option(
+            "--dataset",
+            metavar="NAME",
+            help="Import only this dataset, if FILE is dataset_info.json without the config of a run.",
+        ),
     ] = None,
     ranks: Ranks = None,
     model: Model = None,

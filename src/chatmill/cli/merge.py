@@ -20,7 +20,7 @@ def merge(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Model folder to write.")],
     save_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Dtype of the saved weights; auto: that of the base model."),
+        typer.Option(help="Dtype of the saved weights. auto keeps the dtype of the base model."),
     ] = "auto",
     base: BaseChoice = "trained",
     base_model: BaseModel = None,
@@ -31,7 +31,7 @@ def merge(
 
     The folder includes the tokenizer and the chat template; using it requires neither peft nor chatmill. Weights are
     merged in float32 and rounded once. QLoRA adapters are merged into the dequantized base weights they were trained
-    on; --base original merges them into the stored weights instead and prints how far the logits move.
+    on; --base original merges them into the stored weights instead and prints how much the logits change.
 
     \b
     Examples:

@@ -67,19 +67,19 @@ OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an exi
 
 
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:
-    """Print what was truncated, dropped, repeated or noted, one line per reason."""
+    """Print the number of truncated, dropped, repeated and noted rows, one line per reason."""
     for bucket, reason, entry in ledger:
         if reason.startswith(UNREAD_KEY):
             typer.echo(f"note: {unread_key(reason, entry.rows)}", err=err)
         elif bucket in ("repeated", "truncated", "dropped", "noted"):
-            rows = f"{entry.rows:,} rows, " if entry.rows else ""
+            rows = f"{counted(entry.rows, 'row')}, " if entry.rows else ""
             typer.echo(f"  {bucket} {reason}: {rows}{entry.tokens:,} tokens", err=err)
 
 
 def unread_key(reason: str, rows: int) -> str:
     """Return the warning about a record key that is not read."""
     if reason.endswith(OTHER_NAMES):
-        return f"{rows:,} more keys of records are not read, and are not listed here"
+        return f"{rows:,} more record keys are not read; they are not listed"
     noun = "record has" if rows == 1 else "records have"
     return f'{rows:,} {noun} the key "{reason.removeprefix(UNREAD_KEY)}", which is not read'
 
@@ -107,6 +107,15 @@ def console_on_stdout(*, soft_wrap: bool = False) -> Console:
     if not console.is_terminal:
         console.file = output
     return console
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a count with its noun, in the plural unless the count is 1.
+
+    >>> counted(1, "record"), counted(2500, "record")
+    ('1 record', '2,500 records')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def share(part: int, whole: int, *, of_nothing: str = "0.0%") -> str:
@@ -139,7 +148,7 @@ def counting(what: str) -> Iterator[Callable[[int], None]]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
     with progress_on_stderr(*columns) as bar:
         task = bar.add_task(what, total=None)
-        # Updating a hidden display still costs time per record.
+        # Skip a hidden display: updating it takes time for every record.
         yield (lambda count: None) if bar.disable else (lambda count: bar.advance(task, count))
 
 

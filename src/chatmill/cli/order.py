@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetOrCaches, TokenDtype, echo_json
+from chatmill.cli.options import AsJson, DatasetOrCaches, TokenDtype, counted, echo_json
 from chatmill.config import LONGEST
 from chatmill.load.config import LoadConfig
 from chatmill.load.order import MODES
@@ -20,11 +20,13 @@ DEFAULT = LoadConfig()
 
 def order(
     dataset: DatasetOrCaches,
-    seed: Annotated[int | None, typer.Option(help="Base seed: epoch_seed of a config.", show_default="1337")] = None,
-    epoch: Annotated[int, typer.Option(min=0, help="Epoch; of one source if sources are mixed.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Base seed (epoch_seed in a config).", show_default="1337")] = None,
+    epoch: Annotated[
+        int, typer.Option(min=0, help="Epoch number. For a mix of sources, each source counts its own epochs.")
+    ] = 0,
     first: Annotated[int, typer.Option(min=0, max=LONGEST, metavar="N", help="Print this many episodes.")] = 10,
     find: Annotated[
-        int | None, typer.Option(metavar="EPISODE", help="Print the position of this episode instead.")
+        int | None, typer.Option(metavar="EPISODE", help="Print only the position of this episode.")
     ] = None,
     mode: Annotated[
         str | None, typer.Option(help=f"Sampling mode: {', '.join(MODES)}.", show_default=DEFAULT.batch_sampling_mode)
@@ -37,8 +39,8 @@ def order(
     """Print the order in which an epoch visits its episodes, or the position of one episode.
 
     Recomputes the order from the seed and the epoch, without a training run. Episodes are numbered across all shards,
-    and across sources sorted by name. Episodes shorter than episode_min_tokens (2) are skipped. With packing, this is
-    the order in which episodes are packed.
+    and across sources sorted by name. Episodes shorter than episode_min_tokens (2) are skipped. With packing, episodes
+    are packed in the printed order.
 
     \b
     Examples:
@@ -63,6 +65,6 @@ def order(
     skipped = f", {len(plan.skipped):,} too short" if len(plan.skipped) else ""
     typer.echo(
         f"{plan.order.name}, seed {settings.epoch_seed}, epoch {epoch}: "
-        f"{plan.num_eligible:,} episodes in {split}{skipped}"
+        f"{counted(plan.num_eligible, 'episode')} in {split}{skipped}"
     )
     typer.echo(" ".join(map(str, episodes)) if find is None else f"episode {find} is at position {position}")

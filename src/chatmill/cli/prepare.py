@@ -18,6 +18,7 @@ from chatmill.cli.guard import guarded
 from chatmill.cli.options import (
     AsJson,
     DatasetFolder,
+    counted,
     echo_json,
     echo_line,
     print_ledger,
@@ -47,9 +48,39 @@ from chatmill.records.shapes import NO_OPTIONS
 from chatmill.remote.urls import Place, place
 from chatmill.store.metadata import Metadata
 
+NOTES = {
+    "answer_cut": "{rows} lost part of an answer; raise --max-tokens",
+    "header_of_cut_message": "{rows} lost the tools or system text that the chat template writes into the first user "
+    "message; raise --max-tokens, or use --fit exchanges, which drops these rows",
+    "answer_unfinished": "{answer_tokens} {are} not trained, because a block ends inside the answer; use larger blocks",
+    "no_trained_tokens": "{rows} had no trained token and {were} dropped",
+    "answers_cut_off": "{rows} lost all answers to truncation and {were} dropped; raise --max-tokens",
+    "last_exchange_over_max_tokens": "{rows} {were} dropped because the last exchange does not fit; raise "
+    "--max-tokens, or use --fit turns or --fit windows",
+    "no_terminator": "{rows} ended inside an answer and {were} dropped",
+    "duplicate": "{rows} {were} dropped because of an equal conversation",
+    "near_duplicate": "{rows} {were} dropped because of a nearly equal conversation",
+    "excluded": "{rows} {were} excluded by --exclude",
+    "exclude_without_record": "{lines} listed in --exclude {have} no record that can be rendered",
+    "too_long": "{rows} {were} too long and {were} dropped",
+    "reasoning_left_out": "{rows} lost reasoning that the chat template omits; see --unroll",
+    "messages_after_last_answer": "{conversations} {have} messages after the last answer with a row; these messages "
+    "are left out",
+    "answer_without_row": "{answers} {have} no row, because the weight is 0 or the answer is incomplete",
+    "range_splits_token": "{tokens} {are} only partly inside a range of train_ranges",
+    "control_text": "{rows} {have} special tokens spelled out as text, which are encoded as plain text",
+    "tools_left_out": "{rows} {have} tools that the chat template does not render",
+    "record_weight": "{records} {have} a weight, which multiplies the weights of the trained tokens",
+    "template_kwargs_unused": "{records} {have} chat_template_kwargs, which only --format template uses",
+}
+"""Notes to print after a build, by ledger reason."""
+NOUNS = ("row", "record", "line", "conversation", "answer", "token", "answer token")
+VERBS = {"are": "is", "were": "was", "have": "has"}
+"""Plural and singular forms of the verbs in `NOTES`."""
+
 
 class StoppedError(ChatmillError):
-    """The build was interrupted by Ctrl-C."""
+    """Raised when Ctrl-C interrupts the build."""
 
     exit_code = 130
 
@@ -71,7 +102,7 @@ def prepare_command(
         Literal["local", "ray"], typer.Option(help="Local processes, or a Ray cluster (pip install 'chatmill[ray]').")
     ] = "local",
     address: Annotated[
-        str | None, typer.Option(help="Address of the Ray cluster. Default: start one on this machine.")
+        str | None, typer.Option(help="Address of the Ray cluster. Default: start a cluster on this machine.")
     ] = None,
     rejects: RejectsFile = None,
     allow_code: AllowCode = None,
@@ -203,7 +234,7 @@ def _summary(output: Place, metadata: Metadata) -> dict[str, Any]:
 def _print_summary(output: Place, metadata: Metadata) -> None:
     for name, split in _summary(output, metadata)["splits"].items():
         echo_line(
-            f"{output}/{name}: {split['episodes']:,} episodes, {split['tokens']:,} tokens, "
+            f"{output}/{name}: {counted(split['episodes'], 'episode')}, {split['tokens']:,} tokens, "
             f"{share(split['trained_tokens'], split['tokens'])} trained, "
             f"longest {split['longest']:,}, shards {split['shards']}"
         )
@@ -214,45 +245,25 @@ def _print_summary(output: Place, metadata: Metadata) -> None:
 
 def warnings_of(ledger: Ledger) -> Iterator[str]:
     """Yield warnings and hints to read before training on the dataset."""
-    reasons = {
-        "answer_cut": "{rows:,} rows lost part of an answer; raise --max-tokens",
-        "header_of_cut_message": "{rows:,} rows lost the tools or system text that the chat template writes into the "
-        "first user message; raise --max-tokens, or use --fit exchanges, which drops these rows",
-        "answer_unfinished": "{tokens:,} answer tokens are not trained, because a block ends inside the "
-        "answer; use larger blocks",
-        "no_trained_tokens": "{rows:,} rows had no trained token and were dropped",
-        "answers_cut_off": "{rows:,} rows lost all answers to truncation and were dropped; raise --max-tokens",
-        "last_exchange_over_max_tokens": "{rows:,} rows were dropped because their last exchange does not fit; "
-        "raise --max-tokens, or use --fit turns or --fit windows",
-        "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
-        "duplicate": "{rows:,} rows were dropped as duplicates of another conversation",
-        "near_duplicate": "{rows:,} rows were dropped as near-duplicates of another conversation",
-        "excluded": "{rows:,} rows were excluded by --exclude",
-        "exclude_without_record": "{rows:,} lines listed in --exclude have no record that can be rendered",
-        "too_long": "{rows:,} rows were too long and were dropped",
-        "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template omits; see --unroll",
-        "messages_after_last_answer": "{rows:,} conversations have messages after the last answer with a row; these "
-        "are left out",
-        "answer_without_row": "{rows:,} answers have a weight of 0 or never end, so they have no row",
-        "range_splits_token": "{tokens:,} tokens straddle the edge of a range in train_ranges",
-        "control_text": "{rows:,} rows contain special tokens spelled out as text; they are encoded as plain text",
-        "tools_left_out": "{rows:,} rows have tools that the chat template does not render",
-        "record_weight": "{rows:,} records have a weight, which multiplies the weights of their trained tokens",
-        "template_kwargs_unused": "{rows:,} records have chat_template_kwargs, which only --format template uses",
-    }
     rendered = ledger.total("rendered").trained
     for bucket, reason, entry in ledger:
         if bucket == "truncated" and reason in ("exchanges", "turns", "tail") and entry.trained:
             lost = f"{entry.trained:,} of {rendered:,} trained tokens were cut off"
             yield f"{lost}; raise --max-tokens, or use --fit windows"
-        if bucket in ("noted", "dropped") and reason in reasons:
-            yield reasons[reason].format(rows=entry.rows, tokens=entry.tokens)
+        if bucket in ("noted", "dropped") and reason in NOTES:
+            yield _note(NOTES[reason], entry.rows or entry.tokens)
         if reason.startswith(UNREAD_KEY):
             yield unread_key(reason, entry.rows)
 
 
+def _note(template: str, number: int) -> str:
+    nouns = {f"{noun.replace(' ', '_')}s": counted(number, noun) for noun in NOUNS}
+    return template.format(**nouns, **{verb: singular if number == 1 else verb for verb, singular in VERBS.items()})
+
+
 def script(shape: str, doc: str) -> None:
-    """Run one of the scripts in scripts/: the same pipeline with the script's own flags."""
+    """Run `scripts/prepare_chat_sft.py` or `scripts/prepare_tool_sft.py`: `chatmill prepare` with the script's
+    flags."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, nargs="+", help="files, globs, folders or URLs of conversations")
     parser.add_argument("--output_dir", required=True, type=place, help="the folder or URL of the dataset")
@@ -282,7 +293,7 @@ def script(shape: str, doc: str) -> None:
         try:
             run(job, args.output_dir, engine=LocalEngine(), rejects=None, **options)
         except DataError as error:
-            # Use the flag names of the scripts.
+            # Replace flags of `chatmill prepare` in the message with flags of the script.
             raise DataError(str(error).replace("--val-split", "--val_split").replace("--split shuffle ", "")) from None
 
     guarded(build)

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from chatmill.cli.check import message_lines, shape_lines
-from chatmill.cli.options import AsJson, argument, echo_json, echo_line, share
+from chatmill.cli.options import AsJson, argument, counted, echo_json, echo_line, share
 from chatmill.cli.record_options import AllowCode
 from chatmill.errors import one_line
 from chatmill.prepare.recipe import load_recipe
@@ -26,9 +26,9 @@ def check_command(
     allow_code: AllowCode = None,
     as_json: AsJson = False,
 ) -> None:
-    """Preview a recipe: read the first records of each source, and show what would be kept and removed.
+    """Preview a recipe: read the first records of each source, and show which would be kept or removed.
 
-    Renders, filters and deduplicates these records as a build would. Writes no dataset.
+    Renders, filters and deduplicates the records in the same way as a build. Writes no dataset.
 
     \b
     Examples:
@@ -47,29 +47,27 @@ def check_command(
 
 def _lines(sample: SourceSample, *, stops: bool) -> Iterator[str]:
     files, size = len(sample.files), sum(size for _, size in sample.files)
-    yield f"{sample.name}: {files:,} {'file' if files == 1 else 'files'}, {size:,} bytes"
+    yield f"{sample.name}: {counted(files, 'file')}, {size:,} bytes"
     yield from (f"  {line}" for line in shape_lines([part for part, _ in sample.files]))
-    read = "the whole source" if sample.read_whole else "the first ones; see --records"
-    yield f"  read:     {_records(sample.records)}, {read}"
+    read = "the whole source" if sample.read_whole else "only the first records; see --records"
+    yield f"  read:     {counted(sample.records, 'record')}, {read}"
     if sample.first is not None:
         yield f"  first:    {sample.first.file}:{sample.first.line}"
         yield from (f"    {line}" for line in message_lines(sample.first, sample.trained))
     if sample.faults:
-        yield f"  faulty:   {_records(len(sample.faults))}" + ("; a build stops at the first" if stops else ", skipped")
+        yield f"  faulty:   {counted(len(sample.faults), 'record')}" + (
+            "; a build would stop at the first of them" if stops else ", skipped"
+        )
         yield from (f"    {fault}" for fault in sample.faults[:EXAMPLES])
     for reason, count in sample.removed.items():
-        yield f"  removed:  {_records(count)}, {reason}"
+        yield f"  removed:  {counted(count, 'record')}, {reason}"
         yield from (f"    {_example(example)}" for example in sample.examples[reason])
     for bucket, reason, entry in sample.ledger:
         if bucket in ("repeated", "truncated", "dropped", "noted") and reason not in sample.removed:
-            rows = f"{entry.rows:,} rows, " if entry.rows else ""
+            rows = f"{counted(entry.rows, 'row')}, " if entry.rows else ""
             yield f"  {bucket + ':':<9} {rows}{entry.tokens:,} tokens, {reason}"
     trained = share(sample.trained_tokens, sample.tokens)
-    yield f"  kept:     {sample.rows:,} rows, {sample.tokens:,} tokens, {trained} trained"
-
-
-def _records(count: int) -> str:
-    return f"{count:,} {'record' if count == 1 else 'records'}"
+    yield f"  kept:     {counted(sample.rows, 'row')}, {sample.tokens:,} tokens, {trained} trained"
 
 
 def _example(example: RemovedExample) -> str:

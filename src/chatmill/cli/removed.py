@@ -20,7 +20,9 @@ def removed(
         str | None, typer.Option(metavar="REASON", help="List only records removed for this reason, such as duplicate.")
     ] = None,
     source: Annotated[str | None, typer.Option(metavar="NAME", help="List only records of this source.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for each record.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per record, each on its own line.")
+    ] = False,
 ) -> None:
     """List the records that filters, deduplication and max_samples removed from a dataset, in input order.
 

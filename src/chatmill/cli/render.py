@@ -12,7 +12,7 @@ from rich.text import Text
 
 from chatmill.answers import mask_answers, note_untrained
 from chatmill.cli.format_choice import print_format
-from chatmill.cli.options import AsJson, console_on_stdout, print_losses, progress, share
+from chatmill.cli.options import AsJson, console_on_stdout, counted, print_losses, progress, share
 from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, TemplateFlags, print_rejects
 from chatmill.config import LONGEST
 from chatmill.errors import UsageError
@@ -39,10 +39,10 @@ def render_command(
     template: TemplateFlags,
     read: ReadOptions,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Truncate longer rows by the --fit strategy. Default: no truncation.")
+        int | None, typer.Option(min=1, help="Truncate longer rows, as set by --fit. Default: no truncation.")
     ] = None,
     fit: Annotated[
-        FitRule, typer.Option(help="What to do with rows over --max-tokens; see docs/explanation/packing.md.")
+        FitRule, typer.Option(help="How to shorten rows over --max-tokens; see docs/explanation/packing.md.")
     ] = "exchanges",
     require_terminators: Annotated[
         bool, typer.Option("--require-terminators", help="Drop rows that end in the middle of an answer.")
@@ -100,7 +100,7 @@ def render_command(
     print_format(render.format, render.tokenizer, template.chat_template)
     total = ledger.total("stored")
     trained = f"{total.trained:,} trained ({share(total.trained, total.tokens)})"
-    typer.echo(f"{total.rows:,} rows, {total.tokens:,} tokens, {trained}", err=as_json)
+    typer.echo(f"{counted(total.rows, 'row')}, {total.tokens:,} tokens, {trained}", err=as_json)
     print_losses(ledger, err=as_json)
     print_rejects(records)
 

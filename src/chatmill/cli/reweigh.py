@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, Dataset, GivenPlace, dataset_place, echo_json, echo_line, share
+from chatmill.cli.options import AsJson, Dataset, GivenPlace, counted, dataset_place, echo_json, echo_line, share
 from chatmill.rows import TrainOn
 from chatmill.store.reweigh import reweigh_dataset
 
@@ -16,7 +16,8 @@ def reweigh(
     train_on: Annotated[
         TrainOn,
         typer.Option(
-            help="Which turns to train: every assistant turn, the last one, those after the last user message, or all. "
+            help="Turns to train: every assistant turn, the last assistant turn, assistant turns after the last user "
+            "message, or all turns. "
             "Messages with their own train flag, and tokens that the format never trains, keep their mask."
         ),
     ],
@@ -26,7 +27,7 @@ def reweigh(
             "--output", "-o", metavar="NEW", help="Dataset to write: a folder or a URL.", parser=dataset_place
         ),
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW if it already exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy a dataset with a different loss mask, without tokenizing again.
@@ -61,7 +62,8 @@ def reweigh(
             f"{trained:,} ({share(trained, split.num_tokens)})" for trained in (split.num_trained_tokens, before[name])
         )
         typer.echo(
-            f"{name}: {split.num_episodes:,} episodes, {split.num_tokens:,} tokens, {now} trained, before {then}"
+            f"{name}: {counted(split.num_episodes, 'episode')}, {split.num_tokens:,} tokens, {now} trained, "
+            f"previously {then}"
         )
     if done.untrained:
         typer.echo(f"{done.untrained:,} conversations now have no trained tokens")

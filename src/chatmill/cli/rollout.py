@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line, unread_key
+from chatmill.cli.options import AsJson, argument, command_group, counted, counting, echo_json, echo_line, unread_key
 from chatmill.cli.record_options import AddTokens, TokenizerName
 from chatmill.errors import UsageError
 from chatmill.ledger import UNREAD_KEY
@@ -27,7 +27,10 @@ TruthFile = Annotated[str, argument("TRUTH", ".jsonl file of ground-truth record
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the dataset to write.")]
 FieldNames = Annotated[
     str | None,
-    typer.Option("--fields", help="Comma-separated fields of an entry, matched if equal. Default: desc and boxes."),
+    typer.Option(
+        "--fields",
+        help="Comma-separated fields of an entry. Entries match if all fields are equal. Default: desc and boxes.",
+    ),
 ]
 FormatName = Annotated[
     str | None,
@@ -52,12 +55,12 @@ def build(
     gate: Annotated[float, typer.Option(help="Minimum overlap (IoU) of matched boxes.")] = GATE,
     train_values: Annotated[bool, typer.Option(help="Also train the texts of appended entries.")] = True,
     train_cut: Annotated[
-        bool, typer.Option(help="Where the cut splits a token, train the shorter token that remains.")
+        bool, typer.Option(help="If the kept prefix ends inside a token, train the shorter token that remains.")
     ] = False,
     border: Annotated[
         Border,
         typer.Option(
-            help="How to tokenize the start of the append: on its own (shorter), on its own with "
+            help="How to tokenize the start of the appended text: on its own (shorter), on its own with "
             "the first token masked (masked), together with the last token of the answer (joined), or as part "
             "of the whole text (canonical)."
         ),
@@ -122,14 +125,14 @@ def answers(
 @app.command("train")
 def train(
     config: Annotated[Path, argument("CONFIG", "JSON file of settings.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the run to.")],
     resume: Annotated[
         str | None,
-        typer.Option(help="auto: continue from the newest checkpoint, if any; or the folder of a checkpoint."),
+        typer.Option(help="Checkpoint folder to continue from. auto selects the newest checkpoint, if any."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate answers with a model, turn them into targets, and train the model on these.
+    """Generate answers with a model, turn them into targets, and train the model on the targets.
 
     CONFIG sets the ground truth, the model and its tokenizer; `chatmill rollout keys` lists all settings. Writes
     metrics.jsonl, rollouts.jsonl and checkpoints to OUTPUT.
@@ -200,7 +203,7 @@ def _tell(output: Path, metadata: Metadata, health: Health | None, *, as_json: b
         echo_json({"path": str(output), "sha256": metadata.sha256, "train": counts, **of_rollouts})
         return
     echo_line(
-        f"{output}/train: {split.num_episodes:,} episodes, {split.num_tokens:,} tokens, "
+        f"{output}/train: {counted(split.num_episodes, 'episode')}, {split.num_tokens:,} tokens, "
         f"{split.num_trained_tokens / split.num_tokens:.1%} trained"
     )
     for line in () if health is None else health_lines(health):
@@ -234,8 +237,8 @@ def health_lines(health: Health) -> Iterator[str]:
         yield f"  {health.gated:,} pairs overlap too little to be matched"
     if health.as_text:
         yield (
-            f"  {health.as_text:,} answers came as text; for {health.retokenized:,} the server reports a different "
-            "number of tokens than encoding gives"
+            f"  {health.as_text:,} answers came as text; for {health.retokenized:,} of them, the server reports a "
+            "different number of tokens"
         )
     if health.too_long:
         yield f"  {health.too_long:,} prompts and targets exceed the model's maximum sequence length and were left out"

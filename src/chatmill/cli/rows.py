@@ -12,6 +12,7 @@ from chatmill.cli.options import (
     GivenPlace,
     TokenDtype,
     argument,
+    counted,
     dataset_place,
     echo_json,
     echo_line,
@@ -26,7 +27,7 @@ RUNS = Path("checkpoints")
 
 
 def rows_command(
-    run: Annotated[Path | None, argument("[RUN]", "Run folder. Default: the newest in checkpoints/.")] = None,
+    run: Annotated[Path | None, argument("[RUN]", "Run folder. Default: the newest run in checkpoints/.")] = None,
     step: Annotated[int, typer.Option(min=1, help="Training step.", show_default=False)] = ...,  # type: ignore[assignment]
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, help="Maximum number of conversations. Default: all.")
@@ -45,7 +46,7 @@ def rows_command(
 ) -> None:
     """List the conversations in a training step by file and line, highest loss first.
 
-    Use it to find the data behind a loss spike. Requires a run trained with --log_rows.
+    Use this command to find the data that causes a loss spike. Requires a run trained with --log_rows.
 
     \b
     Examples:
@@ -68,7 +69,7 @@ def rows_command(
         rows = [{**row._asdict(), "place": place, "text": text} for row, (place, text) in listed]
         echo_json({"run": str(folder), "step": step, "loss": mean, "conversations": len(losses), "rows": rows})
         return
-    echo_line(f"{folder}, step {step:,}: {len(losses):,} conversations, loss {mean:.4f}")
+    echo_line(f"{folder}, step {step:,}: {counted(len(losses), 'conversation')}, loss {mean:.4f}")
     lines = [(f"{row.loss:.4f}", str(row.episode), one_line(place or "-", 60), text) for row, (place, text) in listed]
     print_table(("loss", "episode", "from", ""), (), lines)
 
@@ -79,5 +80,5 @@ def newest_run(folder: Path) -> Path:
 
     written = {path.parent.parent: path.stat().st_mtime_ns for path in folder.glob(f"*/{ROWS}/rank_00000.jsonl")}
     if not written:
-        raise UsageError(f"{folder}: no run with losses per conversation; give a run, or train with --log_rows")
+        raise UsageError(f"{folder}: no run with losses per conversation; pass a run, or train with --log_rows")
     return max(written, key=lambda run: (written[run], str(run)))

@@ -20,6 +20,7 @@ from chatmill.cli.options import (
     TokenDtype,
     argument,
     console_on_stdout,
+    counted,
     counting,
     echo_json,
     echo_line,
@@ -36,7 +37,7 @@ from chatmill.show.text import find, locate
 
 LISTED = 10
 
-Split = Annotated[str | None, typer.Option(help="Split: train or val. Default: the first with an episode.")]
+Split = Annotated[str | None, typer.Option(help="Split: train or val. Default: the first split that has episodes.")]
 ItsTokenizer = Annotated[
     str | None,
     typer.Option(
@@ -100,7 +101,7 @@ def _show(
     name, episodes = view.split_named(split)
     console = console_on_stdout(soft_wrap=True)
     warn_about(view)
-    of = f"{len(episodes):,} episodes in {name}"
+    of = f"{counted(len(episodes), 'episode')} in {name}"
     if episode is not None:
         _show_one(view, name, episode, console, decode=decode, as_json=as_json)
         return
@@ -112,7 +113,7 @@ def _show(
             hits = find(episodes, view.text, search, progress=advance)
             count = _list(view, name, islice(hits, limit), search, console, as_json=as_json)
             has_more = next(hits, None) is not None
-        summary = f"{limit:,} shown; more of {of} match" if has_more else f"{count:,} of {of} match"
+        summary = f"stopped at --limit {limit:,}; more of {of} match" if has_more else f"{count:,} of {of} match"
     if not as_json:
         echo_line(summary if (format := view.format_name) is None else f"{summary}; format {format}")
 
@@ -200,7 +201,7 @@ def _colours(console: Console) -> bool:
 
 
 def _print(lines: Iterable[Text], console: Console) -> None:
-    """Print in color to a terminal, or as plain text to a pipe, which is faster than rich."""
+    """Print in color to a terminal with rich, or as plain text to a pipe, which is faster."""
     if _colours(console):
         for line in lines:
             console.print(line)

@@ -11,7 +11,7 @@ from chatmill.prepare.snippets import known_sets, snippet
 
 
 def snippet_command(
-    names: Annotated[list[str] | None, argument("[NAME]...", "Datasets. Default: list all.")] = None,
+    names: Annotated[list[str] | None, argument("[NAME]...", "Datasets. Default: list all datasets.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print recipe sources for well-known datasets, with the shape and columns of each.

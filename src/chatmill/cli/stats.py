@@ -14,6 +14,7 @@ from chatmill.cli.options import (
     DatasetOrCache,
     OverwriteFile,
     TokenDtype,
+    counted,
     counting,
     echo_json,
     echo_line,
@@ -89,7 +90,7 @@ def report(
     """Write an HTML report: lengths, trained tokens, dropped and truncated tokens with reasons, packing, sources and
     samples.
 
-    The page is a single file without scripts or external resources. It supports dark mode, printing and keyboard
+    The page is a single file without scripts or external resources, and supports dark mode, printing and keyboard
     navigation. The same dataset always gives the same bytes.
 
     \b
@@ -108,7 +109,7 @@ def report(
         episodes = {each.split: each.rows for each in splits}
         echo_json({"path": str(output), "bytes": len(page), "episodes": episodes, "sha256": view.dataset.sha256})
         return
-    counts = ", ".join(f"{each.rows:,} episodes in {each.split}" for each in splits)
+    counts = ", ".join(f"{counted(each.rows, 'episode')} in {each.split}" for each in splits)
     echo_line(f"{output}: {len(page):,} bytes, {counts}")
     warn_about(view)
 
@@ -122,14 +123,14 @@ def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...])
 
 def _print_stats(stats: SplitStats) -> None:
     typer.echo(
-        f"{stats.split}: {stats.rows:,} rows, {stats.segments:,} segments, {stats.tokens:,} tokens, "
+        f"{stats.split}: {counted(stats.rows, 'row')}, {counted(stats.segments, 'segment')}, {stats.tokens:,} tokens, "
         f"{stats.trained:,} trained ({stats.share:.1%})"
     )
     if stats.untrained_rows:
         typer.echo(f"note: {stats.untrained_rows:,} rows have no trained tokens")
     names = ("least", "5%", "25%", "median", "75%", "95%", "99%", "most")
     quantiles = ", ".join(f"{name} {stats.quantile(q):,}" for name, q in zip(names, QUANTILES, strict=True))
-    typer.echo(f"tokens of a row: {quantiles}\n")
+    typer.echo(f"tokens per row: {quantiles}\n")
     of = partial(share, of_nothing="-")
     for what, counts in (("role", stats.roles), ("source", stats.sources), ("rule", stats.rules)):
         rows = [

@@ -73,14 +73,14 @@ class Output(Styled):
         return Styled(self._stream)
 
     def write(self, text: str) -> int:
-        # Nearly all lines are plain, and this check is much faster than the search.
+        # Nearly all lines are plain ASCII, and checking for it is much faster than the regular expression.
         plain = text.isascii() and text.replace("\n", "").isprintable()
         super().write(text if plain else _NOT_PLAIN.sub(_printable, text))
         return len(text)
 
 
 class ErrorOutput(Styled):
-    """Standard error. If writing to it fails, the command continues."""
+    """Standard error; the command continues even if writing to standard error fails."""
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

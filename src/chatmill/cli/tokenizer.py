@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import AsJson, command_group, echo_json, echo_line, print_losses, progress
+from chatmill.cli.options import AsJson, command_group, counted, echo_json, echo_line, print_losses, progress
 from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, print_rejects
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
@@ -19,7 +19,8 @@ from chatmill.store.files import refuse_existing, write_file
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
 MOST_TOKENS = 2**24
-"""Upper limit of --vocab-size, for which the trainer allocates memory; larger than any real vocabulary."""
+"""Upper limit of --vocab-size, larger than any real vocabulary. The trainer allocates memory for the whole
+vocabulary."""
 
 app = command_group("Train a tokenizer, or inspect one.")
 
@@ -60,7 +61,7 @@ def train(
     if as_json:
         echo_json({"path": str(output), "vocab_size": made.vocab_size, "sha256": made.sha256, "records": count})
     else:
-        echo_line(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
+        echo_line(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {counted(count, 'record')}")
         if made.vocab_size < vocab_size:
             typer.echo(f"the texts contain too few merges for {vocab_size:,} tokens")
     print_losses(records.ledger, err=True)
@@ -69,7 +70,7 @@ def train(
 
 @app.command("info")
 def info(
-    tokenizer: Annotated[str, typer.Argument(help="Tokenizer, as for --tokenizer of other commands.")],
+    tokenizer: Annotated[str, typer.Argument(help="Tokenizer, as in the --tokenizer option of other commands.")],
     format: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +88,7 @@ def info(
       chatmill tokenizer info tokenizer.json --format primer --add-tokens
     """
     if format is None and add_tokens:
-        raise UsageError("--add-tokens requires --format, the format whose tokens to add")
+        raise UsageError("--add-tokens requires --format, which determines the tokens to add")
     control = load_format(format).tokens if format is not None else {}
     opened = open_tokenizer(tokenizer, control=control, add_tokens=add_tokens)
     ids = opened.special_token_ids() if format is not None else dict(opened.control_ids)

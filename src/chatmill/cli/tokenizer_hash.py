@@ -15,7 +15,7 @@ def tokenizer_sha256(path: str) -> str | None:
     except ModuleNotFoundError:
         return None
     with warnings.catch_warnings():
-        # Warnings were shown when the cache was built.
+        # Ignore warnings: they were shown when the cache was built.
         warnings.simplefilter("ignore")
         # A cache needs all control tokens, so building it added the missing ones.
         return open_tokenizer(path, control=load_format("primer").tokens, add_tokens=True).sha256

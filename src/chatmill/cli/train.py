@@ -39,9 +39,9 @@ def train(
     """Train a model on a dataset, an SFT cache, or a mix of caches.
 
     Writes checkpoints and metrics to OUT_DIR/MODEL_NAME. Every key of a config file is also a flag, as --batch_size 8
-    or --batch-size 8. Flags override the config file, which overrides chatmill.toml in the current folder, the settings
-    that caches are built with. Values are JSON or plain text; a boolean flag without a value is true. `python train.py`
-    is the same command.
+    or --batch-size 8. Flags override the config file, which overrides chatmill.toml in the current folder; the commands
+    that build caches also read chatmill.toml. Values are JSON or plain text; a boolean flag without a value is true.
+    `python train.py` is the same command.
 
     \b
     Examples:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetOrCache, TokenDtype, echo_json, echo_line
+from chatmill.cli.options import AsJson, DatasetOrCache, TokenDtype, counted, echo_json, echo_line
 from chatmill.store import is_cache, verify_cache, verify_dataset
 
 
@@ -22,9 +22,9 @@ def verify(
 ) -> None:
     """Check that a dataset is intact: metadata, file sizes, and that episodes and spans cover all tokens exactly.
 
-    Prints OK and the counts of each split, or one line per fault and exits with code 1. Add --full to read every byte
-    and compare hashes. In datasets written by another program, tokens may be in no episode or in several; their number
-    is printed.
+    Prints OK and the counts of each split. If the dataset has faults, prints one line per fault and exits with code 1.
+    Add --full to read every byte and compare hashes. In datasets written by another program, tokens may be in no
+    episode or in several; their number is printed.
 
     \b
     Examples:
@@ -58,8 +58,8 @@ def verify(
             outside = "" if result.sha256 else f", {counts.uncovered:,} tokens in no episode"
             shared = f", {counts.shared:,} in more than one" if counts.shared else ""
             typer.echo(
-                f"{name}: {counts.episodes:,} episodes, {counts.tokens:,} tokens, {counts.trained:,} trained, "
-                f"{counts.shards:,} {'shard' if counts.shards == 1 else 'shards'}{outside}{shared}"
+                f"{name}: {counted(counts.episodes, 'episode')}, {counts.tokens:,} tokens, {counts.trained:,} trained, "
+                f"{counted(counts.shards, 'shard')}{outside}{shared}"
             )
         if result.unread:
             echo_line(f"not read: {', '.join(result.unread)}")

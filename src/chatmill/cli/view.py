@@ -24,10 +24,11 @@ from chatmill.show.viewer import Viewer
 def view(
     dataset: Viewed,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port; 0: any free port.", show_default="any free port")
+        int,
+        typer.Option(min=0, max=65535, help="Port to serve on; 0 selects any free port.", show_default="any free port"),
     ] = 0,
     audit: Annotated[
-        list[Path] | None, typer.Option(help="Audit log or folder of audit logs; may be repeated.")
+        list[Path] | None, typer.Option(help="Audit log, or a folder of audit logs; may be repeated.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Config of a run, to show the order of its epochs and its packing.")
@@ -91,7 +92,7 @@ def view(
                 if opened.view.preview
                 else f"the index for search and filters is kept in {cache}"
             )
-        # A program reading from a pipe waits for the address.
+        # Flush, because a program that reads the address from a pipe is waiting for it.
         sys.stdout.flush()
 
     # Without a handler, SIGTERM would end the process before temporary files are removed.
@@ -99,7 +100,7 @@ def view(
     with open_data(dataset, tokenizer, preview, token_dtype=token_dtype, sources=sources) as opened:
         viewer = Viewer(
             opened.view,
-            # The index of a preview is not needed afterwards.
+            # The index of a preview is removed with its temporary folder.
             cache=opened.folder or cache,
             config=load,
             logs=audit_logs(audit or []),

@@ -37,7 +37,8 @@ Viewed = Annotated[
     GivenPlace,
     argument(
         "DATA",
-        "A dataset, a cache, a folder of them, or input to preview: a file or folder of records, or a recipe.",
+        "A dataset, a cache, a folder of datasets or caches, or input to preview: a file or folder of records, or a "
+        "recipe.",
         dataset_place,
     ),
 ]
@@ -50,12 +51,12 @@ class PreviewOptions:
     format: Annotated[
         str | None,
         typer.Option(
-            help="For records: the chat format, as in `chatmill prepare`.", show_default="chatml, or the template"
+            help="For records: the chat format, as in `chatmill prepare`.", show_default="the chat template, or chatml"
         ),
     ] = None
     first: Annotated[
         int | None,
-        typer.Option(min=1, help="For records: how many of each source to render.", show_default=f"{RECORDS:,}"),
+        typer.Option(min=1, help="For records: the number to render from each source.", show_default=f"{RECORDS:,}"),
     ] = None
     allow_code: AllowCode = None
 
@@ -131,7 +132,7 @@ def _holds_records(data: Place) -> bool:
 
 
 def _record_folders(job: Job) -> tuple[Path, ...]:
-    """Return the folders that record files are looked up in: the current one, and the parent of absolute paths."""
+    """Return the folders to search for record files: the current folder, and the common parent of absolute paths."""
     files = local_files([name for source in job.sources for name in source.inputs])
     absolute = [path.parent for path in files if path.is_absolute()]
     return (Path(), Path(os.path.commonpath(absolute))) if absolute else (Path(),)
