@@ -185,7 +185,7 @@ def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base class of configs: declared keys with their values. Raises one `UsageError` for all invalid values."""
+    """Base class of configs: declared keys with their values. One `UsageError` reports all invalid values."""
 
     def __post_init__(self) -> None:
         if faults := [str(each) for each in misfits(keys_of(type(self)), vars(self))] or list(self.conflicts()):
@@ -229,9 +229,6 @@ def _shown(value: Any) -> str:
         return one_line(json.dumps(value))
     except (TypeError, ValueError):
         return one_line(str(value))
-
-
-# Environment variables and flags.
 
 
 def from_environment(config: type[Config], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -282,7 +279,7 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
-        # Raise now for numbers and nesting that Python could not print in a later error.
+        # Reject numbers and nesting that Python could not print in a later error.
         repr(table)
         return table
     except OSError as reason:
@@ -292,7 +289,8 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
 
 
 def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the keys of a JSON file; they override those of the files it inherits from. Raise `UsageError` for a cycle.
+    """Read the keys of a JSON file and of the files it inherits from; inherited keys are overridden. Raise `UsageError`
+    if a file inherits from itself.
 
     `heirs` are the files that inherit from this one, in the order they were read.
     """

@@ -32,7 +32,7 @@ class ChatmillError(Exception):
 
 
 class UsageError(ChatmillError):
-    """An invalid flag, name or setting, or an invalid combination."""
+    """An invalid flag, name or setting, or an invalid combination of settings."""
 
     exit_code = 2
 
@@ -113,6 +113,6 @@ def name_file(error: OSError) -> OSError:
 
 
 def system_fault(error: OSError) -> str:
-    """Format an `OSError` as one line: the file, if any, and what happened."""
+    """Format an `OSError` as one line: the file, if known, and the reason."""
     name = name_file(error).filename
     return f"{one_line(os.fsdecode(name or 'input or output'), 1000)}: {error.strerror or error}"

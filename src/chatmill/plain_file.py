@@ -1,7 +1,7 @@
 """Check local paths and read untrusted files safely: only regular files of a bounded size, without blocking.
 
-Opening a FIFO waits for a writer, and reading a device may never end. These functions raise an `OSError` immediately
-instead.
+Opening a FIFO waits for a writer, and reading a device may never end. The functions in this module immediately raise an
+`OSError` for FIFOs and devices.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ KINDS = {
 
 
 _URL = re.compile("([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
-"""Matches `s3://bucket/x`, and `s3:/bucket/x`, to which `Path` shortens it. `c:/x` and `a:b` are local names."""
+"""Matches `s3://bucket/x` and its form as a `Path`, `s3:/bucket/x`, but not the local names `c:/x` and `a:b`."""
 
 
 def local_path(name: str | Path) -> Path:
     """Return the local path that a user gave; raise `UsageError` for a URL, which would create a local folder `s3:`.
 
-    A local path that starts with such a folder must be given as an absolute path.
+    A local folder named `s3:` must be given as an absolute path.
     """
     if url := _URL.match(str(name)):
         text = name if isinstance(name, str) else f"{url[1]}://{str(name)[url.end() :]}"
@@ -53,7 +53,7 @@ def check_plain(path: Path) -> int:
 def open_plain(path: Path) -> io.BufferedReader:
     """Open a regular file for reading."""
     check_plain(path)
-    # Does not block even if the file is replaced by a FIFO or a terminal in the meantime.
+    # These flags prevent blocking if the file has been replaced by a FIFO or a terminal since the check.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check(os.fstat(fd).st_mode, path)

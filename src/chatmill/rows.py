@@ -84,7 +84,7 @@ class Rule(IntEnum):
     INCOMPLETE_USER = 6
     """No complete user turn comes before the answer in its row."""
     INJECTED = 7
-    """A copy of a turn header that reopens a cut turn."""
+    """A copy of a turn header that reopens a truncated turn."""
     EARLIER_WINDOW = 8
     """Trained in an earlier window; here it is context."""
     PROMPT = 9
@@ -96,7 +96,7 @@ class Rule(IntEnum):
     MISSED = 12
     """An object that the rollout missed, or the correct end of its answer."""
     VALUES_OFF = 13
-    """A text of an appended entry, if these are not trained."""
+    """A text of an appended entry, if texts of appended entries are not trained."""
     EARLIER_ROW = 14
     """With --unroll: trained in an earlier row of its conversation; here it is context for a later answer."""
     RANGE = 15
@@ -106,7 +106,7 @@ class Rule(IntEnum):
     WHITESPACE = 17
     """Whitespace between the turns of a transcript: never trained."""
     NOT_ANSWER = 18
-    """Not an answer: blocks, and formats that train only answers, ignore `train` and `weight` of such a message."""
+    """The message is not an answer. Blocks, and formats that train only answers, ignore its `train` and `weight`."""
     SURPLUS = 19
     """The rollout continues although all true objects were found: its target closes the answer."""
 
@@ -242,7 +242,7 @@ class Rows:
         )
 
     def reweigh(self, train_on: TrainOn) -> Rows:
-        """Return the same tokens with other roles trained; weights set by flags, headers and other rules stay."""
+        """Return the rows with new weights by role; weights set by flags, headers and other rules stay."""
         spans = joined([self.spans])
         weigh(spans, self.first_span, train_on)
         return Rows(self.ids, spans, self.first_span, self.origins, self.first_segment, self.files)
@@ -270,7 +270,7 @@ class Rows:
             raise DataError("a target is below -1; -1 means the token itself")
         file = self.origins["file"]
         if np.any((file != NO_FILE) & (file >= len(self.files))):
-            raise DataError(f"an origin names a file beyond the {len(self.files)} known")
+            raise DataError(f"an origin has a file index of {len(self.files)} or more; expected the index of a file")
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
@@ -299,8 +299,8 @@ def concat(parts: Sequence[Rows]) -> Rows:
 def joined(tables: Sequence[Table]) -> Table:
     """Concatenate tables of the same dtype.
 
-    This function copies bytes, because numpy copies structured arrays field by field, which is ten times slower. For
-    the same reason, use `take` to select records of a table, never an index in brackets.
+    This function copies bytes, because numpy copies structured arrays field by field, which is ten times slower.
+    Likewise, select records of a table with `take`, because indexing with brackets is slow.
     """
     dtype = tables[0].dtype
     return np.concatenate([as_bytes(table) for table in tables]).view(dtype)
@@ -320,7 +320,7 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
     role, decided = spans["role"], spans["rule"] == Rule.ROLE
     trained = (role != Role.TOOL) & (role != Role.NONE) if train_on == "all" else role == Role.ASSISTANT
     if train_on == "last":
-        # The last assistant message counts even if its own flag excludes it; no earlier one replaces it.
+        # The last assistant message counts even if its own flag excludes it; an earlier message does not replace it.
         trained &= spans["message"] == _last_message(spans, first_span, trained)
     elif train_on == "last-exchange":
         # Without a user message the number is -1, which selects all messages.
@@ -330,7 +330,7 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
 
 
 def _record_weights(spans: Table, first_span: Index, decided: NDArray[np.bool_]) -> NDArray[np.float32] | float:
-    """Return the weight of each span's record: that of the spans in its segment that are trained by role."""
+    """For each span, return the weight of its record, read from the spans of its segment that are trained by role."""
     weight = np.where(decided, spans["weight"], np.float32(0))
     if not np.any((weight != 0) & (weight != 1)):
         return 1.0

@@ -181,7 +181,7 @@ def _messages(messages: object) -> list[Message]:
 
 def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokenizer | Any) -> Rows:
     families = [format.tokens, *(_preset(name).tokens for name in ("ngpt", "primer"))]
-    # Rendering uses only the methods of this adapter.
+    # Rendering calls only the methods that this adapter defines.
     adapter: Any = _TextTokenizerAdapter(text_tokenizer(tokenizer, *families))
     return TurnRenderer(format, adapter).render([Record(messages)])
 
@@ -195,7 +195,9 @@ class _TextTokenizerAdapter:
     def special_token_ids(self) -> Mapping[str, int]:
         ids = self.tokenizer.special_token_ids()
         if missing := [key for key in KEYS if key not in ids]:
-            raise DataError(f"the tokenizer has no special token id for {', '.join(missing)}; expected all of them")
+            raise DataError(
+                f"the tokenizer has no special token id for {', '.join(missing)}; expected sys, usr, asst and eot"
+            )
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Index]:

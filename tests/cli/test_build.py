@@ -179,7 +179,7 @@ def test_invalid_records_of_other_sources_can_be_skipped(run):
         1,
         "",
         "chatmill: o.jsonl:2 (id=t): no message has role assistant; "
-        "expected at least one, otherwise there is nothing to train\n",
+        "expected at least one assistant message to train on\n",
     )
     code, out, err = run(*build, "--on-error", "skip", "--rejects", "bad.jsonl")
     assert (code, out.splitlines()[0]) == (0, "examples: 2 train, 0 val")

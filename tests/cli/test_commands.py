@@ -27,7 +27,7 @@ def test_check_counts_records_messages_and_sources(run):
     assert run("check", "chat.jsonl") == (
         0,
         "3 records, 3 of them with an assistant turn\nmessages: 3 assistant, 3 user\nsources:  3 chat\n"
-        'shape:    messages: its records have "messages"\n'
+        'shape:    messages: the records have "messages"\n'
         'first:    chat.jsonl:1 (id=c1)\n  user      "hi"\n  assistant "yo"\n',
         "",
     )
@@ -40,7 +40,7 @@ def test_check_counts_records_messages_and_sources(run):
             "messages": {"assistant": 3, "user": 3},
             "sources": {"chat": 3},
             "rejected": {},
-            "files": [{"file": "chat.jsonl", "shape": "messages", "why": 'its records have "messages"'}],
+            "files": [{"file": "chat.jsonl", "shape": "messages", "why": 'the records have "messages"'}],
             "first": {
                 "id": "c1",
                 "source": "chat",
@@ -68,8 +68,8 @@ def test_check_shows_the_first_record_and_names_unread_keys(run):
     code, out, err = run("check", "chat.json", "text.jsonl")
     assert (code, err) == (0, "")
     assert out.splitlines()[3:] == [
-        'shape:    messages: its records have "messages" (chat.json)',
-        'shape:    text: its records have "text" (text.jsonl)',
+        'shape:    messages: the records have "messages" (chat.json)',
+        'shape:    text: the records have "text" (text.jsonl)',
         "first:    chat.json:1",
         "  tools: 1, weight: 0.5",
         '  user      "hi\\n\\x1b[2J"',
@@ -120,7 +120,7 @@ def test_a_faulty_record_stops_with_one_line_and_exit_code_1(run):
     assert (code, out) == (1, "")
     assert err == (
         'chatmill: chat.jsonl:2 (id=c2): message 0 has role "bot"; expected system, user, assistant or tool; '
-        "--columns assistant=bot maps it\n"
+        "--columns assistant=bot maps this role\n"
     )
 
 

@@ -112,7 +112,7 @@ def test_the_output_of_a_check(recipe, monkeypatch, capsys, tmp_path):
     assert (code, err) == (0, "")
     assert out.splitlines()[:20] == [
         f"chat: 2 files, {sum(Path(name).stat().st_size for name in ('chat.jsonl', 'more.jsonl')):,} bytes",
-        '  shape:    messages: its records have "messages"',
+        '  shape:    messages: the records have "messages"',
         "  read:     17 records, the whole source",
         "  first:    chat.jsonl:1",
         '    user      "first"',

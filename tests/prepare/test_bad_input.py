@@ -63,14 +63,14 @@ FLAGS = {
     "chat.jsonl -o x --val-split 1": (2, "--val-split 1.0 is not between 0 and 1; 0.1 keeps a tenth for validation"),
     "chat.jsonl -o x --val-split -0.1": (2, "--val-split -0.1 is not between 0 and 1"),
     "chat.jsonl -o x --val-split nan": (2, "--val-split nan is not between 0 and 1"),
-    "chat.jsonl -o x --val-split 0.1 --val-file chat.jsonl": (2, "both select validation data; use one"),
+    "chat.jsonl -o x --val-split 0.1 --val-file chat.jsonl": (2, "both select validation data; use only one"),
     "chat.jsonl -o x --val-file ./chat.jsonl": (
         1,
-        "chat.jsonl: is used for both training and validation; remove it",
+        "chat.jsonl: is used for both training and validation; use it",
     ),
     "chat.jsonl -o new/deep/x --val-split 0.00001": (
         1,
-        "the split val would be empty; the smallest fraction that fills it is --val-split 0.",
+        "the split val would be empty; the smallest fraction that fills this split is --val-split 0.",
     ),
     "chat.jsonl -o x --val-split 0.99999": (1, "the split train would be empty; use more records, or a smaller --val"),
     "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is negative; expected an integer of at least 0"),

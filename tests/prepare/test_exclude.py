@@ -81,7 +81,9 @@ def test_lines_without_a_record_are_counted_and_unknown_files_are_refused(tmp_pa
 )
 def test_a_line_that_names_no_record_is_refused(tmp_path, line):
     (tmp_path / "list").write_text(f"chat.jsonl:1\n{line}\n")
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/list:2: names no record; expected FILE:LINE, an id")):
+    with pytest.raises(
+        DataError, match=re.escape(f"{tmp_path}/list:2: does not name a record; expected FILE:LINE, an id")
+    ):
         read_excluded(str(tmp_path / "list"))
     with pytest.raises(DataError, match="cannot be read"):
         read_excluded(str(tmp_path / "none"))

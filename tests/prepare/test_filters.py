@@ -216,7 +216,7 @@ def test_a_failing_predicate_is_reported_in_one_line_or_rejects_the_record(with_
     assert faults == [("a.jsonl", line, "predicate") for line in long]
     assert metadata.ledger.total("rejected").rows == len(long)
     wrong, name = with_predicates("wrong")
-    with pytest.raises(RecordError, match="returned 3; it must return True or False"):
+    with pytest.raises(RecordError, match="returned 3; a predicate must return True or False"):
         build(wrong, tmp_path / "v2", allow_code=(name,))
 
 

@@ -161,7 +161,10 @@ FAULTS = {
         "seed: 1",
         "no sources; expected a list of tables ([[sources]] in TOML), each with its files as `inputs`",
     ),
-    "two keys for sources": (SOURCE + "source: [{inputs: b.jsonl}]", "source and sources are the same key; use one"),
+    "two keys for sources": (
+        SOURCE + "source: [{inputs: b.jsonl}]",
+        "source and sources are the same key; use only one",
+    ),
     "a text as a source": ("sources: [a.jsonl]", "source 0 must be a table"),
     "an alias within itself": ("sources: &a [{inputs: *a}]", "source 0: inputs must be a list of strings"),
     "no inputs": ("sources: [{name: a}]", "source 0 has no inputs; expected a list of files, globs, folders or URLs"),
@@ -176,7 +179,7 @@ FAULTS = {
         "sources: [{inputs: a.jsonl, columns: {id: 1}}]",
         "source 0: columns: id must be the name",
     ),
-    "no column": ("sources: [{inputs: a.jsonl, columns: {}}]", "source 0: columns is empty; remove it"),
+    "no column": ("sources: [{inputs: a.jsonl, columns: {}}]", "source 0: columns is empty; remove the key"),
     "an unknown filter": (
         SOURCE + "filters: {min_token: 1}",
         'the recipe: filters has unknown key "min_token" (known: ',
@@ -211,11 +214,11 @@ FAULTS = {
     ),
     "a split of what is validation": (
         "sources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true, val_split: 0.1}]",
-        "source b: val_split and only_val both select validation data; use one",
+        "source b: val_split and only_val both select validation data; use only one",
     ),
     "a split besides validation files": (
         "val_split: 0.1\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true}]",
-        "val_split and only_val both select validation data; use one",
+        "val_split and only_val both select validation data; use only one",
     ),
     "one name for two": (
         "sources: [{inputs: x/a.jsonl}, {inputs: y/a.jsonl}]",
@@ -235,15 +238,15 @@ FAULTS = {
     ),
     "a weight of one": (
         "sources: [{inputs: a.jsonl, weight: 1}]",
-        "weight and epochs need several sources, and there is only one; remove them, and train for more epochs",
+        "weight and epochs require several sources, but there is only one; remove them, and train for more epochs",
     ),
     "some weights": (
         "sources: [{inputs: a.jsonl, weight: 1}, {inputs: b.jsonl}, {inputs: c.jsonl, only_val: true}]",
-        "some sources have a weight; give one to every source that is trained, or to none",
+        "some sources have a weight; give every training source a weight, or remove all weights",
     ),
     "weights and epochs": (
         "sources: [{inputs: a.jsonl, weight: 1}, {inputs: b.jsonl, epochs: 2}]",
-        "weight and epochs both set how often a source is trained; use one of them for all sources",
+        "weight and epochs both set how often a source is trained; use only one of them",
     ),
     "a weight of what is not trained": (
         "sources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true, epochs: 1}]",
@@ -354,7 +357,7 @@ def test_any_text_gives_a_job_or_an_error(text, name):
 
 def test_a_job_made_in_python_is_validated_like_a_recipe():
     two = (InputSource(("a.jsonl",), weight=1.0), InputSource(("b.jsonl",), weight=1.0))
-    with pytest.raises(UsageError, match=r"^weight and epochs need names; give each source a `name`$"):
+    with pytest.raises(UsageError, match=r"^weight and epochs require source names; give each source a `name`$"):
         Job(two).check()
     with pytest.raises(UsageError, match=r'^precedence names "a", which is not a source \(known: none, give each'):
         Job((InputSource(("a.jsonl",)), InputSource(("b.jsonl",))), dedupe=True, precedence=("a",)).check()

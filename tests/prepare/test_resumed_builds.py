@@ -262,7 +262,10 @@ def test_a_second_build_of_the_same_target_is_refused_in_one_line(held):
     before = sorted(Path(".x.building.units").iterdir())
     for _ in range(2):
         second = held()
-        assert second.communicate() == ("", "chatmill: x: another process is building this dataset; wait for it\n")
+        assert second.communicate() == (
+            "",
+            "chatmill: x: another process is building this dataset; wait until it has finished\n",
+        )
         assert second.returncode == 1
     assert sorted(Path(".x.building.units").iterdir()) == before
     assert ".x.building.lock" in left_beside(Path("x"))

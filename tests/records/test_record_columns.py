@@ -118,7 +118,7 @@ def test_a_column_that_no_record_has_is_reported(tmp_path):
     options = ShapeOptions("messages=chat,system=sistem,name=mod")
     with pytest.warns(UserWarning, match="--columns names") as told:
         assert len(list(read_records([tmp_path / "a.jsonl"], options=options))) == 2
-    right = "which none of the first 1,000 records has; correct or remove it"
+    right = "which none of the first 1,000 records has; correct or remove this name"
     assert {str(warning.message) for warning in told} == {
         f'--columns names "{name}", {right}' for name in ("mod", "sistem")
     }
@@ -252,7 +252,7 @@ def test_text_before_a_prompt_is_never_dropped():
     chat = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "completion": "a"}
     for record, fault in (
         ({**pair, "history": [["a", "b"]]}, 'the record has a "history"; use the shape alpaca'),
-        ({**chat, "system": "t"}, "the record has a system text and a system message; expected one of them"),
+        ({**chat, "system": "t"}, "the record has a system text and a system message; expected only one system text"),
     ):
         assert fault in str(read(record, "prompt-completion"))
     dolly = read({"instruction": "q", "context": "", "response": "a", "system": "s"}, "dolly")
@@ -314,7 +314,7 @@ def test_content_parts_of_all_types_are_read():
         ),
         ([{"type": "image_url", "image_url": {}}], 'part 0 has type "image_url"; only text can be trained'),
         ([{"type": "tool_use", "name": "f"}], 'part 0 has type "tool_use"; expected'),
-        ([{"type": "reasoning", "value": "r", "train": False}], 'part 0 has a "train"; expected none'),
+        ([{"type": "reasoning", "value": "r", "train": False}], 'part 0 has a "train"; expected no weight'),
     ],
 )
 def test_unsupported_content_parts_are_refused(parts, fault):

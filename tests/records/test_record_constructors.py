@@ -119,7 +119,7 @@ def test_a_record_accepts_messages_dicts_and_tool_definitions():
         (
             "Hi",
             "the record has a string as messages that is not JSON: invalid JSON at column 1 (invalid character); "
-            "expected a list of messages, or JSON text of one",
+            "expected a list of messages, or a list as JSON text",
         ),
     ):
         with pytest.raises(RecordError) as refused:

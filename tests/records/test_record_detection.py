@@ -21,7 +21,7 @@ TREE = {"message_tree_id": "t", "prompt": {"text": "q", "role": "prompter"}}
 FLAT = {"message_id": "a", "parent_id": None, "message_tree_id": "t", "text": "q", "role": "prompter"}
 TEXT = {"text": "<|USER|>q<|END|>"}
 HINT = (
-    "set it with --shape: messages, sharegpt, alpaca, dolly, prompt-completion, text, tool, primer, oasst1, "
+    "set the shape with --shape: messages, sharegpt, alpaca, dolly, prompt-completion, text, tool, primer, oasst1, "
     "transcript, transcript-lines, transcript-stream"
 )
 COLUMNS = "or map the keys with --columns"
@@ -123,12 +123,12 @@ def test_files_with_only_invalid_records_are_left_to_the_reader(read_bytes):
             [{"text": "the question", "outputs": [{"text": "the answer"}]}],
             f'a.jsonl: cannot detect the shape of records with the keys "text", "outputs"; {HINT}, {COLUMNS}',
         ),
-        ([{**ALPACA, "response": "b"}], f"a.jsonl: its records can be alpaca or dolly; {HINT}"),
+        ([{**ALPACA, "response": "b"}], f"a.jsonl: the records can be alpaca or dolly; {HINT}"),
         (
             [PLAIN, b"", ALPACA],
-            f"a.jsonl:3: records of shape messages or tool and alpaca in one file; split it or {HINT}",
+            f"a.jsonl:3: records of shape messages or tool and alpaca in one file; split the file, or {HINT}",
         ),
-        ([TOOL, CALLED], f"a.jsonl:2: records of shape tool and messages in one file; split it or {HINT}"),
+        ([TOOL, CALLED], f"a.jsonl:2: records of shape tool and messages in one file; split the file, or {HINT}"),
     ],
 )
 def test_a_failed_detection_is_reported_in_one_line_that_lists_the_shapes(shape_of, values, line):

@@ -28,11 +28,11 @@ BYTES = [
     (b'{"a": "\xc3\xa9\xff"}', "not UTF-8 at column 9 (byte 0xff); expected UTF-8 text"),
     (b'{"a": "\xed\xa0\x80"}', "not UTF-8 at column 8 (byte 0xed); expected UTF-8 text"),
     (b'{"a": "x\0"}', "a NUL byte at column 9; expected text without NUL bytes"),
-    (b'{"a": "\\ud800"}', "unpaired surrogate at column 8; expected both halves, or the character itself"),
-    (b'{"a": "\\\\\\udc00"}', "unpaired surrogate at column 10; expected both halves, or the character itself"),
+    (b'{"a": "\\ud800"}', "unpaired surrogate at column 8; expected a surrogate pair, or the character itself"),
+    (b'{"a": "\\\\\\udc00"}', "unpaired surrogate at column 10; expected a surrogate pair, or the character itself"),
     (
         b'{"a": "\\ud800\\ud83d\\ude00"}',
-        "unpaired surrogate at column 8; expected both halves, or the character itself",
+        "unpaired surrogate at column 8; expected a surrogate pair, or the character itself",
     ),
     # This is deeper than Python allows: 10,000 levels in compiled code since 3.12, 1,000 in 3.11.
     (b'{"a":' * 100_000, "the record is nested too deeply; expected fewer levels"),
@@ -54,14 +54,14 @@ def call(**fields):
 
 RECORDS = {
     "messages": [
-        ({}, 'the record has no "messages"; expected it among its keys (none)'),
-        ({"a\n": 1, "b": 2}, 'the record has no "messages"; expected it among its keys ("a\\n", "b")'),
+        ({}, 'the record has no "messages"; expected this key (found: none)'),
+        ({"a\n": 1, "b": 2}, 'the record has no "messages"; expected this key (found: "a\\n", "b")'),
         ({"messages": {}}, "the record has an object as messages; expected a list of messages"),
         ({"messages": []}, "the record has an empty list as messages; expected at least one message"),
         ({"messages": [{}, "x"]}, "message 1 is a string; expected an object"),
         ({"messages": [{}]}, f"message 0 has no role; {ROLES}"),
-        (turn(role="bot"), f'message 1 has role "bot"; {ROLES}; --columns assistant=bot maps it'),
-        (turn(role="User"), f'message 1 has role "User"; {ROLES}; --columns user=User maps it'),
+        (turn(role="bot"), f'message 1 has role "bot"; {ROLES}; --columns assistant=bot maps this role'),
+        (turn(role="User"), f'message 1 has role "User"; {ROLES}; --columns user=User maps this role'),
         (turn(role="a b"), f"message 1 has role \"a b\"; {ROLES}; --columns maps other roles, such as 'user=a b'"),
         (turn(role="a,b"), f'message 1 has role "a,b"; {ROLES}'),
         (turn(role="x" * 100), f'message 1 has role "{"x" * 80}…"; {ROLES}'),
@@ -88,26 +88,29 @@ RECORDS = {
         (turn(reasoning_content=1), "message 1 has a number as reasoning_content; expected a string"),
         (
             turn(reasoning_content="a", reasoning="b"),
-            "message 1 has reasoning under two keys, with different texts; expected one of them",
+            "message 1 has reasoning under two keys, with different texts; expected reasoning under only one key",
         ),
-        (turn(role="user", reasoning="b"), "message 1 has reasoning on role user; expected it only on the assistant"),
+        (
+            turn(role="user", reasoning="b"),
+            "message 1 has reasoning on role user; expected reasoning only on role assistant",
+        ),
         (turn(train=1), "message 1 has a number as train; expected true or false"),
         (turn(weight="1"), "message 1 has a string as weight; expected a number, 0 or more"),
         (turn(weight=True), "message 1 has true as weight; expected a number, 0 or more"),
         (turn(weight=-0.5), "message 1 has weight -0.5; expected a finite number, 0 or more"),
         (turn(weight=1e-46), "message 1 has weight 1e-46; expected 0 instead"),
         (turn(weight=1e39), "message 1 has weight 1e+39; expected a finite number, 0 or more"),
-        (turn(weight=0, train=False), "message 1 has both train and weight; expected one of them"),
+        (turn(weight=0, train=False), "message 1 has both train and weight; expected only one of these keys"),
         (
             turn(role="tool", train=True),
-            "message 1 has a weight over 0 on a tool result; expected none, or train: false",
+            "message 1 has a weight over 0 on a tool result; expected no weight, or train: false",
         ),
         (
             turn(role="tool", weight=0.5),
-            "message 1 has a weight over 0 on a tool result; expected none, or train: false",
+            "message 1 has a weight over 0 on a tool result; expected no weight, or train: false",
         ),
         (turn(function_call={"name": "f"}), 'message 1 has a "function_call"; expected tool_calls'),
-        (turn(refusal="no"), 'message 1 has a "refusal"; expected its text as content'),
+        (turn(refusal="no"), 'message 1 has a "refusal"; expected the text as content'),
         (
             turn(audio={"id": "x"}),
             'message 1 has "audio", but only text can be trained; leave out these records, or remove the key',
@@ -116,14 +119,14 @@ RECORDS = {
         (turn(tool_calls=["f"]), "message 1, tool call 0 is a string; expected an object with name and arguments"),
         (
             turn(role="user", tool_calls=[{"name": "f", "arguments": {}}]),
-            "message 1 has tool_calls on role user; expected them only on the assistant",
+            "message 1 has tool_calls on role user; expected tool_calls only on role assistant",
         ),
         (call(type="custom"), 'message 1, tool call 1 has type "custom"; expected "function"'),
         (call(id=1), "message 1, tool call 1 has a number as id; expected a string"),
         (call(name=None), "message 1, tool call 1 has null as name; expected a string"),
         (
             call(function={"name": "f"}),
-            'message 1, tool call 1 has no "arguments"; expected it among its keys ("name")',
+            'message 1, tool call 1 has no "arguments"; expected this key (found: "name")',
         ),
         (
             call(arguments="{x"),
@@ -147,19 +150,19 @@ RECORDS = {
         ({**turn(), "tools": [{}, 1]}, "tool 1 is a number; expected an object"),
         (
             {**turn(), "system": "s"},
-            'the record has a "system"; expected it as the first message, or shape "tool"',
+            'the record has a "system"; expected the system text as the first message, or shape "tool"',
         ),
         ({**turn(), "functions": []}, 'the record has a "functions"; expected tools and tool_calls'),
     ],
     "sharegpt": [
-        ({}, 'the record has no "conversations"; expected it among its keys (none)'),
+        ({}, 'the record has no "conversations"; expected this key (found: none)'),
         (
             {"conversations": [{"from": "bing", "value": "x"}]},
             'message 0 has from "bing"; '
             "expected system, human, gpt, function_call, observation, user, assistant or tool; "
             "--columns maps other roles, such as user=bing",
         ),
-        ({"conversations": [{"from": "gpt"}]}, 'message 0 has no "value"; expected it among its keys ("from")'),
+        ({"conversations": [{"from": "gpt"}]}, 'message 0 has no "value"; expected this key (found: "from")'),
         ({"conversations": [{"from": "gpt", "value": 1}]}, "message 0 has a number as value; expected a string"),
         (
             {"conversations": [{"from": "function_call", "value": "get(x)"}]},
@@ -172,11 +175,11 @@ RECORDS = {
         ),
         (
             {"conversations": [{"from": "function_call", "value": '[{"name": "f"}]'}]},
-            'message 0, tool call 0 has no "arguments"; expected it among its keys ("name")',
+            'message 0, tool call 0 has no "arguments"; expected this key (found: "name")',
         ),
         (
             {"conversations": [{"from": "observation", "value": "1", "weight": 1}]},
-            "message 0 has a weight over 0 on a tool result; expected none, or train: false",
+            "message 0 has a weight over 0 on a tool result; expected no weight, or train: false",
         ),
         (
             {"conversations": [{"from": "gpt", "value": ""}], "system": 1},
@@ -184,7 +187,7 @@ RECORDS = {
         ),
     ],
     "alpaca": [
-        ({"output": "x"}, 'the record has no "instruction"; expected it among its keys ("output")'),
+        ({"output": "x"}, 'the record has no "instruction"; expected this key (found: "output")'),
         ({"instruction": "x", "output": None}, "the record has null as output; expected a string"),
         ({"instruction": "x", "input": 3, "output": ""}, "the record has a number as input; expected a string"),
         (
@@ -199,7 +202,7 @@ RECORDS = {
     "dolly": [
         (
             {"instruction": "x", "output": "y"},
-            'the record has no "response"; expected it among its keys ("instruction", "output")',
+            'the record has no "response"; expected this key (found: "instruction", "output")',
         ),
         ({"instruction": "x", "context": [], "response": ""}, "the record has a list as context; expected a string"),
     ],
@@ -229,16 +232,16 @@ RECORDS = {
             'message 1 has role "tool"; expected system, user, assistant, assistant_toolcall or toolresult',
         ),
         (turn(content=None), "message 1 has null as content; expected a string"),
-        (turn(role="assistant_toolcall"), 'message 1 has no "name"; expected it among its keys ("role", "content")'),
+        (turn(role="assistant_toolcall"), 'message 1 has no "name"; expected this key (found: "role", "content")'),
         (
             turn(role="assistant_toolcall", name="f", arguments="1"),
             f"message 1 has a number as arguments; {OBJECT}",
         ),
-        ({"messages": [{"role": "toolresult"}]}, 'message 0 has no "content"; expected it among its keys ("role")'),
+        ({"messages": [{"role": "toolresult"}]}, 'message 0 has no "content"; expected this key (found: "role")'),
         (turn(tool_calls=[]), 'message 1 has a "tool_calls"; expected a turn of role "assistant_toolcall"'),
         (
             {"messages": [{"role": "toolresult", "content": 1, "train": True}]},
-            "message 0 has a weight over 0 on a tool result; expected none, or train: false",
+            "message 0 has a weight over 0 on a tool result; expected no weight, or train: false",
         ),
     ],
     "primer": [
@@ -246,11 +249,11 @@ RECORDS = {
         ({**turn(), "x": 1, "y": 1}, 'the record has the unknown keys "x", "y"; expected only messages'),
         (turn(role="tool"), 'message 1 has role "tool"; expected system, user or assistant'),
         (turn(content=[]), "message 1 has a list as content; expected a string"),
-        ({"messages": [{"role": "user"}]}, 'message 0 has no "content"; expected it among its keys ("role")'),
+        ({"messages": [{"role": "user"}]}, 'message 0 has no "content"; expected this key (found: "role")'),
         ({"messages": []}, "the record has an empty list as messages; expected at least one message"),
     ],
     "transcript": [
-        ({"id": 4}, 'the record has no "text"; expected it among its keys ("id")'),
+        ({"id": 4}, 'the record has no "text"; expected this key (found: "id")'),
         ({"text": 4}, "the record has a number as text; expected a string"),
     ],
 }

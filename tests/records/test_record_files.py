@@ -167,7 +167,7 @@ def test_damaged_compression_is_one_fault_after_the_readable_records(read_bytes,
             whole[:-8] + b"xxxx" + whole[-4:],
             "the compressed data is corrupt; expected a whole gzip file; copy it again",
         ),
-        (b"plain text", "the file is text, not gzip; name it without .gz"),
+        (b"plain text", "the file is text, not gzip; remove .gz from the file name"),
     ]:
         found, faults = read_bytes(packed, name, shape="messages" if "txt" in name else shape)
         assert [record.line for record in found] == list(range(1, len(found) + 1))

@@ -299,4 +299,6 @@ def test_a_system_text_and_another_system_message_are_refused(shape):
     assert [message.role for message in once.messages] == ["system", "user", "assistant"]
     refused = outcome(shape, record | {"system": "be long"})
     assert isinstance(refused, RecordError)
-    assert str(refused).endswith('the record has a "system" text and another system message; expected one of them')
+    assert str(refused).endswith(
+        'the record has a "system" text and another system message; expected only one system text'
+    )

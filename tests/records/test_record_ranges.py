@@ -48,7 +48,7 @@ def test_ranges_are_read_as_start_stop_and_weight(given, ranges):
     ("given", "fault"),
     [
         ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges of characters 2 to 4, which overlap others"),
-        ([[0, 32, 0]], "message 0 has train_ranges of characters 0 to 31; its content has 31 characters"),
+        ([[0, 32, 0]], "message 0 has train_ranges of characters 0 to 31; the content has 31 characters"),
         ([[3, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
         ([[-1, 3, 0]], "message 0, train_ranges 0 is empty; expected 0 <= start < stop"),
         ([[0, 3.0, 0]], "message 0, train_ranges 0 has a number as a position; expected an integer"),
@@ -72,11 +72,13 @@ def test_invalid_ranges_are_refused(given, fault):
 @pytest.mark.parametrize("key", ["train_ranges", "train_detail", "training_detail"])
 def test_ranges_are_only_for_assistant_messages_with_one_text(role, key):
     value = [[0, 3, 0]] if key == "train_ranges" else DETAIL
-    with pytest.raises(RecordError, match=f"^message 0 has {key} on role {role}; expected them only on the assistant$"):
+    with pytest.raises(
+        RecordError, match=f"^message 0 has {key} on role {role}; expected ranges only on role assistant$"
+    ):
         read(key, value, role)
     parts = [{"type": "text", "text": TEXT}]
     with pytest.raises(
-        RecordError, match=f"^message 0 has {key} and a list as content; expected its content as a string"
+        RecordError, match=f"^message 0 has {key} and a list as content; expected the content as a string"
     ):
         read(key, value, content=parts)
 
@@ -98,7 +100,7 @@ def test_invalid_axolotl_details_are_refused():
     for entry, fault in (
         (
             {"begin_offset": 0, "end_offset": 31, "train": True},
-            "has train_detail of characters 0 to 31; its content has",
+            "has train_detail of characters 0 to 31; the content has",
         ),
         ({"begin_offset": 0, "end_offset": 3}, 'train_detail 0 has no "train"'),
         ({"begin_offset": 0, "end_offset": 3, "train": 1}, "train_detail 0 has a number as train"),
@@ -107,7 +109,9 @@ def test_invalid_axolotl_details_are_refused():
     ):
         with pytest.raises(RecordError, match=fault):
             read("train_detail", [entry])
-    with pytest.raises(RecordError, match="message 0 has both train_ranges and train_detail; expected one of them"):
+    with pytest.raises(
+        RecordError, match="message 0 has both train_ranges and train_detail; expected only one of these keys"
+    ):
         read("train_detail", DETAIL, train_ranges=[[0, 3, 0]])
 
 

@@ -115,9 +115,9 @@ def reply(name, parent, **fields):
             [reply("a", None), reply("b", "z")],
             'message 1 replies to "z", which is not in its tree; expected all messages of a tree on consecutive lines',
         ),
-        ([reply("a", None), reply("a", "a")], 'message 1 has message_id "a" a second time; expected each message once'),
-        ([reply("a", None), reply("b", None)], "the tree has 2 messages without parent_id; expected one, the root"),
-        ([reply("a", "b"), reply("b", "a")], "the tree has 0 messages without parent_id; expected one, the root"),
+        ([reply("a", None), reply("a", "a")], 'message 1 repeats message_id "a"; expected each message once'),
+        ([reply("a", None), reply("b", None)], "the tree has 2 messages without parent_id; expected one root message"),
+        ([reply("a", "b"), reply("b", "a")], "the tree has 0 messages without parent_id; expected one root message"),
         ([reply("a", None), reply("b", 1)], "message 1 has a number as parent_id; expected a string"),
     ],
 )

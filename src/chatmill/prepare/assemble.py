@@ -28,9 +28,10 @@ from chatmill.store.metadata import ShardInfo, SplitInfo
 from chatmill.store.write import SplitWriter
 
 CHUNK_TOKENS = 2**22
-"""Tokens to gather at a time; memory use is a few times this, independent of the size of the data."""
+"""Tokens to gather at a time. Memory use is a few times as large, and does not depend on the size of the data."""
 MAPPED = 256
-"""Number of staged files mapped at once. Each uses a file descriptor, and the limit is often 1,024."""
+"""Number of staged files mapped at once. Each mapped file uses a file descriptor, and a process can often open only
+1,024."""
 ANY_SIZE = 2**62
 
 
@@ -73,9 +74,7 @@ def assemble_by_shard(
     ledger: Ledger,
     on_tokens: Callable[[int], None],
 ) -> dict[str, SplitInfo]:
-    """Like `assemble`, for rows that are not blocks: `write` writes the shards independently and yields them in
-    order.
-    """
+    """Like `assemble`, but not for stream blocks: `write` writes the shards independently and yields them in order."""
     numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
     shards: dict[str, list[ShardInfo]] = {name: [] for name in numbers}
     started: deque[str] = deque()
@@ -139,9 +138,9 @@ def _why_empty(
         if name == "val" and (shares := smallest_shares(staged, job)) is not None:
             by_hash, exact = (f"--val-split {share:.16g}" for share in shares)
             if job.split == "shuffle":
-                return f"the smallest fraction that fills it is {exact}"
+                return f"the smallest fraction that fills this split is {exact}"
             shuffle = f"{exact} with an exact split (--split shuffle --seed {job.seed})"
-            return f"the smallest fraction that fills it is {by_hash}, or {shuffle}"
+            return f"the smallest fraction that fills this split is {by_hash}, or {shuffle}"
         return f"use more records, or a {'larger' if name == 'val' else 'smaller'} --val-split"
     lost = [
         f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket in ("rejected", "filtered", "dropped")
@@ -215,7 +214,7 @@ class _Gather:
         self._files: dict[File, int] = {}
 
     def put(self, here: Index, unit: Staged, rows: Numbers) -> None:
-        """Copy the given rows of a staged file to the positions `here`."""
+        """Copy the given rows of a staged file to the output positions `here`."""
         copy_ranges(unit.ids, unit.row_start[rows], unit.row_start[rows + 1], self._ids, self._start[here])
         first, last = unit.first_span[rows], unit.first_span[rows + 1]
         copy_ranges(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])

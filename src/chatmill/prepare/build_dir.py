@@ -44,9 +44,9 @@ class BuildDir:
 def build_dir(
     target: Path, job: bytes, *, resume: bool, overwrite: bool, name: Place | None = None
 ) -> Iterator[BuildDir]:
-    """Lock and create the build folders; whatever is not published is removed when the block ends.
+    """Lock and create the build folders; unpublished files are removed when the block ends.
 
-    After an error in the input, everything is removed; after any other error, the units are kept for --resume. `name`
+    After an error in the input, all files are removed; after any other error, the units are kept for --resume. `name`
     is the dataset name to show in errors, if the dataset is not built where it is published.
     """
     staging = staging_for(target)
@@ -66,7 +66,7 @@ def build_dir(
                     _remove(units, UNITS)
                 raise
             if left := _remove(units, UNITS):
-                warnings.warn(f"{units}: {left}; the dataset is complete, remove this folder by hand", stacklevel=3)
+                warnings.warn(f"{units}: {left}; the dataset is complete; remove this folder by hand", stacklevel=3)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -105,7 +105,9 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
                 is_old = time.time() - newest >= older_than
                 counts[is_old] += ObjectCount(len(statuses), sum(status.st_size for status in statuses))
                 if is_old and not dry_run and (left := _remove(folder, kind)):
-                    raise DataError(f"{folder}: {left}; it is left from an earlier build; inspect and remove it")
+                    raise DataError(
+                        f"{folder}: {left}; the folder is left from an earlier build; inspect and remove it"
+                    )
     return CleanedBuilds(removed=counts[True], young=counts[False])
 
 
@@ -118,7 +120,7 @@ def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
     # Shards are rewritten from the units, which is fast and gives the same bytes.
     for folder, kind in ((staging, DATASET), *(() if resumed else ((units, UNITS),))):
         if left := _remove(folder, kind):
-            raise DataError(f"{folder}: {left}; it is left from an earlier build; inspect and remove it")
+            raise DataError(f"{folder}: {left}; the folder is left from an earlier build; inspect and remove it")
     if resumed:
         for part in units.glob(f".*{PART}"):
             files.disk.remove(part)
@@ -144,12 +146,12 @@ def _alone(lock: Path, target: Place) -> Iterator[None]:
         except OSError as error:
             raise DataError(f"{target}: cannot be created ({error.strerror}); use another folder") from None
 
-    busy = f"{target}: another process is building this dataset; wait for it"
+    busy = f"{target}: another process is building this dataset; wait until it has finished"
     with locked(lock, busy, opened=opened, patience=PATIENCE):
         try:
             yield
         finally:
-            # Remove the lock file before releasing the lock: afterwards another process may own it. A leftover lock
-            # file does no harm.
+            # Remove the lock file before releasing the lock: afterwards another process may own it. If the process is
+            # killed, the lock file that remains is harmless.
             with suppress(OSError):
                 lock.unlink()

@@ -3,8 +3,8 @@
     URL/staging/BUILD/unit_000000_0000.rows     written whole by a worker; BUILD is the hash of the job and its input
     URL/objects/SHA256                          the files of shards, written by the tasks
 
-Nodes share only the object store. This process plans from the heads of the staged objects, which the workers send, and
-writes the metadata; tokens and spans never pass through it.
+Nodes share only the object store. The main process plans the shards from the heads of the staged objects, which the
+workers send, and writes the metadata; tokens and spans never pass through the main process.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from chatmill.store.remote_files import STAGING
 from chatmill.store.remote_publish import RemoteTarget
 
 TASKS_PER_CPU = 2
-"""Minimum number of tasks that write shards, if there are enough shards: few CPUs are idle while the last tasks
-finish.
+"""Minimum number of tasks that write shards, if there are enough shards, so that few CPUs are idle at the end.
 """
 
 
@@ -97,8 +96,8 @@ class ClusterBuild:
     def _shards_per_task(self, job: Job, ledger: Ledger) -> int:
         """Return the number of shards per task: one, unless rows are packed and there are far more shards than CPUs.
 
-        A packed shard takes its rows from a window of 2^20 rows, so its task reads nearly all of them. Writing several
-        shards in one task reads these rows only once.
+        A packed shard takes its rows from a window of 2^20 rows, so its task reads nearly all of them. A task that
+        writes several shards reads the window only once.
         """
         shards = ledger.total("rendered", "repeated").tokens // job.shard_tokens
         return 1 if job.pack is None else max(1, shards // (TASKS_PER_CPU * self.engine.num_cpus()))

@@ -44,10 +44,11 @@ class Duplicates:
     twin: Numbers
     """Number of the record that is kept instead; -1 for a record that is not a duplicate.
 
-    For an exact duplicate it is the first equal record, which may itself be a near-duplicate of another.
+    For an exact duplicate, this is the number of the first equal record, which may be a near-duplicate of another
+    record.
     """
     near: Flags
-    """Whether the record is a near-duplicate of its twin rather than equal to it."""
+    """Whether the record is a near-duplicate, rather than an exact duplicate, of the record that is kept."""
 
 
 def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[Flags] | None = None) -> Duplicates:
@@ -66,7 +67,7 @@ def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[F
             skipped[start : start + counts[at]] = excluded[at][record_begins(staged[at].head())]
     twin, near = _exact(files, skipped), np.zeros(files.count, dtype=bool)
     if job.near_dedupe is not None:
-        # Skipped records are not candidates, just like exact duplicates.
+        # Like exact duplicates, skipped records are not candidates.
         first = _near(files, job.near_dedupe, np.where(skipped, 0, twin))
         near = first >= 0
         twin[near] = first[near]
@@ -131,7 +132,7 @@ class _Files:
 
 
 def _exact(files: _Files, skipped: Flags) -> Numbers:
-    """For each record, return the first record with the same key; -1 for the first itself and for skipped records.
+    """For each record, return the first record with the same key; -1 for that first record and for skipped records.
 
     Keys are compared in sixteen passes, so memory use is little more than 16 bytes per key.
     """
@@ -154,7 +155,7 @@ def _exact(files: _Files, skipped: Flags) -> Numbers:
 
 
 def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
-    """For each record, return the first of its near-duplicate group; -1 for the first itself and for exact
+    """For each record, return the first record of its near-duplicate group; -1 for that record and for exact
     duplicates.
     """
     # One-byte values of different records are sometimes equal by chance.

@@ -29,7 +29,7 @@ from chatmill.records.record import NO_ROLE, ROLES, Message, is_layout, without_
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, copy_ranges, copy_tokens, offsets, ragged_index
 
 SHINGLE = 5
-"""Tokens per sequence. A shorter conversation is one sequence of all its tokens."""
+"""Tokens per sequence. A conversation with fewer tokens is a single sequence."""
 VALUES = 128
 """MinHash values per conversation; the standard error of a similarity of 0.8 is 0.035."""
 RECALL = 0.99
@@ -42,7 +42,7 @@ _ROWS = 2048
 """Conversations per MinHash call, which returns Python integers."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FIRST_ROLE = 0xF8
-"""Prefix of a text by role. These bytes do not occur in UTF-8, so texts cannot imitate them."""
+"""Prefix of a text for each role. The prefix bytes do not occur in UTF-8, so no text contains them."""
 _WITH_FIELDS = b"\xff"
 _IS_SPACE = np.zeros(256, dtype=bool)
 _IS_SPACE[[ord(char) for char in map(chr, range(128)) if char.isspace()]] = True
@@ -176,7 +176,7 @@ def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint6
     row_tokens = np.diff(offsets(length)[rows.first_span[rows.first_segment]])
     start = offsets(row_tokens)
     windows = np.where(row_tokens > 0, np.maximum(row_tokens - SHINGLE + 1, 1), 0)
-    # Shift ids by 1, so that no token equals the 0 past the end.
+    # Add 1 to each id, because 0 marks positions past the end.
     padded = np.append(ids.astype(np.uint64) + np.uint64(1), np.zeros(SHINGLE, dtype=np.uint64))
     sums = np.zeros(len(ids), dtype=np.uint64)
     for place, multiplier in enumerate(_multipliers()[:SHINGLE]):

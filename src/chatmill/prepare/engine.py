@@ -64,7 +64,7 @@ class LocalEngine:
 
     @property
     def writes_shards(self) -> bool:
-        """Whether `write_shards` may be called; it forks, so no other thread may be running."""
+        """Whether `write_shards` may be called: it forks, so no other thread may be running."""
         return self.workers > 1 and threading.active_count() == 1
 
     def write_shards(

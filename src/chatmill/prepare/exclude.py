@@ -1,12 +1,12 @@
-"""Read the `--exclude` file, which lists records to leave out. The viewer exports such files.
+"""Read the `--exclude` file, which lists records to leave out. The viewer can export an `--exclude` file.
 
     {"file": "chat.jsonl", "line": 812}    the record at a line of an input file, as the dataset names the file
     {"id": "oasst-17"}                     every record with this id
     chat.jsonl:812                         the same as the first
     oasst-17                               the same as the second, if it does not end in a colon and a number
 
-Empty lines and lines that begin with # are ignored, as are other JSON keys. The `removed.jsonl` of a dataset also has
-this format.
+Empty lines and lines that begin with # are ignored, as are other JSON keys. The file `removed.jsonl` of a dataset can
+also be passed as `--exclude`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from chatmill.prepare.select import StagedFile
 
 LIMIT = 1 << 30
-"""Maximum size of the file in bytes."""
+"""Maximum size of an `--exclude` file in bytes."""
 _PLACE = re.compile(r"(.+):([0-9]{1,18})", re.DOTALL)
 
 
@@ -42,7 +42,7 @@ class Excluded:
     """Excluded lines of each input file."""
     ids: frozenset[str] = frozenset()
     sha256: str | None = None
-    """The hash of the file; None if nothing is excluded."""
+    """The hash of the `--exclude` file; None without one."""
 
     def check_files(self, names: Collection[str], path: str) -> None:
         """Raise `DataError` if a listed file is not an input file."""
@@ -60,7 +60,7 @@ NOTHING = Excluded()
 
 
 def read_excluded(path: str | None) -> Excluded:
-    """Read the `--exclude` file; without one, nothing is excluded."""
+    """Read the `--exclude` file; return `NOTHING` without one."""
     if path is None:
         return NOTHING
     lines: dict[str, set[int]] = {}
@@ -101,4 +101,6 @@ def _entry(raw: bytes, where: str) -> tuple[str, int] | str | None:
             return id
     except (ValueError, RecursionError):
         pass
-    raise DataError(f'{where}: names no record; expected FILE:LINE, an id, {{"file": …, "line": …}} or {{"id": …}}')
+    raise DataError(
+        f'{where}: does not name a record; expected FILE:LINE, an id, {{"file": …, "line": …}} or {{"id": …}}'
+    )

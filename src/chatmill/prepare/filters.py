@@ -37,7 +37,7 @@ EXCLUDE = "exclude"
 NAMES = (*keys_of(Filters), EXCLUDE)
 """All filters; the index of a filter is staged with each record that it removes."""
 ROW_FILTERS = ("min_tokens", "max_tokens", "min_trained_share", "max_trained_share")
-"""Filters on rendered rows; all others are on records."""
+"""Filters that check rendered rows; all other filters check records."""
 LANGUAGE_CHARACTERS = 2000
 """Characters of the answers used to detect their language."""
 MATCH_SECONDS = 10.0
@@ -80,7 +80,7 @@ class Predicate:
 def allowed_predicates(job: Job, allow_code: Sequence[str]) -> tuple[Predicate, ...]:
     """Import the predicates of a job; raise `UsageError` if one is not allowed, or if an allowed one is not used.
 
-    Nothing is imported unless all are allowed.
+    The predicates are imported only if all of them are allowed.
     """
     named = dict.fromkeys(filters.predicate for filters in all_filters(job) if filters.predicate is not None)
     for name in named:
@@ -88,7 +88,7 @@ def allowed_predicates(job: Job, allow_code: Sequence[str]) -> tuple[Predicate, 
             raise UsageError(f"the predicate {one_line(name)} would run code; allow it with --allow-code {name}")
     for name in allow_code:
         if name not in named:
-            raise UsageError(f"--allow-code {one_line(name)}: no filter uses this predicate; remove it")
+            raise UsageError(f"--allow-code {one_line(name)}: no filter uses this predicate; remove the flag")
     folder = str(Path.cwd())
     return tuple(Predicate(name, folder, _module_hash(_function(name, folder)[0])) for name in named)
 
@@ -96,7 +96,7 @@ def allowed_predicates(job: Job, allow_code: Sequence[str]) -> tuple[Predicate, 
 def _function(name: str, folder: str) -> tuple[ModuleType, Callable[[Any], Any]]:
     """Import the module and function of a predicate; raise `UsageError` if that fails."""
     module_name, _, function_name = name.partition(":")
-    # Append the folder, and remove it afterwards, so that no other module is imported from it.
+    # Add the folder to sys.path only during this import, so that no other module is imported from the folder.
     sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
@@ -176,7 +176,9 @@ def _matches(pattern: re.Pattern[str], name: str, record: Record) -> bool:
             )
     except _MatchTimeError:
         what = f"the regular expression of the filter {name} took over {MATCH_SECONDS:g} seconds"
-        fault = RecordError(what, "simplify it: nested repetitions such as (a+)+ may never end", kind=TIME_LIMIT)
+        fault = RecordError(
+            what, "simplify the regular expression: nested repetitions such as (a+)+ may never end", kind=TIME_LIMIT
+        )
         raise fault.at(record.file, record.line, record.id) from None
 
 
@@ -192,7 +194,7 @@ class _MatchTimeError(Exception):
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise `_MatchTimeError` in the block after `seconds`. Works only in the main thread, which receives signals.
 
-    No other thread runs during a regular expression match, so this is the only way to stop a match that never ends.
+    No other thread runs during a regular expression match, so only a signal can stop a match that never ends.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -256,7 +258,7 @@ def _passes(predicate: Predicate, record: Record) -> bool:
         if type(result) in (bool, np.bool_):
             return bool(result)
         what = f"the predicate {predicate.name} returned {one_line(repr(result))}"
-    fault = RecordError(what, "it must return True or False for every record", kind="predicate")
+    fault = RecordError(what, "a predicate must return True or False for every record", kind="predicate")
     raise fault.at(record.file, record.line, record.id)
 
 
@@ -272,7 +274,7 @@ def as_dict(record: Record) -> dict[str, Any]:
         {"role": message.role, "content": message.content, **msgspec.to_builtins(message)}
         for message in record.messages
     ]
-    # `line` is the number within the unit, which depends on how the work is split.
+    # Omit `line`, because it is counted within the unit and depends on how the work is split.
     del fields["line"], fields["unread_keys"]
     return fields
 
@@ -290,7 +292,7 @@ def failed_row_filters(
     """For each row, return 0 if it is kept, or 1 + the index in `NAMES` of the first filter that removes it.
 
     A conversation is kept or removed with all its rows, which are consecutive and have the same number in `record_of`.
-    Its token count is that of its longest row; its trained share is computed over all its rows.
+    The token count of a conversation is the length of its longest row; its trained share is computed over all its rows.
     """
     failed = np.zeros(len(record_of), dtype=np.uint8)
     if not len(record_of):

@@ -38,7 +38,7 @@ POSITIVE = ValueCheck(
     "a number over 0", lambda value: value is None or (type(value) in (int, float) and 0 < value <= LARGEST)
 )
 TABLE = ValueCheck("a table of filters", lambda value: isinstance(value, Filters))
-UNROLL_ALL = "--unroll makes one row per answer, and --train-on all trains every turn; use one of them"
+UNROLL_ALL = "--unroll makes one row per answer, and --train-on all trains every turn; use only one of them"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Filters:
     predicate: str | None = key(None, "Python function as module:function; requires --allow-code.")
 
     def faults(self) -> Iterator[str]:
-        """Yield the errors in these filters."""
+        """Yield the errors in the filters."""
         for what in ("tokens", "turns", "trained_share"):
             least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if least is not None and most is not None and least > most:
@@ -85,7 +85,7 @@ class InputSource:
     inputs: tuple[str, ...] = required("Files, globs, folders and URLs.")
     shape: str | None = key(None, "Shape of the records. Default: detected from the first records.")
     name: str | None = key(None, "Name of the source. Default: the name of each file.")
-    train_on: TrainOn | None = key(None, "Which turns to train in this source. Default: the job's train_on.")
+    train_on: TrainOn | None = key(None, "Turns to train in this source. Default: the job's train_on.")
     only_val: bool = key(False, "Use this source only for validation.")
     weight: float | None = key(
         None, "Share of the training rows that come from this source, relative to the other weights.", POSITIVE
@@ -94,11 +94,13 @@ class InputSource:
         None, "How often each row of this source is trained per pass over the dataset.", POSITIVE
     )
     max_samples: int | None = key(
-        None, "Keep at most this many records: the first that pass the filters and deduplication.", optional(integer(1))
+        None,
+        "Keep at most this many records: the first records that pass the filters and deduplication.",
+        optional(integer(1)),
     )
     val_split: float | None = key(None, "Fraction of this source for validation. Default: the recipe's val_split.")
     filters: Filters = key(
-        Filters(), "Filters for this source, in addition to those of the recipe.", TABLE, flag=NO_FLAG
+        Filters(), "Filters for this source, in addition to the recipe's filters.", TABLE, flag=NO_FLAG
     )
     columns: str | None = key(
         None,
@@ -128,8 +130,8 @@ class Job:
     sources: tuple[InputSource, ...]
     tokenizer: str = key(
         "bytes",
-        "`bytes` (built in), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face model folder, "
-        "as a path or URL.",
+        "Tokenizer: `bytes` (built in), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face model "
+        "folder, as a path or URL.",
     )
     format: str | None = key(
         None,
@@ -146,7 +148,9 @@ class Job:
         flag="--template-arg",
         metavar="NAME=VALUE",
     )
-    template_date: str | None = key(None, "Date for templates that print it. Default: today.", metavar="YYYY-MM-DD")
+    template_date: str | None = key(
+        None, "Date for chat templates that print the date. Default: today.", metavar="YYYY-MM-DD"
+    )
     mask: Mask = key(
         "derived",
         "With --format template: derive the loss mask from the rendered text, or use the template's generation tags.",
@@ -165,12 +169,13 @@ class Job:
     )
     train_on: TrainOn = key(
         "assistant",
-        "Which turns to train: every assistant turn, the last one, those after the last user message, or all but tool "
-        "results.",
+        "Turns to train: every assistant turn, the last assistant turn, assistant turns after the last user message, "
+        "or all turns except tool results.",
     )
     unroll: bool = key(
         False,
-        "Make one row per answer, with all messages before it as context. For templates that drop earlier reasoning.",
+        "Make one row per answer, with all messages before it as context. Use this for chat templates that drop "
+        "earlier reasoning.",
     )
     max_tokens: int | None = key(None, "Maximum row length, or the block size with --fit blocks. Default: no limit.")
     fit: Fit = key(
@@ -190,7 +195,7 @@ class Job:
     shard_tokens: int = key(SHARD_TOKENS, "Tokens per shard.")
     dedupe: bool = key(
         False,
-        "Keep only the first of conversations that are equal up to case and whitespace.",
+        "Keep only the first of several conversations that differ only in case and whitespace.",
     )
     near_dedupe: float | None = key(
         None,
@@ -199,11 +204,13 @@ class Job:
         metavar="SHARE",
     )
     precedence: tuple[str, ...] = key(
-        (), "Source names in order of precedence: of duplicates, the one from the first source is kept.", flag=NO_FLAG
+        (),
+        "Source names in order of precedence: among duplicates, the record from the first source in this list is kept.",
+        flag=NO_FLAG,
     )
     filters: Filters = key(Filters(), "Filters for all sources.", TABLE, flag=NO_FLAG)
     exclude: str | None = key(
-        None, "Leave out the records that this file names, by FILE:LINE or id, a line each.", metavar="FILE"
+        None, "Leave out the records listed in this file, one FILE:LINE or id per line.", metavar="FILE"
     )
     on_error: Literal["stop", "skip"] = key(
         "stop", "At an invalid record: stop and print its line, or skip it and write it to the rejects file."
@@ -233,7 +240,7 @@ class Job:
         if not (math.isfinite(self.val_split) and 0 <= self.val_split < 1):
             faults.append(f"--val-split {self.val_split} is not between 0 and 1; 0.1 keeps a tenth for validation")
         if self.val_split and any(source.only_val for source in self.sources):
-            faults.append("--val-split and --val-file both select validation data; use one")
+            faults.append("--val-split and --val-file both select validation data; use only one")
         if self.seed < 0:
             faults.append(f"--seed {self.seed} is negative; expected an integer of at least 0")
         faults += self._source_faults()
@@ -257,7 +264,7 @@ class Job:
             yield f'two sources have the name "{one_line(name)}"; give each its own `name`'
         for name in self.precedence:
             if name not in names:
-                known = ", ".join(map(one_line, names)) or "none, give each a `name`"
+                known = ", ".join(map(one_line, names)) or "none; give each source a `name`"
                 yield f'precedence names "{one_line(name)}", which is not a source (known: {known})'
         yield from _mix_faults(self.sources)
         for number, source in enumerate(self.sources):
@@ -266,7 +273,7 @@ class Job:
             if source.val_split is None:
                 continue
             if source.only_val:
-                yield f"{where}: val_split and only_val both select validation data; use one"
+                yield f"{where}: val_split and only_val both select validation data; use only one"
             if not (math.isfinite(source.val_split) and 0 <= source.val_split < 1):
                 yield f"{where}: val_split {source.val_split} is not between 0 and 1; 0.1 keeps a tenth for validation"
 
@@ -324,17 +331,17 @@ def _mix_faults(sources: Sequence[InputSource]) -> Iterator[str]:
     if not mixed:
         return
     if len(sources) == 1:
-        yield "weight and epochs need several sources, and there is only one; remove them, and train for more epochs"
+        yield "weight and epochs require several sources, but there is only one; remove them, and train for more epochs"
         return
     if any(source.only_val for source in mixed):
         yield "weight and epochs are for training; remove them from sources that are only_val"
     weights = [source.weight is not None for source in trained]
     if any(weights) and any(source.epochs is not None for source in trained):
-        yield "weight and epochs both set how often a source is trained; use one of them for all sources"
+        yield "weight and epochs both set how often a source is trained; use only one of them"
     elif any(weights) and not all(weights):
-        yield "some sources have a weight; give one to every source that is trained, or to none"
+        yield "some sources have a weight; give every training source a weight, or remove all weights"
     if any(source.name is None for source in sources):
-        yield "weight and epochs need names; give each source a `name`"
+        yield "weight and epochs require source names; give each source a `name`"
 
 
 def _safe(name: str | None) -> str | None:

@@ -97,7 +97,7 @@ def prepare_dataset(
         # The rows depend on the date, so it is part of the job.
         job = replace(job, template_date=datetime.now().date().isoformat())
     if (size := renderer.tokenizer.vocab_size) > WIDE:
-        raise DataError(f"{renderer.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
+        raise DataError(f"{renderer.tokenizer.name}: has a vocabulary of {size} ids; at most {WIDE} can be stored")
     fingerprint = _fingerprint(job, renderer, units, inputs, excluded)
     cluster = None
     if remote is not None and isinstance(engine, RayEngine):
@@ -153,7 +153,7 @@ def units_of(
     seen = {identity(part.path) for part, number in parts if not job.sources[number].only_val}
     for part, number in parts:
         if job.sources[number].only_val and identity(part.path) in seen:
-            raise DataError(f"{shown(part.path)}: is used for both training and validation; remove it from one")
+            raise DataError(f"{shown(part.path)}: is used for both training and validation; use it for only one")
     tests = [
         tuple(each for each in predicates if each.name in [one.predicate for one in filters_of(job, number)])
         for number in range(len(job.sources))
@@ -187,7 +187,7 @@ def relative_names(paths: Sequence[Place]) -> list[str]:
         # s3://bucket/chat/a.jsonl -> /s3:/bucket/chat/a.jsonl
         names |= dict(zip(urls, _below_common([Path("/", *str(url).split("/")) for url in urls]), strict=True))
     if any(path.is_absolute() for path in here):
-        # A path that starts with two slashes is not below one that starts with one.
+        # Remove a second leading slash: in POSIX, `//a` is not below `/`.
         names |= dict(zip(here, _below_common([Path("/", *path.absolute().parts[1:]) for path in here]), strict=True))
     return [names[path] for path in paths]
 
@@ -316,14 +316,14 @@ def _write(
 
 
 def _is_large(job: Job, tokens: int) -> bool:
-    """Whether shards are written in worker processes. Blocks are cut in order, by this process."""
+    """Whether shards are written in worker processes. Stream blocks are cut in order by the main process."""
     return job.fit != "blocks" and tokens >= max(FORKED_TOKENS, 2 * job.shard_tokens)
 
 
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles, excluded: Excluded) -> bytes:
     """Return a hash that must be the same for the units of an interrupted build to be reused.
 
-    It covers only the sizes of input files; each unit stores a hash of the bytes that it read.
+    The hash covers only the sizes of input files; each unit stores a hash of the bytes that it read.
     """
     parts = [(label(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
     files = {label(path): size for path, size in inputs.sizes.items()}
@@ -339,7 +339,7 @@ def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, An
     of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
     of_answers = ("allow_no_end_token", "strip_prompt_space")
     for key in ("tokenizer", "on_error", "format", *of_template, *of_answers):
-        # These keys are stored with the tokenizer or the format, or do not affect the bytes.
+        # The deleted keys are stored with the tokenizer or the format, or do not affect the bytes.
         del config[key]
     config["exclude"] = excluded.sha256
     for name in ("unroll", "near_dedupe", "precedence", "filters", "exclude"):

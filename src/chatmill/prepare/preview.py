@@ -24,7 +24,7 @@ RECORDS = 10_000
 class Preview:
     metadata: Metadata
     read_whole: bool
-    """Whether no source has more records than were read."""
+    """Whether all records of every source were read."""
 
 
 def prepare_preview(

@@ -46,7 +46,7 @@ class CacheConfig(Config):
         "Seed of the shuffle that splits and orders the examples.",
         ValueCheck("an integer of at least 0", lambda value: type(value) is int and value >= 0),
     )
-    val_frac: float = key(0.1, "Fraction of examples for validation; 0 for none.", BELOW_ONE)
+    val_frac: float = key(0.1, "Fraction of examples for validation; 0 disables validation.", BELOW_ONE)
     t_max: int = key(1024, "Maximum tokens per row; longer rows keep their last tokens.", integer(2, LONGEST))
     tokenizer: str = key("bytes", keys_of(Job)["tokenizer"].help, named("tokenizer"))
     add_tokens: bool = key(False, keys_of(Job)["add_tokens"].help)
@@ -103,7 +103,7 @@ def _answered(records: Iterable[Record], reject: Callable[[RecordError], None]) 
         if any(message.role == "assistant" for message in record.messages):
             yield record
             continue
-        right = "expected at least one, otherwise there is nothing to train"
+        right = "expected at least one assistant message to train on"
         fault = RecordError("no message has role assistant", right, kind="no_assistant")
         reject(fault.at(record.file, record.line, record.id))
 

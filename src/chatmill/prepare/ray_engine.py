@@ -31,9 +31,9 @@ from chatmill.store.remote_publish import RemoteTarget
 RETRIES = 8
 """Retries of a unit after its worker is lost; errors of the unit itself are never retried."""
 PATIENCE = 600
-"""Seconds to wait for running tasks after an error, so that nothing writes to the build afterwards."""
+"""Seconds to wait for running tasks after an error, so that no task writes to the build afterwards."""
 TASKS_PER_CPU = 4
-"""Maximum number of submitted tasks; after an error only these have to finish."""
+"""Maximum number of submitted tasks, which is also the number of tasks that have to finish after an error."""
 
 REMOVED_TOGETHER = 500
 """Objects removed per task."""
@@ -118,7 +118,7 @@ class RayEngine:
         try:
             import ray
         except ImportError:
-            raise UsageError("--engine ray needs ray: pip install 'chatmill[ray]'") from None
+            raise UsageError("--engine ray needs ray; pip install 'chatmill[ray]'") from None
         starts = not ray.is_initialized()
         if starts:
             # Without "local", Ray would join any cluster that happens to run on this machine.
@@ -129,7 +129,9 @@ class RayEngine:
                 ray.init(log_to_driver=False, configure_logging=False, **where)
             except (OSError, ValueError, RuntimeError) as error:
                 what = f"no Ray cluster at {self.address}" if self.address else "Ray does not start"
-                raise UsageError(f"{what} ({one_line(str(error), 200)}); start one with `ray start --head`") from None
+                raise UsageError(
+                    f"{what} ({one_line(str(error), 200)}); start a cluster with `ray start --head`"
+                ) from None
             self._started = True
         try:
             yield ray

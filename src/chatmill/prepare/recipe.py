@@ -125,7 +125,7 @@ def _parse_yaml(data: bytes, name: str) -> Any:
 def _source_tables(data: dict[str, Any], faults: list[str]) -> list[Any]:
     """Remove the source tables from `data` and return them."""
     if "source" in data and "sources" in data:
-        faults.append("source and sources are the same key; use one of them")
+        faults.append("source and sources are the same key; use only one of them")
     one, several = data.pop("source", None), data.pop("sources", None)
     tables = several if one is None else one
     if not isinstance(tables, list) or not tables:
@@ -174,7 +174,7 @@ def _columns_text(table: dict[Any, Any], where: str, faults: list[str]) -> str |
                 return None
             pairs.append(f"{ours}={each}")
     if not pairs:
-        faults.append(f"{where}: columns is empty; remove it")
+        faults.append(f"{where}: columns is empty; remove the key")
     return ",".join(pairs) or None
 
 
@@ -202,7 +202,7 @@ def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dic
 
 
 def _held(value: Any, hint: Any) -> Any:
-    """Convert a value to the type in the job: the hash of the job identifies the build, so 1 and 1.0 must be equal."""
+    """Convert a value to the type in the job, so that 1 and 1.0 give the same hash of the job."""
     if isinstance(value, list):
         return tuple(value)
     if type(value) is int and float in (hint, *get_args(hint)):

@@ -76,8 +76,8 @@ class SourceSample:
 def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] = ()) -> list[SourceSample]:
     """Preview each source: read at most `records` records, and render, filter and deduplicate them as in a build.
 
-    Only duplicates among these records are found. Invalid records are collected regardless of `job.on_error`. Rows are
-    stored in a temporary folder, which is removed; nothing else is written.
+    Duplicates are found only among the records that were read. Invalid records are collected regardless of
+    `job.on_error`. Rows are stored in a temporary folder, which is removed; no other files are written.
     """
     job.check()
     check_languages(job)

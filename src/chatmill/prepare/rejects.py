@@ -23,7 +23,7 @@ from chatmill.remote.urls import Place, Url, place
 from chatmill.store import files
 
 KEYS = ("file", "line", "id", "kind", "reason", "raw")
-"""Keys of a line, in order."""
+"""Keys of each line of a rejects file, in order."""
 LONGEST = 1 << 20
 """Maximum bytes of a line to read."""
 
@@ -47,12 +47,12 @@ def rejects_path(output: Place | None) -> Path:
 
 
 class Rejects:
-    """Writes a JSONL file of rejected records, and counts them by kind. Call it with each error.
+    """Writes a JSONL file of rejected records, and counts them by kind. Call the object with each error.
 
     Each line has file, line, id, kind, reason (the error message) and the beginning of the record. The complete file
-    appears when the block ends, even if nothing is rejected; after an error, only if the input caused it. It must not
-    be a file that the command `reads`, nor be inside its `output`. An earlier rejects file is replaced only with
-    `overwrite`; other files are never replaced.
+    appears when the block ends, even if no record is rejected; after an error, the file appears only if the input
+    caused the error. The rejects file must not be a file that the command `reads`, nor be inside its `output`. An
+    earlier rejects file is replaced only with `overwrite`; other files are never replaced.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def write_remote_shards(plans: Sequence[ShardPlan], target: RemoteTarget, *, voc
 
 
 def _copied(plans: Sequence[ShardPlan], folder: Path) -> Iterator[ShardPlan]:
-    """Return the same plans over local files that contain only the needed rows."""
+    """Copy the needed rows to local files, and return the plans with these files in place of the staged objects."""
     parts: dict[StagedFile, list[Numbers]] = {}
     for plan in plans:
         for here in by_file(plan.of):

@@ -43,7 +43,7 @@ class StagedFile:
     unit: int = 0
     """Index of the unit that wrote the file."""
     file: File = NO_FILE
-    """Input file of that unit."""
+    """Input file of the unit that wrote the file."""
 
     def open(self) -> Staged:
         """Open the whole file; an object is copied to a temporary file that is freed when no longer used."""
@@ -97,7 +97,7 @@ def choose(staged: Sequence[StagedFile], job: Job, ledger: Ledger, excluded: Exc
     """Return the rows of each split, deduplicated if the job requires it, with at most `max_samples` records per
     source.
 
-    Excluded records are removed before deduplication, so another record equal to an excluded one is kept.
+    Excluded records are removed before deduplication, so a record that is equal to an excluded record is kept.
     """
     excluded_rows = excluded.flags(staged) if excluded.lines else None
     duplicates = find_duplicates(staged, job, excluded_rows) if job.removes_duplicates else None

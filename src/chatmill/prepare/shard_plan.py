@@ -1,7 +1,7 @@
 """Plan the shards of a dataset from the heads of staged files, without reading tokens and spans.
 
-Together with `select`, this decides everything that depends on more than one row: packing, the ends of shards, and the
-numbers of input files. Writing a shard then needs only its own rows.
+Together, `select` and `shard_plan` decide everything that depends on more than one row: packing, the ends of shards,
+and the numbers of input files. Writing a shard then needs only its own rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ShardPlan:
 def plan_shards(split: str, chosen: Iterable[Chosen], job: Job) -> Iterator[ShardPlan]:
     """Yield the shards of a split in order, planned lazily so that memory use does not grow with their number.
 
-    A shard ends before the row that would exceed its tokens, as in `SplitWriter`, and at the end of a source.
+    A shard ends before the row that would exceed its token limit, as in `SplitWriter`, and at the end of a source.
     """
     numbers, count = FileTable(), itertools.count()
     for source, part in by_source(chosen, job):

@@ -3,10 +3,10 @@
     magic · crc32 of the rest · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
 Arrays with one or a few numbers per row come first: the beginning of a file, its *head*, is all that assembly needs to
-plan shards. Tokens and spans follow.
+plan shards. Tokens and spans follow the head.
 
-A file is renamed when it is complete. It is not synced; after a power loss, the checksum shows whether it is intact.
-Objects in an object store appear atomically.
+A staged file is renamed when it is complete. The file is not synced; after a power loss, its checksum shows whether it
+is intact. Objects in an object store appear atomically.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StagedHead:
     """The head of a staged file of single-conversation rows, mapped from a file or given as bytes.
 
     For each row, `record` is the index of its record and `trained` the number of its trained tokens. `lines_before` is
-    the number of lines before the unit in its input file; the unit counts its own from 1. A mapping uses a file
+    the number of lines before the unit in its input file; the unit counts its own lines from 1. A mapping uses a file
     descriptor, so only some files are mapped at a time.
     """
 
@@ -66,7 +66,7 @@ class StagedHead:
         for name, dtype, place in header["columns"]:
             self._places[name], self._dtypes[name] = place, _dtype(dtype)
         self.columns = {name: self._array(name) for name, *_ in header["columns"]}
-        """Additional arrays, which only some jobs need."""
+        """Additional arrays of the head, which only some jobs need."""
         if lines_before:
             self.origins = self.origins.copy()
             self.origins["line"] += lines_before

@@ -66,7 +66,7 @@ class Unit:
     source: int = 0
     """Index of the source in the job."""
     predicates: tuple[Predicate, ...] = ()
-    """Filters that its records must pass."""
+    """Filters that the records of the unit must pass."""
     excluded_ids: frozenset[str] = frozenset()
 
     def staged_name(self, number: int) -> str:
@@ -81,14 +81,13 @@ class Done:
     number: int
     files: int
     lines: int
-    """Number of lines. They are counted from 1, because the unit does not know how many lines precede it in the
-    file.
+    """Number of lines. Each unit counts lines from 1, because it does not know how many lines precede it in the file.
     """
     ledger: Ledger
     faults: tuple[RecordError, ...]
     read: BytesRead
     heads: tuple[bytes, ...] = ()
-    """Heads of the staged files if these are objects; see `staging`."""
+    """Heads of the staged files, if the files are objects; see `staging`."""
     resumed: bool = False
     """Whether the unit was completed by an interrupted build."""
 
@@ -109,7 +108,7 @@ def job_renderer(job: Job) -> Renderer:
 
 def renderer_identity(renderer: Renderer) -> dict[str, Any]:
     """Return the values that determine the rows of a renderer; all processes and resumed builds must have the same
-    ones.
+    values.
     """
     tokenizer = renderer.tokenizer
     return {"format": renderer.to_json(), "tokenizer": tokenizer.sha256, "control": dict(tokenizer.control_ids)}
@@ -135,7 +134,7 @@ def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
 def run_unit(
     unit: Unit, job: Job, renderer: Renderer, folder: Place, *, read: Callable[..., Iterable[Block]] = read_blocks
 ) -> Done:
-    """Read, render and fit one unit. With `on_error` "stop", raises its first error.
+    """Read, render and fit one unit. With `on_error` "stop", raises the first error of the unit.
 
     `read` yields the records of the part, like `read_blocks`.
     """
@@ -158,7 +157,7 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """Return the rows to stage, and the rendered row that each comes from. Assembly makes blocks from whole rows."""
+    """Return the rows to stage, and the rendered row that each comes from. Rows for blocks are staged whole."""
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
     fit = partial(truncate_with_sources, rule=job.fit, ledger=ledger, require_terminators=job.require_terminators)
@@ -253,14 +252,14 @@ class _Records:
                         yield waiting
                         waiting, count = [], 0
         except RecordError as fault:
-            # Rendering the records before this error may raise another one, which must be reported first.
+            # Rendering the records before the invalid one may raise another error, which must be reported first.
             self.stopped_by = fault
         if waiting:
             yield waiting
 
     @property
     def _keeps_columns(self) -> bool:
-        """Whether no step needs records as separate objects."""
+        """Whether records can stay in columns, because no step needs them as separate objects."""
         return not (self._job.unroll or self._tests)
 
     def _passed(self, records: Iterable[Record]) -> Iterator[Record]:
@@ -270,7 +269,7 @@ class _Records:
                 name = failed_test(record, self._tests)
             except RecordError as fault:
                 if fault.kind == TIME_LIMIT:
-                    # Timeouts depend on the machine, and the rows of a dataset must not.
+                    # A timeout depends on the machine, and the rows of a dataset must not depend on the machine.
                     raise
                 self._fault(fault)
                 continue
@@ -340,7 +339,7 @@ class _Records:
         conversations = cast(Sequence[Unrolled], batch)
         rows = render_unrolled(self._renderer, conversations, self.ledger)
         record_of = np.repeat(np.arange(len(batch), dtype=np.int64), [len(each.rows) for each in conversations])
-        # The key is that of the whole conversation, so its rows go to the same split and are deduplicated together.
+        # All rows of a conversation have the same key, so they go to the same split and are deduplicated together.
         keys = np.frombuffer(keys_of([each.record for each in conversations]), dtype="<u8").reshape(-1, 2)
         rows.origins["key"] = keys[record_of]
         return rows, record_of

@@ -15,13 +15,13 @@ from chatmill.records import Record, Unrolled, unroll_record
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, Rule, TrainOn, offsets
 
 NOT_WRITTEN = "reasoning_left_out"
-"""The renderer's note about omitted reasoning, which matters here only for the trained answer of a row."""
+"""The renderer's note about omitted reasoning, which in unrolled rows matters only for the trained answer."""
 
 
 def unrolled(
     records: Iterable[Record], renderer: Renderer, *, train_on: TrainOn, on_reject: OnReject, ledger: Ledger
 ) -> Iterator[Unrolled]:
-    """Return the records with their rows, ready to render. A record is refused if one of its rows is."""
+    """Return the records with their rows, ready to render. A record is refused if any of its rows is refused."""
     for record in records:
         try:
             made = unroll_record(record, train_on)

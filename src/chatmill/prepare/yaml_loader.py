@@ -1,10 +1,10 @@
-"""RecipeLoader and parse_yaml: the subset of YAML that recipes use. Imported only for YAML files, because PyYAML is an
-optional dependency.
+"""Parse the subset of YAML that recipes use. This module is imported only for YAML files, because PyYAML is an optional
+dependency.
 
 Plain values follow YAML 1.2: `no` is a string (the language code for Norwegian), 1e-3 is a number, and a date is a
 string. Only tables, lists, strings, numbers, true, false and null are created, regardless of the tags in a file. Merge
-keys (`<<`) are not supported, because a small file could create a huge table with them. Aliases share one value, so
-they are safe.
+keys (`<<`) are not supported, because a small file could create a huge table with them. Aliases are supported, because
+all uses of an alias share one value.
 """
 
 from __future__ import annotations

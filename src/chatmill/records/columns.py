@@ -1,4 +1,5 @@
-"""Plain conversations (roles and texts only) as columns: a whole block of lines at once, without an object per message.
+"""Parse plain conversations (roles and texts only) into columns, a block of lines at a time, without an object per
+message.
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
 
@@ -32,7 +33,7 @@ COMPILED = _columns is not None
 
 @dataclass(frozen=True, eq=False)
 class ChatColumns(Sequence[Record]):
-    """Plain records from consecutive lines. As a sequence, it creates `Record` objects on access."""
+    """Plain records from consecutive lines. `ChatColumns` is a sequence that creates `Record` objects on access."""
 
     source: str
     file: str
@@ -40,7 +41,7 @@ class ChatColumns(Sequence[Record]):
     """Line of the first record."""
     data: bytes
     record_stop: Index
-    """End offset of each record in `data`, which holds MessagePack, the input of `record_key`."""
+    """End offset of each record in `data`, which contains MessagePack, the input of `record_key`."""
     first_message: Index
     roles: NDArray[np.uint8]
     """Indices into ROLES."""
@@ -77,7 +78,7 @@ class ChatColumns(Sequence[Record]):
         records = self.load_records()
         if len(records) != len(self):
             raise RuntimeError(
-                f"{self.file}:{self.line}: {len(self)} records in columns, {len(records)} of the same lines"
+                f"{self.file}:{self.line}: {len(self)} records in columns, but {len(records)} when parsed by line"
             )
         return records
 

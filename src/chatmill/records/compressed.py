@@ -44,16 +44,16 @@ def form_of(start: bytes) -> Form | None:
         return None
     for ending, magic in MAGIC.items():
         if start.startswith((magic, *SKIPPABLE) if ending == ".zst" else magic):
-            return Form(NAMES[ending], f"let its name end with {ending}")
+            return Form(NAMES[ending], f"use a file name that ends with {ending}")
     if start.startswith(b"PAR1\x15"):
-        return Form("Parquet", "let its name end with .parquet")
+        return Form("Parquet", "use a file name that ends with .parquet")
     if start.startswith(b"ARROW1\0\0"):
-        return Form("Arrow", "let its name end with .arrow")
+        return Form("Arrow", "use a file name that ends with .arrow")
     even, odd = start[:8:2], start[1:8:2]
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or (
         len(odd) == 4 and ((all(even) and not any(odd)) or (all(odd) and not any(even)))
     ):
-        return Form("UTF-16 text", "convert it to UTF-8")
+        return Form("UTF-16 text", "convert the file to UTF-8")
     return None
 
 
@@ -72,9 +72,9 @@ def decompressed(raw: io.RawIOBase, compression: str, name: str) -> io.BufferedR
     start = source.peek(LOOK)[:LOOK]
     if start and not _begins(start, compression) and (form := form_of(start) or text_form(start)):
         what = f"the file is {form.name}, not {NAMES[compression]}"
-        raise RecordError(what, form.right or f"name it without {compression}", kind=NAMES[compression])
+        raise RecordError(what, form.right or f"remove {compression} from the file name", kind=NAMES[compression])
     if compression == ".gz":
-        # GzipFile reads like a raw file but is not declared as one.
+        # GzipFile behaves like a raw file, but its type is not declared as one.
         file: Any = _Gunzip(fileobj=source)
         file.begins = _begins(start, compression)
         return io.BufferedReader(file, _BUFFER)
@@ -202,7 +202,9 @@ def _cut_off(compression: str) -> NoReturn:
 
 def _has_more(compression: str) -> NoReturn:
     what = f"other data follows the end of the {NAMES[compression]} data"
-    raise RecordError(what, "expected nothing after it; remove it, or copy the file again", kind=NAMES[compression])
+    raise RecordError(
+        what, "expected no data after the end; remove it, or copy the file again", kind=NAMES[compression]
+    )
 
 
 def _corrupt(compression: str) -> NoReturn:
@@ -212,4 +214,4 @@ def _corrupt(compression: str) -> NoReturn:
 
 def _too_large(compression: str) -> NoReturn:
     what = f"decompressing needs more than {MAX_WINDOW >> 20} MiB of memory"
-    raise RecordError(what, "compress it with a smaller window, without --long", kind=NAMES[compression])
+    raise RecordError(what, "compress the file with a smaller window, without --long", kind=NAMES[compression])

@@ -79,7 +79,7 @@ def compression(path: Place) -> str:
 
 
 def kind(path: Place) -> str:
-    """Return the suffix without the compression suffix: one of KINDS."""
+    """Return the suffix that gives the file type, without a compression suffix: one of KINDS."""
     return suffix(path).removesuffix(compression(path))
 
 
@@ -94,7 +94,7 @@ def label(path: Place) -> str:
 
 
 def shown(path: Place) -> str:
-    """Return `label`, safe to print on one line."""
+    """Return the label of a file, escaped for printing on one line."""
     return one_line(label(path), 1000)
 
 
@@ -119,7 +119,7 @@ def open_bytes(
             if kind(path) not in TABLES:
                 _check_form(path, begin)
             file.seek(len(_BOM) if begin.startswith(_BOM) else 0)
-        # Add the buffer only now, because reads into it are logged.
+        # Add the buffer on top of the log, so that reads into the buffer are logged.
         yield io.BufferedReader(raw, _BUFFER) if file is raw else file
 
 

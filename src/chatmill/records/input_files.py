@@ -4,8 +4,8 @@
     each part, read     BytesRead     which bytes were read, and their hash
     at the end          InputFiles.check
 
-If the `stat` of a file, or the version of an object, is unchanged, so is its content. Otherwise the bytes that were
-read are read again and must have the same hash: `touch`, `chmod` and copies with the same content do not count as
+If the `stat` of a file, or the version of an object, is unchanged, so is its content. If either has changed, the same
+bytes are read again and must have the same hash, so `touch`, `chmod` and copies with the same content do not count as
 changes.
 """
 
@@ -26,7 +26,7 @@ from chatmill.remote.threads import in_threads
 from chatmill.remote.urls import Place, Url, place
 
 FRESH = 2.0
-"""Resolution of file times in seconds: a second change within this time may leave them unchanged."""
+"""Resolution of file times in seconds: two changes within this time may leave the same time stamp."""
 
 
 class _State(NamedTuple):
@@ -54,7 +54,8 @@ class InputFiles:
         return {path: state.size for path, state in self._states.items()}
 
     def check_size(self, path: Place) -> None:
-        """Raise a `DataError` if a file was removed or its size changed. Fast enough to call between units.
+        """Raise a `DataError` if a file was removed or its size changed. This check is fast enough to run between
+        units.
 
         Objects are checked only at the end, because each check is a request.
         """
@@ -103,7 +104,7 @@ class InputFiles:
                     if identity(path) not in known:
                         raise DataError(
                             f"{shown(path)}: appeared while the input was read, and {shown(place(name))} matches it; "
-                            "build again once nothing is added"
+                            "build again when no more files are added"
                         )
 
 
@@ -136,9 +137,9 @@ def _state(path: Path) -> _State:
     except OSError as error:
         raise _changed(path, f"cannot be opened any more ({error.strerror})") from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{shown(path)}: is a pipe or a device; write its output to a file and pass that")
+        raise DataError(f"{shown(path)}: is a pipe or a device; write its output to a file, and pass the file")
     return _State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, (status.st_dev, status.st_ino))
 
 
 def _changed(path: Place, what: str) -> DataError:
-    return DataError(f"{shown(path)}: {what} while it was read; build again once nothing writes to it")
+    return DataError(f"{shown(path)}: {what} while it was read; build again when no process writes to it")

@@ -63,8 +63,8 @@ class FilePart:
     def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
         """Split this part into parts of at least `size` bytes, with the same records in the same order.
 
-        `end` is the size of the file. Parquet files are cut at row groups. Compressed files, arrays and other tables
-        are not cut, nor are shapes whose records span several lines.
+        `end` is the size of the file. Parquet files are split at row groups. Compressed files, arrays, other tables,
+        and shapes whose records span several lines are not split.
         """
         is_table = files.kind(self.path) == ".parquet" and self.shape != "oasst1"
         if files.compression(self.path) or not (is_table or _is_of_lines(self)):
@@ -135,7 +135,7 @@ def plan(
     """Return one part per file, in reading order. If `shape` is None, it is detected from the first records of each
     file.
 
-    With `on_error` "stop", detection ends at a record that is too long; reading reports it later.
+    With `on_error` "stop", detection ends at a record that is too long; reading reports the record later.
     """
     paths, limit = files.expand(inputs), max_line_bytes
     return plan_files(paths, shape=shape, source=source, options=options, on_error=on_error, max_line_bytes=limit)
@@ -180,7 +180,7 @@ def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bo
                     return
     for name in sorted(missing):
         what = f'--columns names "{one_line(name)}", which none of the first {CHECKED_RECORDS:,} records has'
-        warnings.warn(f"{what}; correct or remove it", stacklevel=2)
+        warnings.warn(f"{what}; correct or remove this name", stacklevel=2)
 
 
 def _planned(
@@ -217,8 +217,8 @@ def read_blocks(
 ) -> Iterator[ChatColumns | list[Record]]:
     """Yield the records of one part in blocks: `ChatColumns` where possible if `as_columns` is set, otherwise lists.
 
-    Each fault goes to `on_fault`, which raises it to stop, or returns to continue. `on_end` receives the number of
-    lines of the part, so that the next part can be numbered. `log` records the bytes read.
+    `on_fault` is called with each fault and either raises it, to stop reading, or returns, to continue. `on_end`
+    receives the number of lines of the part, so that the next part can be numbered. `log` records the bytes read.
     """
     for parsed in _read(part, max_line_bytes, as_columns=as_columns, on_end=on_end, log=log):
         if isinstance(parsed, ChatColumns):
@@ -227,7 +227,7 @@ def read_blocks(
         records: list[Record] = []
         for item in parsed:
             if isinstance(item, RecordError):
-                # Yield the records before a fault first.
+                # Yield the records that precede a fault before reporting the fault.
                 if records:
                     yield records
                     records = []
@@ -333,11 +333,11 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
             first = next(_readable(numbered), (0, b""))[1]
         if stops and len(first) > limit and b"<|" not in first:
             # The record is too long, both as a line and as a unit of a stream.
-            return replace(part, shape="transcript-lines", why="by its first line")
+            return replace(part, shape="transcript-lines", why="from its first line")
         # A text file of JSON objects is JSON Lines with a different suffix.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
             shape = _transcript_shape(path, is_transcript=shape is not None)
-            return replace(part, shape=shape, why="by its lines and markers")
+            return replace(part, shape=shape, why="from its lines and markers")
     why = "as given"
     if shape is None:
         with closing(_units(part, limit)) as numbered:
@@ -352,7 +352,7 @@ def _transcript_shape(path: Place, *, is_transcript: bool) -> str:
         with open_bytes(path) as file:
             layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
     except RecordError:
-        # The file is corrupt from its first byte; reading reports it.
+        # The file is corrupt from its first byte; reading reports the error.
         return "transcript-lines"
     if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
         files.check_text(path)

@@ -73,11 +73,11 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     name: str | None = None
     tool_call_id: str | None = None
     weight: float | None = None
-    """None leaves the choice to the format and `--train-on`; a number takes precedence over both."""
+    """Loss weight. With None, the format and `--train-on` decide; a number overrides both."""
     complete: bool = True
-    """False for a transcript span without an end marker: rendered without it, and never trained."""
+    """False for a transcript span without an end marker, which is rendered without the marker and never trained."""
     train_ranges: tuple[tuple[int, int, float], ...] = ()
-    """(start, stop, weight) of character ranges in the content; they take precedence over the weight of the message."""
+    """Character ranges of the content as (start, stop, weight), which override the weight of the message."""
 
 
 class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
@@ -104,7 +104,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
     unread_keys: tuple[str, ...] = ()
     """Keys that the reader does not know, such as `score` or `messages[].lang`."""
     is_text: bool = False
-    """The record is plain text without roles, stored as one assistant message; only `--format text` renders it."""
+    """Whether the record is plain text, stored as one assistant message and rendered only by `--format text`."""
 
 
 new_message: Callable[..., Message] = MethodType(_construct, Message)

@@ -47,7 +47,7 @@ def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
 def smallest_hash_share(first: float, last: float) -> float | None:
     """Return the smallest fraction, with three digits or more, that gives at least one record to each split.
 
-    `first` and `last` are the smallest and largest value of `hash_places`. None if no fraction works.
+    `first` and `last` are the smallest and largest value of `hash_places`. Return None if no fraction works.
     """
     return _rounded_up(first, lambda share: first < share <= last)
 

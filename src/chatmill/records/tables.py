@@ -30,7 +30,7 @@ ARROW_FILE = b"ARROW1"
 STREAM_END = bytes(4)
 """Last bytes of the Arrow stream format: the end-of-stream marker."""
 NO_MEMORY: dict[str, tuple[type[MemoryError], ...]] = {".parquet": (), ".arrow": (MemoryError,)}
-"""Exceptions that also mean a corrupt file: Arrow allocates sizes stored in the file."""
+"""Exceptions that indicate a corrupt file, because Arrow allocates the sizes that are stored in a file."""
 _BUFFER = 1 << 18
 _MAGIC = {".parquet": b"PAR1", ".arrow": ARROW_FILE}
 _NAMES = {".parquet": "Parquet", ".arrow": "Arrow"}
@@ -72,7 +72,10 @@ def _other_form(path: Place) -> tuple[str, str] | None:
     form = None if magic.startswith(start[: len(magic)]) else form_of(start) or text_form(start)
     if form is None:
         return None
-    return f"the file is {form.name}, not {_NAMES[kind(path)]}", form.right or "let its name end with .jsonl or .json"
+    return (
+        f"the file is {form.name}, not {_NAMES[kind(path)]}",
+        form.right or "use a file name that ends with .jsonl or .json",
+    )
 
 
 def cut_table(path: Place, *, size: int, end: int) -> list[tuple[int, int]]:

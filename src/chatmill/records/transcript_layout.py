@@ -6,7 +6,7 @@ spans, j for text outside spans that looks like JSON. Only line breaks are kept 
     <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
 The letters are parsed in two ways: with a new record on each line, and with a new record only after `<|EOS|>`. Files
-have few distinct lines in this form, so each is parsed only once.
+have few distinct lines of letters, so each distinct line is parsed only once.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _LONGEST = max(map(len, _MARKS))
 
 
 class TranscriptLayout(IntFlag):
-    """Findings from parsing a file in both ways."""
+    """Findings from parsing a file as lines and as a stream."""
 
     MARKERS = 1
     TEXT = 2
-    """The file has text."""
+    """Whether the file has text."""
     JSON = 4
-    """A line is JSON, which a stream would treat as text outside spans."""
+    """Whether a line is JSON, which a stream would treat as text outside spans."""
     JOINS = 8
-    """As a stream, a conversation has text on several lines, so the two ways differ."""
+    """Whether a conversation of the stream has text on several lines, so that reading by line would differ."""
     CROSSES = 16
-    """A closed span crosses a line end, so lines would break it into two invalid parts."""
+    """Whether a closed span crosses a line end, so that lines would break it into two invalid parts."""
     SECOND_SYSTEM = 32
-    """As a stream, a conversation has a system span after other spans, as if a new record started there."""
+    """Whether a conversation of the stream has a system span after other spans, as if a new record started there."""
     LINE_ANSWERS = 64
-    """A line has an answer after its user span, so lines would have trained tokens."""
+    """Whether a line has an answer after its user span, so that lines would have trained tokens."""
     STREAM_ANSWERS = 128
 
     @property
@@ -67,33 +67,33 @@ class _Conversation(NamedTuple):
     """Parser state within a conversation."""
 
     begun: bool = False
-    """There is text since the last EOS."""
+    """Whether there was text since the last EOS."""
     spans: bool = False
-    """There is a span since the last EOS."""
+    """Whether there was a span since the last EOS."""
     span: str = ""
-    """The open span, if any."""
+    """Role letter of the open span, if any."""
     over: bool = False
-    """The open span started on an earlier line."""
+    """Whether the open span started on an earlier line."""
     has_user: bool = False
-    """The last user span is complete."""
+    """Whether the last user span is complete."""
     left_open: bool = False
-    """An answer has no end marker."""
+    """Whether an answer has no end marker."""
 
 
 class _Readings(NamedTuple):
-    """States of both parsers."""
+    """States of the line parser and the stream parser."""
 
     stream: _Conversation = _Conversation()
     line: _Conversation = _Conversation()
     begins: bool = True
-    """The line has no text so far."""
+    """Whether the line has no text so far."""
     is_json: bool = False
-    """The line is JSON."""
+    """Whether the line is JSON."""
 
 
 @lru_cache(maxsize=1 << 14)
 def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
-    """Parse a line, or part of a line, in both ways; return the new states and the findings as `TranscriptLayout`
+    """Parse a line, or part of a line, with both parsers; return the new states and the findings as `TranscriptLayout`
     flags.
     """
     stream, line, begins, is_json = state

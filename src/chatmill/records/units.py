@@ -1,8 +1,8 @@
 """Split a file into numbered units of bytes, one per record: lines, array elements, or conversations of a transcript
 stream. For the rows of a table, see tables.py.
 
-A unit over the size limit is cut to a prefix that is long enough for the parser to refuse it; the rest is skipped, so
-memory stays bounded.
+A unit over the size limit is truncated to a prefix that is long enough for the parser to refuse; the rest is skipped,
+so memory stays bounded.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
     least = range(size - 1, end - 1, size)
     stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
     start = 0
-    # A line may be longer than a piece.
+    # Several stops are equal if a line is longer than a piece.
     for stop in sorted({*stops, end} - {0}):
         yield start, stop
         start = stop
@@ -251,7 +251,7 @@ def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
             elif not depth and sign in (b",", b"]"):
                 yield data[start : token.start()], sign
                 start = at
-                # Nothing after the end of the array can end an element.
+                # After the end of the array, no character can end an element.
                 depth = math.inf if sign == b"]" else 0
         # Reread a backslash at the end together with the byte that it escapes.
         stop = at if in_string else len(data)

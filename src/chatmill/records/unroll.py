@@ -19,7 +19,7 @@ from chatmill.records.record import Message, Record
 from chatmill.rows import Rule, TrainOn
 
 MAX_ROWS = 1024
-"""Maximum rows per conversation: they are in memory together, and their tokens grow quadratically with the number."""
+"""Maximum rows per conversation. All rows are in memory at once, and their tokens grow quadratically."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Unrolled:
     context_rules: Sequence[Rule]
     """For each message, why it is context in rows that do not train it."""
     flagged_answers: int
-    """Answers without a row, because their own weight is 0 or they are incomplete."""
+    """Number of answers without a row, because their own weight is 0 or they are incomplete."""
     trailing: int
-    """Messages after the last row."""
+    """Number of messages after the end of the last row."""
 
     def first(self, count: int) -> Unrolled:
         """Return only the first `count` rows."""
@@ -56,7 +56,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     answers = [at for at, message in numbered if message.role == "assistant"]
     with_row = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
     stops = [at + 1 for at in with_row]
-    # If only the ranges of an answer are trained, no rule trains the text outside them.
+    # If only ranges of an answer are trained, no rule trains the text outside the ranges.
     trained = [at if at >= since or messages[at].weight is not None else -1 for at in with_row]
     # Keep a trailing message trained by its own weight, such as a user message, in a row without an answer.
     if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):

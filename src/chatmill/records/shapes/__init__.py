@@ -59,7 +59,7 @@ _PAIRS = (("question", "answer"), ("query", "response"), ("input", "output"), ("
 class _OtherFormat(NamedTuple):
     name: str
     keys: set[str]
-    """Keys of each object in the list."""
+    """Keys of each object in the list of messages."""
 
 
 _OTHER_FORMATS = {
@@ -67,11 +67,11 @@ _OTHER_FORMATS = {
     "segments": _OtherFormat("the Axolotl segments format", {"label", "text"}),
     "conversation": _OtherFormat("pairs of human and assistant", {"human", "assistant"}),
 }
-"""Keys of formats that are not supported."""
-_HINT = f"set it with --shape: {', '.join(SHAPES)}"
+"""Formats that are not supported, by record key."""
+_HINT = f"set the shape with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
-"""Parsers for blocks of lines; most data has this shape."""
+"""Parsers for blocks of lines of the most common shape."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def _object(data: bytes, key: str | None) -> Object:
 class ShapeParser:
     """Parses records of one shape from the bytes of one file.
 
-    It never raises: an invalid record is returned as a `RecordError` among the records, with its origin and first
-    bytes.
+    The parser never raises: an invalid record is returned as a `RecordError` among the records, with its origin and
+    first bytes.
     """
 
     file: str
@@ -168,7 +168,7 @@ class ShapeParser:
         """Return the records of a block of lines if it can be decoded at once, else None."""
         parsed = self.decode_lines(block) if self.decode_lines is not None and len(block) <= self.limit else None
         source, file = self.source, self.file
-        # Only plain records are decoded this way, and they have no unread keys.
+        # Only plain records are decoded in blocks, and plain records have no unread keys.
         return [
             new_record(each.messages, each.id, each.tools, source, file, line)
             for line, each in enumerate(parsed or (), first_line)
@@ -221,7 +221,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         if votes:
             if possible is not None and not possible.keys() & votes.keys():
                 both = " and ".join(" or ".join(sorted(names)) for names in (possible, votes))
-                raise DataError(f"{file}:{line}: records of shape {both} in one file; split it or {_HINT}")
+                raise DataError(f"{file}:{line}: records of shape {both} in one file; split the file, or {_HINT}")
             possible = {name: why for name, why in (possible or votes).items() if name in votes}
         elif isinstance(record, dict):
             unknown = (line, record) if unknown is None else unknown
@@ -240,7 +240,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
     if "messages" in possible:
         return "messages", possible["messages"]
     if len(possible) > 1:
-        raise DataError(f"{file}: its records can be {' or '.join(sorted(possible))}; {_HINT}")
+        raise DataError(f"{file}: the records can be {' or '.join(sorted(possible))}; {_HINT}")
     return possible.popitem()
 
 
@@ -277,7 +277,7 @@ def _refuse_other_data(file: str, line: int, record: Object) -> None:
 def shapes_of(record: Any) -> dict[str, str]:
     """Return the shapes that match the keys of a decoded record, with the reasons; empty if none match."""
     if isinstance(record, str):
-        return {"transcript": "its text has <|USER|> or <|ASSISTANT|>"} if _has_marker(record) else {}
+        return {"transcript": "the text has <|USER|> or <|ASSISTANT|>"} if _has_marker(record) else {}
     if not isinstance(record, dict):
         return _list_shapes(record) if isinstance(record, list) else {}
     keys = {key for key, value in record.items() if value is not None}
@@ -286,15 +286,15 @@ def shapes_of(record: Any) -> dict[str, str]:
         shapes |= _chat_shapes(record)
     for shape, wanted in _KEYS_OF_SHAPES.items():
         if keys.issuperset(wanted):
-            shapes[shape] = f"its records have {' and '.join(map(quoted, wanted))}"
+            shapes[shape] = f"the records have {' and '.join(map(quoted, wanted))}"
     if isinstance(record.get("prompt"), dict):
-        shapes["oasst1"] = 'its records have an object as "prompt"'
+        shapes["oasst1"] = 'the records have an object as "prompt"'
         shapes.pop("prompt-completion", None)
     elif "oasst1" not in shapes and "text" in keys:
         if _has_marker(record["text"]):
-            shapes["transcript"] = 'the "text" of its records has <|USER|> or <|ASSISTANT|>'
+            shapes["transcript"] = 'the "text" of the records has <|USER|> or <|ASSISTANT|>'
         elif not shapes and keys.isdisjoint(_BESIDE_A_TEXT):
-            shapes["text"] = 'its records have "text"'
+            shapes["text"] = 'the records have "text"'
     return shapes
 
 
@@ -302,7 +302,7 @@ def _list_shapes(turns: list[Any]) -> dict[str, str]:
     """Return the possible shapes of a record that is a list of messages."""
     for shape, key in (("messages", "role"), ("sharegpt", "from")):
         if turns and all(isinstance(turn, dict) and key in turn for turn in turns):
-            return {shape: f"its records are lists of messages with {quoted(key)}"}
+            return {shape: f"the records are lists of messages with {quoted(key)}"}
     return {}
 
 
@@ -321,8 +321,8 @@ _KEYS_OF_SHAPES = {
 
 def _chat_shapes(record: Object) -> dict[str, str]:
     """Return `messages`, `tool` or both: they share plain turns and differ in roles and keys."""
-    as_messages = {"messages": 'its records have "messages"'}
-    as_tool = {"tool": 'its records have "messages" and "system", or the roles assistant_toolcall and toolresult'}
+    as_messages = {"messages": 'the records have "messages"'}
+    as_tool = {"tool": 'the records have "messages" and "system", or the roles assistant_toolcall and toolresult'}
     turns = record["messages"] if isinstance(record["messages"], list) else []
     turns = [turn for turn in turns if isinstance(turn, dict)]
     roles = {turn.get("role") for turn in turns if isinstance(turn.get("role"), str)}

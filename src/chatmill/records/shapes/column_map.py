@@ -2,8 +2,8 @@
 
     messages=conversations,role=from,content=value,user=human,assistant=gpt
 
-The name on the left is chatmill's, and the name on the right is the file's. Keys are renamed before a record is parsed;
-keys that are not mapped keep their names. The ShareGPT roles human and gpt need no mapping.
+In NAME=COLUMN, NAME is chatmill's name for the key or role, and COLUMN is the name in the file. Keys are renamed before
+a record is parsed; keys that are not mapped keep their names. The ShareGPT roles human and gpt need no mapping.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECORD_KEYS = (
 )
 MESSAGE_KEYS = ("role", "content", *REASONING_KEYS, "tool_calls", "tool_call_id", "name", *RANGE_KEYS)
 BOTH = (*FLAG_KEYS, *WEIGHT_KEYS)
-"""Keys of records and of messages."""
+"""Keys of records and messages that can be mapped."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ColumnMap:
         out = {self.record[key]: value for key, value in values.items() if key in self.record}
         left_out = [key for key in values if key not in self.record and key in out]
         if not set(PREFERENCE_KEYS).isdisjoint(self.record):
-            # The map selects which answer of a preference pair to train, so the other one is not needed.
+            # The map selects which answer of a preference pair to train, so the other answer is not needed.
             left_out += [key for key in PREFERENCE_KEYS if key in values and key not in self.record]
         out |= {key: value for key, value in values.items() if key not in self.record and key not in left_out}
         for key in MESSAGE_LISTS:

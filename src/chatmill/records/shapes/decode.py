@@ -19,9 +19,9 @@ except ImportError:  # pragma: no cover
 
 
 BYTES = {"(bytes)": True}
-"""Placeholder for binary table values, which JSON does not have. It is not a string, so it is never trained."""
+"""Placeholder for binary table values, which JSON does not support. It is never trained, as it is not a string."""
 _DECODER = msgspec.json.Decoder()
-# An escaped surrogate without its other half; `\\ud800` with an escaped backslash is plain text.
+# Matches an escaped surrogate that is not part of a pair; `\\ud800` with an escaped backslash is plain text.
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*+(\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F]))"
@@ -115,7 +115,7 @@ def _diagnose(data: bytes, error: str) -> RecordError:
         return fault
     if lone := _LONE_SURROGATE.search(data):
         what = f"unpaired surrogate at {_place(data, lone.start(1))}"
-        return RecordError(what, "expected both halves, or the character itself", kind="surrogate")
+        return RecordError(what, "expected a surrogate pair, or the character itself", kind="surrogate")
     if match := _REASON.match(error):
         # The decoder reports trailing characters one byte after the first of them.
         reason, at = match[1], int(match[2]) - (match[1] == "trailing characters")

@@ -26,7 +26,7 @@ WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
 """Numeric keys; `loss_weight` is from LLaMA-Factory, `loss_scale` from ms-swift."""
 ANSWER_KEYS = ("loss", "loss_weight", "loss_scale")
 """Keys of trainers that only ever train assistant messages."""
-# Weights are stored as 32-bit floats; this is the range of normal values.
+# Weights are stored as 32-bit floats; the limits are the smallest and largest normal values.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
 MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
@@ -93,7 +93,7 @@ class KeyReader:
                 return
             self._unread[one_line(self._path + key)] = None
 
-    # Values of any type.
+    # Read a value of any type.
 
     def take(self, key: str) -> Any:
         """Take the value under `key`; None if it is null or missing."""
@@ -107,7 +107,7 @@ class KeyReader:
         if key not in self._values:
             keys = keys_shown(list(self._given)) or "none"
             what = f'{self.owner} has no "{key}"'
-            raise RecordError(what, f"expected it among its keys ({keys})", kind="missing")
+            raise RecordError(what, f"expected this key (found: {keys})", kind="missing")
         return self._values.pop(key)
 
     def text(self, key: str) -> str:
@@ -140,7 +140,7 @@ class KeyReader:
             raise RecordError(f"{self.owner} has {key} {quoted(value)}", right + hint, kind="role")
         return roles[value]
 
-    # Keys that are refused.
+    # Refuse keys that are not supported.
 
     def refuse(self, *keys: str, right: str) -> None:
         """Raise if one of `keys` is set, because its content would be lost silently."""
@@ -160,7 +160,7 @@ class KeyReader:
         for key in PREFERENCE_KEYS:
             if self.take(key) is not None:
                 what = f'{self.owner} has "{key}": it is preference data (DPO), with a better and a worse answer'
-                right = "expected one answer; --columns completion=chosen trains the better one"
+                right = "expected one answer; --columns completion=chosen trains the better answer"
                 raise RecordError(what, right, kind="preference")
         for key in LABEL_KEYS:
             if type(value := self.peek(key)) in (bool, list) or (key == "kto_tag" and value is not None):
@@ -206,7 +206,7 @@ def _role_hint(name: str, roles: Mapping[str, Role]) -> str:
     role = roles.get(name.lower()) or ROLE_NAMES.get(name.lower())
     if role is None:
         return f"; --columns maps other roles, such as {shlex.quote(f'user={name}')}"
-    return f"; {shlex.join(['--columns', f'{role}={name}'])} maps it" if role in roles else ""
+    return f"; {shlex.join(['--columns', f'{role}={name}'])} maps this role" if role in roles else ""
 
 
 def keys_shown(keys: Sequence[str]) -> str:
@@ -254,7 +254,7 @@ def messages(
     role_key, text_key, roles = plain
     out: list[Message] = []
     for index, turn in enumerate(message_list(record, key)):
-        # Nearly all messages are plain, and this path is several times as fast.
+        # Nearly all messages are plain, and plain messages can be read several times as fast.
         role, text = (turn.get(role_key), turn.get(text_key)) if len(turn) == 2 else (None, None)
         if type(text) is str and type(role) is str and role in roles:
             out.append(new_message(roles[role], text))
@@ -268,7 +268,7 @@ def message_list(record: KeyReader, key: str) -> list[Any]:
     turns = record.required(key)
     if type(turns) is str:
         what = f"the record has a string as {key} that is not JSON"
-        turns = json_value(turns, what, "expected a list of messages, or JSON text of one", kind="type")
+        turns = json_value(turns, what, "expected a list of messages, or a list as JSON text", kind="type")
     if type(turns) not in (list, tuple):
         raise RecordError(f"the record has {named(turns)} as {key}", "expected a list of messages", kind="type")
     if not turns:
@@ -295,7 +295,7 @@ def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
     if first and turns and turns[0].role == "system":
         if turns[0].content != first[0].content:
             what = 'the record has a "system" text and another system message'
-            raise RecordError(what, "expected one of them", kind="content")
+            raise RecordError(what, "expected only one system text", kind="content")
         return turns
     return first + turns
 
@@ -363,7 +363,7 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
         return None
     owner, (key, number) = fields.owner, next(iter(given.items()))
     if len(given) > 1:
-        raise RecordError(f"{owner} has both {' and '.join(given)}", "expected one of them", kind="weight")
+        raise RecordError(f"{owner} has both {' and '.join(given)}", "expected only one of these keys", kind="weight")
     if key in FLAG_KEYS:
         if type(number) is not bool:
             raise RecordError(f"{owner} has {named(number)} as {key}", "expected true or false", kind="weight")
@@ -374,11 +374,11 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
         right = "expected 0 instead" if 0 < number < 1 else "expected a finite number, 0 or more"
         raise RecordError(f"{owner} has {key} {one_line(str(number))}", right, kind="weight")
     if number and key in ANSWER_KEYS and role not in (None, "assistant"):
-        what = f"{owner} has {key} on role {role}, which the trainer with this key never trains"
-        raise RecordError(what, "use weight or train to train it", kind="weight")
+        what = f"{owner} has {key} on role {role}, but this key is from a trainer that trains only assistant messages"
+        raise RecordError(what, "use weight or train instead", kind="weight")
     if number and role == "tool":
         what = f"{owner} has a weight over 0 on a tool result"
-        raise RecordError(what, "expected none, or train: false", kind="weight")
+        raise RecordError(what, "expected no weight, or train: false", kind="weight")
     # Adding 0.0 removes the sign of a negative zero.
     return float(number) + 0.0
 
@@ -388,10 +388,10 @@ def reasoning(turn: KeyReader, role: Role) -> str:
     given = {text for key in REASONING_KEYS if key in turn and (text := turn.optional_text(key))}
     if len(given) > 1:
         what = f"{turn.owner} has reasoning under two keys, with different texts"
-        raise RecordError(what, "expected one of them", kind="content")
+        raise RecordError(what, "expected reasoning under only one key", kind="content")
     if given and role != "assistant":
         what = f"{turn.owner} has reasoning on role {role}"
-        raise RecordError(what, "expected it only on the assistant", kind="content")
+        raise RecordError(what, "expected reasoning only on role assistant", kind="content")
     return given.pop() if given else ""
 
 

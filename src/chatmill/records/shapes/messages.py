@@ -1,7 +1,8 @@
 """The `messages` shape (OpenAI-style chat, the most common) and its strict form, `primer`.
 
 `decode` and `decode_lines` decode plain records (roles and texts only) straight into typed values, and return None for
-others. `parse` reads every accepted form and reports errors. Both give the same result for plain records.
+others. `parse` reads every accepted form and reports errors. For plain records, all three functions give the same
+result.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CALL_PARTS = ("tool_call", "function_call")
 
 
 class _CommonMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A role and a text. Keys that tables and exports fill with null may be present if they are null."""
+    """A plain message: a role and a text. Keys that tables and exports often add may be present if null."""
 
     role: Role
     content: str
@@ -94,8 +95,8 @@ def decode_lines(block: bytes) -> list[ParsedRecord] | None:
 def _object_lines(block: bytes) -> int:
     """Return the number of lines if each starts with { and ends with }, else 0.
 
-    The decoder treats line ends as spaces. Within a value, { never follows }, so these line ends are between values; if
-    there are as many values as lines, each line is one value.
+    The decoder treats line ends as spaces. Within a JSON value, { never follows }, so every line end is between two
+    values; if there are as many values as lines, each line is one value.
     """
     raw = np.frombuffer(block, dtype=np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -116,7 +117,7 @@ def parse(record: Object) -> ParsedRecord:
 
 
 def _messages(record: KeyReader) -> list[Message]:
-    record.refuse("system", right='expected it as the first message, or shape "tool"')
+    record.refuse("system", right='expected the system text as the first message, or shape "tool"')
     record.refuse("functions", right="expected tools and tool_calls")
     return fields.messages(record, "messages", read_message, PLAIN)
 
@@ -169,7 +170,7 @@ def read_message(turn: KeyReader) -> Message:
     """Parse one OpenAI-style message."""
     role = turn.role("role", _ROLES if turn.peek("role") != "developer" else _DEVELOPER)
     turn.refuse("function_call", right="expected tool_calls")
-    turn.refuse("refusal", right="expected its text as content")
+    turn.refuse("refusal", right="expected the text as content")
     weight = fields.read_weight(turn, role)
     ranges, weight = read_ranges(turn, role, turn.peek("content"), weight)
     calls = _tool_calls(turn, role)
@@ -203,10 +204,10 @@ def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...], weight: f
         parts.add(turn.child(owner, "content[].", part), weight)
     if parts.reasoning and reasoning:
         what = f"{turn.owner} has reasoning as a part of its content and as a key"
-        raise RecordError(what, "expected it once", kind="content")
+        raise RecordError(what, "expected reasoning only once", kind="content")
     if calls and parts.calls:
         what = f"{turn.owner} has tool calls as parts of its content and as tool_calls"
-        raise RecordError(what, "expected them once", kind="arguments")
+        raise RecordError(what, "expected tool calls only once", kind="arguments")
     parts.reasoning, parts.calls = parts.reasoning or reasoning, parts.calls or [*calls]
     return parts
 
@@ -216,7 +217,7 @@ _PART = 'expected {"type": "text", "text": …}, or the types reasoning and tool
 
 @dataclass
 class _Parts:
-    """Collects the content parts of a message. They must be in the order reasoning, text, tool calls."""
+    """Collects the content parts of a message. The parts must be in the order reasoning, text, tool calls."""
 
     role: Role
     text: str = ""
@@ -234,7 +235,7 @@ class _Parts:
             if self.text or self.calls:
                 what = f"{part.owner} is reasoning after text or a call"
                 raise RecordError(what, "expected the reasoning first", kind="content")
-            part.refuse(*fields.FLAG_KEYS, *fields.WEIGHT_KEYS, right="expected none on a part with reasoning")
+            part.refuse(*fields.FLAG_KEYS, *fields.WEIGHT_KEYS, right="expected no weight on a part with reasoning")
             self.reasoning += part.text(key)
         elif kind in _CALL_PARTS and self.role == "assistant":
             self._add_calls(part)
@@ -259,7 +260,7 @@ class _Parts:
         self.text += text
 
     def _add_calls(self, part: KeyReader) -> None:
-        part.refuse(*fields.FLAG_KEYS, *fields.WEIGHT_KEYS, right="expected none on a part with a tool call")
+        part.refuse(*fields.FLAG_KEYS, *fields.WEIGHT_KEYS, right="expected no weight on a part with a tool call")
         if "value" not in part:
             self.calls.append(_call_of(part))
             return
@@ -274,14 +275,14 @@ def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
     if calls is None:
         return ()
     if type(calls) is str:
-        right = "expected a list of calls, or JSON text of one"
+        right = "expected a list of calls, or a list as JSON text"
         calls = fields.json_value(calls, f"{turn.owner} has tool_calls that are not JSON", right, kind="arguments")
         calls = [] if calls is None else calls
     if type(calls) not in (list, tuple):
         raise RecordError(f"{turn.owner} has {named(calls)} as tool_calls", "expected a list", kind="arguments")
     if calls and role != "assistant":
         what = f"{turn.owner} has tool_calls on role {role}"
-        raise RecordError(what, "expected them only on the assistant", kind="arguments")
+        raise RecordError(what, "expected tool_calls only on role assistant", kind="arguments")
     numbered = enumerate(calls)
     return tuple(
         _tool_call(turn, f"{turn.owner}, tool call {index}", "tool_calls[].", call) for index, call in numbered

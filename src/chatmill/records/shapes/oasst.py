@@ -69,7 +69,7 @@ def _conversation(tree: Object, root: Any, replies: dict[str, list[Object]], *, 
 
 
 def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tuple[int, bytes], None, None]:
-    """Yield units in which the flat messages of a tree are joined into one JSON list; its line is that of the first
+    """Yield units in which the flat messages of a tree are joined into one JSON list, with the line of its first
     message.
 
     a1 a2 b1 tree a3  ->  [a1,a2] [b1] tree [a3]
@@ -93,7 +93,7 @@ def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tupl
         if not lines:
             tree, line, size = message.message_tree_id, number, 0
         if size <= limit:
-            # A tree over the limit is an error, so one more line is kept to exceed it and the others are skipped.
+            # A tree over the size limit is an error: keep one line that exceeds the limit, and skip the others.
             lines.append(data)
             size += len(data) + 1
     if lines:
@@ -106,7 +106,7 @@ def _flat_tree(messages: list[Object]) -> tuple[Object, dict[str, list[Object]]]
     for index, message in enumerate(messages):
         name = _fields(f"message {index}", message).text("message_id")
         if name in replies:
-            what = f"message {index} has message_id {quoted(name)} a second time"
+            what = f"message {index} repeats message_id {quoted(name)}"
             raise RecordError(what, "expected each message once", kind="tree")
         replies[name] = []
     roots = []
@@ -121,7 +121,7 @@ def _flat_tree(messages: list[Object]) -> tuple[Object, dict[str, list[Object]]]
             raise RecordError(what, "expected all messages of a tree on consecutive lines", kind="tree")
     if len(roots) != 1:
         what = f"the tree has {len(roots)} messages without parent_id"
-        raise RecordError(what, "expected one, the root", kind="tree")
+        raise RecordError(what, "expected one root message", kind="tree")
     return roots[0], replies
 
 

@@ -72,7 +72,9 @@ def prompt_completion(record: Object) -> ParsedRecord:
             for message in _messages(record, "prompt", "user")
         ]
         if system and prompt and prompt[0].role == "system":
-            raise RecordError("the record has a system text and a system message", "expected one of them", kind="keys")
+            raise RecordError(
+                "the record has a system text and a system message", "expected only one system text", kind="keys"
+            )
         return system + prompt + _messages(record, "completion", "assistant")
 
     return fields.read_record(record, read)

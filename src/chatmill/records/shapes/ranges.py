@@ -26,15 +26,15 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
         return (), weight
     owner, (key, entries) = turn.owner, next(iter(given.items()))
     if len(given) > 1:
-        raise RecordError(f"{owner} has both {' and '.join(given)}", "expected one of them", kind="ranges")
+        raise RecordError(f"{owner} has both {' and '.join(given)}", "expected only one of these keys", kind="ranges")
     if type(entries) not in (list, tuple):
         raise RecordError(f"{owner} has {named(entries)} as {key}", "expected a list of ranges", kind="ranges")
     if role != "assistant" and entries:
         what = f"{owner} has {key} on role {role}"
-        raise RecordError(what, "expected them only on the assistant", kind="ranges")
+        raise RecordError(what, "expected ranges only on role assistant", kind="ranges")
     if type(content) is not str and entries:
         what = f"{owner} has {key} and {named(content)} as content"
-        raise RecordError(what, "expected its content as a string", kind="ranges")
+        raise RecordError(what, "expected the content as a string", kind="ranges")
     read = _range if key == "train_ranges" else _detail
     ranges = sorted(read(turn, f"{owner}, {key} {index}", entry) for index, entry in enumerate(entries))
     for index, (start, stop, _) in enumerate(ranges):
@@ -42,7 +42,7 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
         if index and start < ranges[index - 1][1]:
             raise RecordError(f"{where}, which overlap others", "expected ranges that do not overlap", kind="ranges")
         if stop > len(content):
-            raise RecordError(where, f"its content has {len(content)} characters, counted from 0", kind="ranges")
+            raise RecordError(where, f"the content has {len(content)} characters, counted from 0", kind="ranges")
     if key == "train_ranges":
         return tuple(ranges), weight
     return _as_axolotl(ranges, len(content or ""), weight)

@@ -42,7 +42,7 @@ def from_line(data: bytes) -> list[ParsedRecord]:
 
 
 def _refuse_json(data: bytes) -> None:
-    """Raise if a line is another JSON value, such as a number."""
+    """Raise if a line is a JSON value other than a string or an object, such as a number."""
     if b"<|" in data:
         return
     try:
