@@ -4,8 +4,8 @@
       u E A a E U v E A b E      the second: the user turn of the first is cut
     U u E A a   U v E A b E      none: the first does not close, so the turns after it are uncertain
 
-`TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` mask them again in
-truncated rows, and `cut_blocks` masks them in each block. After an answer without an end marker, no answer is trained
+`TurnRenderer` masks excluded answers if the format sets `requires_user`. `prepare` and `render` select answers again in
+truncated rows, and `cut_blocks` selects them in each block. After an answer without an end marker, no answer is trained
 until the EOS token that ends the conversation.
 """
 

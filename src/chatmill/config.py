@@ -117,7 +117,7 @@ class Key(NamedTuple):
     help: str
     check: ValueCheck
     flag: str | None
-    """Command-line flag, if it differs from the name of the key; `NO_FLAG` if there is none."""
+    """Command-line flag, if it differs from the name of the key; `NO_FLAG` for a key without a flag."""
     variable: str | None
     """Environment variable that sets the key."""
     metavar: str | None
@@ -201,7 +201,7 @@ class Config:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
-        """Build a config from these values, with defaults for all other keys; one error reports all problems."""
+        """Build a config from the given values, with defaults for all other keys; one error reports all problems."""
         keys = keys_of(cls)
         unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in keys]
         hint = f" (known: {', '.join(sorted(keys))})" if unknown else ""
@@ -214,7 +214,7 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | Path, **changes: Any) -> Self:
-        """Read a JSON file and the files it inherits from; `changes` override them."""
+        """Read a JSON file and the files it inherits from; `changes` override the values in the files."""
         return cls.from_mapping({**read_values(Path(path)), **changes}, place=str(path))
 
     @classmethod
@@ -292,7 +292,7 @@ def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read the keys of a JSON file and of the files it inherits from; inherited keys are overridden. Raise `UsageError`
     if a file inherits from itself.
 
-    `heirs` are the files that inherit from this one, in the order they were read.
+    `heirs` are the files that inherit from this file, in the order in which they were read.
     """
     # Read the file before resolving the path, so that the error for a link to itself names the link.
     table = _read_json(path)

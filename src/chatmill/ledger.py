@@ -83,7 +83,7 @@ class Ledger:
             self.add(bucket, reason, **vars(entry))
 
     def total(self, *buckets: Bucket) -> LedgerEntry:
-        """Return the sum over all reasons in these buckets."""
+        """Return the sum over all reasons in the given buckets."""
         total = LedgerEntry()
         for (bucket, _), entry in self.entries.items():
             if bucket in buckets:

@@ -44,7 +44,7 @@ def local_path(name: str | Path) -> Path:
 
 
 def check_plain(path: Path) -> int:
-    """Return the size of a regular file; raise `OSError` for anything else, without opening it."""
+    """Return the size of a regular file; raise `OSError` for any other kind of file, without opening it."""
     status = local_path(path).stat()
     _check(status.st_mode, path)
     return status.st_size

@@ -71,7 +71,7 @@ class Rule(IntEnum):
     """Why a span has its weight. `reweigh` changes only spans with the rule ROLE."""
 
     ROLE = 0
-    """Decided by the role: assistant turns are trained and others are context, as `train_on` selects."""
+    """Decided by the role: assistant turns are trained and other turns are context, as `train_on` selects."""
     HEADER = 1
     """A part that the format never trains: the header of a turn, text after its end, the end of a conversation."""
     FLAG = 2
@@ -86,7 +86,7 @@ class Rule(IntEnum):
     INJECTED = 7
     """A copy of a turn header that reopens a truncated turn."""
     EARLIER_WINDOW = 8
-    """Trained in an earlier window; here it is context."""
+    """Trained in an earlier window of the conversation, and context in this row."""
     PROMPT = 9
     """The prompt of a rollout, of any role."""
     ROLLOUT = 10
@@ -98,7 +98,7 @@ class Rule(IntEnum):
     VALUES_OFF = 13
     """A text of an appended entry, if texts of appended entries are not trained."""
     EARLIER_ROW = 14
-    """With --unroll: trained in an earlier row of its conversation; here it is context for a later answer."""
+    """With --unroll: trained in an earlier row of the conversation, and context for a later answer in this row."""
     RANGE = 15
     """Decided by `train_ranges` of the message, which select characters of its content."""
     OUTSIDE = 16
@@ -227,7 +227,7 @@ class Rows:
     # Operations.
 
     def take(self, rows: ArrayLike) -> Rows:
-        """Return the rows with these indices, in this order; an index may be repeated."""
+        """Return the rows with the given indices, in the given order; an index may be repeated."""
         chosen = np.asarray(rows, dtype=np.int64)
         segments = ragged_index(self.first_segment[chosen], np.diff(self.first_segment)[chosen])
         span_counts = np.diff(self.first_span)[segments]
@@ -351,7 +351,7 @@ def _last_message(spans: Table, first_span: Index, chosen: NDArray[np.bool_]) ->
 
 
 def offsets(lengths: NDArray[Any]) -> Index:
-    """Return the start offsets of items with these lengths, followed by the total length.
+    """Return the start offsets of items with the given lengths, followed by the total length.
 
     [2 3]  ->  [0 2 5]
     """
@@ -361,7 +361,7 @@ def offsets(lengths: NDArray[Any]) -> Index:
 
 
 def run_positions(lengths: NDArray[Any], *, width: int = 0, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-    """Return 0, 1, 2 … within each run; with `width`, the runs fill rows of that many columns.
+    """Return 0, 1, 2 … within each run. With `width`, the result has `width` columns, and no run crosses a row.
 
     lengths [2 3]  ->  [0 1 0 1 2]
     """

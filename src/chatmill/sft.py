@@ -38,7 +38,7 @@ DEFAULT_SYSTEM_TEXT = "you are a helpful assistant."
 
 KEYS = ("sys", "usr", "asst", "eot")
 
-# Loaded once, because these functions are called for every conversation.
+# Load each format once, because the functions in this module are called for every conversation.
 _preset = cache(load_format)
 
 

@@ -87,7 +87,7 @@ def verify(
         if not heads and not states:
             typer.echo("no --checkpoint or --head was given, so a truncated or rewritten log would not be detected")
         elif result.unanchored:
-            typer.echo(f"{counted(result.unanchored, 'line')} after the last checkpoint, not covered by any head")
+            typer.echo(f"not covered by any head: {counted(result.unanchored, 'line')} after the last checkpoint")
     if result.fault is not None:
         raise typer.Exit(1)
 

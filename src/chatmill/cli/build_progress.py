@@ -34,8 +34,8 @@ class _Line:
 class BuildProgressDisplay:
     """Shows the progress of a build, with one line per source that includes its rate and the time left.
 
-    In a terminal each line is a progress bar. Otherwise plain lines are written at most every ten seconds and when a
-    source is done; a single-source build that takes less than ten seconds writes nothing.
+    In a terminal each line is a progress bar. In a log file, plain lines are written at most every ten seconds and when
+    a source is done; a single-source build that takes less than ten seconds writes no lines.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,7 +102,7 @@ def log_line(now: BuildProgress, elapsed: float) -> str:
 def counts(now: BuildProgress, elapsed: float) -> str:
     """Format rows, tokens and tokens per second; the rate excludes resumed work.
 
-    No rate is shown in the first second, because workers may have rendered this source while the previous one was
+    No rate is shown in the first second, because workers may have rendered a source while the previous source was
     displayed.
     """
     rows = f"{counted(now.rows, 'row')}, {now.tokens:,} tokens"

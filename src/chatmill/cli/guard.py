@@ -14,7 +14,7 @@ from chatmill.cli.streams import standard_streams
 from chatmill.errors import ChatmillError, one_line, system_fault
 
 EXTRAS = {"torch": "train", "safetensors": "train"}
-"""Packages that whole commands need, and the extra that installs them."""
+"""Packages that some commands need, and the extra that installs each package."""
 
 
 def guarded(command: Callable[[], object]) -> NoReturn:

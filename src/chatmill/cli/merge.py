@@ -27,11 +27,11 @@ def merge(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FOLDER if this command wrote it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge the LoRA adapters of a run into their base model and save it as a plain Hugging Face model folder.
+    """Merge the LoRA adapters of a run into their base model and save the result as a Hugging Face model folder.
 
-    The folder includes the tokenizer and the chat template; using it requires neither peft nor chatmill. Weights are
-    merged in float32 and rounded once. QLoRA adapters are merged into the dequantized base weights they were trained
-    on; --base original merges them into the stored weights instead and prints how much the logits change.
+    The folder includes the tokenizer and the chat template; loading the model requires neither peft nor chatmill.
+    Weights are merged in float32 and rounded once. QLoRA adapters are merged into the dequantized base weights they
+    were trained on; --base original merges them into the stored weights instead and prints how much the logits change.
 
     \b
     Examples:

@@ -32,7 +32,7 @@ def order(
         str | None, typer.Option(help=f"Sampling mode: {', '.join(MODES)}.", show_default=DEFAULT.batch_sampling_mode)
     ] = None,
     split: Annotated[str, typer.Option(help="Split: train or val.")] = "train",
-    config: Annotated[Path | None, typer.Option(help="Config of a run; flags override it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Config of a run; flags override its values.")] = None,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:

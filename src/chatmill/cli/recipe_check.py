@@ -56,7 +56,7 @@ def _lines(sample: SourceSample, *, stops: bool) -> Iterator[str]:
         yield from (f"    {line}" for line in message_lines(sample.first, sample.trained))
     if sample.faults:
         yield f"  faulty:   {counted(len(sample.faults), 'record')}" + (
-            "; a build would stop at the first of them" if stops else ", skipped"
+            "; a build would stop at the first faulty record" if stops else ", skipped"
         )
         yield from (f"    {fault}" for fault in sample.faults[:EXAMPLES])
     for reason, count in sample.removed.items():

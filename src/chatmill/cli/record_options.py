@@ -36,7 +36,9 @@ ResponseTemplate = Annotated[str | None, option(InputSource, "response_template"
 InstructionTemplate = Annotated[str | None, option(InputSource, "instruction_template")]
 OnError = Annotated[
     Literal["stop", "skip"],
-    typer.Option(help="At an invalid record: stop and print its line, or skip it and write it to the rejects file."),
+    typer.Option(
+        help="How to handle an invalid record: stop and print its line, or skip it and write it to the rejects file."
+    ),
 ]
 RejectsFile = Annotated[
     GivenPlace | None,
@@ -71,8 +73,8 @@ class ReadOptions:
     overwrite: OverwriteFiles = False
 
     def records(self, inputs: list[str], *, reads: Sequence[Path] = (), output: Path | None = None) -> CountedRecords:
-        """Open the inputs with these options. `reads` and `output` are the other files that the command reads and
-        writes.
+        """Open the inputs with these options. `reads` lists other files that the command reads, and `output` is the
+        file or folder that it writes.
         """
         return CountedRecords(
             inputs,

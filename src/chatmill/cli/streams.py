@@ -73,7 +73,7 @@ class Output(Styled):
         return Styled(self._stream)
 
     def write(self, text: str) -> int:
-        # Nearly all lines are plain ASCII, and checking for it is much faster than the regular expression.
+        # Nearly all lines are plain ASCII, and `isascii` is much faster than the regular expression.
         plain = text.isascii() and text.replace("\n", "").isprintable()
         super().write(text if plain else _NOT_PLAIN.sub(_printable, text))
         return len(text)

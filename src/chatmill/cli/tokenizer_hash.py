@@ -6,7 +6,7 @@ import warnings
 
 
 def tokenizer_sha256(path: str) -> str | None:
-    """Return the hash stored in caches built with this tokenizer; None if the packages needed to open it are not
+    """Return the hash stored in caches built with this tokenizer, or None if the packages needed to open it are not
     installed.
     """
     try:
@@ -17,5 +17,5 @@ def tokenizer_sha256(path: str) -> str | None:
     with warnings.catch_warnings():
         # Ignore warnings: they were shown when the cache was built.
         warnings.simplefilter("ignore")
-        # A cache needs all control tokens, so building it added the missing ones.
+        # A cache needs all control tokens, so building the cache added any missing tokens.
         return open_tokenizer(path, control=load_format("primer").tokens, add_tokens=True).sha256

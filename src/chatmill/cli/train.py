@@ -65,7 +65,7 @@ def train(
 
 
 def _decoder(dataset: Place) -> Callable[[Sequence[int]], str] | None:
-    """Return the decoder of a dataset; None if its tokenizer is not available, in which case sample answers are not
+    """Return the decoder of a dataset, or None if its tokenizer is not available, in which case sample answers are not
     shown.
     """
     text = dataset_text(dataset)

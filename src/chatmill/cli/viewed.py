@@ -79,7 +79,7 @@ def open_data(
     token_dtype: str | None = None,
     sources: list[str] | None = None,
 ) -> Iterator[OpenData]:
-    """Open a dataset, or render the first records of an unprepared input into a temporary folder, removed on exit."""
+    """Open a dataset, or render the first records of other input into a temporary folder that is removed on exit."""
     is_recipe = data.name.lower().endswith(RECIPE_SUFFIXES)
     if not is_recipe and not _holds_records(data):
         if preview != PreviewOptions():
@@ -123,7 +123,7 @@ def open_data(
 
 
 def _holds_records(data: Place) -> bool:
-    """Return whether `data` is a file of records, or a folder of such files that is not a dataset or a cache."""
+    """Return whether `data` is a file of records, or a folder of record files that is not a dataset or a cache."""
     if not isinstance(data, Path) or data.is_file():
         return data.name.lower().endswith(RECORD_SUFFIXES)
     if not data.is_dir() or is_cache(data) or is_dataset(data) or (data / METADATA).exists() or source_folders(data):

@@ -28,10 +28,9 @@ from chatmill.store.metadata import ShardInfo, SplitInfo
 from chatmill.store.write import SplitWriter
 
 CHUNK_TOKENS = 2**22
-"""Tokens to gather at a time. Memory use is a few times as large, and does not depend on the size of the data."""
+"""Tokens to gather at a time, which limits the memory use for data of any size."""
 MAPPED = 256
-"""Number of staged files mapped at once. Each mapped file uses a file descriptor, and a process can often open only
-1,024."""
+"""Number of staged files mapped at once; each uses a file descriptor, and processes are often limited to 1,024."""
 ANY_SIZE = 2**62
 
 
@@ -46,7 +45,8 @@ def assemble(
     on_tokens: Callable[[int], None] = lambda tokens: None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> dict[str, SplitInfo]:
-    """Write the selected rows of `train`, and of `val` if the job has one, below `staging`; an empty split is an error.
+    """Write the selected rows of `train`, and of `val` if the job has that split, below `staging`; an empty split is an
+    error.
 
     `on_shard` is called with the folder of each shard when its files are complete.
     """
@@ -115,7 +115,7 @@ def write_shard(plan: ShardPlan, folder: Path, *, vocab_size: int) -> ShardInfo:
 
 
 def check_filled(splits: Mapping[str, SplitInfo], staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> None:
-    """Raise `DataError` if a split is empty, or if a source in the mix has nothing to train on."""
+    """Raise `DataError` if a split is empty, or if a source in the mix has no trained tokens."""
     for name, split in splits.items():
         if split.num_episodes == 0:
             raise DataError(f"the split {name} would be empty; {_why_empty(name, splits, staged, job, ledger)}")

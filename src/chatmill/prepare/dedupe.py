@@ -28,7 +28,8 @@ Numbers = NDArray[np.signedinteger[Any]]
 Pairs = tuple[Numbers, Numbers]
 
 COMPARED = 32
-"""Maximum number of preceding candidates to compare a record with, besides the first; only very large groups have more.
+"""Maximum number of preceding candidates to compare a record with, in addition to the first candidate. Only very large
+groups have more candidates.
 """
 PAIRS = 2**16
 """Number of pairs whose signatures are in memory at once."""
@@ -132,7 +133,7 @@ class _Files:
 
 
 def _exact(files: _Files, skipped: Flags) -> Numbers:
-    """For each record, return the first record with the same key; -1 for that first record and for skipped records.
+    """For each record, return the first record with the same key, or -1 for that first record and for skipped records.
 
     Keys are compared in sixteen passes, so memory use is little more than 16 bytes per key.
     """
@@ -155,7 +156,7 @@ def _exact(files: _Files, skipped: Flags) -> Numbers:
 
 
 def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
-    """For each record, return the first record of its near-duplicate group; -1 for that record and for exact
+    """For each record, return the first record of its near-duplicate group, or -1 for that record and for exact
     duplicates.
     """
     # One-byte values of different records are sometimes equal by chance.
@@ -236,7 +237,7 @@ class _Groups:
 
     def __init__(self, count: int, dtype: Any) -> None:
         self._earlier: Numbers = np.arange(count, dtype=dtype)
-        """Parent of each record in the union-find: a record of the same group that is not after it."""
+        """Parent of each record in the union-find: the record itself, or an earlier record of the same group."""
 
     def first(self, numbers: Numbers) -> Numbers:
         """Return the first record of each record's group."""

@@ -137,7 +137,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def _column_keys(columns: ChatColumns) -> bytes | None:
-    """Return the keys of records in columns, normalizing all texts at once; None if a text contains NUL, the
+    """Return the keys of records in columns, normalizing all texts at once, or None if a text contains NUL, the
     separator.
     """
     place = offsets(columns.stop - columns.start + 1)

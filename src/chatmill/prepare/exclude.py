@@ -42,7 +42,7 @@ class Excluded:
     """Excluded lines of each input file."""
     ids: frozenset[str] = frozenset()
     sha256: str | None = None
-    """The hash of the `--exclude` file; None without one."""
+    """The hash of the `--exclude` file; None if no file was given."""
 
     def check_files(self, names: Collection[str], path: str) -> None:
         """Raise `DataError` if a listed file is not an input file."""
@@ -60,7 +60,7 @@ NOTHING = Excluded()
 
 
 def read_excluded(path: str | None) -> Excluded:
-    """Read the `--exclude` file; return `NOTHING` without one."""
+    """Read the `--exclude` file; return `NOTHING` if no file is given."""
     if path is None:
         return NOTHING
     lines: dict[str, set[int]] = {}

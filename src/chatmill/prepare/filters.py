@@ -78,7 +78,8 @@ class Predicate:
 
 
 def allowed_predicates(job: Job, allow_code: Sequence[str]) -> tuple[Predicate, ...]:
-    """Import the predicates of a job; raise `UsageError` if one is not allowed, or if an allowed one is not used.
+    """Import the predicates of a job; raise `UsageError` if a predicate is not allowed, or an allowed predicate is not
+    used.
 
     The predicates are imported only if all of them are allowed.
     """
@@ -155,7 +156,7 @@ def record_tests(
 
 
 def failed_test(record: Record, tests: Sequence[tuple[str, RecordTest]]) -> str | None:
-    """Return the name of the first filter that a record does not pass; None if it passes all."""
+    """Return the name of the first filter that a record does not pass, or None if it passes all."""
     return next((name for name, passes in tests if not passes(record)), None)
 
 

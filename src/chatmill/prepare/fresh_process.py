@@ -69,7 +69,7 @@ def serve() -> None:
         with Connection(os.dup(0)) as pipe:
             units, job, identity, folder, workers, copies = pipe.recv()
             try:
-                # Avoids downloads in this process, which would start threads.
+                # Use the copies of remote files that the parent made, because a download would start threads.
                 use_copies(copies)
                 engine = LocalEngine(workers, parent=pipe.fileno())
                 with closing(engine.run(units, job, same_renderer(job, identity), folder)) as running:

@@ -213,7 +213,7 @@ class Job:
         None, "Leave out the records listed in this file, one FILE:LINE or id per line.", metavar="FILE"
     )
     on_error: Literal["stop", "skip"] = key(
-        "stop", "At an invalid record: stop and print its line, or skip it and write it to the rejects file."
+        "stop", "How to handle an invalid record: stop and print its line, or skip it and write it to the rejects file."
     )
 
     def check(self) -> None:
@@ -295,7 +295,7 @@ class Job:
         return self.dedupe or self.near_dedupe is not None
 
     def source_name(self, number: int) -> str | None:
-        """Return the name under which the dataset stores a source; None for a single source, or if any has no name."""
+        """Return the name of a source in the dataset; None for a single source, or if any source has no name."""
         named = len(self.sources) > 1 and all(source.name is not None for source in self.sources)
         return self.sources[number].name if named else None
 

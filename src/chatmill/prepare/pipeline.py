@@ -44,12 +44,12 @@ from chatmill.store.publish import check_target, publish, refuse_inside
 from chatmill.store.remote_publish import Uploads, check_remote_target, publish_remote, scratch_folder
 
 UNIT_BYTES = 4 * 2**20
-"""Bytes of input per unit, if the file can be split. Does not affect the bytes of the dataset."""
+"""Bytes of input per unit, if the file can be split. The unit size does not affect the bytes of the dataset."""
 MOST_UNITS = 2**16
-"""Maximum number of units: a large input has larger units, because one process collects their results."""
+"""Maximum number of units, because one process collects their results. A large input is split into larger units."""
 
 FORKED_TOKENS = 2**23
-"""Below this many tokens, one process writes the shards before others could start."""
+"""Below this many tokens, one process can write all shards before other processes have started."""
 
 
 def prepare_dataset(
@@ -221,7 +221,7 @@ def _staged(build: _Build, unit: Unit, done: Done, lines_before: int) -> list[St
 
 
 def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, None]:
-    """Yield the result of each unit in order, and the number of lines before it in its file.
+    """Yield the result of each unit in order, with the number of lines before the unit in its file.
 
     Units completed by an interrupted build are not run again.
     """

@@ -98,7 +98,7 @@ def build_cache(
 
 
 def _answered(records: Iterable[Record], reject: Callable[[RecordError], None]) -> Iterator[Record]:
-    """Yield the records with an assistant turn; reject all others."""
+    """Yield the records that have an assistant turn; reject all other records."""
     for record in records:
         if any(message.role == "assistant" for message in record.messages):
             yield record
@@ -118,7 +118,7 @@ def _fitted(rows: Rows, numbers: list[int], t_max: int, ledger: Ledger) -> Itera
 
 
 def count_stored(rows: Rows, ledger: Ledger) -> None:
-    """Count rows as stored, and note those without trained tokens."""
+    """Count rows as stored, and note rows without trained tokens."""
     row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span[rows.first_segment]))
     untrained = np.bincount(row[rows.spans["weight"] > 0], minlength=len(rows)) == 0
     if untrained.any():

@@ -25,7 +25,7 @@ class BuildProgress:
     rows: int
     tokens: int
     source: str = ""
-    """Name of the source being rendered; empty if the job has one source, and in other steps."""
+    """Name of the source being rendered; empty in other steps, and if the job has only one source."""
     resumed: int = 0
     """The part of `done` that was reused from an interrupted build."""
 

@@ -60,7 +60,7 @@ class RayEngine:
     ) -> Generator[Done, None, None]:
         """Like `Engine.run`; with `resume`, units whose staged objects exist are not run again."""
         local = [*job.named_files(), *(unit.part.path for unit in units), folder]
-        # Paths are kept as the user gave them, because they appear in errors.
+        # Keep paths as the user gave them, because errors show the paths.
         here = Path.cwd() if any(isinstance(place, Path) for place in local) else None
         folder = folder.absolute() if isinstance(folder, Path) else folder
         yield from self._in_order(_run, units, (job, renderer_identity(renderer), folder, here, resume))
@@ -142,7 +142,7 @@ class RayEngine:
 
 
 def _check_reachable(address: str | None) -> None:
-    """Raise `OSError` if nothing listens at HOST:PORT; Ray itself would wait many minutes."""
+    """Raise `OSError` if HOST:PORT does not accept connections; Ray itself would wait many minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=5).close()

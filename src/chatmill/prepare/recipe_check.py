@@ -1,4 +1,4 @@
-"""`check_recipe`: preview each source of a job from its first records, before building anything."""
+"""`check_recipe`: preview each source of a job from its first records, before building a dataset."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SourceSample:
     faults: list[RecordError] = field(default_factory=list)
     first: Record | None = None
     trained: tuple[bool, ...] = ()
-    """Whether each message of the first record is trained; empty if it cannot be rendered."""
+    """Whether each message of the first record is trained; empty if the record cannot be rendered."""
     removed: dict[str, int] = field(default_factory=dict)
     """Records that filters, deduplication and `max_samples` remove, by reason."""
     examples: dict[str, list[RemovedExample]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
 
 
 class FirstRecords:
-    """A replacement for `read_blocks` that reads the first records of a part and counts invalid ones."""
+    """A replacement for `read_blocks` that reads the first records of a part and counts invalid records."""
 
     def __init__(self, most: int, *, hold: bool = False) -> None:
         self._most, self._read, self._faults, self._hold = most, 0, 0, hold

@@ -1,4 +1,4 @@
-"""Read records for a command: count them in its ledger, and raise invalid ones or write them to the rejects file."""
+"""Read and count the records for a command; raise an error for invalid records, or write them to the rejects file."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Rejects:
                     raise _other_file(path)
 
     def __enter__(self) -> Self:
-        # The file has no name until it is complete, so a command that fails or is killed leaves nothing behind.
+        # The file has no name until it is complete, so a command that fails or is killed leaves no file behind.
         if isinstance(self.path, Path) and not self._is_device:
             folder = next(folder for folder in self.path.absolute().parents if folder.is_dir())
             self._file = tempfile.TemporaryFile(dir=folder)
@@ -144,8 +144,8 @@ def _is_reject(line: bytes) -> bool:
 
 
 class CountedRecords:
-    """Iterates over the records of inputs and counts them in a ledger. As a context manager, it writes the rejects
-    file.
+    """Iterates over the records of inputs and counts them in a ledger. When used as a context manager, writes the
+    rejects file.
     """
 
     def __init__(

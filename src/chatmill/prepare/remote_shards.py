@@ -1,7 +1,7 @@
 """Write shards of a dataset at a URL from staged objects, on any machine, using only URLs.
 
 Reads the head of each staged object, and the range of tokens and spans from the first to the last row needed. Rows are
-copied to a temporary folder first, so memory use does not grow with the shards.
+copied to a temporary folder first, so memory use does not grow with the size of the shards.
 """
 
 from __future__ import annotations

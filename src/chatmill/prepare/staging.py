@@ -159,7 +159,7 @@ def save(
 
     `columns` are additional arrays of the head.
 
-    Returns the head if the target is a URL, because reading it back would take a request.
+    Returns the head if the target is a URL, because reading the head back would take a request.
     """
     head = (rows.first_span, rows.row_start, rows.origins, record, trained_of_rows(rows))
     arrays: list[NDArray[Any]] = [

@@ -43,7 +43,7 @@ from chatmill.rows import EMPTY, File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 
 CHUNK = 512
-"""Records to render at a time if they are not in columns; small, because several processes render at once."""
+"""Number of records to render at a time if they are not in columns; small, because several processes render at once."""
 FILE_TOKENS = 2**22
 """Tokens after which a unit starts another staged file: an input file that cannot be split may have any size."""
 Batch = Sequence[Record] | Sequence[Unrolled]
@@ -173,7 +173,7 @@ def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[R
 
 
 def finished(unit: Unit, folder: Place) -> Done | None:
-    """Return the result of a unit completed by an interrupted build; None if it must run again.
+    """Return the result of a unit completed by an interrupted build, or None if it must run again.
 
     Raises if the input bytes that the rows were made from have changed.
     """
@@ -194,7 +194,7 @@ def finished(unit: Unit, folder: Place) -> Done | None:
             return None
         if (counts := staged.extra["ledger"]) is not None:
             ledger = Ledger.from_json(counts)
-            # Run the unit again: its errors must be reported, and they are not staged.
+            # Run the unit again, because its errors must be reported and are not staged.
             if ledger.total("rejected").rows:
                 return None
             read = BytesRead.from_json(staged.extra["read"])
@@ -358,7 +358,7 @@ def _place(each: Record | Unrolled) -> tuple[str, int]:
 
 
 class _StagedFiles:
-    """Writes the staged files of a unit; the last one contains the ledger, which marks the unit as complete."""
+    """Writes the staged files of a unit; the last file contains the ledger, which marks the unit as complete."""
 
     def __init__(self, unit: Unit, dtype: np.dtype[np.unsignedinteger], folder: Place) -> None:
         self._unit, self._dtype, self._folder = unit, dtype, folder
@@ -382,7 +382,7 @@ class _StagedFiles:
         self._tokens += len(rows.ids)
 
     def save(self, finished: _Records | None) -> None:
-        """Write a staged file; `is_last` marks the last one of the unit."""
+        """Write a staged file; `is_last` marks the last file of the unit."""
         rows = concat(self._rows)
         rows = replace(rows, files=tuple(File(file.source, self._unit.name) for file in rows.files))
         record = np.concatenate([np.empty(0, dtype=np.int64), *self._record])

@@ -62,7 +62,7 @@ def row_chunks(
 def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledger) -> Rows:
     """Render all rows of the conversations and count them in the ledger.
 
-    Tokens that are also in an earlier row count as repeated, all others as rendered.
+    Tokens that are also in an earlier row count as repeated; all other tokens count as rendered.
     """
     records = [row for each in batch for row in each.rows]
     notes = Ledger()

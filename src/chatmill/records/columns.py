@@ -86,7 +86,7 @@ class ChatColumns(Sequence[Record]):
 def parse(
     block: bytes, at: int, *, source: str, file: str, line: int, parse_lines: Callable[[int, bytes], Sequence[Any]]
 ) -> tuple[int, ChatColumns]:
-    """Return the columns of the plain lines starting at byte `at`, and the offset where these lines end.
+    """Return the columns of consecutive plain lines that start at byte `at`, and the offset where the plain lines end.
 
     `parse_lines` creates the records on access, given the number of the first line.
     """

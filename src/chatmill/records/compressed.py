@@ -189,7 +189,7 @@ class _Streams(io.RawIOBase):
 
 
 def _begins(start: bytes, compression: str) -> bool:
-    """Whether `start` begins with the magic bytes, or is itself a prefix of them."""
+    """Whether `start` begins with the magic bytes, or the magic bytes begin with `start`."""
     magic = MAGIC[compression]
     is_frame = compression == ".zst" and start[:4].startswith(SKIPPABLE)
     return is_frame or start.startswith(magic) or magic.startswith(start)

@@ -117,7 +117,7 @@ class RemoteFile(io.RawIOBase):
         return self._size
 
     def _load(self) -> None:
-        """Read the block at the current position, and start reading the next one if access is sequential."""
+        """Read the block at the current position, and start reading the next block if access is sequential."""
         end = self._stop if self._stop is not None and self._at < self._stop else self._end()
         is_first = not len(self._block)
         goes_on = not is_first and self._at == self._start + len(self._block)

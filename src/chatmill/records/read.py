@@ -2,7 +2,7 @@
 
     inputs ── plan ──▶ parts ── units ──▶ (line, bytes) ── parser ──▶ records
 
-A part is a file, or the lines in a byte range of a file; it is all that a worker needs.
+A part is a file, or the lines in a byte range of a file. A worker needs only the part to read its records.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def plan(
     on_error: OnError = "skip",
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
-    """Return one part per file, in reading order. If `shape` is None, it is detected from the first records of each
-    file.
+    """Return one part per file, in reading order. If `shape` is None, the shape is detected from the first records of
+    each file.
 
     With `on_error` "stop", detection ends at a record that is too long; reading reports the record later.
     """

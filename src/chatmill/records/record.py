@@ -122,7 +122,7 @@ def spaced_json(value: Any) -> str:
 def record_key(record: Record) -> bytes:
     """Return a 16-byte hash of a conversation that ignores its id, its origin and spaces in tool arguments.
 
-    Whitespace between the turns of a transcript is ignored as well.
+    The hash also ignores whitespace between the turns of a transcript.
     """
     messages = [
         without_raw_arguments(message) if message.tool_calls else message

@@ -21,7 +21,7 @@ class Split(NamedTuple):
 
 
 def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
-    """Shuffle records 0 to count-1 with `seed`: the first floor(count * val_frac) are for validation, the others for
+    """Shuffle records 0 to count-1 with `seed`: the first floor(count * val_frac) are for validation, the rest for
     training.
 
     5 records, 0.4, shuffled to 3 1 0 4 2  ->  val 3 1, train 0 4 2

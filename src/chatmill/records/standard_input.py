@@ -1,4 +1,4 @@
-"""Copy standard input to a temporary file, because it is read twice and in parts."""
+"""Copy standard input to a temporary file, because the input is read twice and in parts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def standard_input() -> Path:
 
 
 def remove_standard_input(process: int | None = None) -> None:
-    """Remove the copy of standard input, if this process wrote one."""
+    """Remove the copy of standard input, if this process wrote it."""
     global _folder
     if _folder is not None and process in (None, os.getpid()):
         shutil.rmtree(_folder, ignore_errors=True)

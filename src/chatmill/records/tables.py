@@ -43,8 +43,8 @@ def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: Rea
 
     For a Parquet file, yields only the row groups that start in bytes [start, stop), as returned by `cut_table`.
 
-    NaN, which marks a missing number in tables, becomes null. Binary values become `BYTES`: conversations have none,
-    but a record with images must be refused.
+    NaN, which marks a missing number in tables, becomes null. Binary values become `BYTES`, so that the parser refuses
+    a record with images.
     """
     pyarrow = _pyarrow(path)
     number = 0

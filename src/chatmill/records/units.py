@@ -69,7 +69,7 @@ def blocks(
                 yield b"".join((held, memoryview(data)[:end])) if held or end < len(data) else data
                 held.clear()
             held += data[end:]
-            # Keep one byte over the limit, because the last byte may be the first of a two-byte line end.
+            # Keep one byte over the limit, because the last byte may be the first byte of a two-byte line end.
             if len(held) > limit + 1:
                 yield bytes(held[: limit + 2]) + b"\n"
                 held.clear()
@@ -126,8 +126,8 @@ def _line_end(url: Url, at: int, end: int) -> int:
 
 
 def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
-    """Yield the conversations of a stream, separated by `<|EOS|>`, with the line where each starts; blank ones are
-    skipped.
+    """Yield the conversations of a stream, separated by `<|EOS|>`, with the line where each starts; blank conversations
+    are skipped.
     """
     held, searched, overlong, line = bytearray(), 0, False, 1
     with open_bytes(path, log=log) as file:

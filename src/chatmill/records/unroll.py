@@ -30,7 +30,7 @@ class Unrolled:
     rows: Sequence[Record]
     """For each row, the messages up to and including its answer; shared with the record, not copied."""
     answers: Sequence[int]
-    """For each row, the message that it trains and ends with; -1 if it trains none, or only ranges of it."""
+    """For each row, the index of the answer that it trains and ends with, or -1 if it trains no whole answer."""
     first_new: Sequence[int]
     """For each row, the first message that is not in an earlier row."""
     context_rules: Sequence[Rule]

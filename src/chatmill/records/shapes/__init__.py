@@ -22,7 +22,7 @@ from chatmill.records.shapes.plain_text import TextTemplates
 Shape = Callable[[bytes], list[ParsedRecord]]
 DecodeLines = Callable[[bytes], list[ParsedRecord] | None]
 
-# Bytes of an invalid record kept with its error: enough to recognize the record, few enough to keep many of them.
+# Bytes of an invalid record kept with its error: enough to recognize the record, but few enough to keep many records.
 RAW_BYTES = 4096
 
 
@@ -204,7 +204,8 @@ def _id(data: bytes) -> str | None:
 
 
 def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | None = None) -> tuple[str, str]:
-    """Return the shape that the first records of a file share, and the reason; raise if none or several are possible.
+    """Return the shape of the first records of a file, and the reason; raise if no shape or several shapes are
+    possible.
 
     `primer` is never detected, because all of its records are also `messages`.
     """
@@ -320,7 +321,7 @@ _KEYS_OF_SHAPES = {
 
 
 def _chat_shapes(record: Object) -> dict[str, str]:
-    """Return `messages`, `tool` or both: they share plain turns and differ in roles and keys."""
+    """Return `messages`, `tool` or both: the two shapes share plain turns and differ in roles and keys."""
     as_messages = {"messages": 'the records have "messages"'}
     as_tool = {"tool": 'the records have "messages" and "system", or the roles assistant_toolcall and toolresult'}
     turns = record["messages"] if isinstance(record["messages"], list) else []
@@ -334,7 +335,7 @@ def _chat_shapes(record: Object) -> dict[str, str]:
 
 
 def _value(data: bytes) -> Any:
-    """Return the decoded record, or raw transcript text; None if it cannot be decoded."""
+    """Return the decoded record, or raw transcript text, or None if it cannot be decoded."""
     if data.lstrip()[:2] == b"<|":
         return data.decode(errors="replace")
     try:

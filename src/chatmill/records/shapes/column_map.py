@@ -1,4 +1,4 @@
-"""`--columns`: map the key and role names of a file to those that chatmill reads.
+"""`--columns`: map the key and role names of a file to the names that chatmill reads.
 
     messages=conversations,role=from,content=value,user=human,assistant=gpt
 
@@ -72,7 +72,7 @@ class ColumnMap:
         if not isinstance(turn, dict):
             return turn
         out = {self.message[key]: value for key, value in turn.items() if key in self.message}
-        # If two keys get the same name, the unmapped one is kept under another name, so that it is reported as unread.
+        # If two keys get the same name, keep the unmapped key under another name, so that it is reported as unread.
         out |= {key if key not in out else f"{key} ": value for key, value in turn.items() if key not in self.message}
         for key in ("role", "from"):
             if isinstance(role := out.get(key), str):
@@ -87,7 +87,7 @@ class ColumnMap:
 
 
 def _list_in_json(text: str) -> Any:
-    """Decode a list from JSON text; return other text unchanged for the parser to report."""
+    """Decode a list from JSON text; return text that is not a list unchanged, so that the parser reports it."""
     try:
         value = decode(text.encode())
     except (RecordError, RecursionError):

@@ -19,7 +19,7 @@ except ImportError:  # pragma: no cover
 
 
 BYTES = {"(bytes)": True}
-"""Placeholder for binary table values, which JSON does not support. It is never trained, as it is not a string."""
+"""Placeholder for binary table values, which is never trained because it is not a string."""
 _DECODER = msgspec.json.Decoder()
 # Matches an escaped surrogate that is not part of a pair; `\\ud800` with an escaped backslash is plain text.
 _LONE_SURROGATE = re.compile(
@@ -57,7 +57,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def repeated_key(data: bytes) -> str | None:
-    """Return a duplicate key of an object in `data`, which is valid JSON; None if all keys are unique."""
+    """Return a duplicate key of an object in `data`, which is valid JSON, or None if all keys are unique."""
     if not may_repeat_key(data):
         return None
     try:
@@ -117,7 +117,7 @@ def _diagnose(data: bytes, error: str) -> RecordError:
         what = f"unpaired surrogate at {_place(data, lone.start(1))}"
         return RecordError(what, "expected a surrogate pair, or the character itself", kind="surrogate")
     if match := _REASON.match(error):
-        # The decoder reports trailing characters one byte after the first of them.
+        # For trailing characters, the decoder reports the position one byte after the first.
         reason, at = match[1], int(match[2]) - (match[1] == "trailing characters")
     elif "out of range" in error:
         return RecordError("a number is out of range", "expected numbers that fit a double", kind="json")

@@ -290,7 +290,7 @@ def read_turn(
 
 
 def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
-    """Put the top-level `system` text before the messages; if they also have a system message, both must be equal."""
+    """Put the top-level `system` text before the messages; it must equal the text of a first system message."""
     first = system(record)
     if first and turns and turns[0].role == "system":
         if turns[0].content != first[0].content:
@@ -354,7 +354,7 @@ def template_kwargs(record: KeyReader) -> str:
 
 
 def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
-    """Return the weight set by one of `FLAG_KEYS` or `WEIGHT_KEYS`; None if none is given.
+    """Return the weight set by one of `FLAG_KEYS` or `WEIGHT_KEYS`, or None if none is given.
 
     Tool results are never trained.
     """

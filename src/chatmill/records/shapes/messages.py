@@ -1,8 +1,8 @@
 """The `messages` shape (OpenAI-style chat, the most common) and its strict form, `primer`.
 
-`decode` and `decode_lines` decode plain records (roles and texts only) straight into typed values, and return None for
-others. `parse` reads every accepted form and reports errors. For plain records, all three functions give the same
-result.
+`decode` and `decode_lines` decode plain records (roles and texts only) directly into typed values, and return None for
+other records. `parse` reads every accepted form and reports errors. For plain records, all three functions give the
+same result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[Any] = _DECODER) -> Parsed
 
 
 def decode_primer(data: bytes) -> ParsedRecord | None:
-    """Decode a valid primer record; return None for any other, so that `parse_primer` reports the error."""
+    """Decode a valid primer record; return None for any other record, so that `parse_primer` reports the error."""
     return decode(data, _PRIMER_DECODER)
 
 

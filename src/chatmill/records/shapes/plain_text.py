@@ -38,7 +38,7 @@ class TextTemplates:
             at = stop
             if stop == len(text):
                 return new_message("assistant", text, train_ranges=tuple(ranges))
-        # The end token is not trained here, because the text does not end with an answer.
+        # Do not train the end token, because the text does not end with an answer.
         return new_message("assistant", text, weight=0.0, train_ranges=tuple(each for each in ranges if each[2]))
 
 

@@ -58,7 +58,7 @@ def from_text(data: bytes) -> list[ParsedRecord]:
 
 
 def conversations(text: str, *, trim: bool = False) -> list[ParsedRecord]:
-    """Parse the conversations of a transcript, separated by `<|EOS|>`; blank ones are skipped.
+    """Parse the conversations of a transcript, separated by `<|EOS|>`; blank conversations are skipped.
 
     `trim` drops whitespace before the first and after the last span of each conversation.
     """
@@ -67,7 +67,7 @@ def conversations(text: str, *, trim: bool = False) -> list[ParsedRecord]:
 
 
 def _messages(text: str, *, trim: bool) -> list[Message]:
-    """Return the spans of one conversation, and the text outside them, as messages.
+    """Return the spans of one conversation, and the text outside the spans, as messages.
 
     x U u E A a   ->   none "x", user "u", assistant "a" (incomplete)
     """
