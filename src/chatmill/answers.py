@@ -111,7 +111,7 @@ def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Tabl
 
 
 def mask_answers(rows: Rows) -> Rows:
-    """Return the rows with every answer masked that is incomplete or does not follow a complete user turn.
+    """Return the rows, with answers masked that are incomplete or do not follow a complete user turn.
 
     >>> from chatmill import Message, Record, load_format, open_renderer
     >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])

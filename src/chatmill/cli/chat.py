@@ -89,7 +89,7 @@ def chat(
     """
     if as_json and not prompt:
         raise UsageError("--json requires --prompt")
-    # Check before importing torch, which takes seconds.
+    # Check the model files before importing torch, which takes seconds.
     check_headers(model_folder(model))
     from chatmill.train.chat_model import ChatSession, open_chat_model
     from chatmill.train.generation import Sampling

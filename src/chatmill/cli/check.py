@@ -23,7 +23,8 @@ SHOWN_MESSAGES = 12
 def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
     """Read all conversations and print how they were interpreted: record shape, roles and the first record.
 
-    Writes no dataset. Stops at the first invalid record and prints its file and line, unless --on-error skip is given.
+    Does not write a dataset. Stops at the first invalid record and prints its file and line, unless --on-error skip is
+    given.
 
     \b
     Examples:

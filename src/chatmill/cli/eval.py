@@ -60,7 +60,7 @@ def eval_command(
       chatmill eval checkpoints/my_sft_model data/chat_sft --wrong 5
       chatmill eval checkpoints/my_sft_model data/chat_sft --split train --limit 200 --json
     """
-    # Check before importing torch, which takes seconds.
+    # Check the model files before importing torch, which takes seconds.
     check_headers(model_folder(model))
     from chatmill.train.load_model import open_ready
     from chatmill.train.score import check_tokenizer, end_ids, open_all, score_model

@@ -38,7 +38,7 @@ def merge(
       chatmill merge checkpoints/my_adapters -o models/merged
       chatmill merge checkpoints/my_adapters/step_00000500 -o models/merged --save-dtype float32 --overwrite
     """
-    # Check before importing torch, which takes seconds.
+    # Check the model files before importing torch, which takes seconds.
     local_path(output)
     check_headers(model_folder(adapters))
     from chatmill.train.merge import merge_adapters

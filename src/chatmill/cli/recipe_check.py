@@ -28,7 +28,7 @@ def check_command(
 ) -> None:
     """Preview a recipe: read the first records of each source, and show which would be kept or removed.
 
-    Renders, filters and deduplicates the records in the same way as a build. Writes no dataset.
+    Renders, filters and deduplicates the records in the same way as a build. Does not write a dataset.
 
     \b
     Examples:

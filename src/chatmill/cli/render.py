@@ -39,7 +39,10 @@ def render_command(
     template: TemplateFlags,
     read: ReadOptions,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Truncate longer rows, as set by --fit. Default: no truncation.")
+        int | None,
+        typer.Option(
+            min=1, help="Maximum row length; --fit sets how longer rows are shortened. Default: no truncation."
+        ),
     ] = None,
     fit: Annotated[
         FitRule, typer.Option(help="How to shorten rows over --max-tokens; see docs/explanation/packing.md.")
@@ -57,8 +60,8 @@ def render_command(
 ) -> None:
     """Tokenize conversations and show, span by span, what is trained and why.
 
-    Writes no files. --json prints one object per row, with token ids, labels (-100 for untrained tokens), weights and
-    spans.
+    Does not write files. --json prints one object per row, with token ids, labels (-100 for untrained tokens), weights
+    and spans.
 
     \b
     Examples:

@@ -151,7 +151,7 @@ def train(
         try:
             result = train_rollouts(RolloutConfig.from_file(config), output, resume=resume, quiet=as_json)
         except MissingTokensError as error:
-            # This command has a config key instead of the --add-tokens flag.
+            # `rollout train` has a config key instead of the --add-tokens flag.
             raise UsageError(str(error).replace("--add-tokens", '"add_tokens": true in the config')) from None
     if not is_first_rank():
         return

@@ -39,7 +39,7 @@ NOT_COMPARED = 0
 
 _SEED = 24
 _ROWS = 2048
-"""Conversations per MinHash call, which returns Python integers."""
+"""Conversations per MinHash call, to limit the memory for the Python integers that it returns."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FIRST_ROLE = 0xF8
 """Prefix of a text for each role. The prefix bytes do not occur in UTF-8, so no text contains them."""

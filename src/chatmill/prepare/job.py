@@ -82,7 +82,7 @@ class InputSource:
     True
     """
 
-    inputs: tuple[str, ...] = required("Files, globs, folders and URLs.")
+    inputs: tuple[str, ...] = required("Files, globs, folders and URLs to read.")
     shape: str | None = key(None, "Shape of the records. Default: detected from the first records.")
     name: str | None = key(None, "Name of the source. Default: the name of each file.")
     train_on: TrainOn | None = key(None, "Turns to train in this source. Default: the job's train_on.")

@@ -112,7 +112,7 @@ class Staged(StagedHead):
         self.ids, self.spans = self._array("ids"), self._array("spans")
 
     def rows(self) -> Rows:
-        """Return all rows, with narrow tokens widened."""
+        """Return all rows, with token ids converted from a narrower dtype."""
         ids = self.ids.astype(np.uint32, copy=False)
         each = np.arange(len(self) + 1, dtype=np.int64)
         return Rows(ids, self.spans, self.first_span, self.origins, each, self.files)

@@ -37,7 +37,7 @@ class TranscriptLayout(IntFlag):
     SECOND_SYSTEM = 32
     """Whether a conversation of the stream has a system span after other spans, as if a new record started there."""
     LINE_ANSWERS = 64
-    """Whether a line has an answer after its user span, so that lines would have trained tokens."""
+    """Whether a line has an answer after its user span, so that reading by line gives trained tokens."""
     STREAM_ANSWERS = 128
 
     @property
