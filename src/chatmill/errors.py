@@ -1,6 +1,6 @@
 """Errors that state where the problem is, what is wrong, and what is expected.
 
-Every error that a user can cause is a `ChatmillError` with a one-line message. The command line prints that line and
+Every error that a user can cause is a `ChatmillError` with a one-line message. The command line prints the message and
 exits with `exit_code`; a traceback is always a bug in chatmill.
 """
 

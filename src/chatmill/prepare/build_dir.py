@@ -112,7 +112,8 @@ def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBu
 
 
 def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
-    """Remove the files of an earlier build, except units to resume from; return whether any exist."""
+    """Remove the files of an earlier build, except units to resume from; return whether there are units to resume
+    from."""
     path = units / JOB
     resumed = resume and path.is_file()
     if resumed and path.read_bytes() != job:
