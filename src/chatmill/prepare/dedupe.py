@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.signedinteger[Any]]
-"""Dtype of record numbers: 4 bytes, unless there are too many records."""
+"""Record numbers, stored in 4 bytes unless there are too many records."""
 Pairs = tuple[Numbers, Numbers]
 
 COMPARED = 32
