@@ -112,7 +112,7 @@ class Rule(IntEnum):
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)
-"""Message index of spans that do not belong to a message of the record: padding, a default system text."""
+"""Message index of spans that do not belong to a message of the record, such as padding or a default system text."""
 NO_FILE = np.uint32(2**32 - 1)
 LONG = 64
 """Average length of pieces, in tokens, above which copying slices is faster than indexing tokens."""

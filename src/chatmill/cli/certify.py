@@ -32,9 +32,9 @@ def certify_command(
     ends, and that it ends with a token at which the model stops.
 
     FAIL: some tokens would be trained incorrectly, or some records cannot be trained; the exit code is 1. WARN:
-    training works, with a limitation, for example some kinds of records will be refused. SKIP: the check did not run,
-    for the reason shown. Use --on-error skip to skip records that cannot be read; a record that the template refuses
-    counts as FAIL.
+    training works with a limitation; for example, some kinds of records are refused. SKIP: the check did not run, for
+    the reason shown. Use --on-error skip to skip records that cannot be read; a record that the template refuses counts
+    as FAIL.
 
     \b
     Examples:

@@ -27,8 +27,8 @@ def removed(
     """List the records that filters, deduplication and max_samples removed from a dataset, in input order.
 
     Prints the file, line and reason of each record and, for a duplicate, the record that was kept instead (its twin).
-    Invalid records are in the rejects file, and rows that were truncated or dropped for their length are
-    counted in the ledger (see `chatmill stats`).
+    Invalid records are in the rejects file, and rows that were truncated or dropped because of their length are counted
+    in the ledger (see `chatmill stats`).
 
     \b
     Examples:

@@ -1,7 +1,7 @@
 """`build_cache`: build the primer cache of one source from a file of conversations.
 
 Reads all records, shuffles them with the seed, splits them, keeps the last tokens of each row, and writes one example
-per row. The shuffle needs all rows at once, so a source must fit into memory, as columns of ids and spans without
+per row. The shuffle needs all rows at once, so a source must fit in memory. Rows are columns of ids and spans, without
 Python objects per token.
 """
 

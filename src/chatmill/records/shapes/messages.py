@@ -234,7 +234,7 @@ class _Parts:
             key = next((key for key in (kind, "text") if key in part), "value")
             if self.text or self.calls:
                 what = f"{part.owner} is reasoning after text or a call"
-                raise RecordError(what, "expected the reasoning first", kind="content")
+                raise RecordError(what, "expected reasoning before text and calls", kind="content")
             part.refuse(*fields.FLAG_KEYS, *fields.WEIGHT_KEYS, right="expected no weight on a part with reasoning")
             self.reasoning += part.text(key)
         elif kind in _CALL_PARTS and self.role == "assistant":
@@ -248,7 +248,9 @@ class _Parts:
 
     def _add_text(self, part: KeyReader, weight: float | None) -> None:
         if self.calls:
-            raise RecordError(f"{part.owner} is text after a tool call", "expected the text first", kind="content")
+            raise RecordError(
+                f"{part.owner} is text after a tool call", "expected text before tool calls", kind="content"
+            )
         text = part.text(next((key for key in ("value", "content") if key in part), "text"))
         own = fields.read_weight(part, self.role)
         if own is not None and self.role != "assistant":
