@@ -190,7 +190,7 @@ def with_span(**changes: float) -> Rows:
         (replace(GOOD, first_span=np.array([0, 2, 1, 2])), "segments are invalid"),
         (replace(GOOD, first_segment=np.array([0, 2])), "rows are invalid"),
         (replace(GOOD, first_span=np.array([0, 1, 2])), "1 origins for 2 segments"),
-        (replace(GOOD, files=()), "names a file beyond"),
+        (replace(GOOD, files=()), "file index of 0 or more"),
     ],
 )
 def test_check_finds_what_does_not_tile(rows, fault):

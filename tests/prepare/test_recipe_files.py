@@ -359,5 +359,5 @@ def test_a_job_made_in_python_is_validated_like_a_recipe():
     two = (InputSource(("a.jsonl",), weight=1.0), InputSource(("b.jsonl",), weight=1.0))
     with pytest.raises(UsageError, match=r"^weight and epochs require source names; give each source a `name`$"):
         Job(two).check()
-    with pytest.raises(UsageError, match=r'^precedence names "a", which is not a source \(known: none, give each'):
+    with pytest.raises(UsageError, match=r'^precedence names "a", which is not a source \(known: none; give each'):
         Job((InputSource(("a.jsonl",)), InputSource(("b.jsonl",))), dedupe=True, precedence=("a",)).check()

@@ -133,7 +133,7 @@ def test_the_columns_in_the_error_about_a_role_map_it(shape, name):
         assert name not in ("Model", "User")
         return
     words = shlex.split(error.right.partition("--columns ")[2])
-    columns = words[0] if words[1:] == ["maps", "it"] else words[-1]
+    columns = words[0] if words[1:] == ["maps", "this", "role"] else words[-1]
     mapped = read(record, shape, columns=columns)
     assert isinstance(mapped, Record) and [message.content for message in mapped.messages] == ["q", "a"]
     assert mapped.messages[1].role == columns.partition("=")[0]
