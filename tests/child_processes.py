@@ -37,11 +37,11 @@ IMPORTED_BY_THE_SERVER = [
     "peft",
 ]
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""One thread, and no word from torch about names of hosts where there is no network."""
+"""Settings for one thread, without torch's warnings about host names on machines without a network."""
 TIME_LIMIT = 400
-"""Seconds: far more than any child needs on a busy machine."""
+"""Time limit in seconds, far more than any child needs on a busy machine."""
 GRACE = 20
-"""Seconds that the others are given to say what they saw when one child has failed."""
+"""Seconds that the other children have to print their errors after one child has failed."""
 
 
 def start_child(

@@ -84,7 +84,7 @@ def pytest_runtest_teardown(item, nextitem):
     """Fail the last test of a file if the file's tests leave a process behind."""
     result = yield
     if (nextitem is None or nextitem.path != item.path) and (left := process_watch.wait_for_all()):
-        pytest.fail(f"left behind by {item.path.name}: {process_watch.end_with_stacks(left)}", pytrace=False)
+        pytest.fail(f"processes left behind by {item.path.name}: {process_watch.end_with_stacks(left)}", pytrace=False)
     return result
 
 

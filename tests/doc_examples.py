@@ -34,7 +34,7 @@ class Block:
     text: str
     line: int
     after_heading: bool
-    """A heading stands between this block and the one before."""
+    """Whether a heading comes between this block and the previous one."""
 
 
 def blocks(page: str) -> list[Block]:
@@ -79,7 +79,7 @@ def commands(block: Block) -> list[tuple[int, str, list[str]]]:
         elif found:
             found[-1][2].append(line)
         elif line.strip():
-            raise AssertionError(f"line {number}: a console block begins with `$ command`, not {line!r}")
+            raise AssertionError(f"line {number}: a console block must begin with `$ command`, not with {line!r}")
     return found
 
 
@@ -134,7 +134,7 @@ def run_command(place: str, command: str, shown: str, folder: Path) -> None:
     said = re.search(r"# exit (\d+)$", command)
     expected = int(said[1]) if said else 0
     if code != expected:
-        raise AssertionError(f"{place}: `{command}` exits {code}, not {expected}:\n{printed}")
+        raise AssertionError(f"{place}: `{command}` exits with {code}, expected {expected}: {printed}")
     if shown.strip() and not matches(shown, printed):
         raise AssertionError(f"{place}: `{command}` prints\n{printed}\nwhere the page shows\n{shown}")
 

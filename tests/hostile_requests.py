@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 HOST = b"Host: 127.0.0.1\r\n"
 REFUSED = frozenset({400, 403, 404, 405, 421})
-"""How a hostile request is answered, if it is answered at all and not just cut off."""
+"""Statuses that may answer a hostile request, unless the connection is closed."""
 ANSWERED = REFUSED | {200}
 
 
@@ -191,6 +191,6 @@ HALF_OPEN = [
     get("/api/about", "Transfer-Encoding: chunked").replace(b"Connection: close\r\n", b"") + b"5\r\nab",
     get("/api/about").replace(b"Connection: close\r\n", b"") + b"GET /api/ab",
 ]
-"""Requests that never end, or whose next one never ends."""
+"""Requests that never end, or that are followed by a request that never ends."""
 UNREAD = get("/page/page.js").replace(b"Connection: close\r\n", b"") * 300
-"""Requests whose answers are more than the system buffers, for a client that reads none of them."""
+"""Requests whose responses exceed the system's buffers, for a client that does not read them."""

@@ -18,11 +18,11 @@ from pathlib import Path
 
 MARK = "CHATMILL_TEST_PROCESS"
 PATIENCE = 60.0
-"""Seconds after which a process that should be ending is one that was left behind."""
+"""Seconds after which a process that should be ending counts as left behind."""
 LAST_WORDS = 10.0
-"""Seconds that a process is given to print its stacks."""
+"""Seconds that a process has to print its stacks."""
 SERVERS: set[int] = set()
-"""Processes that serve all tests, and so outlive the tests of a file."""
+"""Processes that serve all tests, and therefore outlive the tests of a file."""
 
 
 @dataclass(frozen=True)

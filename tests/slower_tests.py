@@ -12,7 +12,7 @@ CLUSTER = re.compile(
     r"|tokenizer/test_(split_pattern|compiled_cache)|format/template/test_laid_out_columns"
     r"|show/test_browser_access)\.py"
 )
-"""Files with the marker `cluster`: tests that start ranks, nodes, trackers, servers or TRL, and other long ones."""
+"""Files with the marker `cluster`: tests that start ranks, nodes, trackers, servers or TRL, and other slow tests."""
 
 EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::", "test_notebooks.py::test_a_notebook_runs")
 """Tests with the marker `examples`: every command and block of the pages, the notebooks, and the demo."""

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = sorted(path for path in (ROOT / "src").rglob("_*.c"))
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")
 @pytest.mark.parametrize("source", PARTS, ids=lambda path: path.stem)
 def test_each_part_is_compiled(source):
     name = ".".join(source.relative_to(ROOT / "src").with_suffix("").parts)
@@ -26,7 +26,7 @@ def test_random_and_hostile_calls_give_what_python_gives_or_are_refused():
     # `make sanitize` runs many more calls, with compiled parts that report invalid accesses.
     folder = Path(str(import_module("chatmill._native").__file__)).parent
     if shutil.which("cc") is None and not [*folder.glob("*.so")]:
-        pytest.skip("there is no C compiler here")
+        pytest.skip("no C compiler is installed")
     assert fuzz(folder, rounds=3, seed=2) == 330
 
 

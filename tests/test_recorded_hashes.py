@@ -278,7 +278,7 @@ def test_every_case_is_recorded() -> None:
 
 
 if __name__ == "__main__":
-    assert sys.argv[1:] == ["--record"], "python tests/test_recorded_hashes.py --record"
+    assert sys.argv[1:] == ["--record"], "run python tests/test_recorded_hashes.py --record"
     hashes = {}
     for case, compute in CASES.items():
         with folder_with_data():

@@ -25,7 +25,7 @@ def resolve(dotted: str) -> object:
         for name in parts[count:]:
             value = getattr(value, name)
         return value
-    raise AssertionError(f"{dotted} is no module")
+    raise AssertionError(f"{dotted} is not a module")
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(chatmill(?:\.\w+)+)`", DESIGN))))

@@ -90,7 +90,7 @@ RUNS = {
     "rollout answers": "rollout answers truth.jsonl -o answers --add-tokens",
     "rollout keys": "rollout keys",
 }
-"""What each command is given here, in an order in which each finds what it needs."""
+"""Arguments of each command, in an order in which each command finds its inputs."""
 NEEDS_TORCH = {
     "train": "train --model_name m",
     "chat": "chat model --prompt q",

@@ -14,7 +14,7 @@ from chatmill.config import Config, integer, key
 
 @dataclass(frozen=True)
 class Common:
-    shape: Annotated[str | None, typer.Option(help="How records look.")] = None
+    shape: Annotated[str | None, typer.Option(help="Shape of the records.")] = None
     limit: Annotated[int, typer.Option(help="At most.")] = 3
 
 

@@ -190,7 +190,7 @@ guarded(lambda: print("trained"))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="names a function of glibc")
+@pytest.mark.skipif(sys.platform != "linux", reason="the test uses a function of glibc")
 def test_a_finished_rank_exits_with_0_even_if_a_library_destructor_aborts():
     ended = [
         subprocess.run(

@@ -27,11 +27,11 @@ TAGGED = (
     f"'<|im_end|>' }}}}{{% endgeneration %}}{{{{ '\\n' }}}}{{% else %}}{{{{ m.content + '<|im_end|>\\n' }}}}"
     f"{{% endif %}}{{% endfor %}}{PROMPT}"
 )
-"""The tags include the end of the turn, and not the line end."""
+"""A template whose tags include the end of the turn, but not the line end."""
 NO_END = TAGGED.replace(
     "m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}", "m.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}"
 )
-"""The tags leave out the end of the turn."""
+"""A template whose tags exclude the end of the turn."""
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TURNS = [("user", "Hi"), ("assistant", "Yo"), ("user", "So?"), ("assistant", "Ok.")]
 

@@ -11,7 +11,7 @@ from chatmill.load.prefetch import Prefetcher
 
 def fails_after(count: int):
     yield from range(count)
-    raise ValueError("the disk is gone")
+    raise ValueError("the disk failed")
 
 
 def test_values_are_returned_in_order_until_the_end():
@@ -23,7 +23,7 @@ def test_values_are_returned_in_order_until_the_end():
 def test_an_error_is_raised_in_place_of_the_value_that_failed():
     ahead = Prefetcher(fails_after(5), 2)
     assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="the disk is gone"):
+    with pytest.raises(ValueError, match="the disk failed"):
         next(ahead)
     assert list(ahead) == []
 

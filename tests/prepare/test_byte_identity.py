@@ -40,7 +40,9 @@ def test_writing_shards_in_processes_does_not_change_a_byte(tmp_path, inputs, na
     job = job_of(inputs, **{**JOBS[name], "shard_tokens": 5_000})
     right = build(job, tmp_path / "one")
     monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)
-    monkeypatch.setattr(pipeline, "assemble", lambda *args, **options: pytest.fail("written by one process"))
+    monkeypatch.setattr(
+        pipeline, "assemble", lambda *args, **options: pytest.fail("written by one process instead of tasks")
+    )
     for workers in (2, 5):
         target = tmp_path / f"{workers}"
         assert build(job, target, workers=workers, unit_bytes=9_000).ledger.to_json() == right.ledger.to_json()

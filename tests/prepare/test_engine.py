@@ -31,7 +31,7 @@ def threads(monkeypatch):
     thread = threading.Thread(target=end.wait)
     thread.start()
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fork", lambda: pytest.fail("forked where a thread runs"))
+        patched.setattr(os, "fork", lambda: pytest.fail("forked while another thread runs"))
         yield
     end.set()
     thread.join()

@@ -12,7 +12,7 @@ from chatmill.errors import RecordError
 from chatmill.records import Record, read_records
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-pytestmark = pytest.mark.skipif(not (DATA / "llamafactory").is_dir(), reason="no published data beside the repository")
+pytestmark = pytest.mark.skipif(not (DATA / "llamafactory").is_dir(), reason="no published data next to the repository")
 
 
 def read(name: str) -> tuple[list[Record], list[RecordError]]:

@@ -77,7 +77,7 @@ def _forget_connections_of_others(server: Server) -> None:
 
 
 _settings: list[Server | None] = [None]
-"""The server that the cached filesystems of fsspec were created for."""
+"""The server for which the cached file systems of fsspec were created."""
 SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HF_", "FSSPEC_")
 """Prefixes of the environment variables that name servers and credentials."""
 
@@ -92,7 +92,7 @@ class Server:
     folder: Path | None = None
     """The folder that contains the objects as files, if the server has one."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The fsspec configuration, for libraries that read no environment variables."""
+    """The fsspec configuration, for libraries that ignore environment variables."""
 
     @property
     def endpoint(self) -> str:

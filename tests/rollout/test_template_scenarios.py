@@ -28,7 +28,7 @@ from chatmill.train.hf import HFModel
 from chatmill.train.load_model import open_model
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data" / "templates"
-"""Templates of other projects, next to the repository; tests that need them are skipped without them."""
+"""Templates of other projects, next to the repository; tests that need them are skipped if they are missing."""
 CHOSEN = (
     "llamacpp-Qwen-Qwen3-0.6B",
     "unsloth-llama31",
@@ -108,7 +108,7 @@ FOLDERS += [(template, "deepseek") for template in ("thinking", "sglang-deepseek
 def opened(request) -> Folder:
     template = request.param[0]
     if template not in TEMPLATES and not (PUBLISHED / f"{template}.jinja").is_file():
-        pytest.skip("../shared/data/templates is not there")
+        pytest.skip("../shared/data/templates is missing")
     return folder(*request.param)
 
 
@@ -239,7 +239,7 @@ def test_a_rollout_of_another_prompt_is_refused(opened):
         target_rows([(truth, Rollout("a", rollout_ids("{}␃", opened.task), other, 0, 0))], opened.task, Health())
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="../shared/data/templates is not there")
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="../shared/data/templates is missing")
 def test_generation_prompts_with_an_added_thinking_block_end_at_the_header():
     """These templates add a thinking block that rendered answers lack; the prompt is their common prefix."""
     for template, added in (

@@ -44,7 +44,7 @@ def axe():
     script = FOLDER / "node_modules" / "axe-core" / "axe.min.js"
     if not script.is_file():
         if (npm := shutil.which("npm")) is None:
-            pytest.skip("npm is not installed, and axe-core is a package of npm")
+            pytest.skip("npm is not installed; axe-core is an npm package")
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
             command = [npm, "install", "--prefix", folder, "--no-save", "--no-audit", "--no-fund", AXE]

@@ -54,7 +54,7 @@ def test_published_templates_have_spans_named_tool_definitions(name, tokenizer, 
     try:
         shown = make(tmp_path, RECORDS, format="template", tokenizer=tokenizer, chat_template=template)
     except ChatmillError as refused:
-        pytest.skip(f"this TRL's template is refused: {refused}")
+        pytest.skip(f"this TRL version's template is refused: {refused}")
     view = open_view(shown.path, tokenizer)
     for episode, defines in enumerate([True, True, False]):
         row = view.row("train", episode)

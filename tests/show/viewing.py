@@ -43,7 +43,7 @@ def chromium() -> str:
             os.geteuid() == 0 or _succeeds("sudo", "-n", "true")
         ):
             pytest.fail("chromium is not installed; run make browser")
-        pytest.skip("chromium is not here and cannot be installed: that needs apt-get, a package server, and root")
+        pytest.skip("chromium is not installed and cannot be installed without apt-get, a package server and root")
     return found
 
 

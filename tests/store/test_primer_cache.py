@@ -327,7 +327,7 @@ def test_an_interrupted_replacement_is_undone_before_any_work(built):
     built.rename(set_aside(built))
 
     def rows():
-        raise AssertionError("work was done for a cache that may not be replaced")
+        raise AssertionError("the cache must be refused before any work is done")
         yield
 
     with pytest.raises(DataError, match="--overwrite"):

@@ -214,7 +214,7 @@ def resident(path: Path) -> int:
     return held
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up in /proc")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory usage is read from /proc")
 def test_verify_keeps_only_part_of_a_file_in_memory(tmp_path, monkeypatch):
     target = tmp_path / "d"
     # This size is much larger than the largest page for mapped files, two megabytes.

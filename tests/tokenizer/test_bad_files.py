@@ -223,8 +223,8 @@ def test_a_missing_library_is_one_line_with_the_command_that_installs_it(path, m
 
 def test_a_library_panic_is_one_line_and_an_interrupt_is_not_caught():
     panic: Any = type("PanicException", (BaseException,), {})
-    with pytest.raises(DataError) as caught, faults_of("x.json", "cannot be loaded", "mend it"):
+    with pytest.raises(DataError) as caught, faults_of("x.json", "cannot be loaded", "correct it"):
         raise panic("no entry\nfound")
-    assert str(caught.value) == "x.json: cannot be loaded (PanicException: no entry\\nfound); mend it"
-    with pytest.raises(KeyboardInterrupt), faults_of("x.json", "cannot be loaded", "mend it"):
+    assert str(caught.value) == "x.json: cannot be loaded (PanicException: no entry\\nfound); correct it"
+    with pytest.raises(KeyboardInterrupt), faults_of("x.json", "cannot be loaded", "correct it"):
         raise KeyboardInterrupt

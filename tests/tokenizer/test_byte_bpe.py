@@ -179,7 +179,8 @@ if (child := os.fork()) == 0:
     os._exit(0 if backend.encode_batch(texts)[0].tobytes() == right else 3)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-"""A program that encodes, forks and encodes again. It runs in its own process, because threads do not survive a fork.
+"""A program that encodes, forks and encodes again. The program runs in its own process, because threads do not survive
+a fork.
 """
 
 

@@ -219,7 +219,7 @@ def test_a_file_that_others_could_have_written_is_not_used(cached, loads, change
     try:
         change(file)
     except PermissionError:
-        pytest.skip("only root can give a file away")
+        pytest.skip("only root can change the owner of a file")
     assert_made_again(path, file, whole, loads)
     assert file.stat().st_mode & 0o777 == 0o600 and file.stat().st_uid == os.geteuid()
 

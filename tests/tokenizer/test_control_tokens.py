@@ -68,7 +68,7 @@ def test_user_defined_symbols_of_sentencepiece_do_not_match(kind, tmp_path):
     tokenizer = check_hostile(path, add_tokens=False)
     assert tokenizer.special_token_ids()["<|eot|>"] == naive.piece_to_id("<|eot|>")
     assert tokenizer.vocab_size == naive.get_piece_size()
-    assert naive.piece_to_id("\n\n") in tokenizer.encode("a\n\nb"), "a plain user-defined symbol stays"
+    assert naive.piece_to_id("\n\n") in tokenizer.encode("a\n\nb"), "a plain user-defined symbol must stay"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

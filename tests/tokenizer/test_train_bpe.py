@@ -66,11 +66,11 @@ def test_progress_counts_the_texts_read():
 def test_an_error_of_the_reader_is_raised_unchanged():
     def texts():
         yield "fine"
-        raise DataError("chat.jsonl:2: invalid JSON; mend it")
+        raise DataError("chat.jsonl:2: invalid JSON; correct it")
 
     with pytest.raises(DataError) as caught:
         train_bpe(texts(), vocab_size=300, control=[])
-    assert str(caught.value) == "chat.jsonl:2: invalid JSON; mend it"
+    assert str(caught.value) == "chat.jsonl:2: invalid JSON; correct it"
 
 
 def test_a_lone_surrogate_is_one_line():

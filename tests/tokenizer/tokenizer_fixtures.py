@@ -162,7 +162,7 @@ PATTERNS: dict[str, str | None] = {
     "tekken": rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}" + _OTHERS % "/",
     "gpt2": None,
 }
-"""How families of models split words: a regular expression, or None for that of GPT-2 in `ByteLevel`."""
+"""How model families split words: a regular expression, or None for GPT-2's `ByteLevel`."""
 
 
 _MERGED = "aAsStTrRvVeEmMlLdD0129 \n\r\t.,'/"

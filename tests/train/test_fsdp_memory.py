@@ -102,7 +102,7 @@ def models(tmp_path_factory) -> tuple[Path, int, int]:
     return folder, *write_model(folder / "model", layers=2, hidden=HIDDEN)
 
 
-@pytest.mark.skipif(not STATUS.exists(), reason="the memory of a process is read from /proc")
+@pytest.mark.skipif(not STATUS.exists(), reason="memory usage is read from /proc")
 @pytest.mark.parametrize(
     ("count", "settings"),
     [(2, {"lora": {"r": 2}}), (4, {"optimizer": "adamw_bf16"})],
@@ -125,7 +125,7 @@ def test_a_rank_holds_only_its_shard_and_one_tensor(models, tmp_path, count, set
     growths = ranks(count, work)
     opening, saving = zip(*growths, strict=True)
     bound = size / count + largest
-    assert max(opening) <= bound, f"{growths} for {size} bytes, the largest tensor has {largest}"
+    assert max(opening) <= bound, f"{growths} bytes for a model of {size}; largest tensor {largest}"
     # Check that each rank loaded its shard.
     assert min(opening[1:]) >= 0.9 * size / count, growths
     # Allow buffers of files and sockets, in addition to one tensor.

@@ -19,7 +19,7 @@ from chatmill.train.model import Inputs
 from chatmill.train.rotary import rotate, rotations, split_heads
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is available"),
     # torch.compile warns about its own internals.
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -263,7 +263,7 @@ def test_stochastic_rounding_on_a_gpu_preserves_the_mean_and_depends_on_the_seed
 
 def test_float8_products_are_close_to_bfloat16():
     if find_spec("torchao") is None or torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs torchao, and a GPU that multiplies in float8")
+        pytest.skip("needs torchao and a GPU with float8 matrix products")
     from chatmill.train.float8 import use_float8
 
     batch = Inputs.of(packed(ROWS, 512), "cuda")

@@ -22,7 +22,7 @@ from chatmill.train.command import errors_of_first_rank
 from chatmill.train.lost_ranks import RankWatch
 
 PATIENCE = 120
-"""Time limit of a process, much longer than needed."""
+"""Time limit of a process in seconds, much longer than needed."""
 
 
 def wait_for(path: Path) -> None:
@@ -64,7 +64,7 @@ def wait_where_no_signal_reaches(world):
 
 
 def fail(world):
-    raise UsageError("this rank cannot go on")
+    raise UsageError("this rank cannot continue")
 
 
 def one_rank(folder: Path, rank: int, work) -> None:
@@ -164,7 +164,7 @@ def test_an_error_that_one_rank_leaves_to_rank_0_is_printed_and_ends_all_ranks(t
     assert ranks.ended() == [1, 2, 1]
     [(speaker, line)] = ranks.lines()
     assert speaker == 0
-    assert re.fullmatch(f"chatmill: rank 1 on {HOST}: this rank cannot go on", line)
+    assert re.fullmatch(f"chatmill: rank 1 on {HOST}: this rank cannot continue", line)
 
 
 class Keys(dict):

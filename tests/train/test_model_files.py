@@ -127,7 +127,7 @@ def test_an_index_may_only_list_files_of_its_folder(folder, file):
 @pytest.mark.parametrize("name", ["n_layer", "n_embd", "vocab_size"])
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30, -1, "2", None, True, [], 1e400])
 def test_impossible_sizes_are_refused_before_memory_is_allocated(folder, name, value, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: pytest.fail("sizes are compared first"))
+    monkeypatch.setattr(memory, "available_memory", lambda: pytest.fail("sizes must be compared first"))
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     with pytest.raises(DataError, match=name if value != 2**31 else "config.json") as caught:

@@ -139,7 +139,7 @@ def test_conversations_with_a_loss_that_is_not_finite_are_named(losses, advice):
 # Runs.
 
 SAVED, STEPS, FAULTY = 96, 100, 4 * 97 + 1
-"""The step of a checkpoint, steps of 4 rows in the order of the file, and the line of an unusual conversation."""
+"""The step of a checkpoint, the steps of 4 rows in file order, and the line of an unusual conversation."""
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from chatmill.integrations.torchdata import stateful_loader
 
 Columns = dict[str, np.ndarray]
 FEWER = 8
-"""Steps of runs that are interrupted."""
+"""Number of steps of interrupted runs."""
 
 
 def new_accelerator(accumulation: int = 1, **settings: Any) -> Accelerator:

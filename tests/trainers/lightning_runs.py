@@ -24,7 +24,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-"""Read before a trainer ends, which removes it from the environment."""
+"""Number of ranks, read at import, because a trainer removes the variable from the environment when it ends."""
 
 
 class SmallModel(nn.Module):

@@ -29,7 +29,7 @@ from chatmill.train.load_model import open_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 START_LIMIT = 300
-"""Seconds in which the server must answer; a slow machine needs 60."""
+"""Seconds in which the server must respond; a slow machine needs 60."""
 
 
 @pytest.fixture(scope="module")

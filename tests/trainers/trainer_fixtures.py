@@ -26,12 +26,12 @@ import torch
 from chatmill import EpisodeLoader, InputSource, Job, TrainConfig, prepare_dataset, train_model
 
 VOCAB = 512
-"""Of the model; the tokenizer `bytes` with the control tokens of chatml has fewer ids."""
+"""Vocabulary size of the model; the tokenizer `bytes` with ChatML's control tokens has fewer ids."""
 UNPACKED: dict[str, Any] = {"batch_size": 4, "block_size": 128, "use_loss_mask": True}
 PACKED: dict[str, Any] = {**UNPACKED, "packing": "bins"}
 RATE = 1e-3
 STEPS = 20
-"""Steps over which losses are compared."""
+"""Number of steps whose losses are compared."""
 WORDS = ["mill", "stone", "grain", "water", "wheel", "flour", "sack", "miller", "bread", "oven", "salt", "yeast"]
 
 
@@ -119,7 +119,7 @@ def own_run(
 # Ranks.
 
 TIME_LIMIT = 300
-"""Seconds that the processes of a test may take together."""
+"""Time limit in seconds for all processes of a test together."""
 RANK = """
 import importlib, pickle, sys, warnings
 warnings.simplefilter("ignore")

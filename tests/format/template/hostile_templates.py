@@ -194,7 +194,7 @@ WAYS = (
     ),
     *("{% set S2 = S.N %}{{ S2 }}", "{{ strftime_now(S) }}", "{{ 'x'.join([S]) }}", "{{ 'x'.replace('x', S) }}"),
 )
-"""Forms of access: S is the object, N the name."""
+"""Forms of access, in which S is the object and N the name."""
 
 
 def prying(number: int) -> str:

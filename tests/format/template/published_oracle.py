@@ -20,14 +20,18 @@ ROLE_WORD = re.compile(r"(?i)\b(?:assistant|chatbot|bot|gpt)\b")
 class Verdict:
     text: str = ""
     answers: dict = field(default_factory=dict)
-    """By assistant message: (start, stop) of the trained text, in characters; None if it is not rendered."""
+    """(start, stop) of the trained text of each assistant message, in characters; None if the message is not
+    rendered.
+    """
     problem: str = ""
     """`unrenderable`, `no_end`, `mismatch`, `interleaved`, or ""."""
     detail: str = ""
     left_out: bool = False
-    """Reasoning is dropped: the rest may be trained, or the conversation rejected."""
+    """Whether reasoning is dropped; then the rest may be trained, or the conversation rejected."""
     inner: dict = field(default_factory=dict)
-    """Ends between the texts of one answer: its stop, where it continues after a header, whether servers stop there."""
+    """End tokens between the texts of one answer: their stop, where the answer continues after a header, and whether
+    servers stop there.
+    """
     loose: dict = field(default_factory=dict)
     """Other valid starts of answers, in the whitespace before them."""
 
@@ -90,14 +94,14 @@ class Header:
     whole: str = ""
     """The text that the generation prompt adds; "" if the template always adds it, or never."""
     least: str = ""
-    """The part of it that also precedes answers in a row."""
+    """The part of the added text that also precedes answers in a row."""
     of_users: int = 0
-    """The length of its common prefix with user headers."""
+    """The length of the header's common prefix with user headers."""
     tail: str = ""
     """The text between a question and its answer that row and prompt share: the end of the user turn, and the header.
     """
     opening: str = ""
-    """The text between that and the answer's text, which the model generates."""
+    """The text between the header and the answer's text, which the model generates."""
 
 
 @lru_cache(None)

@@ -26,12 +26,12 @@ EXCUSED = ("unrenderable", "no_end")
 
 class Outcome(NamedTuple):
     verdict: str
-    """`exact`; `wrong`: the trained text differs from the oracle, or should have been rejected; `ids`: the mask is
-    right, but the ids differ from transformers; `refused`: rejected although the oracle sees no problem; any other:
-    rejected for a problem that the oracle sees, too.
+    """`exact`; `wrong`: the trained text differs from the oracle, or the conversation should have been rejected; `ids`:
+    the mask is right, but the ids differ from transformers; `refused`: rejected although the oracle reports no problem;
+    any other value: rejected for a problem that the oracle reports too.
     """
     reason: str = ""
-    """The kind of the rejection."""
+    """The kind of rejection."""
     detail: str = ""
 
 

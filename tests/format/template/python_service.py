@@ -21,7 +21,7 @@ FORBIDDEN = {
     "make code": "import mmap; out = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_EXEC)",
     "sleep": "import time; time.sleep(9)",
 }
-"""Things that Python code cannot do in a locked-down process."""
+"""Actions that are refused to Python code in a locked-down process."""
 
 
 def respond(frame: bytes) -> bytes:

@@ -22,7 +22,7 @@ from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, plan, read_blocks, read_records
 from chatmill.records.columns import COMPILED
 
-pytestmark = pytest.mark.skipif(not COMPILED, reason="columns are read by the compiled module")
+pytestmark = pytest.mark.skipif(not COMPILED, reason="only the compiled module reads columns")
 
 TEXTS = st.one_of(
     st.sampled_from(["Hi", "Hello there", "ünï 漢字 👍🏽", "a\n", "1+1=2"]),

@@ -81,7 +81,7 @@ def test_every_token_has_the_weight_of_its_characters_in_published_templates(nam
     assert sum(check_weights(renderer, engine, rng, plain_text(rng)) for _ in range(10)) > 0
 
 
-@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the shared templates")
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the shared templates are missing")
 @pytest.mark.parametrize("name", ["axolotl-phi_4", "llamacpp-Qwen-QwQ-32B"])
 def test_every_token_has_the_weight_of_its_characters_in_shared_templates(name, tmp_path):
     renderer = own_format(tmp_path, (PUBLISHED / f"{name}.jinja").read_text("utf-8"))

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint in"),
 ]
 SHORT = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 128, "local_batch_size": 4}
-"""What torchtitan's trainer builds a dataloader with."""
+"""Arguments with which torchtitan's trainer builds a dataloader."""
 
 
 def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndarray]], parts: int = 1) -> None:
