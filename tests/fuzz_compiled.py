@@ -39,7 +39,7 @@ def load(folder: Path, name: str) -> ModuleType:
 
 
 def refused(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Return the result of a call, or its error if the error is one that wrong arguments cause."""
+    """Return the result of a call, or the error that it raises for wrong arguments."""
     try:
         return call(*args, **named)
     except (ValueError, TypeError, IndexError, BufferError, OverflowError, RuntimeError, UnicodeError) as error:

@@ -41,7 +41,7 @@ def test_a_dataclass_expands_to_its_fields():
     assert invoke(command, "x").exit_code == 0
     assert invoke(command, "y", "--limit", "7", "--loud", "--shape", "tool").exit_code == 0
     assert got == [("x", Common(), False), ("y", Common("tool", 7), True)]
-    assert "How records look." in invoke(command, "--help").output
+    assert "Shape of the records." in invoke(command, "--help").output
 
 
 def test_keys_of_a_configuration_are_options_of_their_types():

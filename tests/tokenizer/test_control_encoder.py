@@ -66,7 +66,7 @@ def encoders(tmp_path_factory):
         path = tmp_path_factory.mktemp("control") / f"{name.replace(' ', '_')}.json"
         made.save(str(path))
         with warnings.catch_warnings():
-            # Ignore the warning that the fast engine leaves some files to the other one.
+            # Ignore the warning that the fast engine does not support some files.
             warnings.simplefilter("ignore")
             out[name] = (ControlEncoder(open_tokenizer(path), path.read_bytes()), made)
     return out

@@ -24,7 +24,7 @@ open_once = cache(open_tokenizer)
 
 
 def package_file(package: str, path: str) -> Path:
-    """Return a data file of an installed package without importing it: some lack their dependencies here."""
+    """Return a data file of an installed package without importing the package, whose dependencies may be missing."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations, f"{package} is not installed"
     found = [Path(root) / path for root in spec.submodule_search_locations if (Path(root) / path).exists()]
