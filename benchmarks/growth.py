@@ -125,7 +125,7 @@ def loading(dataset: Path) -> dict[str, float]:
     """Return the milliseconds per packed batch; the first batch, which plans the epoch's first window, is reported
     separately.
     """
-    # The import is here because it imports torch, which the other measurements must not load.
+    # Import the loader only here, because it imports torch, which the other measurements must not load.
     from chatmill.load.loader import EpisodeLoader
 
     loader = EpisodeLoader(dataset, CONFIG)

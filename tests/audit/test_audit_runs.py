@@ -96,7 +96,7 @@ CONFIGS = {
     "last batch kept": {"batch_size": 8, "epoch_drop_last": False},
     "last batch dropped": {"batch_size": 8},
     "packed": {"packing": "bins", "block_size": 120},
-    "short ones skipped": {"episode_min_tokens": 40},
+    "short episodes skipped": {"episode_min_tokens": 40},
     "all trained": {"use_loss_mask": False},
 }
 

@@ -1,4 +1,4 @@
-"""`chatmill certify`, and the other commands with chat templates."""
+"""`chatmill certify`, and other commands that use chat templates."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ S, E = "<|im_start|>", "<|im_end|>"
             f"[{S}user\nHi{E}\n{S}assistant\nYo{E}\n{S}user\nSo?{E}\n{S}assistant\nOk.{E}\n]",
         ),
     ],
-    ids=["tags", "tags without the end", "no tags", "cut", "dropped", "default"],
+    ids=["tags", "tags without the end token", "no tags", "cut", "dropped", "default"],
 )
 def test_rows_of_trl_are_those_written_by_hand(tmp_path, template, options, expected):
     renderer = open_renderer("template", str(make_model(tmp_path / "model", template)))

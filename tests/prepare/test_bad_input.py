@@ -104,13 +104,13 @@ INPUTS = {
     "blank lines": ("a.jsonl", b"\n \n\n", "the input has no records; expected at least one"),
     "an empty array": ("a.json", b"[]", "the input has no records; expected at least one"),
     "nothing, compressed": ("a.jsonl.gz", gzip.compress(b""), "the input has no records; expected at least one"),
-    "compressed and cut": (
+    "compressed and truncated": (
         "a.jsonl.gz",
         gzip.compress(lines(conversations(9)))[:-9],
         "the compressed file is truncated",
     ),
     "not JSON": ("a.jsonl", lines(conversations(9)) + b"{nonsense\n", "a.jsonl:10: "),
-    "no role known": ("a.jsonl", b'{"messages": [{"role": "bot", "content": ""}]}\n', "a.jsonl:1: "),
+    "no known role": ("a.jsonl", b'{"messages": [{"role": "bot", "content": ""}]}\n', "a.jsonl:1: "),
     "no answer": (
         "a.jsonl",
         b'{"messages": [{"role": "user", "content": "?"}]}\n',
@@ -233,7 +233,7 @@ RECIPES = {
         f'val_split = {"9" * 400}\n[[source]]\ninputs = ["chat.jsonl"]',
         "recipe.toml: the recipe: val_split must be a number",
     ),
-    "a row that is too long": (
+    "a row longer than the limit": (
         f'pack = {"9" * 20}\n[[source]]\ninputs = ["chat.jsonl"]',
         f"recipe.toml: pack {'9' * 20} is too large; expected at most 2147483648",
     ),
@@ -245,16 +245,16 @@ RECIPES = {
         "[[source]]",
         "recipe.toml: source 0 has no inputs; expected a list of files, globs, folders or URLs",
     ),
-    "a number for a list": ("[[source]]\ninputs = 1", "source 0: inputs must be a list of strings"),
+    "a number instead of a list": ("[[source]]\ninputs = 1", "source 0: inputs must be a list of strings"),
     "an unknown key": ('[[source]]\ninputs = ["chat.jsonl"]\ncolour = 1', 'source 0 has unknown key "colour" (known: '),
-    "a table for a list": ('[source]\ninputs = ["chat.jsonl"]', "no sources; expected a list of tables"),
+    "a table instead of a list": ('[source]\ninputs = ["chat.jsonl"]', "no sources; expected a list of tables"),
     "wrong kinds": (
         'max_tokens = "9"\nval_split = true\nfit = "best"\ndedupe = 1\n[[source]]\ninputs = ["chat.jsonl"]',
         "recipe.toml: the recipe: max_tokens must be an integer; the recipe: val_split must be a number; "
         'the recipe: fit must be "exchanges", "turns", "tail", "windows", "drop", "error", "blocks"; '
         "the recipe: dedupe must be true or false",
     ),
-    "a path for a name": (
+    "a path instead of a name": (
         '[[source]]\ninputs = ["chat.jsonl"]\nname = "../up"',
         'the source name "../up" is empty or a path; expected a plain name',
     ),

@@ -178,7 +178,7 @@ CHANGES: dict[str, tuple[Callable[[Path, bytes], Any], str]] = {
     "other bytes": (lambda path, data: write(path, data.replace(b"old", b"new")), "was changed"),
     "another file": (lambda path, data: replace(path, data.replace(b"old", b"new")), "was changed"),
     "longer": (lambda path, data: write(path, data * 2), "grew from .* to .* bytes"),
-    "a line longer": (lambda path, data: write(path, data + lines(conversations(1))), "grew from .* to .* bytes"),
+    "one more line": (lambda path, data: write(path, data + lines(conversations(1))), "grew from .* to .* bytes"),
     "shorter": (lambda path, data: write(path, data[:-100]), "shrank from .* to .* bytes"),
     "empty": (lambda path, data: write(path, b""), "shrank from .* to 0 bytes"),
     "gone": (lambda path, data: path.unlink(), "cannot be opened"),

@@ -149,7 +149,7 @@ FAULTS = {
         "!!python/object/apply:os.getcwd []",
         "not YAML: could not determine a constructor for the tag",
     ),
-    "a tag of a wrong value": ("seed: !!int ''", "not YAML: "),
+    "a tag with a wrong value": ("seed: !!int ''", "not YAML: "),
     "an unknown alias": ("a: *b", "not YAML: found undefined alias 'b' (at line 1, column 4)"),
     "a table as a key": ("{{a: 1}: 2}", "not YAML: found unhashable key"),
     "a merge key": ("<<: {seed: 1}\n" + SOURCE, 'the recipe has unknown key "<<" (known: add_tokens, '),
@@ -192,35 +192,35 @@ FAULTS = {
         "source 0: filters: match must be a non-empty string; "
         "source 0: filters: languages must be a list of strings",
     ),
-    "filters that nothing passes": (
+    "filters that no record passes": (
         SOURCE + "filters: {min_turns: 3, max_turns: 2}",
         "filters: min_turns 3 is over max_turns 2, so no record would be left",
     ),
     "no expression": (SOURCE + "filters: {match: '('}", "filters: match is not a regular expression (missing )"),
     "a language by its name": (SOURCE + "filters: {languages: [English]}", 'filters: "English" is not a language code'),
-    "a predicate that is no function": (
+    "a predicate that is not a function": (
         SOURCE + "filters: {predicate: a.py}",
         'filters: predicate "a.py" is not a func',
     ),
-    "a weight of nothing": ("sources: [{inputs: a.jsonl, weight: 0}]", "source 0: weight must be a number over 0"),
-    "a share of nothing": (SOURCE + "near_dedupe: 0", "near_dedupe 0.0 is not between 0.5 and 1; 0.8 is common"),
+    "a weight of zero": ("sources: [{inputs: a.jsonl, weight: 0}]", "source 0: weight must be a number over 0"),
+    "a similarity of zero": (SOURCE + "near_dedupe: 0", "near_dedupe 0.0 is not between 0.5 and 1; 0.8 is common"),
     "too many samples": (
         "sources: [{inputs: a.jsonl, max_samples: 0}]",
         "source 0: max_samples must be an integer",
     ),
-    "a split of all": (
+    "a split of all records": (
         "sources: [{inputs: a.jsonl, val_split: 1}]",
         "source 0: val_split 1.0 is not between 0 and 1; 0.1 keeps a tenth for validation",
     ),
-    "a split of what is validation": (
+    "a split of a validation source": (
         "sources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true, val_split: 0.1}]",
         "source b: val_split and only_val both select validation data; use only one",
     ),
-    "a split besides validation files": (
+    "a split together with validation files": (
         "val_split: 0.1\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true}]",
         "val_split and only_val both select validation data; use only one",
     ),
-    "one name for two": (
+    "one name for two sources": (
         "sources: [{inputs: x/a.jsonl}, {inputs: y/a.jsonl}]",
         'two sources have the name "a"; give each its own `name`',
     ),
@@ -232,11 +232,11 @@ FAULTS = {
         "dedupe: true\nprecedence: [b, c]\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl}]",
         'precedence names "c", which is not a source (known: a, b)',
     ),
-    "precedence of nothing": (
+    "precedence without deduplication": (
         "precedence: [b]\nsources: [{inputs: a.jsonl}, {inputs: b.jsonl}]",
         "precedence requires dedupe or near_dedupe",
     ),
-    "a weight of one": (
+    "a weight for a single source": (
         "sources: [{inputs: a.jsonl, weight: 1}]",
         "weight and epochs require several sources, but there is only one; remove them, and train for more epochs",
     ),
@@ -248,7 +248,7 @@ FAULTS = {
         "sources: [{inputs: a.jsonl, weight: 1}, {inputs: b.jsonl, epochs: 2}]",
         "weight and epochs both set how often a source is trained; use only one of them",
     ),
-    "a weight of what is not trained": (
+    "epochs for a validation source": (
         "sources: [{inputs: a.jsonl}, {inputs: b.jsonl, only_val: true, epochs: 1}]",
         "weight and epochs are for training; remove them from sources that are only_val",
     ),

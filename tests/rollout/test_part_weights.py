@@ -72,7 +72,7 @@ def test_the_target_is_the_merged_token_that_ends_the_answer_if_there_is_one():
         (f"{{{FOUND_CAT}, {GHOST[:20]}", [CAT]),
         ("no brace", []),
     ],
-    ids=["nothing more", "one missed", "cut off", "more is incomplete", "nothing kept"],
+    ids=["nothing more", "one missed", "cut off", "the additional object is incomplete", "nothing kept"],
 )
 def test_the_surplus_weight_does_not_change_other_rollouts(toy, text, objects):
     plain = target(toy, text, objects)

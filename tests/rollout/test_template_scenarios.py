@@ -134,14 +134,16 @@ SCENARIOS = {
     # Suffix-only trimming.
     "the closing brace is dropped": Scenario(FOUND + "}␃", FOUND, 2, (BIRD,)),
     "an answer without an end": Scenario(FOUND + "}", FOUND, 2, (BIRD,)),
-    "cut in an object": Scenario(FOUND + ', "object_2": {"desc": "bi', FOUND, 2, (BIRD,)),
-    "cut in the first object": Scenario('{"object_4": {"desc": "c', "{", 1, (CAT, BIRD)),
-    "cut after a comma": Scenario(FOUND + ",", FOUND, 2, (BIRD,)),
+    "truncated inside an object": Scenario(FOUND + ', "object_2": {"desc": "bi', FOUND, 2, (BIRD,)),
+    "truncated inside the first object": Scenario('{"object_4": {"desc": "c', "{", 1, (CAT, BIRD)),
+    "truncated after a comma": Scenario(FOUND + ",", FOUND, 2, (BIRD,)),
     "text after the answer": Scenario(FOUND + "} Good?␃", FOUND, 2, (BIRD,)),
-    "whitespace of its own": Scenario(f"\n {FOUND} ,\n{OTHER}\n}}␃", f"\n {FOUND} ,\n{OTHER}", 3, (BIRD,)),
+    "its own whitespace": Scenario(f"\n {FOUND} ,\n{OTHER}\n}}␃", f"\n {FOUND} ,\n{OTHER}", 3, (BIRD,)),
     # The end-of-turn token is a hard stop.
     "an end of turn between objects": Scenario(f"{FOUND}␃, {written(5, BIRD)}}}␃", FOUND, 2, (BIRD,)),
-    "an end of turn in an object": Scenario(FOUND + ', "object_2": {"desc": "bird␃", "a": []}}', FOUND, 2, (BIRD,)),
+    "a truncated object has the largest key": Scenario(
+        FOUND + ', "object_2": {"desc": "bird␃", "a": []}}', FOUND, 2, (BIRD,)
+    ),
     "<|im_end|> as text": Scenario(FOUND + ', "object_2": {"desc": "<|im_end|>", "a": []}}', FOUND, 2, (BIRD,)),
     # Keys continue from the largest kept key, even if its object is invalid.
     "an invalid object has the largest key": Scenario(
@@ -150,7 +152,7 @@ SCENARIOS = {
     "an object of another schema has the largest key": Scenario(UNLIKE + "}␃", UNLIKE, 10, (BIRD,)),
     "a largest key that is cut off": Scenario(SECOND + ', "object_9": {"desc": "dog", "b": [', SECOND, 3, (BIRD,)),
     "malformed keys": Scenario(MALFORMED + "}␃", MALFORMED, 4, (BIRD,)),
-    "a false positive stays and counts": Scenario(DOG + "}␃", DOG, 7, (CAT, BIRD)),
+    "an empty scene and an empty answer": Scenario(DOG + "}␃", DOG, 7, (CAT, BIRD)),
     # No object is missing, so no text is appended.
     "all found": Scenario(f"{FOUND}, {written(2, BIRD)}}}␃", f"{FOUND}, {written(2, BIRD)}", 3, ()),
     "nothing there and nothing found": Scenario("{}␃", "{", 1, (), truth=()),
@@ -158,7 +160,7 @@ SCENARIOS = {
     "no brace": Scenario("I see a cat.␃", **NONE),
     "nothing": Scenario("␃", **NONE),
     "an array": Scenario(f"[{FOUND}}}]␃", **NONE),
-    "an end of turn first": Scenario(f"␃{FOUND}}}", **NONE),
+    "an end of turn at the start": Scenario(f"␃{FOUND}}}", **NONE),
     "thoughts first": Scenario(f"<think>hm</think>{FOUND}}}␃", **NONE),
 }
 

@@ -24,10 +24,10 @@ FORMS: dict[str, tuple[Any, int]] = {
     "several": ({"eos_token_id": [7, 8]}, 7),
     "as text": ({"eos_token_id": "7"}, 7),
     "by name": ({"special_token_ids": {"bos": 1, "eot": 9}}, 9),
-    "by name, inside": ({"tokenizer": {"type": "bpe", "special_tokens": {"bos": 1, "eos": 9}}}, 9),
+    "by name, nested": ({"tokenizer": {"type": "bpe", "special_tokens": {"bos": 1, "eos": 9}}}, 9),
     "by text": ({"special_tokens": {"<|startoftext|>": 1, "<|endoftext|>": 9}}, 9),
     "with an object": ({"special_tokens": {"eos": {"id": 3, "content": "</s>"}}}, 3),
-    "the turn before the text": ({"special_tokens": {"<|endoftext|>": 1, "<|im_end|>": 9}}, 9),
+    "the turn end before the text end": ({"special_tokens": {"<|endoftext|>": 1, "<|im_end|>": 9}}, 9),
     "nanochat's": ({"special_tokens": {"<|bos|>": 1, "<|user_end|>": 2, "<|assistant_end|>": 9}}, 9),
     "a text and a vocabulary": ({"eos_token": "<|endoftext|>", "vocab": {"a": 0, "<|endoftext|>": 9}}, 9),
     "a text and ids by number": ({"eos_token": "</s>", "id_to_token": {"0": "a", "5": "</s>"}}, 5),
@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[Any, int]] = {
     "as tokenizer.json": ({"eos_token": "</s>", "added_tokens": [{"id": 4, "content": "</s>"}]}, 4),
     "only a vocabulary": ({"vocab": {"eos": 3, "end": 4, "</s>": 2}}, 2),
     "gpt2": (GPT2, 50256),
-    "gpt2 with tokens of its own": (
+    "gpt2 with additional tokens": (
         {**GPT2, "special_token_encoder": {"<myPT_eot>": 50275}, "special_tokens_by_name": {"myPT_eot": 50275}},
         50275,
     ),
@@ -50,10 +50,10 @@ UNKNOWN: dict[str, Any] = {
     "no object": [9],
     "characters": {"token_kind": "char", "chars": ["a", "b"]},
     "none": {"eos_token": None, "eos_id": -1},
-    "words that are none": {"vocab": {"eos": 3, "end": 4}, "think_end_id": 3, "end": 10, "stop": 5, "num_eos": 2},
+    "unrelated names": {"vocab": {"eos": 3, "end": 4}, "think_end_id": 3, "end": 10, "stop": 5, "num_eos": 2},
     "a text without a vocabulary": {"eos_token": "<|endoftext|>"},
-    "a text that the encoding has not": {"eos_token": "<|im_end|>", "encoding": "gpt2"},
-    "two of one name": {"special_tokens": {"<|eot|>": 3, "<eot>": 4}},
+    "a text that the encoding lacks": {"eos_token": "<|im_end|>", "encoding": "gpt2"},
+    "two tokens for one name": {"special_tokens": {"<|eot|>": 3, "<eot>": 4}},
 }
 
 

@@ -139,8 +139,8 @@ PARTS = {
     "no index in the last shard": (lambda t: (t / "shard_00001/episodes.idx").unlink(), "every shard must have one"),
     "an empty shard": (lambda t: (t / "shard_00002").mkdir(), "every shard must have one"),
     "a mask in one shard": (lambda t: (t / "shard_00001/mask.bin").unlink(), "mask.bin: missing, but"),
-    "a file on its way": (lambda t: (t / "shard_00001/.tokens.bin.Xy3").touch(), "is an incomplete copy"),
-    "fewer episodes than were counted": (
+    "a partly copied file": (lambda t: (t / "shard_00001/.tokens.bin.Xy3").touch(), "is an incomplete copy"),
+    "fewer episodes than counted": (
         lambda t: (t.parent / "dataset_metadata.json").write_text('{"num_train_episodes": 9}'),
         "train: 8 episodes; expected 9, as in .*; copy the dataset again",
     ),

@@ -147,7 +147,7 @@ def test_a_forked_child_encodes_the_same(tokenizer):
     child = context.Process(target=lambda: ours.send(tokenizer.encode_batch(texts)[0].tolist()))
     child.start()
     ours.close()
-    # EOFError if the child dies before it answers.
+    # `recv` raises EOFError if the child ends before it responds.
     assert theirs.recv() == before
     child.join()
     assert child.exitcode == 0

@@ -126,7 +126,7 @@ BUILDS = Trial(
 RUNS = Trial(
     "full disk, training",
     "Trains on a file system of random size. The run must print a one-line error, and with more space it must resume "
-    "to the bitwise same result",
+    "to a bitwise identical result",
     runs,
     full=40,
     short=2,

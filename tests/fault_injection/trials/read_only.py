@@ -106,7 +106,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 TRIAL = Trial(
     "read-only targets",
     "Runs prepare (new, over an old dataset, resumed), reweigh, training and audit logs on a read-only file system. "
-    "Each must print a one-line error and change nothing, and the dataset must still verify and load",
+    "Each command must print a one-line error and change nothing, and the dataset must still verify and load",
     work,
     full=5,
     short=1,

@@ -42,7 +42,7 @@ GOLDEN = {
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello.<|im_end|>»\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«<think>Second.</think>Bye<|im_end|>»\n",
     ),
-    "an empty think block, in the answer and not in its prompt": (
+    "an empty think block in the answer but not in its prompt": (
         """{%- for message in messages -%}
         {{- '<|im_start|>' + message.role + '\\n' -}}
         {%- if message.role == 'assistant' and loop.last -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
@@ -53,7 +53,7 @@ GOLDEN = {
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Hello. <|im_end|>»\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\nBye<|im_end|>»\n",
     ),
-    "a think block that the prompt has begun": (
+    "a think block that the prompt opens": (
         """{%- for message in messages -%}
         {{- '<|im_start|>' + message.role + '\\n' -}}
         {%- if message.role == 'assistant' -%}
@@ -66,7 +66,7 @@ GOLDEN = {
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n«First.</think>Hello.<|im_end|>»\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n<think>\n«Second.</think>Bye<|im_end|>»\n",
     ),
-    "a turn is closed by the opener of the next": (
+    "a turn closed by the header of the next turn": (
         """{%- for message in messages -%}
         {{- '<|' + message.role + '|>\\n' + message.content -}}
         {%- endfor -%}
@@ -74,13 +74,13 @@ GOLDEN = {
         TALK,
         "<|user|>\nHi<|assistant|>\n« Hello. <|user|>»\nGo<|assistant|>\n«Bye<|user|>»",
     ),
-    "space around messages is stripped": (
+    "whitespace around messages is stripped": (
         PLAIN.replace("message.content", "message.content | trim"),
         TALK,
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello.<|im_end|>»\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«Bye<|im_end|>»\n",
     ),
-    "all is put together first and written at once": (
+    "the text is concatenated first and written at once": (
         """{%- set all = namespace(text='') -%}
         {%- for message in messages -%}
         {%- set all.text = all.text ~ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' -%}
@@ -91,7 +91,7 @@ GOLDEN = {
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Hello. <|im_end|>»\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«Bye<|im_end|>»\n",
     ),
-    "results of tools stand inside the turn": (
+    "tool results inside the turn": (
         """{%- for message in messages -%}
         {%- if message.role == 'user' -%}{{- '<|user|>' + message.content + '<|end|>' -}}
         {%- elif message.role == 'tool' -%}{{- '<|result|>' + message.content + '<|done|>' -}}
@@ -108,7 +108,7 @@ GOLDEN = {
         CALLING,
         '<|user|>Hi<|end|><|assistant|>«<|call|>lookup{"word": "sun"}<|run|>»<|result|>a star<|done|>«A star.<|end|>»',
     ),
-    "reasoning is cut out of the content": (
+    "reasoning removed from the content": (
         """{%- for message in messages -%}
         {%- set said = message.content.split('</think>')[-1].lstrip('\\n') -%}
         {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -122,7 +122,7 @@ GOLDEN = {
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello.<|im_end|>»\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«<think>b</think>Bye<|im_end|>»\n",
     ),
-    "more follows the end of the turn, and there is a macro": (
+    "text after the end of the turn, and a macro": (
         """{%- macro turn(role, text) -%}{{- '<|' + role + '|>\\n' + text + '<|end|>\\n' -}}{%- endmacro -%}
         {{- bos_token -}}
         {%- for message in messages -%}{{- turn(message.role, message.content) -}}{%- endfor -%}
@@ -132,7 +132,7 @@ GOLDEN = {
         "<|user|>\nGo<|end|>\n<|assistant|>\n«Bye<|end|>»\n</s>",
     ),
 }
-STOPS = {"a turn is closed by the opener of the next": ["<|user|>"]}
+STOPS = {"a turn closed by the header of the next turn": ["<|user|>"]}
 
 
 def marked(format, record: Record) -> str:
@@ -219,13 +219,13 @@ def test_the_text_around_the_answers_is_the_rendering(tmp_path):
 
 
 REFUSED = {
-    "the opener is not the prompt": (
+    "the header differs from the prompt": (
         PLAIN.replace("'<|im_start|>assistant\\n' -}}{%- endif", "'<|assistant|>' -}}{%- endif"),
         TALK,
         r'message 1 starts with "<\|im_start\|>assistant\\n", '
         r'but its prompt ends with "<\|im_end\|>\\n<\|assistant\|>"',
     ),
-    "the answer is written before the question": (
+    "the answer is rendered before the question": (
         """{%- for message in messages | reverse -%}
         {{- '<|' + message.role + '|>' + message.content + '<|end|>' -}}
         {%- endfor -%}
@@ -233,17 +233,17 @@ REFUSED = {
         Record([user("Hi"), answer("Hello.")]),
         "the text before message 1 in its prompt is missing from the row",
     ),
-    "a message is left out": (
+    "a message is omitted": (
         PLAIN.replace("{%- for message in messages -%}", "{%- for message in messages if message.role != 'user' -%}"),
         Record([user("Hi"), answer("Hello."), user("Go"), answer("Bye")]),
         r"the template drops the content of message 0 \(user\)",
     ),
-    "nothing is left of an answer": (
+    "an answer is rendered empty": (
         PLAIN.replace("message.content + '<|im_end|>\\n'", "message.content"),
         Record([user("Hi"), answer("")]),
         "no part of message 1 would be trained",
     ),
-    "a control token in words that can no longer be told from a text": (
+    "a control token that cannot be distinguished from text": (
         PLAIN.replace(
             "message.content + '<|im_end|>\\n'",
             "((message.content + '<|im_end|>\\n') | center(15) if loop.first else message.content + '<|im_end|>\\n')",

@@ -37,12 +37,12 @@ def with_fault(renderer: TemplateRenderer, fault: str, derived: DerivedAnswers) 
         return derived
     text, last = derived.rendering.text, derived.answers[-1]
     tokens = [match.span() for match in renderer.control_tokens.find(text)]
-    if fault == "begins a token late":
+    if fault == "starts one token late":
         last = last._replace(start=last.start + 2)
-    elif fault == "begins a token early":
+    elif fault == "starts one token early":
         before = [begin for begin, end in tokens if end <= last.start]
         last = last._replace(start=last.start - 1 if text[last.start - 1].isspace() else before[-1])
-    elif fault == "begins a header early":
+    elif fault == "starts one header early":
         last = last._replace(start=last.start - len(derived.contexts[-1].text))
     elif fault == "ends before its end token":
         last = last._replace(stop=max(begin for begin, end in tokens if end <= last.stop), closed=False)
@@ -55,15 +55,15 @@ def with_fault(renderer: TemplateRenderer, fault: str, derived: DerivedAnswers) 
 
 
 FAULTS = {
-    "begins a token late": "prompt_mismatch",
-    "begins a token early": "prompt_mismatch",
-    "begins a header early": "prompt_mismatch",
+    "starts one token late": "prompt_mismatch",
+    "starts one token early": "prompt_mismatch",
+    "starts one header early": "prompt_mismatch",
     "ends before its end token": "no_end_token",
-    "runs on into the next header": "no_end_token",
+    "continues into the next header": "no_end_token",
 }
 
 
-@pytest.mark.parametrize("by_text", [True, False], ids=["on the text", "on the ids alone"])
+@pytest.mark.parametrize("by_text", [True, False], ids=["checked on the text", "checked only on the ids"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_derivation_that_is_slightly_off_is_rejected(monkeypatch, fault, by_text):
     right = TemplateRenderer.derive
