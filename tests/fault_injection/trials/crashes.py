@@ -35,7 +35,7 @@ class Known(dict[tuple[tuple[str, bytes], ...], str]):
 
 
 def crashes(at: Path, model: Model, recorder: Recorder) -> Iterator[tuple[int, str]]:
-    """For each step, write the states that a crash can leave to the folder `at`; yield the step and the kind of loss."""
+    """Write the states that a crash after each step can leave to the folder `at`; yield the step and the loss."""
     for number in range(len(recorder.steps) + 1):
         if number:
             recorder.steps[number - 1](model)
