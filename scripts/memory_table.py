@@ -113,11 +113,12 @@ def compared(folder: Path) -> Iterator[tuple[str, str, float, float]]:
         if line.side == "chatmill" and "precision" in measured.get(name, {}):
             estimate = Estimator(on_gpu=True)(line_config(line, folder))
             # Compare only the memory of tensors, because torch does not measure other memory.
-            yield name, line.what.removeprefix("chatmill, "), estimate.tensors / GIB, measured[name]["gib"]
+            what = line.what.removeprefix("chatmill, ").replace("own GPT", "built-in GPT")
+            yield name, what, estimate.tensors / GIB, measured[name]["gib"]
 
 
 def comparison_table(folder: Path) -> Iterator[str]:
-    yield "| line | | estimated | measured | error |"
+    yield "| benchmark | model and optimizer | estimated | measured | error |"
     yield "|---|---|---|---|---|"
     for name, what, estimated, gib in compared(folder):
         error = f"{estimated / gib - 1:+.1%}" + (" (fitted)" if name in FITTED else "")
