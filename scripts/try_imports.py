@@ -73,7 +73,7 @@ def main() -> int:
             if imported or args.refused:
                 line = f"| `{name}` | " + " | ".join(map(str, [*counts, result])) + " |"
                 print(line if args.markdown else LINE.format(name, *counts, result), flush=True)
-        print(f"\n{tried} imported, {trained} of them trained; {refused} refused")
+        print(f"\n{tried} configs imported and {trained} trained; {refused} refused")
     return 0
 
 

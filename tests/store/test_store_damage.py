@@ -139,7 +139,7 @@ BROKEN = [
         "targets.bin",
         TARGET,
         put("span", 0, 2**40),
-        "targets.bin: span numbers are not ascending or beyond the last span",
+        "targets.bin: span numbers are not ascending, or are beyond the last span",
     ),
 ]
 

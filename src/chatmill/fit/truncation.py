@@ -33,7 +33,7 @@ HEADER = "header_of_cut_message"
 """Ledger reason of rows that keep the header of a removed message; only the rule `exchanges` drops these rows."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
-"""Average number of consecutive unchanged rows from which copying them in one step is faster."""
+"""Minimum average length of runs of unchanged rows for which copying each run in one step is faster."""
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,10 @@ class LoadPlan:
             raise UsageError(f"no episode {episode} in {self.split}; expected 0 to {self.num_episodes - 1}")
         before = int(np.searchsorted(self.skipped, episode))
         if before < len(self.skipped) and self.skipped[before] == episode:
-            least = f"{self.config.episode_min_tokens} tokens (episode_min_tokens)"
-            raise UsageError(f"episode {episode} has fewer than {least} and is not in any epoch")
+            least = self.config.episode_min_tokens
+            raise UsageError(
+                f"episode {episode} has fewer than {least} tokens (episode_min_tokens) and is not in any epoch"
+            )
         return episode - before
 
     def first_episodes(self, epoch: int, count: int) -> Index:

@@ -11,7 +11,8 @@ An index can be used while it is being built: filters cover the first `filtered`
 
 SQLite FTS5 is not used because it is slower: with 100,000 episodes (33 MB of text, 2 ARM cores), a query of one
 character takes 150 to 240 ms instead of 9 ms, a query of two characters takes 140 to 305 ms instead of 95 ms, and
-building takes 2.7 to 8 times as long. Its trigram tokenizer also ignores text after a NUL and requires SQLite 3.34.
+building takes 2.7 to 8 times as long. The trigram tokenizer of FTS5 also ignores text after a NUL and requires SQLite
+3.34.
 """
 
 from __future__ import annotations

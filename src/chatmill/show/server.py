@@ -1,4 +1,7 @@
-"""The viewer's HTTP server. The server listens only on this machine and is read-only. It requires the extra `view`."""
+"""The viewer's HTTP server.
+
+The server listens only on this machine and is read-only. The server requires the extra `view`.
+"""
 
 from __future__ import annotations
 

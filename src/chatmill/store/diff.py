@@ -71,7 +71,7 @@ class Cause:
     """A setting or input that differs between the two builds."""
 
     part: str
-    """One of tokenizer, format, fit and input."""
+    """The part of the build that differs: tokenizer, format, fit or input."""
     what: str
     one: Any
     other: Any

@@ -1,14 +1,14 @@
 """Datasets from other programs: tokens.bin, episodes.idx and optionally mask.bin, in shards or in train/ and val/.
 
-tokens.bin does not record the width of a token, and a wrong width gives wrong ids without an error. The first of these
-sources determines the width:
+tokens.bin does not record the width of a token, and a wrong width gives wrong ids without an error. The width is
+determined by the first of these that is available:
 
 1. `token_dtype`, if the caller passes it, 2. mask.bin, which has one byte per token, 3. a type in dataset_metadata.json
 or, without a type, the token counts of its splits,
 4. the index: tokens are uint16, as in the specification, if an episode ends in the second half of the file.
 
-If the width is still ambiguous, the dataset is refused until `token_dtype` is set. All sources of the
-width that exist must agree.
+If the width is still ambiguous, the dataset is refused until `token_dtype` is set. All available information about the
+width must agree.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ TARGET = np.dtype([("span", "<u8"), ("target", "<u4")])
 """A span, by its number within the shard, and its target, if the target is not the span's own tokens."""
 MASKS = np.dtype("u1")
 COUNTS = {TOKENS: "num_tokens", MASK: "num_tokens", INDEX: "num_episodes", SPANS: "num_spans", ORIGINS: "num_segments"}
-"""For each file of a shard, the field of the shard that counts its records; targets have no such field."""
+"""For each file of a shard except the targets, the name of the field that counts the file's records."""
 
 NARROW = 2**16
 WIDE = 2**32

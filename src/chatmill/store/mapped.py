@@ -2,7 +2,8 @@
 
 Python's `mmap` keeps a file descriptor open for every mapped file, and the limit is often 1,024 per process. Reading a
 page that no longer exists, because the file was truncated, raises the signal SIGBUS, which kills the process without a
-message. Therefore this module maps files through the C library. Read mapped bytes like this:
+message. This module maps files through the C library, which needs no descriptor after mapping. Read mapped bytes like
+this:
 
     with reading():
         ids = array[start:stop].copy()

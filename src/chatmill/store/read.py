@@ -1,4 +1,4 @@
-"""Open datasets: their metadata and the episodes of their splits.
+"""Open datasets, and read their metadata and the episodes of their splits.
 
 The time needed to open a dataset depends on the number of shards, not on the number of episodes. Requires only numpy,
 so that a training image can read datasets prepared elsewhere.

@@ -100,7 +100,7 @@ class Uploads:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, info: FileInfo) -> None:
-        """Upload a file with this size and hash, unless its object exists; raise the error of an earlier upload."""
+        """Upload a file with this size and hash unless its object exists; raise any error of earlier uploads."""
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
         if info.sha256 not in self._running:

@@ -60,7 +60,7 @@ def verify_dataset(path: str | Place, *, full: bool, token_dtype: str | None = N
 
     verify_dataset("data/v1", full=True).faults    # () if every byte is intact
 
-    `token_dtype` is as in `open_dataset`.
+    `token_dtype` is passed to `open_dataset`.
     """
     where = place(path)
     try:
@@ -335,7 +335,7 @@ class _ShardCheck:
         for at in range(0, len(table), EPISODES):
             span, target = table["span"][at : at + EPISODES].astype(np.int64), table["target"][at : at + EPISODES]
             if span[0] <= last or np.any(np.diff(span) <= 0) or span[-1] >= self._shard.records[SPANS]:
-                raise self._fault(TARGETS, "span numbers are not ascending or beyond the last span")
+                raise self._fault(TARGETS, "span numbers are not ascending, or are beyond the last span")
             if int(target.max()) >= vocab_size:
                 raise self._fault(TARGETS, f"target {target.max()}; expected an id below {vocab_size}")
             last = int(span[-1])
