@@ -43,7 +43,7 @@ ENDS = re.split(
 )
 """Known tokens that end an answer."""
 NOT_STOPS = ("<|end|>", "<|eom|>")
-"""In templates with <|return|> or <|message|>, the model continues after these tokens."""
+"""Tokens after which the model continues, in templates with <|return|> or <|message|>."""
 
 
 def guess_tokens(source: str) -> dict[str, Any]:

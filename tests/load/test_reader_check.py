@@ -61,7 +61,7 @@ def accelerate(library, monkeypatch):
 @pytest.mark.parametrize(
     ("world_size", "line"),
     [
-        (2, "accelerator.prepare gives batches of this EpisodeLoader, rank 0 of 2, to 2 ranks, and rows would be lost"),
+        (2, "accelerator.prepare shards this EpisodeLoader (rank 0 of 2) across 2 ranks again, so rows would be lost"),
         (1, "accelerator.prepare gives each of 2 ranks a full batch from this EpisodeLoader, so one step would"),
     ],
 )

@@ -269,7 +269,7 @@ def test_accelerate_does_not_shard_a_loader_a_second_time(two_ranks):
     for rank, result in enumerate(two_ranks[1]):
         assert len(result["refusals"]) == (14 if rank == 0 else 12)
         for (world_size, *_), line in result["refusals"].items():
-            what = f"rank {rank} of 2, to 2 ranks, and rows would be lost"
+            what = f"(rank {rank} of 2) across 2 ranks again, so rows would be lost"
             if world_size == 1:
                 what = "each of 2 ranks a full batch from this EpisodeLoader, so one step would train on 2 batches"
             assert what in line

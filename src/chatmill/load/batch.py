@@ -184,7 +184,7 @@ class RowTable:
         self._x_segment = inputs.put(self._number, self._num_segments).astype(np.int32)
 
         # Describe spans as runs of y. The first token of a segment is a separate run without loss. At the start of a
-        # row, this run is empty, because no token of x predicts the first token.
+        # row, the run of the first token is empty, because no token of x predicts it.
         border, not_empty = spans.segment_first[:-1], size > 0
         length = spans.length.copy()
         length[border[not_empty]] -= 1

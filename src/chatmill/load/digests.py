@@ -18,7 +18,7 @@ from chatmill.rows import Index
 
 Digests = NDArray[np.uint64]
 RowDigests = Callable[[Batch, Sequence[int], int], Digests]
-"""Function (batch of several steps, steps, first row's position in the global batch) that returns (rows, 2) digests."""
+"""Computes digests (rows, 2) from a batch of several steps, the steps, and the first row's global position."""
 ONE = int(np.float32(1).view(np.uint32))
 """The bits of 1.0, the weight of most trained tokens."""
 
@@ -26,8 +26,8 @@ ONE = int(np.float32(1).view(np.uint32))
 def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash each row with its step, its position in the global batch, and its episodes.
 
-    The label of a trained position is nearly always the next token, with weight 1. The hash therefore covers the
-    tokens, one bit per position that has a label, and only labels and weights that differ from these defaults.
+    The label of a trained position is nearly always the next token, with weight 1. The hash covers the tokens, one bit
+    per position that has a label, and only labels and weights that differ from the next token and 1.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX

@@ -55,12 +55,14 @@ def check_batch_reader(rank: int, world_size: int) -> None:
 def _refuse_sharding(rank: int, world_size: int) -> None:
     if (ranks := _ranks()) == 1:
         return
-    consequence = (
-        f"each of {ranks} ranks a full batch from this EpisodeLoader, so one step would train on {ranks} batches"
+    what = (
+        f"accelerator.prepare gives each of {ranks} ranks a full batch from this EpisodeLoader, "
+        f"so one step would train on {ranks} batches"
         if world_size == 1
-        else f"batches of this EpisodeLoader, rank {rank} of {world_size}, to {ranks} ranks, and rows would be lost"
+        else f"accelerator.prepare shards this EpisodeLoader (rank {rank} of {world_size}) across {ranks} ranks again, "
+        "so rows would be lost"
     )
-    raise UsageError(f"accelerator.prepare gives {consequence}; use chatmill.integrations.accelerate.train_loader")
+    raise UsageError(f"{what}; use chatmill.integrations.accelerate.train_loader")
 
 
 def _ranks() -> int:

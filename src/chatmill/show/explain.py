@@ -77,7 +77,7 @@ class Explanation:
     role: str
     part: str
     name: str
-    """The part in words, as the viewer displays it."""
+    """The name of the part, as displayed in the viewer."""
     weight: float
     rule: str
     reason: str

@@ -93,8 +93,9 @@ def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: boo
         for turn in turns(row, segment):
             if turn.missing is not None:
                 first, last = turn.missing
-                messages = f"message {first} is" if first == last else f"messages {first} to {last} are"
-                yield Text(f"… {messages} not in this row", style="dim italic")
+                several = f"… messages {first} to {last} are not in this row"
+                note = f"… message {first} is not in this row" if first == last else several
+                yield Text(note, style="dim italic")
             yield _heading(turn, turn_name(row, turn, text))
             body = _body(row, turn, text, plain=plain)
             # Strip the newline that ends a turn in many formats, because it would be displayed as an empty line.

@@ -84,7 +84,7 @@ class Diff:
     identical: bool
     """Whether both datasets have the same hash and therefore the same bytes."""
     by_key: bool
-    """Whether conversations are matched by text. Without keys, they are matched by ids, and `changed` is empty."""
+    """Whether conversations are matched by text. Without keys, ids are compared, and `changed` is empty."""
     equal: int
     added: Difference
     removed: Difference

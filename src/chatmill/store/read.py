@@ -149,7 +149,7 @@ class Dataset:
     """The metadata of the dataset, or None if another program wrote it."""
     _splits: Mapping[str, Episodes]
     whole: Dataset | None = field(default=None, kw_only=True)
-    """The whole dataset, if this is a part returned by `of_source`."""
+    """The whole dataset, if this object is a part returned by `of_source`."""
 
     @property
     def path(self) -> Place:
