@@ -189,7 +189,7 @@ def test_a_tokenizer_next_to_its_dataset_is_found_and_reported_if_missing(run):
     code, out, err = run("show", "v2", "1")
     assert (code, "⟨" in out) == (0, True)
     assert re.fullmatch(
-        r"chatmill: tokens are shown as ids: its tokenizer tok.json \(\w{12}…\) was not found; .*\n", err
+        r"chatmill: tokens are shown as ids: the tokenizer tok.json \(\w{12}…\) was not found; .*\n", err
     )
     assert "Gold?" in run("show", "v2", "1", "--tokenizer", "elsewhere.json")[1]
 
