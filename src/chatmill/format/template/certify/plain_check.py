@@ -263,7 +263,7 @@ class PlainCheck:
     def _mark(self, text: str) -> str:
         """Return `text` with a mark after each control token.
 
-        `text` must contain only control tokens of the template.
+        All control tokens in `text` must come from the template, not from messages.
         """
         for match in reversed(self._tokens.find(text)):
             text = f"{text[: match.end()]}{MARK}{text[match.end() :]}"

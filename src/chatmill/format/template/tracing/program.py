@@ -1,8 +1,8 @@
 """Compiled templates, with or without tracing. Every error inside a template names the line of the template.
 
-A traced rendering records the origin of every character. For this purpose, the literals of the template become
-`TracedStr` before the template is compiled, and filters that would lose the origin of a text are wrapped. Loops over
-messages record the index of the current message.
+A traced rendering records the origin of every character. Before a template is compiled, its literals become
+`TracedStr`, and filters that would lose the origin of a text are wrapped. Loops over messages record the index of the
+current message.
 """
 
 from __future__ import annotations
