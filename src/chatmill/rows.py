@@ -323,7 +323,7 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
         # The last assistant message counts even if its own flag excludes it; an earlier message does not replace it.
         trained &= spans["message"] == _last_message(spans, first_span, trained)
     elif train_on == "last-exchange":
-        # Without a user message the number is -1, which selects all messages.
+        # Without a user message, `_last_message` returns -1, which selects all messages.
         of_user = (role == Role.USER) & (spans["message"] != NO_MESSAGE)
         trained &= spans["message"] > _last_message(spans, first_span, of_user)
     spans["weight"] = np.where(decided, trained * _record_weights(spans, first_span, decided), spans["weight"])

@@ -230,7 +230,7 @@ def _identifier() -> Any:
 def check_languages(job: Job) -> None:
     """Raise `UsageError` if a filter names an unsupported language, or if py3langid is not installed.
 
-    Also loads the model, which the workers then share.
+    Also loads the language detection model, which the workers then share.
     """
     wanted = {code for each in all_filters(job) for code in each.languages}
     if wanted and (unknown := sorted(wanted - set(_identifier().labels))):

@@ -98,7 +98,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
     file: str = ""
     line: int = 0
     weight: float = 1.0
-    """Multiplies the loss weight of every trained token."""
+    """Factor for the loss weight of every trained token."""
     template_kwargs: str = ""
     """Variables for the chat template, from `chat_template_kwargs`, as compact JSON."""
     unread_keys: tuple[str, ...] = ()

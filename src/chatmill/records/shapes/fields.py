@@ -290,7 +290,7 @@ def read_turn(
 
 
 def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
-    """Put the top-level `system` text before the messages; it must equal the text of a first system message."""
+    """Put the top-level `system` text before the messages; a system message among them must have the same text."""
     first = system(record)
     if first and turns and turns[0].role == "system":
         if turns[0].content != first[0].content:
