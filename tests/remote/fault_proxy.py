@@ -106,7 +106,7 @@ class Throttle:
     """Limits the bytes per second of all connections together: each piece waits until the link is free."""
 
     BURST = 0.02
-    """Seconds of bandwidth available at once after a pause, because sleeping is not more precise."""
+    """Burst size after a pause, in seconds of bandwidth, because sleeping is imprecise."""
 
     def __init__(self) -> None:
         self.bandwidth = 0.0

@@ -33,7 +33,7 @@ AT_ONCE = 24
 QUIET_ROUNDS = 4
 """A viewer that is idle for this multiple of its client timeout will not close more connections."""
 THREADS = 8
-"""Responses that the viewer computes at a time."""
+"""Number of responses that the viewer computes concurrently."""
 MEMORY = 24 << 20
 """Bytes by which the viewer may grow after the first wave."""
 EPISODES = 60
