@@ -186,7 +186,11 @@ def test_options_that_do_not_match_the_model_are_reported_in_one_line(run, made)
     one_line(run("chat", "data", "--prompt", "x"), 1, "data: has no config.json")
     one_line(run("chat", model, "--json"), 2, "--prompt")
     one_line(run("chat", model, "--prompt", "x" * 80), 1, "the model has 64 positions; start a new conversation")
-    one_line(run("chat", model, "--prompt", "x", "--tokenizer", "bytes"), 1, "pass the one it was trained with")
+    one_line(
+        run("chat", model, "--prompt", "x", "--tokenizer", "bytes"),
+        1,
+        "pass the tokenizer that the model was trained with",
+    )
     one_line(run("eval", "none", "data/v1"), 2, "none: no such folder")
     one_line(run("eval", model, "none"), 1, "none")
     one_line(run("eval", model, "data/v1"), 1, "data/v1: has no split val; it has train")
@@ -195,7 +199,9 @@ def test_options_that_do_not_match_the_model_are_reported_in_one_line(run, made)
 def test_a_tokenizer_that_was_moved_has_to_be_given(run, made, tmp_path, monkeypatch):
     shutil.copytree(made / "checkpoints/small/step_00000060/model", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    one_line(run("chat", "model", "--prompt", "a?"), 2, "model: its tokenizer was not found in", "--tokenizer")
+    one_line(
+        run("chat", "model", "--prompt", "a?"), 2, "model: the tokenizer of this model was not found in", "--tokenizer"
+    )
     tokenizer = str(made / "data/tokenizer.json")
     assert run("chat", "model", "--prompt", "a?", "--tokenizer", tokenizer) == (0, "alpha\n", "")
     shutil.copy(tokenizer, "model")
@@ -207,7 +213,7 @@ def test_a_model_without_a_format_or_template_is_reported_with_a_fix(run, made, 
     shutil.copytree(made / "checkpoints/small/step_00000060/model", folder)
     (folder / "training.json").unlink()
     shutil.copy(made / "data/tokenizer.json", folder)
-    helps = "pass the format it was trained in with --format, or a folder that has a chat template with --tokenizer\n"
+    helps = "pass the chat format of the model as --format, or a folder with a chat template as --tokenizer\n"
     said = f"chatmill: {folder}: has no chat template, and {folder} does not record a chat format; {helps}"
     assert run("chat", str(folder), "--prompt", "a?") == (2, "", said)
     assert run("chat", str(folder), "--prompt", "a?", "--format", "template") == (2, "", said)
@@ -288,7 +294,7 @@ def test_an_evaluation_shows_sample_answers_and_keeps_their_rates(sampled):
     assert told[0].endswith("trained tokens, val_exact_rate 1, val_stop_rate 1")
     assert len(told) == 1 + 2 * len(held()) > 1
     for (ask, answer), asked, said in zip(held(), told[1::2], told[2::2], strict=True):
-        assert (asked, said) == (f"  asked  <|usr|>{ask}<|eot|><|asst|>", f"  said   {visible(answer)}<|eot|>")
+        assert (asked, said) == (f"  prompt    <|usr|>{ask}<|eot|><|asst|>", f"  answer    {visible(answer)}<|eot|>")
     (line,) = (line for line in read_metrics(Path("out/held")) if "val_loss" in line)
     assert (line["val_exact_rate"], line["val_stop_rate"]) == (1, 1)
 
@@ -305,8 +311,8 @@ def test_a_sample_answer_without_an_end_is_shown_with_the_expected_answer(sample
     )
     assert told[0].endswith("val_exact_rate 0, val_stop_rate 0")
     most = 32 + len(held()[0][1].encode()) + 1
-    assert told[2].endswith(f"  (no end after {most} tokens)")
-    assert told[3:] == [f"  meant  {visible(held()[0][1])}<|eot|>"]
+    assert told[2].endswith(f"  (no end token after {most} tokens)")
+    assert told[3:] == [f"  expected  {visible(held()[0][1])}<|eot|>"]
 
 
 def test_without_the_tokenizer_only_the_rates_of_sample_answers_are_shown(sampled):
@@ -347,7 +353,7 @@ def test_rows_names_the_conversations_of_a_step_by_file_and_line(run, made):
 
 def test_rows_reports_missing_runs_and_steps_in_one_line(run, made, tmp_path, monkeypatch):
     one_line(run("rows", "--step", "61"), 1, "checkpoints/small: has no losses for step 61")
-    one_line(run("rows", "data", "--step", "1"), 1, "data: contains no losses of conversations")
+    one_line(run("rows", "data", "--step", "1"), 1, "data: does not contain per-conversation losses")
     one_line(run("rows", "--step", "1", "--dataset", "none"), 1, "none: no such folder")
     monkeypatch.chdir(tmp_path)
     one_line(run("rows", "--step", "1"), 2, "checkpoints: no run")

@@ -103,9 +103,9 @@ def test_a_run_that_stopped_early_continues_with_more_patience(sums_data, stoppe
     place = {"model_name": "stopped", "dataset_dir": sums_data, "out_dir": tmp_path}
     again = train_model(config(**EARLY), resume="auto", **place)
     assert (again.step, again.stopped_early, again.best_step) == (15, stopped.stopped_early, 9)
-    right = "raise early_stop_patience, or set it to null, to continue"
+    right = "to continue, raise early_stop_patience or set it to null"
     said = capsys.readouterr().err
-    assert f"the run is already finished: it stopped early, {stopped.stopped_early}; {right}\n" in said
+    assert f"the run is already finished: it stopped early because {stopped.stopped_early}; {right}\n" in said
     longer = trained(sums_data, tmp_path, name="stopped", resume="auto", **{**EARLY, "early_stop_patience": 3})
     assert (longer.step, longer.best_step) == (27, 18)
     assert [path.name[-2:] for path in list_checkpoints(longer.folder)] == ["18", "25", "27"]
@@ -148,7 +148,7 @@ def test_best_can_be_used_wherever_a_model_is_expected(sums_data, stopped, tmp_p
 def test_keep_best_keeps_the_best_checkpoint_without_early_stopping(sums_data, tmp_path):
     plain = trained(sums_data, tmp_path, name="plain", **PLAIN)
     assert not (plain.folder / "best").is_symlink() and plain.best_checkpoint is None
-    line = "best val loss 0.9000 at step 18; its checkpoint was not kept; use --keep_best"
+    line = "best val loss 0.9000 at step 18; this checkpoint was not kept; use --keep_best to keep the best checkpoint"
     assert (plain.step, plain.stopped_early) == (33, None) and line in summary(plain).splitlines()
     kept = trained(sums_data, tmp_path, name="kept", keep_best=True, keep_checkpoints=1, **{**PLAIN, "max_iters": 24})
     assert [path.name[-2:] for path in list_checkpoints(kept.folder)] == ["18", "24"]
@@ -185,14 +185,17 @@ def test_the_best_link_points_to_a_complete_checkpoint_after_any_crash(sums_data
     [
         (
             {"early_stop_patience": 2, "eval_interval": 0},
-            "early_stop_patience is 2 and eval_interval 0; set eval_interval",
+            "early_stop_patience is 2 and eval_interval is 0; set eval_interval",
         ),
         (
             {"keep_best": True, "eval_interval": 0},
-            "keep_best is true and eval_interval 0; set eval_interval to evaluate",
+            "keep_best is true and eval_interval is 0; set eval_interval to at least 1",
         ),
-        ({"keep_best": True, "save_interval": 0}, "keep_best is true and save_interval 0, which writes no checkpoints"),
-        ({"early_stop_min_delta": 0.1}, "early_stop_min_delta is 0.1 and early_stop_patience null; set both"),
+        (
+            {"keep_best": True, "save_interval": 0},
+            "keep_best is true and save_interval is 0, which disables checkpoints",
+        ),
+        ({"early_stop_min_delta": 0.1}, "early_stop_min_delta is 0.1 and early_stop_patience is null; set early"),
         ({"early_stop_patience": 0}, "early_stop_patience is 0; expected an integer of at least 1, or null"),
     ],
 )
@@ -208,14 +211,18 @@ def test_data_without_a_val_loss_is_refused(sums_data, tmp_path):
         ({"early_stop_patience": 1}, "early_stop_patience is set"),
         ({"keep_best": True}, "keep_best is true"),
     ):
-        with pytest.raises(UsageError, match=f"^{why}, and .*train_only has no episodes in val; prepare it with --val"):
+        with pytest.raises(
+            UsageError, match=f"^{why}, but the val split of .*train_only is empty; prepare the dataset with --val"
+        ):
             trained(train_only, tmp_path, eval_interval=4, **changes)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_named_best_is_not_replaced(sums_data, tmp_path):
     (tmp_path / "run" / "best").mkdir(parents=True)
-    with pytest.raises(ChatmillError, match=r"best: is not a link to the best checkpoint; rename it, or set keep_"):
+    with pytest.raises(
+        ChatmillError, match=r"best: is not a link to the best checkpoint; rename this file or folder, or set keep_"
+    ):
         trained(sums_data, tmp_path, keep_best=True, **PLAIN)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["best"]
     assert trained(sums_data, tmp_path, max_iters=1).step == 1

@@ -172,7 +172,9 @@ def rewrite(checkpoint, **changes):
 )
 def test_a_file_that_is_not_listed_is_refused(saved, name):
     (saved / name).write_bytes((saved / LISTED).read_bytes())
-    with pytest.raises(DataError, match=rf"{name}: checkpoint.json does not list it.*; this checkpoint is not used"):
+    with pytest.raises(
+        DataError, match=rf"{name}: this file is not listed in checkpoint.json.*; this checkpoint is not used"
+    ):
         open_checkpoint(saved, ALONE)
 
 
@@ -241,7 +243,7 @@ def test_state_that_the_optimizer_does_not_have_is_refused(saved):
     save_file({**tensors, "optimizer/momentum/norm.weight": torch.zeros(32)}, saved / LISTED)
     model = small_gpt()
     with pytest.raises(
-        DataError, match=r"optimizer/momentum/norm.weight .* does not belong to the optimizer state of this run"
+        DataError, match=r"optimizer/momentum/norm.weight .* is not part of the optimizer state of this run"
     ):
         restore(checkpoint, model, make_optimizer(model, OptimizerConfig()))
 

@@ -63,7 +63,7 @@ def test_doctor_prints_one_table_for_two_nodes_and_leaves_no_files(tmp_path):
         "check": "numpy",
         "value": "1.0",
         "status": "FAIL",
-        "right": "the same on all nodes",
+        "right": "the same value on all nodes",
     }
     assert {place for check, place in rows if check == "memory"} <= {"all", "node-0", "node-1"}
     assert rows[f"shared {tmp_path / 'together'}", "all"]["value"].startswith("written, renamed and read by 2 ranks, ")
@@ -81,7 +81,7 @@ def test_a_missing_rank_is_a_row_of_the_table(tmp_path, monkeypatch):
     table = doctor.diagnose([tmp_path], seconds=0.5)
     assert table is not None
     [row] = [each.row for each in table if each.row.status == "FAIL"]
-    assert (row.check, row.value) == ("ranks", "1 of 2 did not report")
+    assert (row.check, row.value) == ("ranks", "rank 1 of 2 did not report")
 
 
 def test_a_check_that_hangs_is_a_row_of_the_table(tmp_path, monkeypatch):
@@ -132,7 +132,7 @@ def test_invalid_rank_variables_are_refused(monkeypatch, name, value):
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", name: value}
     for each, text in given.items():
         monkeypatch.setenv(each, text)
-    with pytest.raises(UsageError, match=r"expected a(n integer, as torchrun sets it| rank from 0 to 1)"):
+    with pytest.raises(UsageError, match=r"expected a(n integer, as set by torchrun| rank from 0 to 1)"):
         doctor.diagnose()
 
 
@@ -162,5 +162,5 @@ def test_srun_processes_without_rank_variables_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_an_invalid_time_limit_is_refused(seconds):
-    with pytest.raises(UsageError, match="expected more than 0"):
+    with pytest.raises(UsageError, match="expected a number greater than 0"):
         doctor.diagnose(seconds=seconds)

@@ -135,7 +135,9 @@ def test_an_epoch_of_a_mix_has_as_many_rows_as_its_sources_together(mix, by, dro
     assert found.steps == (25 if drop else 26)
     if by == "rows":
         # A third of the 126 rows comes from the 46 rows of `large`.
-        assert found.notes == ["epochs 2 of the mix, in passes over each source: large 0.913, small 4.94"]
+        assert found.notes == [
+            "2 epochs of the mix correspond to these passes over each source: large 0.913, small 4.94"
+        ]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -154,7 +156,7 @@ def test_a_mixed_run_reports_the_passes_over_each_source(mix, tmp_path, capsys):
     assert result.step == 8
     said = capsys.readouterr().err
     # The result is 32 rows: half of the 46 and 17 rows.
-    assert "epochs 0.5 of the mix, in passes over each source: large 0.348, small 0.941\n" in said
+    assert "0.5 epochs of the mix correspond to these passes over each source: large 0.348, small 0.941\n" in said
     assert "step 4/8  epoch 0.25  loss" in said
     assert [line["epoch"] for line in read_metrics(result.folder)] == [4 * step / 63 for step in range(1, 9)]
 
@@ -162,12 +164,12 @@ def test_a_mixed_run_reports_the_passes_over_each_source(mix, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_iters": 5, "epochs": 3}, "max_iters is 5 and epochs 3; expected one of them"),
+        ({"max_iters": 5, "epochs": 3}, "max_iters is 5 and epochs is 3; set only one of these keys"),
         ({"epochs": 0}, "epochs is 0; expected a number greater than 0 and at most 1000000, or null"),
         ({"epochs": float("nan")}, "epochs is NaN; expected a number greater than 0"),
         (
             {"post_training": True, "epochs": 2},
-            "post_training is true and epochs 2; post-training runs for at most one epoch",
+            "post_training is true and epochs is 2; post-training runs for at most one epoch",
         ),
         (
             {"tokens_per_step": 999, "gradient_accumulation_steps": 2},
@@ -190,12 +192,14 @@ def test_orders_without_epochs_are_refused(sums_data, mix, tmp_path):
     for more in ({}, {"mix_sft": {"large": 1}}):
         where = mix if more else sums_data
         with pytest.raises(
-            UsageError, match=r"^epochs is 3, and the order .* has no epochs; set max_iters, or batch_samp"
+            UsageError, match=r"^epochs is 3, but the order .* has no epochs; set max_iters, or batch_samp"
         ):
             trained(where, tmp_path, epochs=3, max_iters=None, batch_sampling_mode="random", **more)
-    with pytest.raises(UsageError, match=r"one pass, and the order mix/1.* has no epochs; set max_iters or epochs$"):
+    with pytest.raises(UsageError, match=r"one pass, but the order mix/1.* has no epochs; set max_iters or epochs$"):
         trained(mix, tmp_path, max_iters=None, mix_sft={"large": 1})
-    with pytest.raises(UsageError, match=r"epochs 0.01 of the mix have 1 rows, but a batch has 4; lower batch_size"):
+    with pytest.raises(
+        UsageError, match=r"0.01 epochs of the mix have 1 rows, but a batch has 4 rows; lower batch_size"
+    ):
         trained(mix, tmp_path, max_iters=None, epochs=0.01, mix_sft={"large": 1})
 
 

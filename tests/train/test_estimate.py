@@ -340,8 +340,8 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_created(sums_data,
         with pytest.raises(DoesNotFitError) as error:
             train_with(20_000.0)
         assert re.fullmatch(
-            r"the run needs about [0-9.]+ GiB of host memory, but 0.0 GiB are available; .+; --estimate shows the "
-            "details, --check_memory false runs it anyway",
+            r"the run needs about [0-9.]+ GiB of host memory, but 0.0 GiB are available; .+; pass --estimate to "
+            "see the details, or --check_memory false to run anyway",
             str(error.value),
         )
     assert not (tmp_path / "out").exists()
@@ -384,11 +384,11 @@ def test_the_commands_print_an_estimate_and_write_nothing(sums_data, tmp_path, m
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--gpus", "2"], "--gpus is given without --estimate"),
-        (["--gpu_memory", "24"], "--gpu_memory is given without --estimate"),
+        (["--gpus", "2"], "--gpus requires --estimate"),
+        (["--gpu_memory", "24"], "--gpu_memory requires --estimate"),
         (["--estimate", "--gpus", "none"], "gpus is"),
-        (["--estimate", "--device", "cpu", "--gpus", "2"], "device is cpu, and --gpus is given"),
-        (["--estimate"], "vocab_size is missing; set dataset_dir, or the vocab_size of the model"),
+        (["--estimate", "--device", "cpu", "--gpus", "2"], "device is cpu, but --gpus applies to GPUs"),
+        (["--estimate"], "vocab_size is missing; set dataset_dir or vocab_size"),
         (["--estimate", "--init_from_model", "nowhere"], "nowhere: no such folder"),
     ],
 )

@@ -127,7 +127,7 @@ def test_token_ids_are_shown_without_a_tokenizer(tmp_path):
     first = first_of(data, text=False, pad_token_id=9, epoch_shuffle=False)
     assert first.lines() == [
         "first batch: 4 rows, 20 tokens, 6 trained (30.0%), 1 rows without trained tokens",
-        "  as token ids; chatmill train shows text if the dataset folder has the tokenizer",
+        "  shown as token ids; chatmill train shows text if the dataset folder contains the tokenizer",
         *[
             line
             for number in range(3)
@@ -157,7 +157,7 @@ def test_answers_cut_at_the_end_of_their_row_cause_a_warning(dataset):
     assert first_of(data, batch_size=1, block_size=39, epoch_shuffle=False).warnings[0].startswith("1 of 1 answers")
     first = first_of(data, batch_size=5, block_size=39)
     assert first.warnings == [
-        "1 of 5 answers in the first batch are cut at the end of their row, without an end token; "
+        "1 of 5 answers in the first batch are truncated at the end of their row and have no end token; "
         "prepare the data with a larger --max-tokens, or with --require-terminators"
     ]
 
@@ -166,8 +166,8 @@ def test_a_small_share_of_trained_tokens_causes_a_warning(dataset):
     data = dataset(*[talk("x" * 900, "Yes")] * 4)
     first = first_of(data, block_size=1000)
     assert first.warnings == [
-        f"only {16 / first.tokens:.2%} of the tokens of the first batch are trained; chatmill stats {data} shows the "
-        "share of the dataset"
+        f"only {16 / first.tokens:.2%} of the tokens in the first batch are trained; chatmill stats {data} shows the "
+        "share of trained tokens in the dataset"
     ]
 
 
@@ -198,8 +198,8 @@ def test_a_first_batch_without_trained_tokens_is_explained(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
         "first batch: 4 rows, 12 tokens, 0 trained (0.0%), 4 rows without trained tokens",
-        "warning: no token of the first batch is trained: the loss mask marks no token of their rows; see chatmill "
-        f"stats {data}, and remove such rows; the run stops after 20 such steps",
+        "warning: the first batch has no trained tokens: the loss mask does not mark any token in these rows; "
+        f"see chatmill stats {data}, and remove these rows; the run stops after 20 steps without trained tokens",
     ]
     quiet = trained(data, tmp_path, name="quiet", max_iters=2, epoch_shuffle=False, pad_token_id=0)
     assert (quiet.trained, capsys.readouterr().err) == (4, "")

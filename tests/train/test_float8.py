@@ -77,5 +77,5 @@ def test_unsupported_gpus_and_row_lengths_are_refused(monkeypatch):
 
 
 def test_float8_with_lora_is_refused():
-    with pytest.raises(UsageError, match="fp8 is true and lora is given"):
+    with pytest.raises(UsageError, match="fp8 is true and lora is set"):
         config(fp8=True, lora={}, init_from_model="x")

@@ -121,7 +121,7 @@ def test_unsupported_peft_adapters_are_refused_in_one_line(tmp_path):
 
 def test_adapters_on_the_head_are_refused_until_they_are_merged(tmp_path):
     adapters = adapters_on(folder_of("llama", torch.bfloat16, tmp_path / "base"), targets=["lm_head"])
-    with pytest.raises(DataError, match=r"the adapters change its head.*merge them \(chatmill merge\)"):
+    with pytest.raises(DataError, match=r"the adapters change the output head.*run chatmill merge"):
         open_model(adapters)
     merge_adapters(adapters, tmp_path / "merged")
     open_model(tmp_path / "merged")

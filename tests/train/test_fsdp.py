@@ -195,9 +195,9 @@ def test_models_that_cannot_be_loaded_in_shards_are_loaded_whole_or_refused(tmp_
     first, other = ranks(2, work)
     assert first == other
     assert first[0].startswith(f"{untied}: cannot be loaded in shards (") and "are tied" in first[0]
-    assert first[0].endswith("); every rank loads the whole model first")
+    assert first[0].endswith("), so every rank loads the whole model first")
     assert first[1] == "None"
-    assert f"{missing}: its weights have no model.norm.weight, " in first[2]
-    assert first[3] == f"{shape}: model.norm.weight has the shape (31,), config.json gives (32,)"
-    assert "its logits are NaN" in first[4]
-    assert "a rank's shard of the model, with gradients and optimizer state, takes" in first[5]
+    assert f"{missing}: the weight files have no model.norm.weight, " in first[2]
+    assert first[3] == f"{shape}: model.norm.weight has the shape (31,), but config.json implies (32,)"
+    assert "the logits are NaN" in first[4]
+    assert "one shard of the model with gradients and optimizer state takes" in first[5]

@@ -182,7 +182,7 @@ def test_a_run_without_val_data_says_that_nothing_is_evaluated(tmp_path, capsys)
     data = prepare(tmp_path, "all")
     result = train_model(config(eval_interval=2, max_iters=2), model_name="run", dataset_dir=data, out_dir=tmp_path)
     assert result.val_loss is None
-    assert "has no episodes in val: nothing is evaluated" in capsys.readouterr().err
+    assert "has no episodes in val; the run does not compute a val loss" in capsys.readouterr().err
 
 
 def test_progress_is_printed_as_lines_without_a_terminal(sums_data, tmp_path, capsys):
@@ -222,7 +222,7 @@ def test_a_damaged_line_of_metrics_is_reported(sums_data, tmp_path, damage):
     metrics.write_text(metrics.read_text() + damage + "\n")
     with pytest.raises(DataError) as error:
         trained(sums_data, tmp_path, resume="auto", max_iters=4)
-    assert str(error.value) == f"{metrics}:3: is damaged; expected an object with its step; remove the line"
+    assert str(error.value) == f"{metrics}:3: is damaged; expected a JSON object with a step; remove the line"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_damaged_line_of_losses_is_reported(tmp_path, damage):
     path.write_text("anything\n" + damage + "\n")
     with pytest.raises(DataError) as error:
         read_rows(tmp_path, 9)
-    right = "the columns episodes, segments, losses, weights of a step, and its data"
+    right = "a step with its data and the columns episodes, segments, losses, weights"
     assert str(error.value) == f"{path}:2: is damaged; expected {right}; remove the line"
 
 
@@ -264,7 +264,7 @@ def test_a_resumed_run_continues_its_audit_log_which_verifies(sums_data, tmp_pat
 
 def test_a_run_that_started_without_an_audit_log_cannot_resume_with_one(sums_data, tmp_path):
     trained(sums_data, tmp_path, max_iters=4)
-    with pytest.raises(UsageError, match="started without an audit log; set it to null"):
+    with pytest.raises(UsageError, match="started without an audit log; set audit_dir to null"):
         trained(sums_data, tmp_path, audit_dir=str(tmp_path / "logs"), resume="auto")
 
 
@@ -321,7 +321,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(sums_data, tmp_path):
 
     (one, why), (other, _) = ranks(2, run)
     assert one == other < 10
-    assert why == "a signal to another rank"
+    assert why == "a signal that another rank received"
     assert list_checkpoints(tmp_path / "run")[-1].name == f"step_{one:08d}"
 
 
@@ -359,8 +359,8 @@ def test_a_nan_loss_stops_the_run_and_names_the_episodes(sums_data, tmp_path, va
     places = [conversation(loader.sources, "train", episode, -1).place for episode in episodes]
     names = ", ".join(f"{place} (episode {each}, loss nan)" for place, each in zip(places, episodes[:3], strict=False))
     assert str(error.value) == (
-        f"step 1: the loss is nan; none of its 4 conversations has a finite loss: {names} and 1 more; lower "
-        "learning_rate, or inspect them, and start the run again: no checkpoint was written"
+        f"step 1: the loss is nan; all 4 conversations have a non-finite loss: {names} and 1 more; lower "
+        "learning_rate, or inspect the data, and start the run again, because no checkpoint was written"
     )
     # Broken weights are never saved.
     assert list_checkpoints(tmp_path / "run") == []
@@ -423,7 +423,9 @@ def test_a_model_with_a_different_tokenizer_is_refused(sums_data, tmp_path):
     run_chatmill("tokenizer", "train", str(tmp_path / "words.jsonl"), "--vocab-size", "264", "-o", own)
     marked = prepare(tmp_path, "marked", "--tokenizer", own, "--add-tokens")
     start = {"init_from_model": str(first.folder), "name": "second", "max_iters": 1}
-    with pytest.raises(DataError, match=r"was prepared with tokenizer [0-9a-f]{12}…, the model with [0-9a-f]{12}…"):
+    with pytest.raises(
+        DataError, match=r"was prepared with tokenizer [0-9a-f]{12}…, but the model was trained with [0-9a-f]{12}…"
+    ):
         trained(marked, tmp_path, **start)
     with pytest.raises(DataError, match="was prepared with tokenizer"):
         trained(marked, tmp_path, resume="auto", max_iters=1)
@@ -512,7 +514,7 @@ def test_a_model_that_does_not_fit_in_host_memory_is_a_one_line_error(sums_data,
 
 
 def test_random_order_has_no_epochs(sums_data, tmp_path):
-    with pytest.raises(UsageError, match=r"max_iters is null, which is one pass, .* set max_iters"):
+    with pytest.raises(UsageError, match=r"max_iters is null, which means one pass, .* set max_iters"):
         trained(sums_data, tmp_path, batch_sampling_mode="random", max_iters=None)
     assert trained(sums_data, tmp_path, batch_sampling_mode="random", max_iters=2).step == 2
 

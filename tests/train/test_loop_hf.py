@@ -164,7 +164,7 @@ def test_several_ranks_train_like_one(base, sums_data, tmp_path, way, parallel):
 
 def test_adapters_require_a_hugging_face_model(sums_data, tmp_path):
     own = trained(sums_data, tmp_path, name="own", max_iters=1)
-    with pytest.raises(UsageError, match="is not a Hugging Face model, but lora is given"):
+    with pytest.raises(UsageError, match="is not a Hugging Face model, but lora is set"):
         trained(sums_data, tmp_path, init_from_model=str(own.folder), **ADAPTERS)
 
 
@@ -176,7 +176,8 @@ def test_adapters_resume_only_on_their_base_model(base, sums_data, tmp_path):
     weights[-1] ^= 1
     (under / "model.safetensors").write_bytes(weights)
     said = (
-        rf"step_00000002: its adapters were trained on {under} with weights \w{{12}}…, init_from_model is {under} with "
+        rf"step_00000002: the adapters were trained on {under} with weights \w{{12}}…, but init_from_model is "
+        rf"{under} with "
     )
     with pytest.raises(UsageError, match=said):
         trained(sums_data, tmp_path, resume="auto", init_from_model=str(under), max_iters=4, **ADAPTERS)
@@ -212,7 +213,9 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     assert base_of(further) == base_of(adapters) == {"folder": str(here / "model"), "sha256": ANY}
 
     (here / "model").rename(there / "moved")
-    with pytest.raises(DataError, match=r"is not a folder on this machine; restore it, change base_model_name_or_path"):
+    with pytest.raises(
+        DataError, match=r"is not a folder on this machine; restore the folder, change base_model_name_or_path"
+    ):
         open_ready("copy", "cpu")
     assert open_ready("copy", "cpu", base_model="moved").vocab_size == 300
     with pytest.raises(
@@ -223,7 +226,8 @@ def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp
     weights[-1] ^= 1
     (there / "moved" / "model.safetensors").write_bytes(weights)
     changed = (
-        rf"copy: these adapters were trained on {here / 'model'} with weights \w{{12}}…, moved has \w{{12}}…; use the"
+        rf"copy: these adapters were trained on {here / 'model'} with weights \w{{12}}…, "
+        r"but moved has \w{12}…; use the"
     )
     with pytest.raises(DataError, match=changed):
         open_ready("copy", "cpu", base_model="moved")

@@ -152,6 +152,6 @@ def test_adapters_with_a_missing_base_model_are_a_one_line_error(base, tmp_path)
         open_model(tmp_path / "adapters")
     assert str(caught.value) == (
         f"{tmp_path / 'adapters'}: base model {base} is not a folder on this machine; "
-        "restore it, change base_model_name_or_path in adapter_config.json, or pass its folder as --base-model to "
-        "chat, eval and merge"
+        "restore the folder, change base_model_name_or_path in adapter_config.json, or pass --base-model to chat, eval "
+        "and merge"
     )

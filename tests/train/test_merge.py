@@ -150,7 +150,7 @@ def test_a_failed_merge_leaves_no_files(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         merge_adapters(adapters, target)
     assert {path.name for path in tmp_path.iterdir()} == {"adapters", "base"}
-    with pytest.raises(UsageError, match="base: is not an adapter folder; a full model has nothing to merge"):
+    with pytest.raises(UsageError, match="base: is not an adapter folder; expected a folder with LoRA adapters"):
         merge_adapters(tmp_path / "base", target)
 
 

@@ -114,7 +114,7 @@ def test_a_mix_without_any_val_rows_is_reported(mix, tmp_path, capsys):
     settings = config(mix_sft={"none": 1}, eval_interval=1, max_iters=1)
     result = train_model(settings, model_name="run", dataset_dir=mix, out_dir=tmp_path)
     assert (result.val_loss, result.val_sources) == (None, {})
-    assert f"{mix} has no episodes in val: nothing is evaluated" in capsys.readouterr().err
+    assert f"{mix} has no episodes in val; the run does not compute a val loss" in capsys.readouterr().err
 
 
 def test_a_single_dataset_is_evaluated_without_source_names(sums_data, tmp_path):
@@ -132,4 +132,4 @@ def test_val_rows_that_are_all_too_short_are_not_evaluated(tmp_path, capsys):
     settings = config(pad_token_id=0, eval_interval=1, max_iters=1)
     result = train_model(settings, model_name="run", dataset_dir=data, out_dir=tmp_path)
     assert result.val_loss is None
-    assert "has no episodes in val: nothing is evaluated" in capsys.readouterr().err
+    assert "has no episodes in val; the run does not compute a val loss" in capsys.readouterr().err

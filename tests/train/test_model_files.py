@@ -49,8 +49,8 @@ def write_header(path: Path, header: object, data: bytes) -> None:
     ("make", "says"),
     [
         (os.mkfifo, "is a FIFO; expected a regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "is a link out of the model folder"),
-        (lambda path: path.symlink_to("../outside"), "is a link out of the model folder"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a link to a file outside the model folder"),
+        (lambda path: path.symlink_to("../outside"), "is a link to a file outside the model folder"),
     ],
 )
 def test_links_and_special_files_are_refused(folder, name, make, says):
@@ -121,7 +121,7 @@ def test_tensors_with_overlaps_or_gaps_are_refused(folder):
 def test_an_index_may_only_list_files_of_its_folder(folder, file):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
-    refused(folder, r"w is in .*; expected a safetensors file of this folder")
+    refused(folder, r"w is in .*; expected a safetensors file in this folder")
 
 
 @pytest.mark.parametrize("name", ["n_layer", "n_embd", "vocab_size"])
@@ -165,7 +165,7 @@ def test_a_weight_that_transformers_would_initialize_randomly_is_an_error(tmp_pa
         kept[name] = {**header[name], "data_offsets": [at, at + stop - start]}
         out, at = out + data[start:stop], at + stop - start
     write_header(path, {"__metadata__": {"format": "pt"}, **kept}, out)
-    with pytest.raises(DataError, match=r"its weights have no model.norm.weight, .*\(1 are missing\)"):
+    with pytest.raises(DataError, match=r"the weight files have no model.norm.weight, .*\(1 weights are missing\)"):
         open_model(folder)
 
 
@@ -192,7 +192,7 @@ def test_adapters_of_an_unsupported_kind_or_rank_are_refused(tmp_path, change, m
     (folder / "adapter_config.json").write_text(json.dumps(config))
     write_header(folder / "adapter_model.safetensors", {}, b"")
     monkeypatch.setattr(memory, "available_memory", lambda: 2.0**33)
-    with pytest.raises(DataError, match=r"r is|peft_type is|adapters of this rank takes"):
+    with pytest.raises(DataError, match=r"r is|peft_type is|a LoRA adapter of this rank takes"):
         open_model(folder)
 
 

@@ -200,7 +200,7 @@ def test_an_invalid_tokenizer_hash_in_a_model_folder_is_a_one_line_error(dataset
     path = tmp_path / "training.json"
     path.write_text(json.dumps(said))
     with pytest.raises(
-        DataError, match=f"{path}: is not an object with a string as tokenizer_sha256; remove it, or save"
+        DataError, match=f"{path}: expected an object with a string as tokenizer_sha256; remove the file, or save"
     ):
         check_tokenizer(tmp_path, open_all(dataset)[0])
 

@@ -326,13 +326,15 @@ def test_impossible_optimizer_state_is_refused(saved, name):
     assert {"weights", "step"} < kinds.keys()
     for kind, key in kinds.items():
         tensor = tensors[key]
-        changes = [(tensor.to(torch.int64), "int64 does not belong to the")]
+        changes = [(tensor.to(torch.int64), "int64 is not part of the")]
         if kind != "weights":
-            changes.append((torch.cat([tensor.reshape(-1)] * 2), r"\(\d+,\) .* does not belong to the optimizer"))
+            changes.append((torch.cat([tensor.reshape(-1)] * 2), r"\(\d+,\) .* is not part of the optimizer"))
         if tensor.is_floating_point():
             changes.append((torch.full_like(tensor, torch.nan), "has values that are not finite"))
         if kind == "step":
-            changes += [(torch.full_like(tensor, number), f"is {number:g} after 1 steps") for number in (-1, 0.5, 2)]
+            changes += [
+                (torch.full_like(tensor, number), f"is {number:g}, but the run has 1 steps") for number in (-1, 0.5, 2)
+            ]
         elif tensor.is_floating_point() and kind not in ("weights", "exp_avg", "momentum_buffer"):
             changes.append((torch.full_like(tensor, -1), "has negative values"))
         for changed, fault in changes:

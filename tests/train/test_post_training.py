@@ -100,7 +100,7 @@ def test_rows_without_trained_tokens_are_counted(tmp_path):
 
 def test_an_order_without_epochs_is_refused(tmp_path):
     data = write_blocks(tmp_path / "data", [TALK] * 4, [MASK] * 4)
-    with pytest.raises(UsageError, match=r"post_training is one pass, .* set batch_sampling_mode to epoch"):
+    with pytest.raises(UsageError, match=r"post_training runs for one pass, .* set batch_sampling_mode to epoch"):
         trained(data, tmp_path, batch_sampling_mode="random", **POST)
 
 
@@ -109,7 +109,7 @@ def test_a_mix_is_refused_and_one_of_its_sources_is_suggested(tmp_path):
         write_blocks(tmp_path / "root" / name, [TALK] * 4, [MASK] * 4)
     mix = {"mix_sft": {"one": 1, "two": 1}}
     right = "has no epochs; set dataset_dir to one source of the mix, and remove mix_sft$"
-    with pytest.raises(UsageError, match=f"^post_training is one pass, and the order .* {right}"):
+    with pytest.raises(UsageError, match=f"^post_training runs for one pass, but the order .* {right}"):
         trained(tmp_path / "root", tmp_path, **mix, **POST)
     assert trained(tmp_path / "root" / "one", tmp_path, **POST).step == 1
 
@@ -117,13 +117,13 @@ def test_a_mix_is_refused_and_one_of_its_sources_is_suggested(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"post_training": True, "max_iters": None}, "2 steps; its one pass is done"),
-        ({"post_training": True, "max_iters": 9}, "2 steps; its one pass is done"),
-        ({"post_training": True, "max_iters": 1}, "1 steps; raise max_iters, up to one pass"),
+        ({"post_training": True, "max_iters": None}, "2 steps; the run has finished its one pass"),
+        ({"post_training": True, "max_iters": 9}, "2 steps; the run has finished its one pass"),
+        ({"post_training": True, "max_iters": 1}, "1 steps; raise max_iters to at most one pass"),
         ({"max_iters": 1}, "1 steps; raise max_iters"),
-        ({"max_iters": None}, "2 steps; its one pass is done; set epochs or max_iters to continue"),
-        ({"max_iters": None, "epochs": 1}, "2 steps; its one pass is done; raise epochs to continue"),
-        ({"max_iters": None, "epochs": 2.5}, "5 steps; its 2.5 epochs are done; raise epochs to continue"),
+        ({"max_iters": None}, "2 steps; the run has finished its one pass; set epochs or max_iters to continue"),
+        ({"max_iters": None, "epochs": 1}, "2 steps; the run has finished its one pass; raise epochs to continue"),
+        ({"max_iters": None, "epochs": 2.5}, "5 steps; the run has finished its 2.5 epochs; raise epochs to continue"),
     ],
 )
 def test_a_finished_run_says_how_to_continue(tmp_path, capsys, changes, said):

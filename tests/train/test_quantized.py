@@ -182,7 +182,7 @@ def test_a_qlora_run_resumes_bitwise_exactly(sums_data, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"lora": None}, "quantize is nf4 and lora is not given"),
+        ({"lora": None}, "quantize is nf4 and lora is not set"),
         ({"parallel": "fsdp"}, "quantize is nf4 and parallel is fsdp, which cannot shard 4-bit weights; use ddp"),
         ({"quantize": "int3"}, "quantize"),
     ],
@@ -196,7 +196,7 @@ def test_invalid_quantize_configs_are_refused(changes, says):
 def test_models_that_cannot_be_quantized_are_refused_in_one_line(base, tmp_path, monkeypatch):
     (tmp_path / "gpt").mkdir()
     small_gpt().save(tmp_path / "gpt")
-    with pytest.raises(UsageError, match="is not a Hugging Face model; nf4 quantization requires one"):
+    with pytest.raises(UsageError, match="is not a Hugging Face model, which nf4 quantization requires"):
         open_model(tmp_path / "gpt", weights="nf4")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr("chatmill.train.hf_load.find_spec", lambda name: None)
@@ -211,7 +211,9 @@ def test_models_that_cannot_be_quantized_are_refused_in_one_line(base, tmp_path,
 
 def test_models_that_cannot_compute_with_4_bit_layers_are_refused_in_one_line(tmp_path):
     folder_of("mamba", torch.bfloat16, tmp_path)
-    with pytest.raises(DataError, match="cannot compute with linear layers in 4 bits; set quantize to none") as caught:
+    with pytest.raises(
+        DataError, match="this architecture cannot compute with 4-bit linear layers; set quantize to none"
+    ) as caught:
         open_model(tmp_path, weights="nf4")
     assert "\n" not in str(caught.value)
 

@@ -258,6 +258,6 @@ def test_verify_finds_a_flipped_bit_in_the_cache(local, tmp_path):
     # This simulates a disk error, which does not change the modification time.
     os.utime(path, ns=times)
     with pytest.raises(
-        ChatmillError, match=rf"{tokens.sha256}: sha256 .*; the file has changed, remove it from the cache"
+        ChatmillError, match=rf"{tokens.sha256}: sha256 .*; the file has changed; remove the file from the cache"
     ):
         trained(url, tmp_path / "again", max_iters=2, verify=True)

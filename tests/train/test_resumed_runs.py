@@ -62,7 +62,7 @@ def test_resume_auto_starts_a_new_run_without_a_checkpoint(sums_data, tmp_path):
 
 
 def test_a_run_is_not_overwritten(undisturbed, sums_data):
-    with pytest.raises(UsageError, match="run: already contains a run; resume it with --resume auto"):
+    with pytest.raises(UsageError, match="run: already contains a run; continue it with --resume auto"):
         trained(sums_data, undisturbed.folder.parent)
 
 
@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_one_is_suggested(undis
     data = bytearray((run / "step_00000008" / name).read_bytes())
     data[len(data) // 2] ^= 4
     (run / "step_00000008" / name).write_bytes(data)
-    with pytest.raises(DataError, match=rf"{name}: .*use the previous one with --resume .*step_00000007$"):
+    with pytest.raises(DataError, match=rf"{name}: .*use the previous checkpoint with --resume .*step_00000007$"):
         trained(sums_data, tmp_path, resume="auto")
     again = trained(sums_data, tmp_path, resume=str(run / "step_00000007"), **OFTEN)
     assert files(again.checkpoint) == files(undisturbed.checkpoint)
@@ -115,7 +115,7 @@ def test_the_model_of_a_checkpoint_with_a_flipped_bit_is_refused(undisturbed, su
                 use(place)
             assert str(error.value) == (
                 f"{folder / name}: is damaged; its hash differs from the recorded one; "
-                "this model is not used; use that of another checkpoint"
+                "this model is not used; use the model of another checkpoint"
             )
 
 
@@ -148,8 +148,8 @@ def test_a_rollout_checkpoint_is_refused_and_its_model_is_suggested(sums_data, t
     with pytest.raises(UsageError) as error:
         trained(sums_data, tmp_path, resume=str(path))
     assert str(error.value) == (
-        f"{path}: was written by chatmill rollout train, which can resume from it; "
-        f"to train its model, use --init_from_model {path}"
+        f"{path}: was written by chatmill rollout train; resume with that command, "
+        f"or start from this model with --init_from_model {path}"
     )
 
 

@@ -96,5 +96,5 @@ def test_a_custom_model_family_is_loaded_trained_and_saved(dataset, tmp_path, mo
 
 
 def test_a_model_family_without_adapters_refuses_lora(tmp_path):
-    with pytest.raises(UsageError, match="is not a Hugging Face model, but lora is given"):
+    with pytest.raises(UsageError, match="is not a Hugging Face model, but lora is set"):
         small_gpt().with_lora(None, tmp_path)

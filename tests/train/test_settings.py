@@ -278,9 +278,12 @@ def test_invalid_toml_is_a_one_line_error(run, content):
 @pytest.mark.parametrize(
     ("block_size", "effect"),
     [
-        (40, "104 of 108 rows lose 5,253 tokens at the start; set block_size to 100, or build with --t-max 40"),
-        (99, "no row is cut"),
-        (200, "no row is cut"),
+        (
+            40,
+            "104 of 108 rows lose 5,253 tokens at the start; set block_size to 100, or build the cache with --t-max 40",
+        ),
+        (99, "no row is truncated"),
+        (200, "no row is truncated"),
     ],
 )
 def test_a_block_size_other_than_t_max_is_reported_with_what_it_cuts(run, block_size, effect):
@@ -291,7 +294,7 @@ def test_a_block_size_other_than_t_max_is_reported_with_what_it_cuts(run, block_
     args = ("--use_loss_mask", "--max_iters", "1", "--block_size", str(block_size))
     code, _, err = run("train", "--model_name", "mine", *SMALL, *args)
     assert code == 0
-    assert err.splitlines()[0] == f"block_size is {block_size}, caches/primer has T_max 100: {effect}"
+    assert err.splitlines()[0] == f"block_size is {block_size}, but caches/primer has T_max 100: {effect}"
 
 
 def test_a_block_size_equal_to_t_max_prints_no_note(run):
@@ -314,7 +317,7 @@ def test_a_cache_with_a_different_tokenizer_is_refused_in_one_line(run):
     assert err == (
         f"chatmill: caches/primer: was built with tokenizer {mine}…; "
         f"chatmill.toml: tokenizer.path is tokenizer.json ({theirs}…); "
-        "build again with chatmill build-sft-primer --overwrite, or change tokenizer.path\n"
+        "rebuild the cache with chatmill build-sft-primer --overwrite, or change tokenizer.path\n"
     )
     assert not Path("checkpoints").exists()
     assert not Path("logs").exists()
@@ -330,9 +333,9 @@ def test_a_tokenizer_that_cannot_be_compared_is_noted(run):
     config = replace(TrainConfig(), dataset_dir="caches/primer")
     left = "it is not compared with the tokenizer of the caches"
     notes = list(compare_tokenizer({"tokenizer.path": "away.json"}, config, tokenizer_sha256))
-    assert notes == [f"chatmill.toml: tokenizer.path is away.json, which does not exist: {left}"]
+    assert notes == [f"chatmill.toml: tokenizer.path is away.json, which does not exist, so {left}"]
     # Simulate an image without the packages that open tokenizers.
     notes = list(compare_tokenizer({"tokenizer.path": "bytes"}, config, lambda path: None))
-    assert notes == [f"chatmill.toml: tokenizer.path is bytes, which cannot be opened here: {left}"]
+    assert notes == [f"chatmill.toml: tokenizer.path is bytes, which cannot be opened here, so {left}"]
     with pytest.raises(DataError, match="was built with tokenizer"):
         list(compare_tokenizer({"tokenizer.path": "bytes"}, config, lambda path: "0" * 64))

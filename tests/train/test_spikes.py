@@ -117,19 +117,20 @@ def test_conversations_are_ordered_by_their_contribution_to_the_loss():
     [
         (
             (2.0, math.nan, 3.0, math.inf),
-            "2 of its 4 conversations have no finite loss: episode 1 (loss nan), episode 3 (loss inf); inspect them",
+            "2 of 4 conversations have a non-finite loss: episode 1 (loss nan), episode 3 (loss inf); inspect these "
+            "conversations",
         ),
         (
             (math.nan,) * 5,
-            "none of its 5 conversations has a finite loss: episode 0 (loss nan), episode 1 (loss nan), "
-            "episode 2 (loss nan) and 2 more; lower learning_rate, or inspect them",
+            "all 5 conversations have a non-finite loss: episode 0 (loss nan), episode 1 (loss nan), "
+            "episode 2 (loss nan) and 2 more; lower learning_rate, or inspect the data",
         ),
         (
             (2.0, 3.0),
-            "its highest losses: episode 1 (loss 3 over 10 tokens), episode 0 (loss 2 over 10 tokens); "
-            "inspect them, or lower learning_rate",
+            "the highest losses are: episode 1 (loss 3 over 10 tokens), episode 0 (loss 2 over 10 tokens); "
+            "inspect these conversations, or lower learning_rate",
         ),
-        ((), "it has no trained tokens, or lower learning_rate"),
+        ((), "the step has no trained tokens; lower learning_rate"),
     ],
 )
 def test_conversations_with_a_loss_that_is_not_finite_are_named(losses, advice):
@@ -183,7 +184,7 @@ def test_a_spike_names_the_conversation(run):
     ).groups()
     assert float(loss) - float(usual) == pytest.approx(above, abs=1e-3)
     assert (place, episode) == (f"sums.jsonl:{FAULTY}", str(FAULTY - 1))
-    assert f'loss spikes: 1 steps, see "spike" in {result.folder / "metrics.jsonl"}' in summary(result).splitlines()
+    assert f'loss spikes: 1 steps; see "spike" in {result.folder / "metrics.jsonl"}' in summary(result).splitlines()
 
 
 def test_a_resumed_run_finds_the_same_spikes_on_one_and_two_ranks(run, data, tmp_path):

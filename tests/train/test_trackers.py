@@ -263,7 +263,7 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end(sums_data, tmp_
     released.set()
     assert result.step == 8
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("own: ")]
-    assert shown[0] == "own: is slower than the run: 3 reports are queued, and further ones are dropped"
+    assert shown[0] == "own: is slower than the run: 3 reports are queued, and further reports are dropped"
     # The events are eight steps, four files, and the end.
     assert shown[1] == "own: has not finished in time; up to 13 of 13 reports are lost"
 
@@ -317,15 +317,21 @@ def test_pages_that_cannot_be_written_are_reported_without_an_error(sums_data, m
     def pages_of(page, count=1):
         written.clear(), notes.clear()
         report_pages([source] * count, page, write=written.__setitem__, note=notes.append)
-        return sorted(written), [note.removeprefix(f"{sums_data}: no report page for the trackers ") for note in notes]
+        return sorted(written), [note.removeprefix(f"{sums_data}: trackers get no report page") for note in notes]
 
     assert pages_of(report_page) == (["report.html"], [])
     assert pages_of(str, count=2) == (["report-1.html", "report-2.html"], [])
-    assert pages_of(None) == ([], ["no report page about the data for the trackers; `chatmill train` writes one"])
-    assert pages_of(broken) == ([], ["([Errno 28] No space left on http://me:password@host/device\\n)"])
+    assert pages_of(None) == (
+        [],
+        ["trackers get no report page about the data; use `chatmill train` to report the page"],
+    )
+    assert pages_of(broken) == ([], [" ([Errno 28] No space left on http://me:password@host/device\\n)"])
     monkeypatch.setattr(pages, "MOST_TOKENS", 10)
     tokens = sum(source.dataset[split].num_tokens for split in ("train", "val"))
-    assert pages_of(report_page) == ([], [f"({tokens:,} tokens); `chatmill report` writes it"])
+    assert pages_of(report_page) == (
+        [],
+        [f", because the dataset has {tokens:,} tokens; write the page with `chatmill report`"],
+    )
 
 
 def test_only_the_first_rank_reports(tmp_path):
@@ -343,7 +349,7 @@ def test_only_the_first_rank_reports(tmp_path):
 @pytest.mark.parametrize("name", ALL)
 def test_a_client_that_is_not_installed_is_a_one_line_error(sums_data, tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    expected = rf"report_to names {name}, which is not installed; pip install 'chatmill\[{name}\]'"
+    expected = rf"report_to contains {name}, which is not installed; pip install 'chatmill\[{name}\]'"
     with pytest.raises(UsageError, match=expected):
         trained(sums_data, tmp_path / "out", report_to=[name])
     assert not (tmp_path / "out").exists()
@@ -353,12 +359,14 @@ def test_a_folder_named_wandb_is_not_treated_as_the_package(tmp_path, monkeypatc
     (tmp_path / "elsewhere").mkdir()
     code = "import sys; from chatmill.train.trackers.reporter import named_trackers; named_trackers(['elsewhere'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "report_to names elsewhere, which is not installed" in done.stderr
+    assert "report_to contains elsewhere, which is not installed" in done.stderr
 
 
 @pytest.mark.parametrize("value", ["wandbb", ["wandb", "wandb"], [["wandb"]], 3, None, {"wandb": 1}])
 def test_report_to_accepts_only_known_trackers(value):
-    with pytest.raises(UsageError, match="expected a list of tensorboard, wandb, mlflow, each at most once"):
+    with pytest.raises(
+        UsageError, match="expected one of tensorboard, wandb, mlflow, or a list of these names without duplicates"
+    ):
         config(report_to=value)
 
 
@@ -412,7 +420,7 @@ def test_wandb_without_credentials_and_mlflow_with_a_wrong_address_refuse_the_ru
     import wandb
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
-    with pytest.raises(UsageError, match=r"mlflow: .*nowhere.*; see MLFLOW_TRACKING_URI"):
+    with pytest.raises(UsageError, match=r"mlflow: .*nowhere.*; check MLFLOW_TRACKING_URI"):
         trained(sums_data, clients / "refused", report_to=["mlflow"])
     # The client reads its settings only once.
     wandb.teardown()
@@ -421,7 +429,9 @@ def test_wandb_without_credentials_and_mlflow_with_a_wrong_address_refuse_the_ru
         trained(sums_data, clients / "refused", report_to=["wandb"])
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(UsageError, match="report_to names wandb, which has no credentials; run `wandb login`"):
+    with pytest.raises(
+        UsageError, match="report_to contains wandb, but W&B credentials are missing; run `wandb login`"
+    ):
         trained(sums_data, clients / "refused", report_to=["wandb"])
     monkeypatch.setattr(wandb, "__version__", "0.29.1")
     with pytest.raises(UsageError, match=r"wandb 0\.29\.1 is too old; pip install 'chatmill\[wandb\]'"):

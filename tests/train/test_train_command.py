@@ -232,7 +232,7 @@ def test_shape_flags_are_refused_together_with_init_from_model(place):
             main([*more, "--n_layer", "7", "--max_positions", "5"])
         assert str(error.value) == (
             "the flags: n_layer, max_positions set the shape of a new model, but init_from_model is "
-            "checkpoints/mine, which has a fixed shape; remove them"
+            "checkpoints/mine, which has a fixed shape; remove these flags"
         )
 
 
@@ -257,7 +257,7 @@ def test_a_run_without_checkpoints_says_so_when_stopped_and_when_restarted(place
     first, *_, last = out.splitlines()
     assert (code, last) == (0, "see checkpoints/mine")
     assert first.startswith("stopped by SIGTERM at step ")
-    assert first.endswith(" of 100,000; it was not saved because save_interval is 0")
+    assert first.endswith(" of 100,000; this step was not saved because save_interval is 0")
     code, _, err = Started(*flags("--max_iters", "1", "--resume", "auto")).ended()
     assert code == 0
     assert err.startswith(

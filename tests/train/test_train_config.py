@@ -56,9 +56,9 @@ def test_all_problems_are_reported_together():
     ("changes", "said"),
     [
         ({"n_embd": 10, "n_head": 4}, "n_embd 10 is not a multiple of n_head 4"),
-        ({"warmup_iters": 3, "warmup_pct": 0.5}, "warmup_iters is 3 and warmup_pct 0.5; expected one of them"),
-        ({"post_training": True, "use_loss_mask": False}, "post_training is true and use_loss_mask false"),
-        ({"lora": {"r": 4}}, "lora is given and init_from_model is not"),
+        ({"warmup_iters": 3, "warmup_pct": 0.5}, "warmup_iters is 3 and warmup_pct is 0.5; set only one of these keys"),
+        ({"post_training": True, "use_loss_mask": False}, "post_training is true and use_loss_mask is false"),
+        ({"lora": {"r": 4}}, "lora is set and init_from_model is not"),
         ({"batch_size": 6, "gradient_accumulation_steps": 4}, "batch_size 6 cannot be split into 4 equal parts"),
         ({"learning_rate": 10**400}, "learning_rate is 1000"),
         ({"learning_rate": float("inf")}, "learning_rate is Infinity; expected a number of at least 0"),

@@ -59,25 +59,25 @@ def mix_of_zeros(folder: Path) -> Path:
         (
             mask_of_zeros,
             {},
-            "its loss mask marks none of its 20 tokens; write the mask again, or set use_loss_mask to false to train "
-            "all tokens",
+            "the loss mask does not mark any of the 20 tokens; write the mask again, or set use_loss_mask to false to "
+            "train all tokens",
         ),
         (
             metadata_of_zeros,
             {},
-            "its loss mask marks none of its 20 tokens; see chatmill stats {data}; prepare it again from "
+            "the loss mask does not mark any of the 20 tokens; see chatmill stats {data}; prepare the data again from "
             "conversations with answers",
         ),
         (
             unfinished,
             {"post_training": True, "max_iters": None},
-            "its loss mask marks none of its 20 tokens, because blocks end before its answers do (answer_unfinished); "
-            "prepare it with larger blocks",
+            "the loss mask does not mark any of the 20 tokens, because blocks end before the answers end "
+            "(answer_unfinished); prepare the data with larger blocks",
         ),
         (
             mix_of_zeros,
             {"mix_sft": {"a": 1, "b": 1}},
-            "no source of the mix has a trained answer; chatmill stats shows the details of each source",
+            "no source of the mix has a trained answer; chatmill stats shows the details for each source",
         ),
     ],
 )
@@ -111,13 +111,13 @@ CAUSES = {
         [TOKENS] * 80,
         [NONE] * 78 + [ALL] * 2,
         {},
-        "the loss mask marks no token of their rows; see chatmill stats {data}, and remove such rows",
+        "the loss mask does not mark any token in these rows; see chatmill stats {data}, and remove these rows",
     ),
     "single tokens": (
         [[1]] * 80,
         [[1]] * 80,
         {"use_loss_mask": False, "episode_min_tokens": 1},
-        "their rows hold only padding or single tokens, which cannot be predicted; raise episode_min_tokens",
+        "these rows contain only padding or single tokens, which cannot be predicted; raise episode_min_tokens",
     ),
 }
 
@@ -135,7 +135,7 @@ def test_a_run_stops_after_steps_without_trained_tokens_and_says_why(tmp_path, c
     assert [line["loss"] for line in read_metrics(tmp_path / "run")][:16] == [None] * 16
     with pytest.raises(DataError) as error:
         trained(data, tmp_path, name="short", max_iters=3, **FLAGS, **changes)
-    assert str(error.value) == f"none of 3 steps had trained tokens: {reason}"
+    assert str(error.value) == f"no step of the run had trained tokens (3 steps): {reason}"
 
 
 def test_sources_of_a_mix_without_trained_tokens_are_named(tmp_path):
@@ -143,12 +143,12 @@ def test_sources_of_a_mix_without_trained_tokens_are_named(tmp_path):
     write_blocks(tmp_path / "data/empty", [TOKENS] * 80, [NONE] * 80)
     changes = {"mix_sft": {"empty": 1000, "good": 1}, "max_iters": 20}
     notes = check_trained(EpisodeLoader(tmp_path / "data", config(**FLAGS, **changes)))
-    assert notes == ["mix_sft: sources without trained tokens in train: empty; remove them from the mix"]
+    assert notes == ["mix_sft: sources without trained tokens in train: empty; remove these sources from the mix"]
     with pytest.raises(DataError) as error:
         trained(tmp_path / "data", tmp_path, **FLAGS, **changes)
     assert str(error.value) == (
-        f"steps 1 to {LIMIT} have no trained tokens: the loss mask marks no token of their rows, which are from empty; "
-        "remove such rows from the mix"
+        f"steps 1 to {LIMIT} have no trained tokens: the loss mask does not mark any token in these rows "
+        "from empty; remove these rows from the mix"
     )
 
 

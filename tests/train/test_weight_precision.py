@@ -187,7 +187,7 @@ def test_a_chatmill_gpt_loads_in_the_dtype_of_its_file(tmp_path):
     assert set(dtypes_of(stored).values()) == {torch.bfloat16}
     assert torch.equal(logits_of(stored), logits_of(exact))
     assert generate(stored, [[1, 2]], max_tokens=3, end_ids=[]) == generate(exact, [[1, 2]], max_tokens=3, end_ids=[])
-    with pytest.raises(UsageError, match="nf4 quantization requires one"):
+    with pytest.raises(UsageError, match="which nf4 quantization requires"):
         open_model(tmp_path, weights="nf4")
 
 

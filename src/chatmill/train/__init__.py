@@ -12,7 +12,7 @@
     Tracker, TrackedRun, SampleAnswer             the interface for experiment trackers, and its arguments
 
 This package needs only numpy, torch and safetensors, plus transformers for Hugging Face models and peft for adapters.
-Only the chat model needs the packages that render text. Names are imported on first use.
+Only `chat_model` also imports the packages that render text. Public names are imported lazily, on first use.
 """
 
 from __future__ import annotations

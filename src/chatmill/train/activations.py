@@ -1,8 +1,8 @@
-"""Count the bytes that a forward pass keeps for the backward pass, without computing or allocating anything.
+"""Count the bytes that a forward pass keeps for the backward pass, without computing or allocating any tensors.
 
 The model runs once on fake tensors, which have shapes and dtypes but no storage, and hooks record each tensor that
-autograd saves. This works for any architecture. Layers of the same shape save the same tensors, so only two layers of
-each shape are run.
+autograd saves. Fake tensors work for any architecture. Layers of the same shape save the same tensors, so only two
+layers of each shape run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from chatmill.train.model_shape import layers_of
 from chatmill.train.quiet import quiet_logs
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_grouped_mm")
-"""Operators whose results a compiled layer does not recompute; the same holds for custom operators."""
+"""Operators whose results a compiled layer does not recompute, in addition to custom operators."""
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
-"""Attention operators, whose results are not recomputed either. On a GPU, a custom operator computes their inputs,
-which are therefore not recomputed.
+"""Attention operators, whose results a compiled layer does not recompute. On a GPU, a compiled layer also keeps the
+inputs of attention, because a custom operator computes them.
 """
 OUTSIDE = -1
 """The key for tensors that no layer creates."""
@@ -41,25 +41,25 @@ COUNTED = "chatmill_counted"
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes that one layer keeps until its backward pass."""
+    """Number of bytes that one layer keeps until its backward pass."""
 
     eager: int
     """Bytes of activations that autograd saves."""
     compiled: int
-    """Bytes of activations if the layer is compiled, which recomputes the results of elementwise operators."""
+    """Bytes of activations in a compiled layer, which recomputes the results of elementwise operators."""
     compiled_inputs: int
     """Like `compiled`, but the inputs of matrix products are also kept, which is torch's default."""
     input: int
     """Bytes of the layer's input, which is all that activation checkpointing keeps."""
     casts: int
-    """Bytes of weights cast to compute precision, in addition to the weights; a compiled layer repeats the cast
+    """Bytes of the weight copies in compute precision that an eager layer keeps; a compiled layer repeats the cast
     instead.
     """
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes that a forward pass of a model keeps until the backward pass."""
+    """Number of bytes that a forward pass of a model keeps until the backward pass."""
 
     layers: tuple[LayerBytes, ...]
     outside: int
@@ -67,13 +67,15 @@ class ActivationBytes:
 
 
 def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: bool) -> ActivationBytes:
-    """Count the bytes that a forward pass over (rows, length) tokens keeps. The model's weights are discarded.
+    """Count the bytes that a forward pass over (rows, length) tokens keeps. This function discards the weights of
+    `model`.
 
     With `on_gpu`, assume FlexAttention, which does not materialize the mask.
     """
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
-    # Run two layers of each shape, because the input of the first layer is not the output of another layer.
+    # Run two layers of each shape, because the input of the first layer, unlike that of other layers, is not the output
+    # of a layer.
     with few_fake_layers(model, of_each=2) as counted, quiet_logs(logging.ERROR):
         recorder = _Recorder(model, [blocks[index] for index in counted], on_gpu=on_gpu)
         with recorder.running():
@@ -114,7 +116,9 @@ def _shape_of(block: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def few_fake_layers(model: CausalModel, *, of_each: int) -> Iterator[list[int]]:
-    """Give the model fake weights and at most `of_each` layers of each shape; yield the indices of the kept layers."""
+    """Give the model fake weights and keep at most `of_each` layers of each shape; yield the indices of the kept
+    layers.
+    """
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
     kept = [index for index, shape in enumerate(shapes) if shapes[:index].count(shape) < of_each]
@@ -145,11 +149,11 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Any] = []
         self._born: dict[int, int] = {}
         self._parents: dict[int, list[int]] = {}
-        """The inputs of each tensor that an elementwise operator computed."""
+        """Maps each tensor that an elementwise operator computed to the inputs of that operator."""
         self._stored: set[int] = set()
         """Tensors that a compiled layer does not recompute."""
         self._multiplied: set[int] = set()
-        """Inputs of matrix products, which a compiled layer also materializes."""
+        """Inputs of matrix products, which a compiled layer materializes."""
         self._same: dict[int, int] = {}
         """Maps repeated casts of a tensor to the first cast; a compiled layer casts only once."""
         self._cast_to: dict[tuple[int, torch.dtype], int] = {}
@@ -216,11 +220,12 @@ class _Recorder(TorchDispatchMode):
     def _enter(self, number: int) -> Any:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-            # The inputs of a compiled layer are materialized.
+            # torch.compile materializes the inputs of a compiled layer.
             self.store_tensors(*tensors)
             if tensors:
                 self._inputs[number] = tensors[0].nbytes
-                # Count the input as part of this layer, which keeps it.
+                # Count the input of a layer as part of that layer, because the layer keeps its input for the backward
+                # pass.
                 self._born[self._key(tensors[0])] = number
             self._where = number
 
@@ -236,7 +241,7 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def layers(self) -> list[LayerBytes]:
-        """Bytes that each layer keeps."""
+        """Return the bytes that each layer keeps for its backward pass."""
         return [self._layer(number) for number in range(len(self._blocks))]
 
     def _layer(self, number: int) -> LayerBytes:
@@ -247,10 +252,11 @@ class _Recorder(TorchDispatchMode):
         return LayerBytes(self._size(eager), compiled, with_inputs, self._inputs[number], self._size(casts))
 
     def _cut(self, needed: set[int], stored: set[int]) -> int:
-        """The smallest number of bytes from which all needed tensors can be recomputed: a minimum cut, as in
+        """Return the smallest number of bytes that must be kept to recompute all needed tensors: a minimum cut, as in
         torch.compile.
 
-        Each tensor is an edge whose capacity is its size in bytes. Cutting the edge means keeping the tensor.
+        Each tensor is an edge of the graph with its size in bytes as capacity. Cutting an edge means keeping its
+        tensor.
         """
         import networkx  # type: ignore[import-untyped]
 
@@ -274,7 +280,7 @@ class _Recorder(TorchDispatchMode):
         return networkx.minimum_cut_value(graph, "forward", "backward") if needed else 0
 
     def outside(self) -> int:
-        """Bytes kept outside layers, or shared by several layers."""
+        """Return the bytes that are kept outside the layers or shared by several layers."""
         shared = {key for saved in self._saved for key in saved if self._born[key] == OUTSIDE}
         return self._size(shared | set(self._saved[OUTSIDE]))
 
@@ -304,7 +310,7 @@ def _registered(recorder: _Recorder) -> str:
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = _FlexAttention.apply(q, k, v)
-        # FlexAttention inputs are not recomputed.
+        # torch.compile does not recompute the inputs of FlexAttention.
         recorder.store_tensors(q, k, v, out)
         # transformers passes q, k and v as (rows, heads, length, size) and expects (rows, length, heads, size).
         return out.transpose(1, 2), None

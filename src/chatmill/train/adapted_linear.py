@@ -1,7 +1,8 @@
 """Linear layers that add the output of their LoRA adapter in place, in the forward and the backward pass.
 
-peft computes the outputs of the frozen layer and its adapter as two tensors and adds them; autograd does the same with
-the gradients of their input. In wide feed-forward layers these tensors determine peak memory.
+peft computes the outputs of the frozen layer and its adapter as two tensors and adds them, and autograd adds the two
+gradients of the input in the same way. In wide feed-forward layers, the extra output and gradient tensors determine the
+peak memory use.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def use_adapted_linear(module: nn.Module) -> None:
 
 @cache
 def _adapted(peft_class: Any) -> Any:
-    # Use one class for all layers, so that they are compiled once.
+    # Use one class for all layers, so that torch.compile compiles it only once.
     class AdaptedLinear(peft_class):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or self.disable_adapters or self.merged:
@@ -54,7 +55,7 @@ def _adapted(peft_class: Any) -> Any:
 
 
 def _frozen_weight(layer: Any) -> tuple[Any, ...] | None:
-    """The weight of a frozen linear layer, or the components of a 4-bit weight; None for other layers."""
+    """Return the weight of a frozen linear layer, or the components of a 4-bit weight; None for other layers."""
     if any(parameter.requires_grad for parameter in layer.parameters()):
         return None
     if type(layer) in (nn.Linear, HalfLinear):
@@ -63,13 +64,13 @@ def _frozen_weight(layer: Any) -> tuple[Any, ...] | None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products with `x`: the autocast dtype if autocast is on, else the dtype of `x`."""
+    """Return the dtype of matrix products with `x`: the autocast dtype if autocast is on, else the dtype of `x`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """x Wᵀ + s · (x Aᵀ) Bᵀ with a frozen W, plain or 4-bit; computes gradients of x, A and B."""
+    """Computes x Wᵀ + s · (x Aᵀ) Bᵀ with a frozen W, plain or 4-bit, and the gradients of x, A and B."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, weight: Tensor, *packed: Any) -> Tensor:
@@ -105,10 +106,10 @@ def _unpacked(*packed: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     return unpack(*packed, shape=shape, dtype=dtype)
 
 
-# Custom operators are opaque to torch.compile, which would otherwise compute both products and add them.
+# Use custom operators, which torch.compile does not trace; otherwise it would compute both products and add them.
 @torch.library.custom_op("chatmill::sum_of_products", mutates_args=())
 def sum_of_products(x: Tensor, weight: Tensor, low_rank: Tensor, factor: Tensor) -> Tensor:
-    """x · weight + low_rank · factor, without a second tensor of the result's size."""
+    """Compute x · weight + low_rank · factor without a second tensor of the result's size."""
     return (x @ weight).addmm_(low_rank, factor)
 
 
@@ -129,7 +130,7 @@ def packed_sum(
     low_rank: Tensor,
     factor: Tensor,
 ) -> Tensor:
-    """x · Wᵀ + low_rank · factor with a 4-bit W."""
+    """Compute x · Wᵀ + low_rank · factor with a 4-bit W."""
     from chatmill.train.quantized import packed_product
 
     return packed_product(x, packed, scales, scale, code, offset, shape).addmm_(low_rank, factor)

@@ -1,7 +1,7 @@
 """Causal attention within segments: a token attends to itself and to earlier tokens in its own conversation.
 
-All layers of a forward pass share one mask. On a GPU it is a FlexAttention block mask, which skips blocks of other
-conversations; elsewhere it is a boolean mask for SDPA.
+All layers of a forward pass share one mask. On a GPU, FlexAttention uses a block mask and skips blocks of other
+conversations; on a CPU, SDPA uses a boolean mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOPPER_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_n
 than with the default tiles (H200, head size 128)."""
 
 MAX_HEAD_BYTES = 256
-"""Larger heads do not fit into shared memory with these tiles."""
+"""Maximum size of a head in bytes for the Hopper tile sizes, because larger heads do not fit into shared memory."""
 
 Mask: TypeAlias = Tensor | BlockMask
 
@@ -41,7 +41,7 @@ def segment_mask(segments: Tensor, *, head_size: int) -> Mask:
 
 
 def segment_start(segments: Tensor) -> Tensor:
-    """Index in the row at which each token's segment starts.
+    """Return, for each token, the index in the row at which its segment starts.
 
     segments  0 0 0 1 1 2        start  0 0 0 3 3 5
     """
@@ -50,25 +50,25 @@ def segment_start(segments: Tensor) -> Tensor:
 
 
 def segment_begins(segments: Tensor) -> Tensor:
-    """Whether each token is the first of its segment."""
+    """Return, for each token, whether it is the first token of its segment."""
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     return begins
 
 
 def dense_mask(start: Tensor) -> Tensor:
-    """Boolean mask (rows, 1, length, length), true where a query attends to a key."""
+    """Return a boolean mask (rows, 1, length, length) that is true where a query attends to a key."""
     places = torch.arange(start.shape[1], device=start.device)
     return ((places <= places[:, None]) & (places >= start[:, :, None]))[:, None]
 
 
 def block_mask(start: Tensor) -> BlockMask:
-    """The mask of `dense_mask` as a FlexAttention block mask, computed without the (length, length) matrix.
+    """Return the mask of `dense_mask` as a FlexAttention block mask, without computing the (length, length) matrix.
 
     A query attends to the keys from the start of its segment up to itself, and segment starts never decrease along a
-    row. So a block of queries needs one contiguous range of key blocks. Masking is needed only for the blocks before
-    the first whole block of the last segment and for the diagonal block; all queries attend to every key in the other
-    blocks.
+    row. A block of queries therefore needs one contiguous range of key blocks. Only the key blocks before the first
+    whole block of the last segment and the diagonal block need masking. In all other key blocks, every query attends to
+    every key.
 
                  first   whole     own
         blocks     | mask  | full   | mask
@@ -104,7 +104,9 @@ def _blocks(number: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-    """Masked attention over (rows, length, heads, size); keys and values may have fewer heads than queries."""
+    """Compute masked attention over (rows, length, heads, size) tensors; keys and values may have fewer heads than
+    queries.
+    """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
@@ -116,7 +118,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 
 
 def kernel_options(q: Tensor) -> dict[str, int] | None:
-    """FlexAttention tile sizes for these queries; None for the default."""
+    """Return the FlexAttention tile sizes for these queries, or None for the default sizes."""
     gpu = torch.cuda.get_device_properties(q.device)
     tuned = (gpu.major, gpu.minor) == (9, 0) and q.shape[-1] * q.dtype.itemsize <= MAX_HEAD_BYTES
     return HOPPER_TILES if tuned else None
@@ -124,7 +126,10 @@ def kernel_options(q: Tensor) -> dict[str, int] | None:
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention for callers that are not compiled; eager FlexAttention would materialize all scores."""
-    # FlexAttention is compiled once per shape. After eight shapes, the default limit, torch would run it eagerly.
+    """Run compiled FlexAttention for callers that are not compiled, because eager FlexAttention materializes all
+    scores.
+    """
+    # FlexAttention is compiled once per shape. Raise the default limit of eight shapes, after which torch would run
+    # FlexAttention eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_SHAPES)
     return torch.compile(flex_attention, dynamic=False)

@@ -1,11 +1,11 @@
-"""Track the lowest val loss of a run: link its checkpoint as `best`, and stop the run early if the loss stops
-improving.
+"""Track the lowest val loss of a run, link the checkpoint with this loss as `best`, and stop the run early if the loss
+stops improving.
 
     checkpoints/NAME/best -> step_00000400
 
-The link is replaced after the new checkpoint is published and before the old one is removed, so it always points to a
-complete checkpoint. Every checkpoint stores the state of `BestEval`, so a resumed run stops early at the same step as
-an uninterrupted one.
+The link `best` is replaced after the new checkpoint is published and before the old one is removed, so it always points
+to a complete checkpoint. Every checkpoint stores the state of `BestEval`, so a resumed run stops early at the same step
+as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class BestEval:
     loss: float | None = None
     step: int = 0
     reference: float | None = None
-    """A loss counts as an improvement if it is below this one by more than early_stop_min_delta."""
+    """A val loss counts as an improvement if it is below `reference` by more than early_stop_min_delta."""
     waited: int = 0
-    """Evaluations since the last improvement."""
+    """Number of evaluations since the last improvement."""
 
     def add(self, loss: float | None, step: int, *, min_delta: float) -> bool:
-        """Count an evaluation; return whether its loss is finite and the lowest so far."""
+        """Record the loss of an evaluation; return whether the loss is finite and the lowest so far."""
         if loss is None:
             return False
         is_finite = math.isfinite(loss)
@@ -53,20 +53,24 @@ class BestEval:
         return config.early_stop_patience is not None and self.waited >= config.early_stop_patience
 
     def reason(self, config: TrainConfig) -> str:
-        """Why early stopping ends the run, as part of a message."""
+        """Return the reason for early stopping, as part of a message."""
         least = f" by more than {config.early_stop_min_delta:g}" if config.early_stop_min_delta else ""
         below = "" if self.reference is None else f" below {self.reference:.4f}{least}"
         evaluations = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
         return f"val loss has not fallen{below} for {evaluations} (early_stop_patience {config.early_stop_patience})"
 
     def compared(self, is_best: bool, config: TrainConfig) -> str:
-        """Describe how the last evaluation compares with the lowest loss; empty if the run does not track it."""
+        """Describe how the last val loss compares with the lowest one; return "" if the run does not track the lowest
+        loss.
+        """
         if self.loss is None or not (config.keeps_best or config.early_stop_patience):
             return ""
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"
 
     def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
-        """Folder of the checkpoint with the lowest loss, if it exists or is the one being written (step `writing`)."""
+        """Return the checkpoint with the lowest loss, if it exists or is now being written as step `writing`; otherwise
+        None.
+        """
         path = run / step_name(self.step)
         return path if self.loss is not None and (self.step == writing or path.is_dir()) else None
 
@@ -78,10 +82,13 @@ def check_evaluates(config: TrainConfig, loader: EpisodeLoader) -> None:
     why = "keep_best is true" if config.early_stop_patience is None else "early_stop_patience is set"
     sources = loader.sources_of("val")
     if not sources:
-        raise UsageError(f"{why}, and {loader.dataset_dir} has no episodes in val; prepare it with --val-split")
+        raise UsageError(
+            f"{why}, but the val split of {loader.dataset_dir} is empty; prepare the dataset with --val-split"
+        )
     if config.use_loss_mask and not any(marked_tokens(source, "val") for source in sources):
         raise UsageError(
-            f"{why}, and val of {loader.dataset_dir} has no trained tokens; prepare it with a larger --val-split"
+            f"{why}, but the val split of {loader.dataset_dir} has no trained tokens; prepare the dataset with a "
+            f"larger --val-split"
         )
 
 
@@ -89,7 +96,9 @@ def link_best(run: Path, checkpoint: Path | None) -> None:
     """Point the link `best` of a run to a checkpoint; None removes the link."""
     link = run / BEST
     if os.path.lexists(link) and not link.is_symlink():
-        raise DataError(f"{link}: is not a link to the best checkpoint; rename it, or set keep_best to false")
+        raise DataError(
+            f"{link}: is not a link to the best checkpoint; rename this file or folder, or set keep_best to false"
+        )
     if checkpoint is None:
         if link.is_symlink():
             files.disk.remove(link)

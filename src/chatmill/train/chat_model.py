@@ -1,6 +1,7 @@
-"""Chat with a trained model, using the tokenizer and the chat format that it was trained with.
+"""Chat with a trained model, using the tokenizer and the chat format of its training data.
 
-This is the only module in train/ that renders text, so it also needs the records, tokenizer and format packages.
+`chat_model` is the only module in train/ that renders text, so it also needs the records, tokenizer and format
+packages.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ChatModel:
         return self.tokenizer.special_token_ids()[self.renderer.eot]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a prompt with these messages, as in training."""
+        """Return the token ids of a prompt with these messages, formatted as in training."""
         return self.renderer.prompt_ids(Record(list(messages)))
 
     def answer(self, messages: Sequence[Message], *, max_tokens: int, sampling: Sampling) -> Iterator[int]:
@@ -73,7 +74,7 @@ class ChatModel:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: its text, its number of tokens, and whether it reached the end token."""
+    """A generated answer: its text, its number of tokens, and whether it ended with the end token."""
 
     text: str
     tokens: int
@@ -127,20 +128,21 @@ def open_chat_model(
     base: BaseWeights = "trained",
     base_model: str | None = None,
 ) -> ChatModel:
-    """Open the model in a model folder, checkpoint or run, with the tokenizer and format it was trained with.
+    """Open a model from a model folder, checkpoint or run, with the tokenizer and chat format of its training data.
 
-    `tokenizer` and `format` override those recorded in the model folder. A folder without a recorded format is treated
-    as a Hugging Face model, and its chat template is used. `base` and `base_model` are for adapters; see `open_ready`.
+    `tokenizer` and `format` override the tokenizer and chat format recorded in the model folder. A folder without a
+    recorded format is treated as a Hugging Face model, and its chat template is used. `base` and `base_model` apply
+    only to adapters; see `open_ready`.
     """
     folder = model_folder(path)
-    # Check this first: it is quick, and its error is clearer than one from the tokenizer or format.
+    # Check the model before the tokenizer and the format: the check is quick, and its error message is clearer.
     check_is_model(folder)
     renderer = _open_renderer(folder, trained_with(folder), tokenizer, format)
     model = open_ready(folder, device, base=base, base_model=base_model)
     if renderer.tokenizer.vocab_size > model.vocab_size:
         raise DataError(
             f"{renderer.tokenizer.name}: has {renderer.tokenizer.vocab_size:,} tokens, but the vocabulary of "
-            f"model {folder} has {model.vocab_size:,}; pass the tokenizer it was trained with"
+            f"model {folder} has {model.vocab_size:,}; pass the tokenizer that the model was trained with"
         )
     return ChatModel(model, renderer)
 
@@ -161,8 +163,8 @@ def _open_template(folder: Path, spec: str) -> Renderer:
     """Open the renderer for the chat template in a tokenizer's folder."""
     if (spec == "bytes" or Path(spec).exists()) and not has_template(spec):
         raise UsageError(
-            f"{one_line(spec, 300)}: has no chat template, and {folder} does not record a chat format; pass the "
-            "format it was trained in with --format, or a folder that has a chat template with --tokenizer"
+            f"{one_line(spec, 300)}: has no chat template, and {folder} does not record a chat format; pass the chat "
+            f"format of the model as --format, or a folder with a chat template as --tokenizer"
         )
     return open_renderer(TEMPLATE, spec)
 
@@ -170,22 +172,23 @@ def _open_template(folder: Path, spec: str) -> Renderer:
 def find_tokenizer(
     folder: Path, training: Mapping[str, Any], control: Mapping[str, str], named: str | None
 ) -> tuple[str, Tokenizer]:
-    """Return the tokenizer that a model was trained with, preceded by the spec from which it was opened."""
-    state = read_optional(folder / TOKENIZER_STATE, "remove it and pass the tokenizer with --tokenizer")
+    """Return the spec and the tokenizer that a model was trained with."""
+    state = read_optional(folder / TOKENIZER_STATE, "remove the file, and pass the tokenizer with --tokenizer")
     state = state if isinstance(state, dict) else {}
     besides = [str(token) for token in state.get("besides", ())]
     sha256 = training.get("tokenizer_sha256")
 
     def opened(spec: str) -> Tokenizer:
-        # Add the tokens that were added in training; the hash shows whether the result is the same tokenizer.
+        # Add the tokens that were added in training; the hash then shows whether this is the tokenizer used in
+        # training.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if named is not None:
         tokenizer = opened(named)
         if sha256 not in (None, tokenizer.sha256):
             raise DataError(
-                f"{folder}: trained with tokenizer {str(sha256)[:12]}…, {one_line(named, 300)} is "
-                f"{tokenizer.sha256[:12]}…; pass the one it was trained with"
+                f"{folder}: the model was trained with tokenizer {str(sha256)[:12]}…, but {one_line(named, 300)} is "
+                f"{tokenizer.sha256[:12]}…; pass the tokenizer that the model was trained with"
             )
         return named, tokenizer
     places = dict.fromkeys(_places(folder, training, state.get("name")))
@@ -197,11 +200,15 @@ def find_tokenizer(
         if sha256 in (None, tokenizer.sha256):
             return place, tokenizer
     looked = ", ".join(one_line(place, 200) for place in places)
-    raise UsageError(f"{folder}: its tokenizer was not found in {looked}; pass it with --tokenizer")
+    raise UsageError(
+        f"{folder}: the tokenizer of this model was not found in {looked}; pass the tokenizer with --tokenizer"
+    )
 
 
 def _places(folder: Path, training: Mapping[str, Any], name: Any) -> Iterator[str]:
-    """Yield places to look for a tokenizer: the model folder, the dataset, its parent folder and the current folder."""
+    """Yield the folders to search for a tokenizer: the model folder, the dataset, its parent folder and the current
+    folder.
+    """
     if name == "bytes":
         yield "bytes"
         return

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to resume, in safetensors and JSON, published atomically.
+"""Checkpoints: all state that a run needs to resume, in safetensors and JSON files, published atomically.
 
 step_00000500/
   model/                             a model folder, ready for use; all ranks write files of a sharded model
@@ -6,7 +6,7 @@ step_00000500/
   checkpoint.json                    the state of the run; size and hash of every file, and of itself; written last
 
 The format is safetensors instead of torch.distributed.checkpoint, whose metadata is a pickle, because reading a
-checkpoint must not run code. Files that checkpoint.json does not list are not read.
+checkpoint must not run code. Only the files that checkpoint.json lists are read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRo
 from chatmill.train.weight_dtypes import check_float16, saved_dtype
 
 LEFT = ".left"
-"""Suffix of checkpoints that are later than the one from which a run resumed."""
+"""Suffix of checkpoints that are later than the checkpoint from which the run resumed."""
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
@@ -65,14 +65,14 @@ class Checkpoint:
     state: Mapping[str, Any]
     """The state of the run, from checkpoint.json."""
     files: Mapping[str, FileInfo]
-    """The files of the checkpoint, by relative path."""
+    """Size and hash of each file in the checkpoint, by relative path."""
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
 
     def state_files(self) -> list[Path]:
-        """The files that hold weights and optimizer state."""
+        """Return the files that contain weights and optimizer state."""
         return [self.path / name for name in sorted(self.files) if STATE_FILE.fullmatch(name)]
 
 
@@ -92,7 +92,9 @@ def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tens
 
 
 def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer) -> None:
-    """Load weights and optimizer state into a model and its optimizer, with any number of ranks."""
+    """Load weights and optimizer state into a model and its optimizer; the number of ranks may differ from the saved
+    run.
+    """
     stored = ShardedTensors(checkpoint.state_files())
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     need = {f"{WEIGHTS}/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -122,7 +124,8 @@ def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer)
             kept = [each for each in full if each in unread]
             if kept and len(kept) < len(full):
                 raise DataError(
-                    f"{checkpoint.path}: the optimizer state of {name} is incomplete; only {', '.join(kept)} is present"
+                    f"{checkpoint.path}: the optimizer state of {name} is incomplete; the checkpoint contains only "
+                    f"{', '.join(kept)}"
                 )
             for kind, each in zip(state, full, strict=True) if kept else ():
                 tensor = state[kind]
@@ -140,7 +143,7 @@ def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer)
 
 def _refuse_state(checkpoint: Checkpoint, stored: ShardedTensors, name: str, of: str = "optimizer state") -> NoReturn:
     what = f"{one_line(name, 200)} {stored.shape(name)} {str(stored.dtype(name)).removeprefix('torch.')}"
-    raise DataError(f"{checkpoint.path}: {what} does not belong to the {of} of this run")
+    raise DataError(f"{checkpoint.path}: {what} is not part of the {of} of this run")
 
 
 # Writing.
@@ -160,12 +163,13 @@ def save(
     protected: Path | None = None,
     best: Path | None = None,
 ) -> Path:
-    """Write and publish a checkpoint with this state, and remove all but the last `keep`. All ranks call this.
+    """Write and publish a checkpoint with this state, and remove all but the last `keep` checkpoints. All ranks must
+    call this function.
 
-    With `sharded`, every rank writes its own rows of the state. `about` holds small files for the model folder; if it
-    is None, no model folder is written. `save_dtype` is the dtype of the weights in the model folder. The checkpoint
-    `protected`, the one that the link `best` points to, and checkpoints that contain other files are not removed.
-    `best` is the new target of that link: this checkpoint or an older one.
+    If `sharded` is set, every rank writes its own rows of the weights and optimizer state. `about` contains small files
+    for the model folder; if `about` is None, no model folder is written. `save_dtype` is the dtype of the weights in
+    the model folder. The checkpoint `protected`, the checkpoint that the link `best` points to, and checkpoints that
+    contain other files are not removed. `best` is the new target of the link `best`: this checkpoint or an older one.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -206,7 +210,7 @@ def save(
         publish(staging, target, overwrite=True, kind=CHECKPOINT)
         if best is not None:
             link_best(folder, best)
-        # Keep the linked checkpoint even if a resumed run does not track the best one.
+        # Keep the checkpoint that `best` links to, even if a resumed run does not track the best checkpoint.
         linked = folder / link.readlink() if (link := folder / BEST).is_symlink() else None
         for old in list_checkpoints(folder)[:-keep]:
             if old not in (protected, linked) and _holds_nothing_else(old):
@@ -222,14 +226,14 @@ def _write_model(folder: Path, model: CausalModel, weights: dict[str, Tensor]) -
     try:
         model.save(folder, weights)
     except SafetensorError as error:
-        # safetensors raises this error when the disk is full.
+        # safetensors raises `SafetensorError` when the disk is full.
         raise ChatmillError(f"{folder}: the model cannot be written ({one_line(str(error))})") from None
 
 
 def _write_tensors(
     staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool
 ) -> dict[str, tuple[int, str]]:
-    """Write this rank's file; return its name, size and hash."""
+    """Write the state file of this rank; return its name, size and hash."""
     name = f"state-{world.rank:05d}-of-{world.size:05d}.safetensors" if sharded else "state-00000-of-00001.safetensors"
     if sharded and not world.is_first:
         # Only rank 0 writes replicated tensors.
@@ -252,7 +256,9 @@ def _entry(name: str, tensor: Tensor, *, sharded: bool) -> TensorEntry:
 
 
 def _model_weights(model: CausalModel, world: World, save_dtype: str) -> dict[str, Tensor]:
-    """The weights for the model folder, on rank 0: all weights, or only the adapters if only they are trained."""
+    """Return the weights for the model folder on rank 0: all weights, or only the adapters if only the adapters are
+    trained.
+    """
     adapted = not all(parameter.requires_grad for parameter in model.parameters())
     state = model.trained_state() if adapted else model.state_dict(keep_vars=True)
     gathered: dict[int, Tensor] = {}
@@ -266,12 +272,12 @@ def _model_weights(model: CausalModel, world: World, save_dtype: str) -> dict[st
 
 
 def clean(folder: Path) -> None:
-    """Remove unfinished checkpoints that a killed run left."""
+    """Remove the unfinished checkpoints of killed runs."""
     for path in folder.glob(f".{PREFIX}*.saving"):
         if path.is_symlink():
             files.disk.remove(path)
         elif left := remove_folder(path, CHECKPOINT):
-            raise DataError(f"{path}: {left}; it is left from an earlier save; inspect and remove it")
+            raise DataError(f"{path}: {left}; an interrupted save left this folder; inspect and remove it")
     for path in folder.glob(f".{PREFIX}*.replaced"):
         recover(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")), CHECKPOINT)
 
@@ -295,12 +301,12 @@ def _holds_nothing_else(path: Path) -> bool:
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
-    """Rename a run's checkpoints after a step; return their new paths."""
+    """Rename all checkpoints of a run that are later than `step`; return their new paths."""
     renamed = []
     for path in list_checkpoints(folder):
         if step_of(path) > step:
             asides = (path.with_name(f"{path.name}{LEFT}{number or ''}") for number in count())
-            # Replace a checkpoint that an earlier resume renamed, unless it contains other files.
+            # Replace a checkpoint that an earlier resume renamed, unless that checkpoint contains other files.
             aside = next(each for each in asides if not os.path.lexists(each) or not remove_folder(each, CHECKPOINT))
             files.disk.rename_new(path, aside)
             renamed.append(aside)
@@ -315,7 +321,9 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def choose(folder: Path, resume: str) -> Path | None:
-    """Return the checkpoint that `resume` selects: a folder or, with `auto`, the run's newest checkpoint, if any."""
+    """Return the checkpoint that `resume` selects: a folder or, for `auto`, the run's newest checkpoint, if the run has
+    one.
+    """
     if resume == "auto":
         newest = list_checkpoints(folder)[-1:]
         return newest[0] if newest else None
@@ -328,19 +336,26 @@ def choose(folder: Path, resume: str) -> Path | None:
 
 
 def open_checkpoint(path: Path, world: World) -> Checkpoint:
-    """Open a checkpoint and check all its hashes; errors suggest the previous checkpoint."""
+    """Open a checkpoint and check the hashes of its files; error messages suggest the previous checkpoint."""
 
     def check() -> Checkpoint:
         try:
             state, listed = read_marker(path / MARKER)
             for other in unlisted(path, listed):
-                raise DataError(f"{other}: {MARKER} does not list it, so it is not part of this checkpoint; remove it")
+                raise DataError(
+                    f"{other}: this file is not listed in {MARKER}, so it is not part of the checkpoint; "
+                    f"remove the file"
+                )
             for name in sorted(listed)[world.rank :: world.size]:
                 _check(path / name, listed[name])
             return Checkpoint(path, state, listed)
         except DataError as error:
             before = [each for each in list_checkpoints(path.parent) if each.name < path.name]
-            offer = f"use the previous one with --resume {before[-1]}" if before else "there is no earlier one"
+            offer = (
+                f"use the previous checkpoint with --resume {before[-1]}"
+                if before
+                else "the run has no earlier checkpoint"
+            )
             raise DataError(f"{error}; this checkpoint is not used; {offer}") from None
 
     return world.together(check)
@@ -360,8 +375,10 @@ def _check(path: Path, info: FileInfo) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raise `DataError` if the model in a checkpoint was changed; other model folders have no recorded hashes."""
-    # The model folder may be reached through a link, or be a link itself.
+    """Raise `DataError` if the model in a checkpoint was changed; model folders outside checkpoints have no recorded
+    hashes.
+    """
+    # The path of the model folder may contain a link, or be a link itself.
     for place in dict.fromkeys((folder.absolute(), folder.resolve())):
         marker = place.parent / MARKER
         if place.name != MODEL or not os.path.lexists(marker):
@@ -370,9 +387,11 @@ def check_model(folder: Path) -> None:
             _, listed = read_marker(marker)
             for other in unlisted(place.parent, listed):
                 if other.parent == place:
-                    raise DataError(f"{other}: {MARKER} does not list it; remove it, or use a copy of the folder")
+                    raise DataError(
+                        f"{other}: this file is not listed in {MARKER}; remove the file, or use a copy of the folder"
+                    )
             for name, info in listed.items():
                 if name.startswith(f"{MODEL}/"):
                     _check(folder / Path(name).name, info)
         except DataError as error:
-            raise DataError(f"{error}; this model is not used; use that of another checkpoint") from None
+            raise DataError(f"{error}; this model is not used; use the model of another checkpoint") from None

@@ -1,7 +1,7 @@
 """File names of runs and checkpoints, and checkpoint.json, which lists a checkpoint's files and stores the run's state.
 
-Only listed files are read, and every value is checked before it is used, because the file may come from an untrusted
-source. This module does not import torch.
+Only files listed in checkpoint.json are read, and every value is checked before use, because the file may come from an
+untrusted source. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LARGEST = 1 << 31
 """The largest allowed vocabulary size and number of ranks."""
 TOTALS = ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens", "answer_cut", "skipped_steps")
 LATER_TOTALS = {"answer_cut"}
-"""Counts that are missing from checkpoints of earlier versions."""
+"""Counts that checkpoints of earlier versions do not have."""
 CURSOR = ("step", "epoch", "window", "row")
 
 
@@ -42,7 +42,7 @@ def step_name(step: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints of a run, oldest first, without opening them. Links are ignored."""
+    """List the checkpoints of a run, oldest first, without opening them. Symbolic links are ignored."""
     try:
         # Do not use `glob`, which treats an unreadable folder as empty.
         named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
@@ -74,7 +74,7 @@ def model_folder(path: str | Place) -> Path:
     """Return the model folder for a path: the path itself, or the model in a checkpoint or in a run's newest
     checkpoint.
 
-    A folder at a URL is downloaded first.
+    If the path is a URL, the folder is downloaded first.
     """
     where = place(path)
     folder = _copied(where) if isinstance(where, Url) else named_checkpoint(where)
@@ -87,12 +87,12 @@ def model_folder(path: str | Place) -> Path:
 
 
 def self_sha256(body: Mapping[str, Any]) -> str:
-    """The hash of all other values in checkpoint.json."""
+    """Return the hash of all values in checkpoint.json except the hash itself."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
-    """Read checkpoint.json: the state of the run, and the size and hash of each file."""
+    """Read checkpoint.json; return the state of the run, and the size and hash of each file."""
     try:
         state = json.loads(read_plain(path))
         stored_hash = state.pop("sha256")
@@ -100,9 +100,9 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, AttributeError, KeyError, RecursionError, TypeError):
-        raise DataError(f"{path}: is damaged; it is not the state of a checkpoint") from None
+        raise DataError(f"{path}: is damaged; expected the state of a checkpoint") from None
     if not is_whole:
-        raise DataError(f"{path}: is damaged; its hash differs from the one it records")
+        raise DataError(f"{path}: is damaged; its hash differs from the recorded hash")
     if lacking := [name for name in ("version", "step", "files") if name not in state]:
         raise DataError(f"{path}: is damaged; {lacking[0]} is missing")
     if type(state["version"]) is not int or state["version"] != VERSION:
@@ -110,7 +110,9 @@ def read_marker(path: Path) -> tuple[dict[str, Any], dict[str, FileInfo]]:
     body = JsonObject(state, str(path))
     step = body.count("step")
     if (named := STEP_FOLDER.fullmatch(path.parent.name)) and int(named[1]) != step:
-        raise DataError(f"{path}: is for step {step:,}, but its folder is {path.parent.name}; it was moved or changed")
+        raise DataError(
+            f"{path}: is for step {step:,}, but its folder is {path.parent.name}; the checkpoint was moved or changed"
+        )
     files = _files(body)
     if "config" in state or "stage" in state:
         body.table("config")
@@ -137,14 +139,14 @@ def _files(body: JsonObject) -> dict[str, FileInfo]:
         matched = STATE_FILE.fullmatch(name)
         folder, _, file = name.rpartition("/")
         if not matched and (folder != MODEL or file in ("", ".", "..") or "\0" in file):
-            raise listed.fault(name, value, f"state-…-of-….safetensors or {MODEL}/NAME as the name of a file")
+            raise listed.fault(name, value, f"state-…-of-….safetensors or {MODEL}/NAME as the file name")
         if matched:
             states.add((int(matched[1]), int(matched[2])))
         match value:
             case [int(size), str(sha256)] if 0 <= size < 1 << 62 and type(size) is int and len(sha256) == 64:
                 files[name] = FileInfo(size, sha256)
             case _:
-                raise listed.fault(name, value, "its size and its sha256")
+                raise listed.fault(name, value, "the size and the sha256 of the file")
     count = max((count for _, count in states), default=0)
     if not states or states != {(rank, count) for rank in range(count)}:
         raise body.fault("files", sorted(listed.value), "the state files of all ranks, 00000-of-N to N-1-of-N")
@@ -152,7 +154,7 @@ def _files(body: JsonObject) -> dict[str, FileInfo]:
 
 
 def _check_run(body: JsonObject, step: int) -> None:
-    """Check the types in the state of `chatmill train`, and that its counters agree with each other."""
+    """Check the types of the values that `chatmill train` stores, and that its counters agree with each other."""
     stage, totals, config, loader = (body.table(name) for name in ("stage", "totals", "config", "loader"))
     start = stage.count("start", most=step)
     stage.sha256("dataset_sha256")

@@ -1,4 +1,6 @@
-"""`python train.py`: its flags, and the run and summary, which it shares with `chatmill train`."""
+"""The command `python train.py`: its flags, and the code that it shares with `chatmill train` to run and to print a
+summary.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from chatmill.train.run_dir import CONFIG, METRICS
 from chatmill.train.trackers.pages import ReportPage
 
 ESTIMATE_FLAGS = ("estimate", "gpus", "gpu_memory")
-"""Flags for --estimate, whose values are parsed; the values of other run flags are plain text."""
+"""Flags that belong to --estimate and whose values are parsed; the values of all other run flags are plain text."""
 EXAMPLES = """\
 examples:
   {prog} --model_name mine --config_file configs/sft1/150M.json --dataset_dir data/chat_sft --max_iters 5000
@@ -60,7 +62,7 @@ def main(
     tokenizer_sha256: TokenizerHash | None = None,
     report_page: ReportPage | None = None,
 ) -> None:
-    """Train with these flags; `tokenizer_sha256` hashes the tokenizer set in chatmill.toml.
+    """Run the command with these flags; `tokenizer_sha256` returns the hash of the tokenizer set in chatmill.toml.
 
     `report_page` writes the report page of a dataset, which trackers log.
     """
@@ -79,7 +81,7 @@ def main(
 
 @contextmanager
 def errors_of_first_rank() -> Iterator[None]:
-    """Report an error that occurs on all ranks only once: rank 0 raises it, and the other ranks exit.
+    """Report an error that occurs on all ranks only once: rank 0 raises the error, and the other ranks exit.
 
     A `RankError` is raised on the rank where it occurs, unless another rank reports it.
     """
@@ -97,7 +99,7 @@ def is_first_rank() -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises `UsageError`, which is printed as one line."""
+    """An argument parser that raises `UsageError`, which is printed as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -144,7 +146,7 @@ def run_and_print(
 ) -> None:
     """Train with these flags and print the result; sample answers are shown if `open_text` is given.
 
-    With --estimate, only print a memory estimate; `print_fit` prints it as a table.
+    With --estimate, call `print_fit` to print a memory estimate instead of training.
     """
     if "--tensorboard" in unknown:
         raise UsageError("unrecognized argument: --tensorboard; use --report_to tensorboard")
@@ -163,14 +165,12 @@ def run_and_print(
 
 def _run_flags(flags: Mapping[str, str]) -> RunFlags:
     given = {name: text for name, text in flags.items() if name in keys_of(RunFlags)}
-    # Names and folders are plain text, even if they look like numbers or JSON.
+    # Treat names and folders as plain text, even if they look like numbers or JSON.
     plain: dict[str, Any] = {name: text for name, text in given.items() if name not in ESTIMATE_FLAGS}
     values = from_flags(RunFlags, {name: text for name, text in given.items() if name in ESTIMATE_FLAGS})
     where = RunFlags(**plain, **values)
     if not where.estimate and (alone := [name for name in ESTIMATE_FLAGS if values.get(name)]):
-        raise UsageError(
-            f"--{alone[0]} is given without --estimate; a run uses the GPUs that its launcher starts it on"
-        )
+        raise UsageError(f"--{alone[0]} requires --estimate; a training run uses the GPUs that its launcher assigns")
     return where
 
 
@@ -181,7 +181,7 @@ def run(
     tokenizer_sha256: TokenizerHash | None = None,
     report_page: ReportPage | None = None,
 ) -> TrainResult:
-    """Run training with these flags, given as a mapping from name to text."""
+    """Train with these flags, given as a mapping from flag name to text."""
     where = _run_flags(flags)
     if where.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
@@ -203,7 +203,7 @@ def run(
 
 
 def estimate(flags: Mapping[str, str]) -> Fit:
-    """Estimate the memory for a run with these flags, without reading weights."""
+    """Estimate the memory of a run with these flags, without reading weights."""
     where = _run_flags(flags)
     config, _ = _config_of(flags, where, project_settings())
     return estimate_run(config, gpus=where.gpus, gpu_memory=where.gpu_memory)
@@ -225,19 +225,19 @@ def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tupl
     values = layered(project, stated)
     stops_no_more = bool(base.get("early_stop_patience")) and values.get("early_stop_patience") is None
     if resumes and stops_no_more and values.get("keep_best") is None and values.get("save_interval"):
-        # Otherwise, keep_best null would mean false from now on, and the run would remove its best checkpoint.
+        # Set keep_best: its default, null, would now mean false, and the resumed run would remove its best checkpoint.
         values["keep_best"] = True
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:
         raise UsageError(
             f"the flags: {', '.join(shape)} set the shape of a new model, but init_from_model is "
-            f"{one_line(str(values['init_from_model']), 300)}, which has a fixed shape; remove them"
+            f"{one_line(str(values['init_from_model']), 300)}, which has a fixed shape; remove these flags"
         )
     notes = [f"{FILE}: {', '.join(used)}"] if (used := _shown(project, stated)) else []
     config = TrainConfig.from_mapping(values, place="the flags" if file is None else str(place(file)))
     if config.dataset_dir is None and Path(CACHES).is_dir():
         config = replace(config, dataset_dir=CACHES)
-        notes.append(f"trains on {CACHES}, the default folder of caches; set --dataset_dir to train on other data")
+        notes.append(f"training on {CACHES}, the default cache folder; pass --dataset_dir to train on other data")
     return config, notes
 
 
@@ -249,12 +249,12 @@ def _print_fit(fit: Fit) -> None:
 
 
 def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
-    """The keys whose values come from chatmill.toml, because neither the config file nor a flag sets them."""
+    """Return the keys whose values come from chatmill.toml, because neither the config file nor a flag sets them."""
     return [f"{name} {one_line(json.dumps(value), 300)}" for name, value in project.items() if name not in stated]
 
 
 def val_lines(result: TrainResult) -> list[str]:
-    """The val loss of each source in a mix, as one line."""
+    """Format the val loss of each source in a mix as one line."""
     shown = []
     for name, each in result.val_sources.items():
         loss = None if each is None else each["loss"]
@@ -264,13 +264,15 @@ def val_lines(result: TrainResult) -> list[str]:
 
 
 def best_lines(result: TrainResult) -> list[str]:
-    """The lowest val loss, if its checkpoint was kept or the last evaluation was worse."""
+    """Format the lowest val loss, if its checkpoint was kept or the last evaluation had a higher loss."""
     if result.best_val_loss is None or result.best_step is None:
         return []
     line = f"best val loss {result.best_val_loss:.4f} at step {result.best_step:,}"
     if result.best_checkpoint is not None:
         return [f"{line}: {result.folder / BEST} -> {result.best_checkpoint.name}"]
-    return [f"{line}; its checkpoint was not kept; use --keep_best"] if result.val_loss != result.best_val_loss else []
+    if result.val_loss == result.best_val_loss:
+        return []
+    return [f"{line}; this checkpoint was not kept; use --keep_best to keep the best checkpoint"]
 
 
 def summary(result: TrainResult) -> str:
@@ -278,7 +280,7 @@ def summary(result: TrainResult) -> str:
     lines = []
     if result.stopped_by is not None:
         saved = result.checkpoint is not None and result.checkpoint.name == step_name(result.step)
-        then = "continue with --resume auto" if saved else "it was not saved because save_interval is 0"
+        then = "continue with --resume auto" if saved else "this step was not saved because save_interval is 0"
         lines.append(f"stopped by {result.stopped_by} at step {result.step:,} of {result.total:,}; {then}")
     else:
         if result.stopped_early is not None:
@@ -292,11 +294,11 @@ def summary(result: TrainResult) -> str:
         )
     if result.untrained_rows:
         lines.append(
-            f"{result.untrained_rows:,} rows had no trained tokens; {result.skipped_steps:,} steps without any "
-            "were skipped"
+            f"{result.untrained_rows:,} rows had no trained tokens; {result.skipped_steps:,} steps without trained "
+            f"tokens were skipped"
         )
     if result.loss_spikes:
-        lines.append(f'loss spikes: {result.loss_spikes:,} steps, see "spike" in {result.folder / METRICS}')
+        lines.append(f'loss spikes: {result.loss_spikes:,} steps; see "spike" in {result.folder / METRICS}')
     if result.loss is not None:
         lines.append(f"loss {result.loss:.4f}")
         if result.val_loss is not None:

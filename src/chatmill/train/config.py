@@ -2,7 +2,7 @@
 
     defaults  <  chatmill.toml  <  config file  <  POST_TRAINING and WARMUP_PCT  <  flags
 
-Every key is also a flag of `train.py` and of `chatmill train`. This module does not import torch.
+Every config key is also a flag of `train.py` and of `chatmill train`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from chatmill.store.primer_cache import CACHES
 from chatmill.train.run_config import OptimizerConfig, RunConfig
 
 WARMUP = 0.03
-"""Default warmup, as a share of the run."""
+"""Default warmup, as a fraction of the run."""
 FIRST_FLAG = "use_loss_mask"
-"""The first flag in the help, because without it a run also trains on user messages."""
+"""The flag to list first in the help, because a run without it also trains on user messages."""
 EXCLUSIVE = (("max_iters", "epochs"), ("warmup_iters", "warmup_pct"))
-"""Mutually exclusive keys; a key in a later layer of settings replaces the other."""
+"""Pairs of mutually exclusive keys; if a later layer of settings has one key of a pair, the other key is removed."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
 """Values that post_training sets: train the tokens that the loss mask marks, and keep the last incomplete batch."""
 
@@ -69,20 +69,22 @@ EPOCHS = ValueCheck(
 class ModelConfig(Config):
     """The keys that set the shape of a new model."""
 
-    vocab_size: int | None = key(None, "vocabulary size; null: that of the dataset", optional(integer(1)))
+    vocab_size: int | None = key(
+        None, "vocabulary size; null uses the vocabulary size of the dataset", optional(integer(1))
+    )
     n_layer: int = key(12, "number of layers", integer(1))
     n_embd: int = key(768, "width of the hidden states", integer(1))
     n_head: int = key(12, "number of query heads", integer(1))
-    n_kv_head: int | None = key(None, "number of key and value heads; null: n_head", optional(integer(1)))
-    head_dim: int | None = key(None, "width of a head; null: n_embd / n_head", optional(integer(1)))
+    n_kv_head: int | None = key(None, "number of key and value heads; null uses n_head", optional(integer(1)))
+    head_dim: int | None = key(None, "width of a head; null uses n_embd / n_head", optional(integer(1)))
     n_ffn: int | None = key(
         None,
-        "width of the feed-forward layer; null: 8/3 of n_embd, rounded up to a multiple of 64",
+        "width of the feed-forward layer; null uses 8/3 of n_embd, rounded up to a multiple of 64",
         optional(integer(1)),
     )
     max_positions: int = key(4096, "maximum sequence length of the model, in tokens", integer(1))
     rope_theta: float = key(10_000.0, "base of the rotary position embedding", number(1))
-    norm_eps: float = key(1e-6, "epsilon of RMSNorm", number(0))
+    norm_eps: float = key(1e-6, "epsilon in RMSNorm", number(0))
     tie_weights: bool = key(True, "tie the weights of the embedding and the output head")
     qk_norm: bool = key(False, "normalize the queries and keys of each head")
 
@@ -99,9 +101,9 @@ class ModelConfig(Config):
         return self.n_ffn or -(-self.n_embd * 8 // 3 // 64) * 64
 
     def shape_fault(self) -> str | None:
-        """Why this shape is invalid; None if it is valid."""
+        """Return why this shape is invalid, or None if it is valid."""
         if self.head_dim is None and self.n_embd % self.n_head:
-            return f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}; change one or set head_dim"
+            return f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}; change one of them or set head_dim"
         if self.n_head % self.kv_heads:
             return f"n_head {self.n_head} is not a multiple of n_kv_head {self.kv_heads}"
         if self.head_size % 2:
@@ -127,7 +129,7 @@ class GPTSizes(ModelConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of a model with this shape."""
+        """Return the number of parameters in a model with this shape."""
         attention = self.n_embd * self.head_size * 2 * (self.n_head + self.kv_heads)
         norms = 2 * self.n_embd + (2 * self.head_size if self.qk_norm else 0)
         layers = self.n_layer * (attention + 3 * self.n_embd * self.ffn + norms)
@@ -143,7 +145,7 @@ class LoraSizes(Config):
     dropout: float = key(0.0, "dropout on the input of the adapters", SHARE)
     targets: Sequence[str] | str = key(
         "all-linear",
-        "layers that get an adapter; all-linear: every linear layer except the output head",
+        "layers that get an adapter; all-linear selects every linear layer except the output head",
         ValueCheck("a string or a list of strings", _are_targets),
     )
 
@@ -169,83 +171,101 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
 
     dataset_dir: str | None = key(
         None,
-        "data to train on: a dataset, a cache or a folder of caches to mix, or the URL of a dataset or a folder "
-        "of "
-        "datasets; "
-        f"null: data.caches.sft_token_cache in chatmill.toml, else {CACHES}",
+        "data to train on: a dataset, a cache, a folder of caches to mix, or the URL of a dataset or of a folder of "
+        f"datasets; null uses data.caches.sft_token_cache in chatmill.toml or, if that is not set, {CACHES}",
     )
     epochs: float | None = key(
         None,
-        "length of the run in epochs instead of max_iters, such as 3 or 0.5; one epoch of a mix has as many "
+        "length of the run in epochs, such as 3 or 0.5; replaces max_iters; one epoch of a mix has as many "
         "conversations as all its sources together",
         optional(EPOCHS),
     )
     tokens_per_step: int | None = key(
         None,
-        "tokens per optimizer step over all ranks, padding included; sets gradient_accumulation_steps, and batch_size "
-        "is then the rows per micro-batch over all ranks; null: batch_size is the rows per optimizer step",
+        "tokens per optimizer step over all ranks, including padding; sets gradient_accumulation_steps and makes "
+        "batch_size the number of rows per micro-batch over all ranks; if null, batch_size is the number of rows per "
+        "optimizer step",
         optional(integer(1)),
     )
     lora: Mapping[str, Any] | None = key(
         None, "train LoRA adapters on a Hugging Face model, whose own weights are frozen", optional(LORA)
     )
     quantize: Literal["none", "nf4"] = key(
-        "none", "nf4: load the linear layers of the base model in 4 bits (QLoRA); requires lora and bitsandbytes"
+        "none",
+        "quantization of the base model; nf4 loads its linear layers in 4 bits (QLoRA) and requires lora and "
+        "bitsandbytes",
     )
     post_training: bool = key(
         False,
-        "post-train on blocks: one pass; batches without trained tokens are skipped",
+        "post-train on a dataset of blocks in one pass, and skip batches without trained tokens",
         variable="POST_TRAINING",
     )
     warmup_pct: float | None = key(
-        None, f"warmup as a share of the run's tokens; null: {WARMUP:g}", optional(SHARE), variable="WARMUP_PCT"
+        None, f"warmup as a fraction of the run's tokens; null uses {WARMUP:g}", optional(SHARE), variable="WARMUP_PCT"
     )
-    check_tokenizer: bool = key(True, "refuse a dataset that was prepared with a different tokenizer than the model's")
-    check_memory: bool = key(True, "refuse a run whose estimated memory does not fit")
-    compile: bool | None = key(None, "compile the layers with torch.compile; null: only on a GPU")
+    check_tokenizer: bool = key(True, "refuse a dataset that was prepared with a tokenizer other than the model's")
+    check_memory: bool = key(True, "refuse a run whose estimated memory exceeds the available memory")
+    compile: bool | None = key(None, "compile the layers with torch.compile; null compiles them only on a GPU")
     fp8: bool = key(
         False,
-        "float8 matrix products in the linear layers, on GPUs that support them; faster for models of 1.7 B parameters "
-        "or more",
+        "compute the matrix products of linear layers in float8, on GPUs that support it; this is faster for models "
+        "with 1.7 B parameters or more",
     )
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass instead of keeping them")
     activation_offload: bool = key(
-        False, "activation checkpointing that keeps the checkpointed layer inputs in host memory"
+        False, "use activation checkpointing, and keep the checkpointed layer inputs in host memory"
     )
     parallel: Literal["ddp", "fsdp"] = key(
-        "ddp", "how several ranks share the work: ddp replicates the model on each rank, fsdp shards it"
+        "ddp",
+        "how to distribute training over several ranks; ddp replicates the model on each rank, fsdp shards it "
+        "over all ranks",
     )
     eval_interval: int = key(
-        500, "steps between evaluations on val, in addition to the one at the end; 0: no evaluations", integer(0)
+        500,
+        "number of steps between evaluations on the val split, in addition to the evaluation at the end; 0 "
+        "disables evaluation",
+        integer(0),
     )
-    eval_iters: int | None = key(None, "val batches per evaluation and source; null: all", optional(integer(1)))
-    eval_samples: int = key(2, "val prompts per source to answer at each evaluation; 0: none", integer(0))
+    eval_iters: int | None = key(
+        None, "number of val batches per evaluation and source; null uses all batches", optional(integer(1))
+    )
+    eval_samples: int = key(
+        2, "number of val prompts per source to answer at each evaluation; 0 disables sample answers", integer(0)
+    )
     early_stop_patience: int | None = key(
         None,
-        "stop after this many evaluations without a lower val loss (of a mix: over all sources); null: never",
+        "stop after this many evaluations without a lower val loss, computed over all sources of a mix; null "
+        "disables early stopping",
         optional(integer(1)),
     )
     early_stop_min_delta: float = key(
-        0.0, "minimum decrease of the val loss that counts as an improvement for early_stop_patience", number(0)
+        0.0, "minimum decrease in val loss that early_stop_patience counts as an improvement", number(0)
     )
     keep_best: bool | None = key(
         None,
-        "keep the checkpoint with the lowest val loss in addition to keep_checkpoints, as `best` in the run folder; "
-        "null: true if early_stop_patience is set",
+        "keep the checkpoint with the lowest val loss in addition to keep_checkpoints, and link it as `best` in the "
+        "run folder; null means true if early_stop_patience is set, otherwise false",
     )
     checkpoint: Literal["full", "sharded"] = key(
-        "full", "full: rank 0 writes the whole checkpoint; sharded: every rank writes its part"
+        "full",
+        "how to write checkpoints; with full, rank 0 writes the whole checkpoint; with sharded, every rank "
+        "writes its own part",
     )
     verify: bool = key(
         False, "check the hashes of the data at the start, once per epoch in the background, and at the end"
     )
     log_rows: bool = key(False, "log the loss of every conversation at every step")
-    audit_dir: str | None = key("logs/audit", "folder of the audit log, which records what was trained on")
+    audit_dir: str | None = key("logs/audit", "folder of the audit log, which records the batches of the run")
     cache_dir: str | None = key(
-        None, f"folder to cache remote data in; null: ${FOLDER}, else chatmill in $XDG_CACHE_HOME or ~/.cache"
+        None,
+        f"folder to cache remote data in; null uses ${FOLDER} or, if that is not set, the folder chatmill in "
+        f"$XDG_CACHE_HOME or ~/.cache",
     )
     cache_size: int | str | None = key(
-        None, f"maximum size of the cache, such as 200GB or a number of bytes; null: ${SIZE}, else 64GB", CACHE_SIZE
+        None,
+        f"maximum size of the cache of remote data, such as 200GB or a number of bytes; null uses ${SIZE} or, "
+        f"if that is not set, 64GB",
+        CACHE_SIZE,
     )
 
     @property
@@ -261,34 +281,37 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         yield from super().conflicts()
         for name, other in EXCLUSIVE:
             if (value := getattr(self, name)) is not None and (instead := getattr(self, other)) is not None:
-                yield f"{name} is {value} and {other} {instead:g}; expected one of them"
+                yield f"{name} is {value} and {other} is {instead:g}; set only one of these keys"
         if self.tokens_per_step is not None and self.gradient_accumulation_steps != 1:
             yield (
-                f"tokens_per_step is {self.tokens_per_step} and gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps}; expected one of them"
+                f"tokens_per_step is {self.tokens_per_step} and gradient_accumulation_steps is "
+                f"{self.gradient_accumulation_steps}; set only one of these keys"
             )
         if self.post_training and self.epochs is not None and self.epochs > 1:
-            yield f"post_training is true and epochs {self.epochs:g}; post-training runs for at most one epoch"
+            yield f"post_training is true and epochs is {self.epochs:g}; post-training runs for at most one epoch"
         needs = {"early_stop_patience": self.early_stop_patience is not None, "keep_best": self.keep_best is True}
         for name in (name for name, is_set in needs.items() if is_set and not self.eval_interval):
-            yield f"{name} is {json.dumps(getattr(self, name))} and eval_interval 0; set eval_interval to evaluate"
+            yield f"{name} is {json.dumps(getattr(self, name))} and eval_interval is 0; set eval_interval to at least 1"
         if self.keep_best and not self.save_interval:
-            yield "keep_best is true and save_interval 0, which writes no checkpoints; change one of them"
+            yield "keep_best is true and save_interval is 0, which disables checkpoints; change one of these keys"
         if self.early_stop_min_delta and self.early_stop_patience is None:
-            yield f"early_stop_min_delta is {self.early_stop_min_delta:g} and early_stop_patience null; set both"
+            yield (
+                f"early_stop_min_delta is {self.early_stop_min_delta:g} and early_stop_patience is null; "
+                "set early_stop_patience as well"
+            )
         if self.post_training and not self.use_loss_mask:
-            yield "post_training is true and use_loss_mask false; post-training requires the loss mask"
+            yield "post_training is true and use_loss_mask is false; post-training requires the loss mask"
         if self.lora is not None and self.init_from_model is None:
-            yield "lora is given and init_from_model is not; adapters require a Hugging Face model"
+            yield "lora is set and init_from_model is not; adapters require a Hugging Face model"
         if self.fp8 and self.lora is not None:
-            yield "fp8 is true and lora is given; float8 is for full fine-tuning only; set fp8 to false"
+            yield "fp8 is true and lora is set, but float8 supports only full fine-tuning; set fp8 to false"
         if self.parallel == "fsdp" and self.optimizer in ("adafactor", "muon"):
             yield (
-                f"optimizer is {self.optimizer} and parallel is fsdp; {self.optimizer} requires unsharded matrices, "
-                "use ddp, or adamw, adamw8bit or adamw_bf16"
+                f"optimizer is {self.optimizer} and parallel is fsdp; {self.optimizer} requires unsharded matrices; "
+                f"use ddp, or the optimizer adamw, adamw8bit or adamw_bf16"
             )
         if self.quantize != "none" and self.lora is None:
-            yield f"quantize is {self.quantize} and lora is not given; quantized weights cannot be trained, set lora"
+            yield f"quantize is {self.quantize} and lora is not set, but quantized weights cannot be trained; set lora"
         if self.quantize != "none" and self.parallel == "fsdp":
             yield f"quantize is {self.quantize} and parallel is fsdp, which cannot shard 4-bit weights; use ddp"
         if self.init_from_model is None and (fault := self.shape_fault()):
@@ -303,7 +326,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return super().from_mapping(layered(values), place=place)
 
     def sizes(self, vocab_size: int) -> GPTSizes:
-        """The shape of a new model for a dataset with this vocabulary."""
+        """Return the shape of a new model for a dataset with this vocabulary size."""
         shape = {name: getattr(self, name) for name in size_keys()}
         return GPTSizes(**{**shape, "vocab_size": self.vocab_size or vocab_size})
 
@@ -313,7 +336,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     def with_accumulation(self) -> tuple[Self, list[str]]:
         """Replace tokens_per_step with batch_size and gradient_accumulation_steps; also return a note about the result.
 
-        tokens_per_step is null in the result, so a run that resumes with this config computes the same batches.
+        The returned config has tokens_per_step null, so a run that resumes with that config computes the same batches.
 
         >>> config, _ = TrainConfig(tokens_per_step=65_536, batch_size=8, block_size=1024).with_accumulation()
         >>> config.batch_size, config.gradient_accumulation_steps
@@ -322,7 +345,6 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         if (wanted := self.tokens_per_step) is None:
             return self, []
         at_once = self.batch_size * self.block_size
-        # Round to the nearest integer.
         steps = max(1, (2 * wanted + at_once) // (2 * at_once))
         note = f"tokens_per_step {wanted}: {steps} × {self.batch_size} rows of {self.block_size}"
         note += "" if steps * at_once == wanted else f" = {steps * at_once} tokens"
@@ -330,7 +352,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, tokens_per_step=None), [note]
 
     def warmup_steps(self, total: int) -> int:
-        """Number of warmup steps in a run of `total` steps, which all have the same number of tokens."""
+        """Return the number of warmup steps in a run of `total` steps with the same number of tokens each."""
         if self.warmup_iters is not None:
             return self.warmup_iters
         return math.ceil((WARMUP if self.warmup_pct is None else self.warmup_pct) * total)
@@ -338,21 +360,26 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(Config):
-    """The flags of the training command that are not keys of its config."""
+    """Flags of the training command that are not config keys."""
 
     model_name: str | None = key(None, "name of the run; its files are written to checkpoints/NAME", metavar="NAME")
     config_file: str | None = key(
         None, "JSON file with config keys (listed below); it may inherit from another file", metavar="FILE"
     )
     out_dir: str = key("checkpoints", "folder in which runs are written", metavar="DIR")
-    resume: str | None = key(None, "auto: resume from the newest checkpoint, if any; or the folder of a checkpoint")
+    resume: str | None = key(
+        None, "checkpoint folder to resume from; auto resumes from the newest checkpoint of the run, if it has one"
+    )
     estimate: bool = key(False, "estimate the memory of the run and print whether it fits, without starting the run")
     gpus: int | None = key(
-        None, "with --estimate: number of GPUs; null: those of this launch", optional(integer(1)), metavar="N"
+        None,
+        "number of GPUs for --estimate; null uses the number of ranks of this launch",
+        optional(integer(1)),
+        metavar="N",
     )
     gpu_memory: float | None = key(
         None,
-        "with --estimate: memory of each GPU in GiB; null: that of this machine's GPU",
+        "memory of each GPU in GiB for --estimate; null uses the memory of this machine's GPU",
         optional(number(0)),
         metavar="GIB",
     )
@@ -371,9 +398,10 @@ def with_bare_switches(args: Sequence[str]) -> list[str]:
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of settings; later layers take precedence.
 
-    max_iters and epochs replace each other, as do warmup_iters and warmup_pct. tokens_per_step replaces
-    gradient_accumulation_steps; the rows per micro-batch stay the same. The layer that turns post_training on also sets
-    those keys in POST_TRAINING that it does not set itself.
+    A layer that sets max_iters removes epochs, and the other way around; warmup_iters and warmup_pct also remove each
+    other. A layer that sets tokens_per_step removes gradient_accumulation_steps; the rows per micro-batch stay the
+    same. A layer that turns post_training on also sets the keys in POST_TRAINING, except those that the layer sets
+    itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:
@@ -391,7 +419,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename old keys in a run config that an earlier version wrote."""
+    """Rename the old keys in the config of a run that an earlier version of chatmill wrote."""
     values = dict(stored)
     if values.pop("tensorboard", False) is True:
         values.setdefault("report_to", ["tensorboard"])
@@ -399,10 +427,10 @@ def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_keys() -> Sequence[str]:
-    """The keys that set the shape of a new model; a loaded model keeps its shape."""
+    """Return the keys that set the shape of a new model; a loaded model keeps its own shape."""
     return list(keys_of(ModelConfig))
 
 
 def model_keys() -> Sequence[str]:
-    """The keys that define the model; a resumed run must not change them."""
+    """Return the keys that define the model; a resumed run must not change these keys."""
     return [*size_keys(), "lora", "quantize"]

@@ -1,7 +1,7 @@
-"""`verify`: hash a run's data files at the start, once per epoch in the background, and at the end.
+"""The config key `verify`: hash the data files of a run at the start, once per epoch in the background, and at the end.
 
 A checkpoint is verified if a later pass over the data finds every file unchanged. If a file has changed, the run stops
-at the next step; it can resume from the last verified checkpoint once the data is restored.
+at the next step. Once the data is restored, the run can resume from the last verified checkpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from chatmill.train.checkpoint_files import step_of
 from chatmill.train.distributed import World
 
 CHUNK = 1 << 20
-"""Bytes that are read and hashed at a time, without holding the GIL."""
+"""Number of bytes to read and hash at a time; hashing releases the GIL."""
 LOWEST_PRIORITY = 19
 
 
 class DataCheck:
-    """Hashes this rank's share of the files on its machine. All ranks call the same methods at the same steps."""
+    """Hashes this rank's share of the data files on its node. All ranks must call each method at the same step."""
 
     def __init__(self, loader: EpisodeLoader) -> None:
         rank, ranks = (
@@ -45,10 +45,10 @@ class DataCheck:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._at_start: Path | None = None
-        """The last checkpoint when the pass began."""
+        """The last checkpoint at the time when the current pass over the data started."""
         self._epoch = 0
         self.fault: str | None = None
-        """One line about the first file that has changed."""
+        """Error message about the first file that has changed."""
         self.verified: Path | None = None
         """The last verified checkpoint."""
 
@@ -66,9 +66,10 @@ class DataCheck:
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
-        """Record when a pass has ended on all ranks, and start a new pass in each epoch.
+        """Record that a pass has finished on all ranks, and start a new pass in each epoch.
 
-        `saved` is the last checkpoint. If the order has no epochs, an epoch counts as one row per eligible episode.
+        `saved` is the last checkpoint. If the data order has no epochs, one row per eligible episode counts as an
+        epoch.
         """
         if self._thread is not None and all_done:
             self._thread.join()
@@ -82,7 +83,9 @@ class DataCheck:
             self._thread.start()
 
     def check_at_end(self, folder: Path, step: int, world: World) -> None:
-        """Check all files before a run writes its last checkpoint; if one has changed, call `stop`, which raises."""
+        """Check all files before a run writes its last checkpoint; if a file has changed, call `stop`, which raises an
+        error.
+        """
         try:
             world.together(self.check)
         except ChatmillError:
@@ -90,7 +93,7 @@ class DataCheck:
             raise
 
     def stop(self, folder: Path, step: int, world: World) -> None:
-        """Rename checkpoints that may have been trained on changed data, and raise `DataError`."""
+        """Rename the checkpoints that may have been trained on changed data, and raise `DataError`."""
         good = -1 if self.verified is None else step_of(self.verified)
         resume_point = f"{self.verified}, the last verified checkpoint" if self.verified else "the beginning"
 
@@ -99,8 +102,8 @@ class DataCheck:
                 set_aside_later(folder, good)
             if self.fault is not None:
                 raise DataError(
-                    f"{self.fault}; the run stops after step {step:,}, and checkpoints after the last clean check "
-                    f"are set aside; once the data is restored, --resume auto continues from {resume_point}"
+                    f"{self.fault}; the run stops after step {step:,} and renames all checkpoints that were not "
+                    f"verified; once the data is restored, --resume auto continues from {resume_point}"
                 )
 
         world.together(end)
@@ -124,7 +127,7 @@ class DataCheck:
                 read = self._hash(path)
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and path.parent == self._cache:
-                    # A remote object that is not cached is hashed when it is downloaded.
+                    # Skip remote objects that are not cached: they are hashed when they are downloaded.
                     continue
                 self.fault = f"{path}: cannot be read ({error.strerror}); it was readable when the run started"
                 return
@@ -134,7 +137,7 @@ class DataCheck:
                 self._files[number] = path, read
             elif read != sha256:
                 self.fault = f"{path}: sha256 {read[:12]}…, expected {sha256[:12]}…; the file has changed"
-                self.fault += ", remove it from the cache" if path.parent == self._cache else ""
+                self.fault += "; remove the file from the cache" if path.parent == self._cache else ""
                 return
 
     def _hash(self, path: Path) -> str | None:
@@ -149,7 +152,9 @@ class DataCheck:
 
 
 def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
-    """All files with their recorded hashes; None for files from other programs, which the first pass hashes."""
+    """Return all data files with their recorded hashes; files from other programs have no hash, and the first pass
+    computes it.
+    """
     files: list[tuple[Path, str | None]] = []
     for source in sources:
         dataset = source.dataset.whole or source.dataset
@@ -164,5 +169,5 @@ def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
             shards = [shard for split in dataset.splits for shard in dataset[split].shards]
             places = [shard.folder / name for shard in shards for name in shard.records]
             files += [(place, None) for place in places if isinstance(place, Path)]
-    # Several sources may be parts of one dataset.
+    # Remove duplicates, because several sources may be parts of one dataset.
     return list(dict.fromkeys(files))

@@ -1,6 +1,6 @@
 """Distributed training: the ranks of a run, communication between them, and models with DDP or FSDP.
 
-Values that the host needs are exchanged with gloo, separately from GPU communication, so that the host never waits for
+Ranks exchange values that the host needs with gloo, separately from GPU communication, so that the host never waits for
 the GPU.
 """
 
@@ -26,12 +26,13 @@ T = TypeVar("T")
 Values: TypeAlias = Callable[[], Iterator[tuple[Tensor, Any]]]
 """Yields each parameter on the meta device with its values: a tensor, or an object that returns ranges of its rows.
 
-The rows are read before the next parameter is requested."""
+Read the rows of a parameter before requesting the next parameter.
+"""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process: its rank, the number of ranks, and its device."""
+    """The rank and device of this process, and the number of ranks."""
 
     rank: int
     size: int
@@ -84,7 +85,7 @@ class World:
         return result  # type: ignore[return-value]
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call a function on this rank; errors name the rank, because they may occur only here."""
+        """Call a function on this rank; its errors name the rank, because an error may occur on one rank only."""
         try:
             return work()
         except DataError as error:
@@ -95,7 +96,7 @@ class World:
     def distribute(
         self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None, values: Values | None = None
     ) -> nn.Module:
-        """Move a model to the device; return the module to call instead of it, which averages gradients over all ranks.
+        """Move a model to the device; return a wrapped module that averages gradients over all ranks.
 
         A sharded model may have parameters on the meta device; `values` yields their values.
         """
@@ -128,7 +129,7 @@ def _shard(model: CausalModel, world: World, compute: torch.dtype | None, values
 
 @torch.no_grad()
 def _fill(model: nn.Module, places: Mapping[int, tuple[nn.Module, str]], values: Values, device: torch.device) -> None:
-    """Allocate this rank's rows of a sharded model, and set their values.
+    """Allocate this rank's rows of all sharded parameters, and set their values.
 
     `places` maps the id of each parameter before sharding to its module and name.
     """
@@ -154,7 +155,7 @@ def _check_dtypes(model: CausalModel) -> None:
 
 @contextmanager
 def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Context for a backward pass that synchronizes gradients between ranks only if `enabled`."""
+    """Return a context for a backward pass that synchronizes gradients between ranks only if `enabled` is true."""
     if hasattr(module, "set_requires_gradient_sync"):
         module.set_requires_gradient_sync(enabled)
         yield
@@ -165,22 +166,24 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing that class, which takes seconds."""
+    """Return whether a tensor is a DTensor, without importing `DTensor`, which takes seconds."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor from all ranks; all ranks call this."""
+    """Gather a tensor from all ranks; all ranks must call this function."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """The range of a tensor's rows on this rank; shards have equal sizes, except that the last ones may be shorter."""
+    """Return the range of a tensor's rows on this rank; all shards have the same size, except that the last ones may be
+    shorter.
+    """
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1
     mesh = tensor.device_mesh

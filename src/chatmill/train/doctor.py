@@ -48,16 +48,18 @@ class TableRow:
 def diagnose(folders: Sequence[str | Path] = (), *, seconds: float = SECONDS) -> list[TableRow] | None:
     """Run all checks; return the table on rank 0, and None on other ranks.
 
-    All ranks call this with the folders that they should share.
+    All ranks must call this function with the folders that they should share.
     """
     if not 0 < seconds <= MOST_SECONDS:
-        raise UsageError(f"the time limit is {seconds:g} s; expected more than 0, at most {MOST_SECONDS:,}")
+        raise UsageError(
+            f"the time limit is {seconds:g} s; expected a number greater than 0 and at most {MOST_SECONDS:,}"
+        )
     shared = [local_path(folder) for folder in folders or _default_folders()]
     rank, size = place_in_world() or (0, 1)
     local = [row for name in CHECKS for row in _rows_of(name, seconds, quiet=rank > 0)]
     has_torch = all(row.status != "FAIL" for row in local if row.check == "torch")
     if size > 1 and not has_torch:
-        row = CheckRow("ranks", f"{size}, which cannot connect without torch", "FAIL", "pip install 'chatmill[train]'")
+        row = CheckRow("ranks", f"{size} ranks cannot connect without torch", "FAIL", "pip install 'chatmill[train]'")
         return [TableRow(each, _host()) for each in [*local, row]] if rank == 0 else None
     try:
         rendezvous = limited(lambda: Rendezvous(rank, size, seconds), seconds + 5)
@@ -66,7 +68,12 @@ def diagnose(folders: Sequence[str | Path] = (), *, seconds: float = SECONDS) ->
         fault = f"rank {rank} on {_host()} cannot connect to {address}: {one_line(str(error), 200)}"
         if rank:
             raise ChatmillError(fault) from None
-        row = CheckRow("ranks", fault, "FAIL", "the address of rank 0's node, and a port that is free there")
+        row = CheckRow(
+            "ranks",
+            fault,
+            "FAIL",
+            "the address of rank 0's node as MASTER_ADDR, and a free port on that node as MASTER_PORT",
+        )
         return [TableRow(each, _host()) for each in [*local, row]]
     return _together(rendezvous, local, shared)
 
@@ -82,8 +89,8 @@ def _together(rendezvous: Rendezvous, local: Sequence[CheckRow], folders: Sequen
     table: list[CheckRow] = []
     if missing:
         named = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-        right = "start them on nodes that can reach MASTER_ADDR, with the same WORLD_SIZE"
-        table.append(CheckRow("ranks", f"{named} of {rendezvous.size} did not report", "FAIL", right))
+        right = "all ranks started on nodes that can reach MASTER_ADDR, with the same WORLD_SIZE"
+        table.append(CheckRow("ranks", f"rank {named} of {rendezvous.size} did not report", "FAIL", right))
     elif rendezvous.size > 1:
         count = len(set(hosts))
         table.append(CheckRow("ranks", f"{rendezvous.size} on {count} {'node' if count == 1 else 'nodes'}"))
@@ -106,7 +113,7 @@ def _together(rendezvous: Rendezvous, local: Sequence[CheckRow], folders: Sequen
 
 
 def _grouped(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """The rows of all ranks without duplicates, each with the nodes or ranks that reported it."""
+    """Yield the rows of all ranks without duplicates, each with the nodes or ranks that reported it."""
     first_ranks = {hosts.index(host) for host in hosts}
     by_row: dict[CheckRow, list[int]] = {}
     for rank, row in rows:
@@ -117,12 +124,12 @@ def _grouped(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iter
         values = [(row, ranks) for row, ranks in by_row.items() if row.check == check]
         for row, ranks in values:
             if len(values) > 1 and check in SAME_EVERYWHERE and row.status == "OK":
-                row = replace(row, status="warn" if check == "driver" else "FAIL", right="the same on all nodes")
+                row = replace(row, status="warn" if check == "driver" else "FAIL", right="the same value on all nodes")
             yield TableRow(row, _place(ranks, hosts, first_ranks if check in OF_A_MACHINE else set(range(len(hosts)))))
 
 
 def _place(ranks: Sequence[int], hosts: Sequence[str], expected: set[int]) -> str:
-    """Where a row applies: everywhere, on some nodes, or on some ranks."""
+    """Return the scope of a row as text: all nodes, some nodes, or some ranks."""
     if len(set(hosts)) == 1 and set(ranks) == expected:
         return hosts[0]
     if set(ranks) == expected:
@@ -138,7 +145,7 @@ def _place(ranks: Sequence[int], hosts: Sequence[str], expected: set[int]) -> st
 
 
 def _doubled_gpus(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) -> Iterator[TableRow]:
-    """Report ranks on a node that would use the same GPU."""
+    """Yield a failed check for each GPU that several ranks on a node would use."""
     if len(hosts) == 1:
         return
     used: dict[tuple[str, str], list[int]] = {}
@@ -151,7 +158,7 @@ def _doubled_gpus(rows: Sequence[tuple[int, CheckRow]], hosts: Sequence[str]) ->
                 gpu,
                 f"used by ranks {', '.join(map(str, ranks))}",
                 "FAIL",
-                "a different LOCAL_RANK for each rank of a node",
+                "a different LOCAL_RANK for each rank on a node",
             )
             yield TableRow(row, host)
 
@@ -161,7 +168,11 @@ def _rows_of(name: str, seconds: float, *, quiet: bool) -> list[CheckRow]:
     try:
         return limited(lambda: list(CHECKS[name]()), seconds)
     except Exception as error:
-        return [CheckRow(name, one_line(f"{type(error).__name__}: {error}", 300), "FAIL", "see the message")]
+        return [
+            CheckRow(
+                name, one_line(f"{type(error).__name__}: {error}", 300), "FAIL", "a check that runs without errors"
+            )
+        ]
 
 
 def _default_folders() -> list[str]:
@@ -173,7 +184,7 @@ def _host() -> str:
 
 
 def _show(text: str, *, quiet: bool) -> None:
-    """Show in a terminal what is being checked."""
+    """Show the current check if the output is a terminal."""
     if not quiet and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
@@ -183,7 +194,7 @@ def _show(text: str, *, quiet: bool) -> None:
 
 
 def table_text(table: Sequence[TableRow]) -> str:
-    """The table with aligned columns, and a summary line."""
+    """Format the table with aligned columns and a summary line."""
     head = ("check", "where", "value", "", "expected")
     cells = [head, *((each.row.check, each.place, each.row.value, each.row.status, each.row.right) for each in table)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head) - 1)]
@@ -198,7 +209,7 @@ def _summary(table: Sequence[TableRow]) -> str:
     failed = sum(each.row.status == "FAIL" for each in table)
     warned = sum(each.row.status == "warn" for each in table)
     if not failed:
-        return "no check fails" + (f", {warned} {'warning' if warned == 1 else 'warnings'}" if warned else "")
+        return "all checks pass" + (f", {warned} {'warning' if warned == 1 else 'warnings'}" if warned else "")
     return f"{failed} of {len(table)} checks fail"
 
 
@@ -209,7 +220,7 @@ def print_diagnosis(folders: Sequence[str | Path], *, seconds: float, as_json: b
     if table:
         print(json.dumps({"ok": ok, "checks": [each.to_json() for each in table]}) if as_json else table_text(table))
     if any(thread.is_alive() for thread in ABANDONED):
-        # A collective that never returns can keep the interpreter from exiting.
+        # Exit without cleanup, because a collective that never returns can keep the interpreter from exiting.
         sys.stdout.flush()
         os._exit(0 if ok else 1)
     return 0 if ok else 1

@@ -1,4 +1,5 @@
-"""Cross entropy on a GPU: one program per row reads its logits twice (the second time from cache) and writes them once.
+"""Cross entropy on a GPU: one kernel program per row reads the logits of the row twice (the second time from cache) and
+writes them once.
 
 Import this module only on a machine with a GPU, because only CUDA builds of torch include triton.
 """
@@ -14,7 +15,7 @@ BLOCK, WARPS = 4096, 8
 
 
 def entropy_in_place(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Like `loss.entropy`, for contiguous logits on a GPU."""
+    """Compute the same results as `loss.entropy`, for contiguous logits on a GPU."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     launch, capped = _rows[(len(logits),)], cap is not None
     numbers = logits.shape[1], scale, cap or 1.0

@@ -5,8 +5,8 @@
     workspace                        the logits of a chunk and their gradients, or the backward pass of one layer
 
 Memory peaks in the loss or in the backward pass of the last layer (all activations, few gradients), in the backward
-pass of the first layer (few activations, all gradients), or in the optimizer step. The estimate is the largest of
-these.
+pass of the first layer (few activations, all gradients), or in the optimizer step. The estimate is the largest of these
+peaks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES, fresh_state, make_optimiz
 
 GIB = 2**30
 KEPT_BY_COMPILED = 1.02
-"""Activations that a compiled layer keeps, relative to the counted bytes. Fitted to the run 0.6b-own-adamw in
+"""Ratio of the activations that a compiled layer keeps to the counted bytes, fitted to the run 0.6b-own-adamw in
 benchmarks/results/gpu.json.
 """
 BACKWARD = 0.03
-"""Gradients and temporary tensors in the backward pass of a layer, relative to the activations it keeps. Fitted to the
-run 8b-hf-lora.
+"""Ratio of the gradients and temporary tensors in the backward pass of a layer to the activations that the layer keeps,
+fitted to the run 8b-hf-lora in benchmarks/results/gpu.json.
 """
 CUDA_CONTEXT = 0.6 * GIB
-"""GPU memory of the CUDA context, which torch does not count."""
+"""GPU memory that the CUDA context uses, in bytes; torch does not count it."""
 NCCL = 0.4 * GIB
-"""GPU memory of NCCL for communication between ranks."""
+"""GPU memory that NCCL uses for communication between ranks, in bytes."""
 ENTROPY_COPIES = 5
-"""float32 copies of a chunk of logits in the loss on a CPU; on a GPU one kernel works in place."""
+"""Number of float32 copies of a chunk of logits that the loss makes on a CPU; the GPU kernel works in place."""
 KEPT_BY_FLOAT8 = 0.8
-"""Activations that a compiled layer with float8 products keeps, relative to one without: torch recomputes more of them.
-Fitted to the run 1.7b-own-fp8.
+"""Ratio of the activations that a compiled layer keeps with float8 matrix products to those without, fitted to the run
+1.7b-own-fp8 in benchmarks/results/gpu.json. With float8, torch recomputes more activations.
 """
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, WORKSPACE, GATHERED, CONTEXT = "activations", "workspace", "gathered", "CUDA"
@@ -50,12 +50,12 @@ ACTIVATIONS, WORKSPACE, GATHERED, CONTEXT = "activations", "workspace", "gathere
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One part of a run's memory, in bytes."""
+    """Memory use of one part of a run, such as gradients, in bytes."""
 
     size: float
-    """Bytes of the whole part."""
+    """Maximum bytes of this part during a training step."""
     at_peak: float
-    """Bytes at the peak; for example, gradients of a layer are allocated as its activations are freed."""
+    """Bytes of this part at the point where the total memory use peaks."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Estimate:
 
     parts: dict[str, MemoryPart]
     peak: str
-    """When in a step memory use is highest."""
+    """The point in a training step at which memory use is highest."""
     on_gpu: bool
     ranks: int
     rows: int
@@ -73,7 +73,7 @@ class Estimate:
     host: float = 0.0
     """Bytes of host memory per rank for offloaded layer inputs."""
     approximate: str | None = None
-    """Why activations are approximate; None if they were counted."""
+    """The reason why the activation memory is only approximate; None if the activations were counted."""
 
     @property
     def total(self) -> float:
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def tensors(self) -> float:
-        """The total, excluding CUDA memory that torch does not count."""
+        """Total bytes at the peak, excluding CUDA memory that torch does not count."""
         return self.total - (self.parts[CONTEXT].at_peak if CONTEXT in self.parts else 0.0)
 
     @property
@@ -107,7 +107,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Bytes of one layer for a micro-batch."""
+    """Memory use of one layer for a micro-batch, in bytes."""
 
     kept: float
     """Activations kept from the forward to the backward pass."""
@@ -121,9 +121,9 @@ class _Counted:
 
     weights: tuple[WeightShape, ...]
     state: dict[str, tuple[int, int]]
-    """Bytes of optimizer state of each trained weight: tensors with as many rows as the weight, and scalars."""
+    """Bytes of optimizer state for each trained weight: tensors with as many rows as the weight, and scalars."""
     layers: tuple[_Layer, ...]
-    """Byte counts for one row."""
+    """Byte counts of each layer for one row."""
     outside: float
     head: WeightShape
     """The weight of the output head, (vocabulary, width)."""
@@ -142,11 +142,11 @@ class _Counted:
 
 @dataclass
 class Estimator:
-    """Estimates the memory of runs on one kind of hardware; caches the byte counts of models."""
+    """Estimates the memory of runs, either on GPUs or on CPUs, and caches the byte counts of models."""
 
     on_gpu: bool
     vocab_size: int | None = None
-    """Vocabulary size of the data; needed only for new models."""
+    """Vocabulary size of the data; required only for new models."""
     _counted: dict[tuple[Any, ...], _Counted] = field(default_factory=dict)
 
     def __call__(self, config: TrainConfig, *, ranks: int = 1) -> Estimate:
@@ -180,7 +180,7 @@ def _count(
     shape = shape_of_model(config, vocab_size, compute=compute)
     size = 4 if compute is None else compute.itemsize
     if shape.model is None:
-        return _approximate(shape, config, size, "this architecture cannot be built without its weights")
+        return _approximate(shape, config, size, "a model of this architecture cannot be built without its weights")
     head = shape.model.head().weight
     is_tied = any(isinstance(each, nn.Embedding) and each.weight is head for each in shape.model.modules())
     names = {id(parameter): name for name, parameter in shape.model.named_parameters()}
@@ -196,7 +196,8 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Bytes kept for one row, by each layer and outside layers; also the reason if they are only approximate.
+    """Return the bytes that each layer keeps for one row, the bytes kept outside layers, and the reason if these
+    numbers are approximate.
 
     `recompute` is the argument of `CausalModel.compile_blocks`.
     """
@@ -208,15 +209,15 @@ def _kept_by_layers(
         try:
             counted = count_activations(model, 1, length, on_gpu=on_gpu)
         except RuntimeError:
-            # Some operators, such as those for experts, can be counted only in bfloat16.
+            # Some operators, such as those for mixture-of-experts layers, support fake tensors only in bfloat16.
             counted, scale = count_activations(model.bfloat16(), 1, length, on_gpu=on_gpu), size / 2
     except ChatmillError:
         raise
     except Exception as error:
-        # The architecture uses operations that fake tensors do not support.
+        # Fall back to an approximation if the architecture uses operations that fake tensors do not support.
         return _by_matrices(shape.weights, length, size), 0.0, f"counting failed ({type(error).__name__})"
     if not counted.layers:
-        return _by_matrices(shape.weights, length, size), 0.0, "its layers cannot be located"
+        return _by_matrices(shape.weights, length, size), 0.0, "the layers of this architecture cannot be located"
     layers = []
     for each in counted.layers:
         kept: float
@@ -231,7 +232,7 @@ def _kept_by_layers(
 
 
 def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) -> _Counted:
-    """Estimate from weight shapes only, assuming that the largest matrix outside the layers is the output head."""
+    """Estimate memory from weight shapes, assuming that the output head is the largest matrix outside the layers."""
     outside = [each for each in shape.weights if each.layer is None and len(each.shape) == 2]
     head = max(outside, key=lambda each: each.size, default=WeightShape("", (1, 1), 4, False, None))
     each_value = OPTIMIZER_BYTES[config.optimizer].state
@@ -241,7 +242,7 @@ def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) ->
 
 
 def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tuple[_Layer, ...]:
-    """Approximate what each layer keeps as the inputs and outputs of all its matrices, for every token."""
+    """Approximate the activations that each layer keeps by the inputs and outputs of all its matrices."""
     widths: dict[int, int] = {}
     inputs: dict[int, int] = {}
     for each in weights:
@@ -256,13 +257,13 @@ def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tupl
 
 
 def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Bytes of optimizer state for each trained weight, measured on the optimizer itself."""
+    """Return the bytes of optimizer state for each trained weight, measured with the real optimizer on fake tensors."""
     from chatmill.train.activations import few_fake_layers
 
     assert shape.model is not None
     sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
     layers = layers_of(shape.model)
-    # Muon needs the layers of the model.
+    # Keep all layers for Muon, because it needs the layers of the model.
     with few_fake_layers(shape.model, of_each=len(layers) if config.optimizer == "muon" else 1):
         inside = {id(each) for layer in layers for each in layer.parameters()}
         optimizer = make_optimizer(shape.model, config)
@@ -285,7 +286,7 @@ def _peak(
     on_gpu: bool,
     compiled: bool,
 ) -> Estimate:
-    """The point in a step at which memory use is highest, and the parts of the memory in use then."""
+    """Find the point in a step at which memory use is highest, and return the estimate for that point."""
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     tokens, size = rows * config.block_size, 4 if compute is None else compute.itemsize
     sharded = config.parallel == "fsdp" and ranks > 1
@@ -301,10 +302,10 @@ def _peak(
         return sum(each.bytes * each.share(shards) for each in trained if chosen(each))
 
     gradients = gradients_of(lambda each: True)
-    # Gradients that exist before the backward pass: sums over micro-batches, and DDP buckets.
+    # Gradients exist before the backward pass if they are summed over micro-batches or stored in DDP buckets.
     early = config.gradient_accumulation_steps > 1 or (ranks > 1 and not sharded)
     checkpointing = _checkpoints(config)
-    # FSDP casts weights when it gathers them, and frees the cast copies.
+    # Do not count cast weights with FSDP, which casts weights when it gathers them and then frees the copies.
     part = rows * (KEPT_BY_FLOAT8 if config.fp8 and not checkpointing else 1.0)
     layers = [_Layer(part * e.kept, rows * e.input, 0.0 if sharded else e.casts) for e in counted.layers]
     kept = [e.input if checkpointing else e.kept + e.casts for e in layers]
@@ -329,7 +330,7 @@ def _peak(
     before_first = gradients_of(lambda each: each.layer != 0)
     second = counted.head.bytes_each * head if counted.is_tied and counted.head.trained else 0.0
     start = gradients if early else 0.0
-    # Gradients, activations and workspace at each point where memory may peak.
+    # List the gradients, activations and workspace at each point where memory use may peak.
     moments = {
         "the loss": (start, sum(kept) + outside, at_loss),
         "the backward pass of the last layer": (
@@ -373,28 +374,30 @@ def _peak(
 
 
 def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
-    """Bytes for the head and cross entropy of a chunk, if all tokens are trained; see `_chunked_loss` in loss.py."""
+    """Return the bytes that the head and the cross entropy of a chunk need if all tokens are trained; see
+    `_chunked_loss` in loss.py.
+    """
     positions = -(-tokens // MULTIPLE) * MULTIPLE
     limit = GPU_LOGIT_BYTES if on_gpu else LOGIT_BYTES
     chunk = min(positions, max(1, limit // (size * counted.vocab_size * MULTIPLE)) * MULTIPLE)
     logits = chunk * counted.vocab_size * (size if on_gpu else size + 4 * ENTROPY_COPIES)
     matrix = counted.vocab_size * counted.width
     cast = matrix * size if counted.head.bytes_each != size else 0.0
-    # The float32 sum of the weight gradient, and the weight gradient of a chunk.
+    # Count the float32 sum of the weight gradient, and the weight gradient of a chunk.
     gradient = matrix * (4 + size) if counted.head.trained else 0.0
-    # The selected hidden states, their gradient in float32, and the hidden-state gradient of a chunk.
+    # Add the selected hidden states, their gradient in float32, and the hidden-state gradient of a chunk.
     return logits + cast + gradient + positions * counted.width * (size + 4) + chunk * counted.width * size
 
 
 def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *, on_gpu: bool) -> float:
-    """Bytes of the temporary tensors in an optimizer step, for the largest weight."""
+    """Return the bytes of the temporary tensors that an optimizer step needs for the largest weight."""
     largest = max((each.size for each in trained), default=0)
     matrix = max((each.size for each in trained if each.layer is not None and len(each.shape) == 2), default=0)
     match config.optimizer:
         case "adafactor":
             return 12.0 * largest
         case "muon":
-            # float32 updates, and four bfloat16 matrices for the Newton-Schulz iteration.
+            # Count float32 updates, and four bfloat16 matrices for the Newton-Schulz iteration.
             return 12.0 * matrix
         case "adamw8bit" | "adamw_bf16" if not on_gpu:
             return 40.0 * min(largest, 1 << 20)
@@ -403,7 +406,9 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
 
 
 def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
-    """Bytes that FSDP gathers: weights outside layers, two layers in compute precision, and unreduced gradients."""
+    """Return the bytes that FSDP gathers: weights outside layers, two layers in compute precision, and unreduced
+    gradients.
+    """
     layers: dict[int, float] = {}
     for each in weights:
         if each.layer is not None:

@@ -22,27 +22,27 @@ from chatmill.train.step import unknown_id
 from chatmill.train.trackers.interface import SampleAnswer
 
 MAX_ANSWER = 256
-"""Prompts with a longer expected answer are not used."""
+"""Maximum length of an expected answer, in tokens; prompts with a longer expected answer are not used."""
 MARGIN = 32
-"""Answers stop at the length of the longest expected answer plus this many tokens."""
+"""Generated answers are limited to the length of the longest expected answer plus this many tokens."""
 SHOWN = 100
-"""Maximum characters shown of an answer, and of the end of its prompt."""
+"""Maximum number of characters to show of an answer, and of the end of its prompt."""
 PROMPT_TOKENS = 512
-"""Tokens at the end of a prompt that are reported to trackers."""
+"""Number of tokens at the end of a prompt that are reported to trackers."""
 
 TokenText = Callable[[Sequence[int]], str]
-"""Decodes tokens to text that is safe to print."""
+"""A function that decodes tokens to text that is safe to print."""
 
 
 class Evaluation(NamedTuple):
     """The loss of a model on a split: over all sources and, in a mix, for each source."""
 
     loss: float | None
-    """Weighted mean over trained tokens; None without trained tokens."""
+    """Weighted mean loss over the trained tokens; None if the split has no trained tokens."""
     trained: int
     """Number of trained tokens."""
     sources: Mapping[str, Evaluation] = {}
-    """For a mix, the evaluation of each source that has episodes in the split, by name."""
+    """Evaluation of each source in a mix that has episodes in the split, by source name."""
 
     @property
     def perplexity(self) -> float | None:
@@ -55,19 +55,19 @@ class Evaluation(NamedTuple):
         return f"{shown} ({losses_by_source(self.sources)})" if self.sources else shown
 
     def metrics(self) -> dict[str, float | None]:
-        """The values to log: `val_loss`, and `val_loss/NAME` for each source."""
+        """Return the values to log: `val_loss`, and `val_loss/NAME` for each source."""
         values = {"val_loss": self.loss, "val_perplexity": self.perplexity, "val_trained": self.trained}
         for name, of_source in self.sources.items():
             values |= {f"val_loss/{name}": of_source.loss, f"val_trained/{name}": of_source.trained}
         return values
 
     def by_source(self, sources: Sequence[DataSource]) -> dict[str, Mapping[str, float | None] | None]:
-        """The loss of each of these sources, or None if it was not evaluated; empty without a mix."""
+        """Return the loss of each source in a mix, or None for a source that was not evaluated."""
         parts = {
             name: {"loss": each.loss, "perplexity": each.perplexity, "trained": each.trained}
             for name, each in self.sources.items()
         }
-        # Sources used only for validation are not in the mix.
+        # Add the sources that are used only for validation, because they are not in the mix.
         return {**{source.name: parts.get(source.name) for source in sources}, **parts} if parts else {}
 
 
@@ -80,10 +80,11 @@ def losses_by_source(sources: Mapping[str, Evaluation]) -> str:
 def evaluate(
     module: CausalModel, loader: EpisodeLoader, world: World, *, split: str = "val", batches: int | None = None
 ) -> Evaluation:
-    """Compute the loss on a split, or on the first batches of each source, in file order; cursors do not change.
+    """Compute the loss on a split, or on the first batches of each source, in file order, without moving the loader's
+    cursors.
 
     Each source is evaluated separately. The total loss is the mean over the trained tokens of all sources, regardless
-    of the mix weights. All ranks call this.
+    of the mix weights. All ranks must call this function.
     """
     sources = loader.sources_of(split)
     totals = torch.zeros(len(sources), dtype=torch.float64, device=world.device)
@@ -98,7 +99,8 @@ def evaluate(
                     counts[2 * number] += inputs.targets.weight
                     counts[2 * number + 1] += inputs.targets.count
     if hasattr(module, "reshard"):
-        # Without a backward pass, FSDP leaves the root weights gathered, but the optimizer holds only their shards.
+        # Reshard the root weights: without a backward pass, FSDP leaves them gathered, but the optimizer expects
+        # shards.
         module.reshard()
     if world.size > 1:
         dist.all_reduce(totals)
@@ -116,10 +118,10 @@ def evaluate(
 
 
 def val_notes(loader: EpisodeLoader) -> list[str]:
-    """Lines about sources without episodes to evaluate; empty if there are none."""
+    """Return a note about the sources without episodes in val, if any."""
     evaluated = loader.sources_of("val")
     if not evaluated:
-        return [f"{loader.dataset_dir} has no episodes in val: nothing is evaluated"]
+        return [f"{loader.dataset_dir} has no episodes in val; the run does not compute a val loss"]
     without = [one_line(source.name) for source in loader.sources if source not in evaluated]
     if not without:
         return []
@@ -138,11 +140,11 @@ def raise_unknown(fault: str | None, loader: EpisodeLoader) -> None:
     """Raise `DataError` for a token id outside the model's vocabulary."""
     if fault is not None:
         place = loader.dataset_dir
-        raise DataError(f"{place}: {fault}; the data has changed; see chatmill verify {place} --full")
+        raise DataError(f"{place}: {fault}; the data has changed; run chatmill verify {place} --full")
 
 
 class Samples:
-    """Select `count` prompts from each source, spread evenly over a split."""
+    """Sample answers to `count` prompts from each source, spread evenly over a split."""
 
     def __init__(self, sources: Sequence[DataSource], count: int, model: CausalModel, *, split: str = "val") -> None:
         self.end_ids = end_ids(sources)
@@ -157,27 +159,31 @@ class Samples:
         return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
     def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """The fractions of answers that match exactly and that reached an end token; empty without answers."""
+        """Return the fraction of answers that match exactly, and the fraction that reached an end token; empty if no
+        answers are given.
+        """
         if not answers:
             return {}
         exact = sum(answer.exact for answer in answers) / len(answers)
         return {"val_exact_rate": exact, "val_stop_rate": sum(map(self._stopped, answers)) / len(answers)}
 
     def lines(self, answers: Sequence[ScoredAnswer], text: TokenText) -> list[str]:
-        """Lines to print for each answer: the end of its prompt, the answer, and the expected answer if it differs."""
+        """Return the lines to print for each answer: the end of its prompt, the answer, and the expected answer if it
+        differs.
+        """
         lines = []
         for answer in answers:
-            # Decode only the end of a long prompt: a character takes at most four tokens.
+            # Decode only the end of a long prompt, because a character takes at most four tokens.
             prompt = text(answer.prompt.prompt[-4 * SHOWN :])
-            lines.append(f"  asked  {prompt if len(prompt) <= SHOWN else '…' + prompt[-SHOWN:]}")
-            ended = "" if self._stopped(answer) else f"  (no end after {len(answer.ids):,} tokens)"
-            lines.append(f"  said   {_shortened(text(answer.ids))}{ended}")
+            lines.append(f"  prompt    {prompt if len(prompt) <= SHOWN else '…' + prompt[-SHOWN:]}")
+            ended = "" if self._stopped(answer) else f"  (no end token after {len(answer.ids):,} tokens)"
+            lines.append(f"  answer    {_shortened(text(answer.ids))}{ended}")
             if not answer.exact:
-                lines.append(f"  meant  {_shortened(text(answer.prompt.answer))}")
+                lines.append(f"  expected  {_shortened(text(answer.prompt.answer))}")
         return lines
 
     def texts(self, answers: Sequence[ScoredAnswer], text: TokenText) -> list[SampleAnswer]:
-        """The answers as text for trackers, each with the end of its prompt."""
+        """Return the answers as text for trackers, each with the end of its prompt."""
         return [
             SampleAnswer(text(answer.prompt.prompt[-PROMPT_TOKENS:]), text(answer.ids), text(answer.prompt.answer))
             for answer in answers
@@ -188,7 +194,7 @@ class Samples:
 
 
 def _spread(source: DataSource, split: str, count: int, ends: Sequence[int], positions: int) -> Iterator[EvalPrompt]:
-    """The first prompt that is short enough in each of `count` equal parts of a split."""
+    """Divide a split into `count` equal parts, and yield the first prompt in each part that is short enough."""
     episodes = source.episodes(split)
     for start, stop in pairwise(len(episodes) * part // count for part in range(count + 1)):
         prompts = (each for number in range(start, stop) for each in eval_prompts(episodes.rows([number]), ends))

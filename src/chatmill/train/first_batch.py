@@ -29,13 +29,15 @@ from chatmill.train.untrained import LIMIT, untrained_reason
 SHOWN = 3
 """Number of answers to show."""
 ANSWER, PROMPT = 160, 60
-"""Maximum characters shown of an answer, and of the end of its prompt."""
+"""Maximum number of characters to show of an answer, and of the end of its prompt."""
 TOKENS_PER_CHARACTER = 4
-"""An upper bound."""
+"""Upper bound on the number of tokens in one character."""
 ENDING = 3
-"""An answer is complete if one of its last tokens is an end token: some formats add a line break after it."""
+"""An answer counts as complete if one of its last `ENDING` tokens is an end token, because some formats add a line
+break after the end token.
+"""
 SMALL_SHARE = 0.01
-"""A run warns if the share of trained tokens is smaller."""
+"""A run prints a warning if the share of trained tokens in the first batch is below this threshold."""
 
 
 class TrainedSpan(NamedTuple):
@@ -47,14 +49,15 @@ class TrainedSpan(NamedTuple):
 
 
 def trained_spans(batch: Batch) -> list[TrainedSpan]:
-    """The trained spans of a batch, in order.
+    """Return the trained spans of a batch, in order.
 
     y         - - a b - c d        spans  2-4  5-6  6-7
     segments  0 0 0 0 0 0 1
     """
     trained, segments = (np.asarray(part) for part in (batch.loss_mask, batch.segments))
     rows, length = trained.shape
-    # Segment ids, with -1 at untrained positions and at both ends of each row; a span is a run of equal ids.
+    # Set the segment id to -1 at untrained positions and at both ends of each row, so that a trained span is a run of
+    # equal ids.
     number = np.full((rows, length + 2), -1, dtype=np.int64)
     number[:, 1:-1] = np.where(trained, segments, -1)
     changes = number[:, 1:] != number[:, :-1]
@@ -65,7 +68,7 @@ def trained_spans(batch: Batch) -> list[TrainedSpan]:
 
 @dataclass
 class FirstBatch:
-    """Counts over all ranks, answers from rank 0, and warnings."""
+    """Token counts over all ranks, trained answers from rank 0, and warnings."""
 
     step: int
     rows: int
@@ -73,19 +76,21 @@ class FirstBatch:
     trained: int
     untrained_rows: int
     answers: list[dict[str, str]] = field(default_factory=list)
-    """Each has `from` (its place in the data), `prompt` (the end of the prompt) and `answer` (the trained text)."""
+    """Each answer has the keys `from` (its file and line), `prompt` (the end of the prompt) and `answer` (the trained
+    text).
+    """
     as_text: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The lines that are printed before the first step."""
+        """Return the lines to print before the first step."""
         share = f"{self.trained / self.tokens:.1%}" if self.tokens else "0.0%"
         untrained = f", {self.untrained_rows:,} rows without trained tokens" if self.untrained_rows else ""
         lines = [
             f"first batch: {self.rows:,} rows, {self.tokens:,} tokens, {self.trained:,} trained ({share}){untrained}"
         ]
         if self.answers and not self.as_text:
-            lines.append("  as token ids; chatmill train shows text if the dataset folder has the tokenizer")
+            lines.append("  shown as token ids; chatmill train shows text if the dataset folder contains the tokenizer")
         for each in self.answers:
             lines += [f"  from    {each['from']}", f"  after   {each['prompt']}", f"  trains  {each['answer']}"]
         return [*lines, *(f"warning: {warning}" for warning in self.warnings)]
@@ -102,17 +107,18 @@ def show_first_batch(
     run_dir: RunDir,
     text: Callable[[], TokenText | None],
 ) -> float:
-    """Print and save what the first batch trains; return how many seconds this took. All ranks call this.
+    """Print and save the counts and some trained answers of the first batch; return the time taken in seconds. All
+    ranks must call this function.
 
-    `batch` has this rank's rows; `counts` cover all ranks. `text` opens the tokenizer, and is called only on rank 0. A
-    resumed run prints no answers.
+    `batch` contains the rows of this rank, and `counts` are totals over all ranks. `text` opens the tokenizer; only
+    rank 0 calls it. A resumed run does not print answers.
     """
     began, is_new = time.perf_counter(), state.step == state.stage.start
     first = describe(batch, counts, state.loader, state.world, step=state.step + 1, text=text if is_new else None)
     if not first.trained and not state.config.post_training:
         reason = untrained_reason(state.loader, cursor)
         first.warnings.append(
-            f"no token of the first batch is trained: {reason}; the run stops after {LIMIT} such steps"
+            f"the first batch has no trained tokens: {reason}; the run stops after {LIMIT} steps without trained tokens"
         )
     run_dir.print("\n".join(first.lines()))
     if is_new and state.world.is_first:
@@ -129,7 +135,7 @@ def describe(
     step: int,
     text: Callable[[], TokenText | None] | None,
 ) -> FirstBatch:
-    """Counts and warnings for a batch, and answers if `text` is given; all ranks call this."""
+    """Return counts and warnings for a batch, and answers if `text` is given; all ranks must call this function."""
     spans = trained_spans(batch)
     rows = int((np.asarray(batch.episode_ids)[:, 0] >= 0).sum())
     sums = [int(total) for total in world.sums([rows, *_endings(spans, batch, closing_ids(loader.sources))])]
@@ -146,13 +152,13 @@ def describe(
 
 
 class Endings(NamedTuple):
-    """Counts of trained spans by how they end."""
+    """Number of trained spans, by how they end."""
 
     spans: int
     ended: int
-    """Spans that end with an end token; all spans if the data defines none."""
+    """Number of spans that end with an end token; all spans if the data defines no end tokens."""
     cut: int
-    """Spans cut at the end of their row, without an end token."""
+    """Number of spans that are truncated at the end of their row, without an end token."""
 
 
 def _endings(spans: Sequence[TrainedSpan], batch: Batch, ends: set[int]) -> Endings:
@@ -164,7 +170,7 @@ def _endings(spans: Sequence[TrainedSpan], batch: Batch, ends: set[int]) -> Endi
 
 
 def closing_ids(sources: Sequence[DataSource]) -> set[int]:
-    """Tokens that can end an answer: the end tokens of all sources, and all control tokens of their formats."""
+    """Return the tokens that can end an answer: end tokens of all sources, and control tokens of their formats."""
     ids = set(end_ids(sources))
     for source in sources:
         meta = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
@@ -175,16 +181,16 @@ def closing_ids(sources: Sequence[DataSource]) -> set[int]:
 def _warnings(first: FirstBatch, endings: Endings, loader: EpisodeLoader, text: TokenText) -> Iterator[str]:
     if 0 < first.trained < SMALL_SHARE * first.tokens:
         yield (
-            f"only {first.trained / first.tokens:.2%} of the tokens of the first batch are trained; "
-            f"chatmill stats {loader.dataset_dir} shows the share of the dataset"
+            f"only {first.trained / first.tokens:.2%} of the tokens in the first batch are trained; chatmill stats "
+            f"{loader.dataset_dir} shows the share of trained tokens in the dataset"
         )
     if endings.spans > endings.cut and not endings.ended:
         names = ", ".join(text([id]) for id in end_ids(loader.sources))
         yield f"no answer in the first batch ends with an end token ({names}): the model will not learn to stop"
     elif endings.cut and loader.config.use_loss_mask:
         yield (
-            f"{endings.cut:,} of {endings.spans:,} answers in the first batch are cut at the end of their row, "
-            "without an end token; prepare the data with a larger --max-tokens, or with --require-terminators"
+            f"{endings.cut:,} of {endings.spans:,} answers in the first batch are truncated at the end of their row "
+            f"and have no end token; prepare the data with a larger --max-tokens, or with --require-terminators"
         )
 
 
@@ -212,7 +218,7 @@ def _shortened(ids: list[int], text: TokenText, *, start: int, end: int) -> str:
 
 
 def _fitting(ids: list[int], text: TokenText, limit: int) -> list[int]:
-    """The longest prefix of the tokens whose text has at most `limit` characters."""
+    """Return the longest prefix of the tokens whose text has at most `limit` characters."""
     counts = range(1, min(len(ids), TOKENS_PER_CHARACTER * limit) + 1)
     return ids[: bisect_right(counts, limit, key=lambda count: len(text(ids[:count])))]
 

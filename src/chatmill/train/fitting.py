@@ -25,7 +25,8 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES
 from chatmill.train.preflight import data_vocab_size, padding_of
 
 MARGIN = 0.85
-"""A run is refused only if this share of its estimate does not fit: estimates are within 15 percent of measured memory.
+"""A run is refused only if this fraction of its estimate does not fit, because estimates are within 15 percent of
+measured memory.
 """
 MOST_RANKS, SHORTEST_ROW = 1024, 128
 NAMES = {
@@ -34,11 +35,11 @@ NAMES = {
 }
 FIT_COLUMNS = ("GiB", "size", "at the peak")
 SHOWN = 3
-"""An error suggests at most this many changes."""
+"""Maximum number of changes that an error message suggests."""
 
 
 class DoesNotFitError(ChatmillError):
-    """A run needs more memory than is available."""
+    """Raised if a run needs more memory than is available."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Change:
     estimate: Estimate
 
     def flags(self, ranks: int) -> str:
-        """The command-line flags that apply this change to a run on `ranks` ranks."""
+        """Return the command-line flags that apply this change to a run on `ranks` ranks."""
         values = (
             (name, json.dumps(value) if not isinstance(value, str) else value) for name, value in self.keys.items()
         )
@@ -67,7 +68,7 @@ class Fit:
 
     estimate: Estimate
     available: float | None
-    """Bytes on each GPU, or on the host for each rank; None if not known."""
+    """Bytes available on each GPU, or on the host for each rank; None if unknown."""
     changes: tuple[Change, ...] = ()
 
     @property
@@ -76,7 +77,7 @@ class Fit:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the run cannot fit, even allowing for an estimate that is too high."""
+        """Whether the run does not fit, even if the estimate is 15 percent too high."""
         if self.available is None:
             return False
         return MARGIN * self.estimate.total > self.available or self.estimate.state > self.available
@@ -96,13 +97,13 @@ class Fit:
         return {**self.estimate.to_json(), "available": available, "fits": self.fits, "changes": changes}
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The parts as table rows: part, GiB, and GiB at the peak."""
+        """Return the memory parts as table rows: name, GiB, and GiB at the peak."""
         parts = self.estimate.parts.items()
         table = [(NAMES.get(name, name), _gib(part.size), _gib(part.at_peak)) for name, part in parts]
         return [*table, ("total", "", _gib(self.estimate.total))]
 
     def notes(self) -> Iterator[str]:
-        """Lines to print about the estimate."""
+        """Yield the lines to print about the estimate."""
         run, where = self.estimate, "GPU" if self.estimate.on_gpu else "rank"
         count = f"{run.ranks} {where}s" if run.ranks > 1 else f"1 {where}"
         yield f"{count}, {run.rows} rows of {run.block_size} tokens at a time; the peak is in {run.peak}"
@@ -124,20 +125,20 @@ class Fit:
         for each in fitting:
             yield f"fits with {each.flags(run.ranks)}: {_gib(each.estimate.total)} GiB"
         if not fitting:
-            yield "no change or combination of changes makes it fit"
+            yield "no change or combination of changes makes the run fit"
 
     def refusal(self) -> str:
-        """The error message: why the run is refused, and which changes would make it fit."""
+        """Return the error message: why the run is refused, and which changes would make it fit."""
         run = self.estimate
         assert self.available is not None
         where = "on each GPU" if run.ranks > 1 and run.on_gpu else "on the GPU" if run.on_gpu else "of host memory"
         fitting = [each for each in self.changes if each.estimate.total <= self.available][:SHOWN]
         shown = [f"{each.flags(run.ranks)} ({_gib(each.estimate.total)} GiB)" for each in fitting]
-        advice = f"would fit with {' or '.join(shown)}" if shown else "use a smaller model or more memory"
+        advice = f"the run would fit with {' or '.join(shown)}" if shown else "use a smaller model or more memory"
         return (
             f"the run needs about {_gib(run.total)} GiB {where}, but {_gib(self.available)} GiB are available; "
             f"{advice}; "
-            "--estimate shows the details, --check_memory false runs it anyway"
+            "pass --estimate to see the details, or --check_memory false to run anyway"
         )
 
 
@@ -154,7 +155,7 @@ def fit_run(estimator: Estimator, config: TrainConfig, *, ranks: int, available:
 
 
 def _changes(estimator: Estimator, config: TrainConfig, ranks: int, available: float) -> Iterator[Change]:
-    """Yield single changes, cheapest first."""
+    """Yield single config changes that reduce memory use, cheapest first."""
 
     def change(**keys: Any) -> Change | None:
         return _change(estimator, config, keys, ranks)
@@ -201,7 +202,7 @@ def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: 
     for option in [*options, *_adapter_keys(config)]:
         keys |= option
         if "lora" in option:
-            # With adapters, the smaller optimizer is not needed.
+            # Adapters have little optimizer state, so the memory-saving optimizer is not needed.
             keys.pop("optimizer", None)
         if (best := fitting(keys)) is not None:
             for name in ("activation_offload", "activation_checkpointing", "gradient_accumulation_steps"):
@@ -217,7 +218,7 @@ def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: 
 
 
 def _adapter_keys(config: TrainConfig) -> list[dict[str, Any]]:
-    """Config keys for LoRA and QLoRA, if the model supports adapters but does not have any."""
+    """Return the config keys for LoRA and QLoRA, if the model supports adapters but does not have any."""
     if config.init_from_model is None or config.fp8 or config.quantize != "none":
         return []
     folder = model_folder(config.init_from_model)
@@ -231,7 +232,7 @@ def _adapter_keys(config: TrainConfig) -> list[dict[str, Any]]:
 def _more_gpus(
     estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], ranks: int
 ) -> Iterator[Change | None]:
-    """Yield the run with FSDP on an increasing number of GPUs."""
+    """Yield changes that run with FSDP on an increasing number of GPUs."""
     if not estimator.on_gpu or config.quantize != "none" or config.optimizer in ("adafactor", "muon"):
         return
     count = 2 if ranks == 1 or config.parallel == "fsdp" else ranks
@@ -245,12 +246,12 @@ def _change(estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], 
     try:
         return Change(dict(keys), ranks, estimator(replace(config, **keys), ranks=ranks))
     except UsageError:
-        # The keys are mutually exclusive, or the rows cannot be divided among the ranks.
+        # Skip changes whose keys are mutually exclusive or whose rows cannot be divided among the ranks.
         return None
 
 
 def _first_fitting(changes: Iterator[Change | None], available: float) -> Iterator[Change]:
-    """The first change that makes the run fit; if there is none, the last change."""
+    """Yield the first change that makes the run fit, or the last change if no change makes it fit."""
     last = None
     for each in changes:
         last = each or last
@@ -264,11 +265,11 @@ def _bytes(optimizer: str) -> int:
     return OPTIMIZER_BYTES[optimizer].total
 
 
-# Available memory, and refusing runs that do not fit.
+# Available memory, and the check before a run.
 
 
 def estimate_run(config: TrainConfig, *, gpus: int | None = None, gpu_memory: float | None = None) -> Fit:
-    """Estimate whether a run fits: on `gpus` GPUs of `gpu_memory` GiB, or on this machine.
+    """Estimate whether a run fits on `gpus` GPUs of `gpu_memory` GiB each, or by default on this machine.
 
     >>> config = TrainConfig(n_layer=28, n_embd=1024, n_head=16, n_ffn=3072, vocab_size=151936, block_size=4096)
     >>> fit = estimate_run(config, gpu_memory=24)
@@ -278,7 +279,9 @@ def estimate_run(config: TrainConfig, *, gpus: int | None = None, gpu_memory: fl
     config, _ = config.with_accumulation()
     elsewhere = gpus is not None or gpu_memory is not None
     if config.device == "cpu" and elsewhere:
-        raise UsageError(f"device is cpu, and --{'gpus' if gpus else 'gpu_memory'} is given; remove one of them")
+        raise UsageError(
+            f"device is cpu, but --{'gpus' if gpus else 'gpu_memory'} applies to GPUs; remove one of these flags"
+        )
     is_here = torch.cuda.is_available()
     on_gpu = config.device == "cuda" or elsewhere or (config.device == "auto" and is_here)
     ranks = gpus or int(os.environ.get("WORLD_SIZE", 1))
@@ -292,7 +295,7 @@ def estimate_run(config: TrainConfig, *, gpus: int | None = None, gpu_memory: fl
 
 
 def _data_vocab_size(config: TrainConfig) -> int | None:
-    """The vocabulary size of the data; None without data."""
+    """Return the vocabulary size of the data, or None if the config has no data."""
     if config.dataset_dir is None:
         return None
     with closing(EpisodeLoader(config.dataset_dir, config)) as loader:
@@ -300,16 +303,18 @@ def _data_vocab_size(config: TrainConfig) -> int | None:
 
 
 def memory_here(device: torch.device) -> float:
-    """Bytes available to a run on this device: GPU memory not used by other processes, or host memory per rank."""
+    """Return the bytes available to a run on this device: GPU memory not used by other processes, or host memory per
+    rank.
+    """
     if device.type != "cuda":
         return available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free, total = torch.cuda.mem_get_info(device)
-    # Memory that CUDA and torch already use in this process is included in the estimate.
+    # Count the memory that CUDA and torch already use in this process as available, because the estimate includes it.
     return min(total, free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT)
 
 
 def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None:
-    """Before the model is loaded, raise `DoesNotFitError` if the run cannot fit into the memory of its device."""
+    """Raise `DoesNotFitError` if a run cannot fit into the memory of its device; called before the model is loaded."""
     if not config.check_memory:
         return
     available = memory_here(world.device)
@@ -320,14 +325,16 @@ def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None
         estimator = Estimator(on_gpu=on_gpu, vocab_size=vocab_size)
         fit = fit_run(estimator, config, ranks=world.size, available=available)
     except Exception:
-        # Loading the model will report the error; a failed estimate must not refuse a run.
+        # Ignore the error: loading the model will report it, and a failed estimate must not refuse a run.
         return
     if fit.is_refused:
         raise DoesNotFitError(fit.refusal())
 
 
 def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bool) -> float:
-    """A quick upper bound on the bytes of a run, from its weight shapes; it suffices to accept most runs."""
+    """Compute a quick upper bound on the bytes that a run needs from its weight shapes, which is enough to accept most
+    runs.
+    """
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
@@ -338,7 +345,7 @@ def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bo
         tensors = _stored(model_folder(config.init_from_model))
         count = sum(each.size for each in tensors)
         widths = sum(sum(each.shape[-2:]) for each in tensors if len(each.shape) > 1)
-    # Four times the float32 inputs and outputs of all matrices, a float32 mask, and logits on a GPU.
+    # Add four times the float32 inputs and outputs of all matrices, a float32 mask, and the logits on a GPU.
     tokens = rows * config.block_size
     return 20.0 * count + 16.0 * tokens * widths + 4.0 * tokens * config.block_size + 3.0 * GIB * on_gpu
 

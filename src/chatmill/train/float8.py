@@ -1,8 +1,8 @@
 """float8 matrix products in linear layers, using torchao, for GPUs that support them.
 
 Each matrix product in the forward and backward pass scales inputs, weights and gradients by their largest value and
-rounds them to float8; results have the dtype of the hidden states. Stored weights and parameter names do not change.
-The output head is not converted.
+rounds them to float8; results have the dtype of the hidden states. Float8 does not change the stored weights or the
+parameter names. The output head is not converted to float8.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from chatmill.train.model import CausalModel
 from chatmill.train.quiet import quiet_logs
 
 MULTIPLE = 16
-"""Every dimension of a float8 matrix product must be a multiple of this."""
+"""Every dimension of a float8 matrix product must be a multiple of this number."""
 CAPABILITY = (8, 9)
-"""Lowest compute capability with float8 matrix products."""
+"""Lowest CUDA compute capability that supports float8 matrix products."""
 RECIPE = "tensorwise"
 """torchao's fastest recipe: one scale per tensor."""
 
@@ -49,8 +49,8 @@ def use_float8(model: CausalModel, *, emulate: bool = False) -> None:
     blocks = model.blocks()
     if not getattr(model, "separates", True):
         raise UsageError(
-            "fp8 is true, and this architecture cannot separate packed conversations, so their lengths vary; float8 "
-            "requires fixed lengths; set fp8 to false"
+            "fp8 is true, and this architecture cannot separate packed conversations, so row lengths vary; float8 "
+            "requires rows of a fixed length; set fp8 to false"
         )
     for name, module in blocks[0].named_modules():
         if isinstance(module, nn.Linear) and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):

@@ -27,13 +27,13 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy decoding."""
+    """Settings for choosing the next token. Temperature 0 is greedy decoding."""
 
     temperature: float = 0.0
     top_k: int = 0
     """Sample from the k most likely tokens; 0 disables the limit."""
     top_p: float = 1.0
-    """Sample from the fewest tokens whose probabilities add up to this."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to `top_p`."""
     seed: int = 0
     step: int = 0
 
@@ -48,9 +48,10 @@ def generate(
     first_row: int = 0,
     batch_size: int = 64,
 ) -> list[list[int]]:
-    """Generate an answer to each prompt; return its token ids, including the end token if the answer reached one.
+    """Generate an answer to each prompt; return the token ids of each answer, including its end token if it has one.
 
-    The key of prompt i has row `first_row` + i. Answers end at `max_tokens`, or at the model's maximum sequence length.
+    The sampling key of prompt i uses the row number `first_row` + i. Answers end at `max_tokens`, or at the model's
+    maximum sequence length.
 
     >>> import torch
     >>> from chatmill.train import GPT, GPTSizes
@@ -77,8 +78,8 @@ def generate_steps(
     sampling: Sampling,
     first_row: int = 0,
 ) -> Iterator[dict[int, int]]:
-    """Yield the next token of every unfinished row, step by step; all prompts form one batch."""
-    # `prefill` raises an error for a prompt that is too long.
+    """Generate answers to all prompts in one batch; at each step, yield the next token of every unfinished row."""
+    # `prefill` raises an error if a prompt is too long.
     max_tokens = min(max_tokens, max(1, model.max_positions - min(map(len, prompts))))
     rows = np.arange(len(prompts))
     draws = np.stack([_draws(sampling, first_row + row, max_tokens) for row in rows.tolist()])
@@ -113,7 +114,8 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
     probs = ordered.softmax(dim=1)
     cumulative = probs.cumsum(dim=1)
     if sampling.top_p < 1:
-        # Keep a token if the probabilities of all more likely tokens sum to less than top_p; the first is always kept.
+        # Keep a token if the probabilities of all more likely tokens sum to less than top_p; the most likely token is
+        # always kept.
         probs = torch.where(cumulative - probs < sampling.top_p, probs, 0)
         probs[:, 0] = ordered.softmax(dim=1)[:, 0]
         cumulative = probs.cumsum(dim=1)
@@ -125,20 +127,22 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
 
 
 def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
-    """The uniform draws for one row, one per position in its answer."""
+    """Return the uniform random draws for one row, one per position in its answer."""
     key = np.random.SeedSequence((sampling.seed, sampling.step, row))
     return np.random.Generator(np.random.Philox(key)).random(count)
 
 
 def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, DecodingCache]:
-    """Run the prompts; return the logits after each prompt, and a cache with room for `room` more tokens."""
+    """Run the prompts through the model; return the logits after each prompt and a cache with `room` more slots."""
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) < 1:
         raise DataError(f"prompt {lengths.index(0)} is empty; expected at least one token")
     if max(lengths) >= model.max_positions:
         number = int(np.argmax(lengths))
         most = model.max_positions
-        raise DataError(f"prompt {number} has {lengths[number]} tokens; the prompt and its answer can have {most}")
+        raise DataError(
+            f"prompt {number} has {lengths[number]} tokens; the prompt and its answer can have at most {most}"
+        )
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
     for row, prompt in enumerate(prompts):
         if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
@@ -152,8 +156,8 @@ def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, De
 
 @contextmanager
 def inference(model: CausalModel) -> Iterator[None]:
-    """Inference mode: no gradients, no dropout, and compiled layers run eagerly."""
-    # Shapes change with every generated token, which would recompile layers that were compiled for training.
+    """Context for inference: disables gradients and dropout, and runs compiled layers eagerly."""
+    # Run layers eagerly: shapes change with every generated token, so layers compiled for training would be recompiled.
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with eval_mode(model), torch.inference_mode(), eager:
@@ -173,10 +177,11 @@ def beam_search(
     length_penalty: float = 1.0,
     batch_size: int = 16,
 ) -> list[list[int]]:
-    """Find the best answer to each prompt, including its end token if the answer reached one.
+    """Find the best answer to each prompt with beam search; return its token ids, including its end token if it has
+    one.
 
     Answers are ranked by log-likelihood / length ** length_penalty. The search for a prompt ends when none of its beams
-    can beat the best finished answer; beams cut off by `max_tokens` count as finished.
+    can beat the best finished answer; beams that reach `max_tokens` count as finished.
     """
     answers: list[list[int]] = []
     with inference(model):
@@ -192,7 +197,7 @@ class _Beam(NamedTuple):
     """Log-likelihood."""
     ids: list[int]
     parent: int
-    """The index of the beam that this beam extends, among the beams of its prompt."""
+    """Index of the beam that this beam extends, among the beams of the same prompt."""
 
 
 def _search(
@@ -202,7 +207,7 @@ def _search(
     logits, cache = prefill(model, prompts, max_tokens)
     device = logits.device
     best: list[tuple[float, list[int]]] = [(-math.inf, [])] * len(prompts)
-    # A prompt starts with one beam; its other beams are placeholders that rank below all real ones.
+    # A prompt starts with one beam; its other beams are placeholders that rank below all real beams.
     start = [_Beam(0.0, [], 0)] + [_Beam(-math.inf, [], 0)] * (beams - 1)
     active = dict.fromkeys(range(len(prompts)), start)
     places = torch.arange(len(prompts), device=device).repeat_interleave(beams)
@@ -233,7 +238,9 @@ def _search(
 
 
 def _candidates(logits: Tensor, active: dict[int, list[_Beam]], count: int) -> dict[int, list[_Beam]]:
-    """The `count` best continuations of each prompt's beams: enough to keep all beams even if some end."""
+    """Return the `count` best continuations of each prompt's beams, which are enough to keep all beams even if some
+    end.
+    """
     scores = torch.tensor([[beam.score for beam in beams] for beams in active.values()], dtype=torch.float64)
     logprobs = logits.double().log_softmax(dim=1).unflatten(0, scores.shape) + scores.to(logits.device)[:, :, None]
     top = logprobs.flatten(1).topk(min(count, logprobs[0].numel()), dim=1)

@@ -1,8 +1,8 @@
-"""chatmill's own GPT: pre-RMSNorm, rotary position embeddings, grouped-query attention, SwiGLU.
+"""chatmill's own GPT, with pre-RMSNorm, rotary position embeddings, grouped-query attention and SwiGLU.
 
-Parameters keep the dtype they were created with; hidden states have `compute` precision (float32 if None), and weights
-are cast to it when they are used. float32 parameters with bfloat16 compute give bf16 training with float32 master
-weights.
+Parameters keep the dtype that they were created with. Hidden states have `compute` precision (float32 if None), and
+weights are cast to `compute` precision when they are used. float32 parameters with bfloat16 compute give bf16 training
+with float32 master weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ KIND = "chatmill-gpt"
 REQUIRED = ("vocab_size", "n_layer", "n_embd", "n_head")
 """Keys that the config of a saved model must have."""
 PutInCache: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Adds the keys and values of a layer to its cache; returns all keys and values of that layer."""
+"""A function that adds the keys and values of a layer to its cache and returns all cached keys and values of that
+layer.
+"""
 
 
 class GPT(CausalModel):
@@ -137,7 +139,9 @@ class GPT(CausalModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> GPT:
-        """Load a folder written by `save`. Its sizes and weights are compared before memory is allocated."""
+        """Load a folder written by `save`. The sizes in the config are compared with the weight files before memory is
+        allocated.
+        """
         model, files = open_on_meta(folder, compute=compute, weights=weights)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with open_weights(files) as rows:
@@ -150,18 +154,19 @@ class GPT(CausalModel):
 def open_on_meta(
     folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int = 1
 ) -> tuple[GPT, ModelFiles]:
-    """Open a folder; return the model with parameters on the meta device, and its files, whose tensors were checked.
+    """Open a model folder; return the model with parameters on the meta device, and its files, whose tensors were
+    checked.
 
-    Memory is checked for one of `share` equal parts of the weights.
+    The memory check assumes that a rank needs one of `share` equal parts of the weights.
     """
     if weights == "nf4":
-        raise UsageError(f"{folder}: is not a Hugging Face model; nf4 quantization requires one")
+        raise UsageError(f"{folder}: is not a Hugging Face model, which nf4 quantization requires")
     files = read_model_files(folder)
     sizes, path = read_sizes(folder, files.config), folder / WEIGHTS
     have, need = {name: tensor.shape for name, tensor in files.tensors.items()}, _shapes(sizes, folder, files)
     if have != need:
         wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
-        raise DataError(f"{path}: {one_line(wrong[0])} does not match {CONFIG} ({len(wrong)} weights do not)")
+        raise DataError(f"{path}: {one_line(wrong[0])} does not match {CONFIG} ({len(wrong)} weights do not match)")
     dtypes = {name: opened_dtype(tensor.dtype, weights) for name, tensor in files.tensors.items()}
     check_memory(sum(tensor.size * dtypes[name].itemsize for name, tensor in files.tensors.items()) / share, folder)
     with torch.device("meta"):
@@ -174,7 +179,7 @@ def open_on_meta(
 
 @torch.no_grad()
 def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters of a model one at a time, with the initial values that `GPT` has for this seed."""
+    """Yield each parameter of a model with the initial values that a new `GPT` has with this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
@@ -191,12 +196,14 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
 
 
 def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight in a model, from a one-layer model on the meta device, because all layers are alike."""
+    """Return the shape of each weight in a model, computed from a one-layer model on the meta device, because all
+    layers have the same shapes.
+    """
     try:
         with torch.device("meta"):
             one = GPT(replace(sizes, n_layer=1)).state_dict()
     except (OverflowError, RuntimeError) as error:
-        # A tensor would have more elements than torch supports.
+        # torch raises this error if a tensor would have more elements than it supports.
         raise DataError(f"{folder / CONFIG}: these sizes are not valid ({one_line(str(error))})") from None
     shapes = {name: tuple(tensor.shape) for name, tensor in one.items()}
     layer = {name: shapes.pop(name) for name in list(shapes) if name.startswith("layers.0.")}
@@ -217,7 +224,7 @@ def read_sizes(folder: Path, config: Mapping[str, Any]) -> GPTSizes:
     if unknown := sorted(config.keys() - known - {"model_type"}):
         raise DataError(f"{path}: unknown key {one_line(unknown[0])}; expected one of {', '.join(sorted(known))}")
     if missing := [name for name in REQUIRED if name not in config]:
-        raise DataError(f"{path}: {', '.join(missing)} missing; expected the sizes of a saved model")
+        raise DataError(f"{path}: required keys are missing: {', '.join(missing)}; expected the sizes of a saved model")
     try:
         return GPTSizes(**{name: value for name, value in config.items() if name in known})
     except DataError as error:
@@ -269,7 +276,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        # Use two products instead of one: concatenating their gradients would cost more than it saves.
+        # Use two matrix products instead of one, because concatenating their gradients would cost more than one product
+        # saves.
         self.gate = Linear(sizes.n_embd, sizes.ffn)
         self.up = Linear(sizes.n_embd, sizes.ffn)
         self.down = Linear(sizes.ffn, sizes.n_embd)
@@ -301,9 +309,9 @@ class Norm(nn.Module):
 
 
 class KVCache:
-    """Key-value cache for generation, (2, rows, slots, heads, size) per layer; a token's slot is its position.
+    """Key-value cache for generation, a tensor (2, rows, slots, heads, size) per layer; a token's slot is its position.
 
-    Rows are right-padded: slots after the end of a row are masked, and overwritten later.
+    Rows are right-padded: slots after the end of a row are masked and are overwritten later.
     """
 
     def __init__(self, model: GPT, rows: int, size: int) -> None:
@@ -314,7 +322,7 @@ class KVCache:
         self.lengths = self.positions = torch.empty(0)
 
     def put(self, depth: int, k: Tensor, v: Tensor) -> Tensor:
-        """Store a layer's keys and values at `positions`; return all its keys and values."""
+        """Store the keys and values of a layer at `positions`; return all cached keys and values of the layer."""
         rows = torch.arange(len(self.positions), device=k.device)[:, None]
         self.layers[depth][:, rows, self.positions] = torch.stack([k, v])
         return self.layers[depth]

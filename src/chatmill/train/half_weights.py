@@ -35,11 +35,11 @@ class HalfEmbedding(nn.Embedding):
 
 
 class _CastLinear(torch.autograd.Function):
-    """x Wᵀ + b in the dtype of x; saves the original weight for the backward pass, not its cast copy."""
+    """Computes x Wᵀ + b in the dtype of x, and saves the weight for the backward pass instead of its cast copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The input is needed only for the gradient of a trained weight.
+        # Save the input only if the weight is trained, because only the weight's gradient needs it.
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         return _cast_product(x, weight, None if bias is None else bias.to(x.dtype))
 
@@ -57,7 +57,7 @@ class _CastLinear(torch.autograd.Function):
 
 
 def _cast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b in the dtype of x, without a cast copy of the whole weight if the input is small."""
+    """Compute x Wᵀ + b in the dtype of x, without casting the whole weight at once if the input is small."""
     if x.numel() >= weight.numel() or weight.numel() <= CAST_VALUES:
         return F.linear(x, weight.to(x.dtype), bias)
     parts = weight.split(max(1, CAST_VALUES // weight.shape[1]))
@@ -68,8 +68,9 @@ def _cast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def use_half_weights(model: nn.Module, compute: torch.dtype, place: str) -> None:
     """Prepare a model to compute in `compute` precision with half-precision weights of another dtype.
 
-    Weights of linear layers and embeddings keep their dtype. All other weights, such as norms, become float32. Weights
-    that already have `compute` precision, and models without half-precision weights, are left unchanged.
+    The weights of linear layers and embeddings keep their dtype. All other weights, such as norm weights, become
+    float32. Weights that already have `compute` precision, and models without half-precision weights, are left
+    unchanged.
     """
     linear = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
     classes = linear | {half: half for half in linear.values()}
@@ -86,7 +87,7 @@ def use_half_weights(model: nn.Module, compute: torch.dtype, place: str) -> None
     for tensor in others.values():
         tensor.data = tensor.data.float()
     for module in layers:
-        # A weight tied to a layer of another kind was converted to float32 above.
+        # Skip weights that were converted to float32 above because they are tied to another kind of layer.
         if is_half(module.weight):
             module.__class__ = classes[type(module)]
 
@@ -98,7 +99,9 @@ def is_half(tensor: Tensor | None) -> bool:
 
 @contextmanager
 def widened(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which half-precision weights are converted to float32; each block's weights only while it runs."""
+    """Context in which the model computes in float32; the half-precision weights of each block are converted only while
+    the block runs.
+    """
     narrow: dict[nn.Parameter, Tensor] = {}
 
     def widen(parameters: Iterable[nn.Parameter]) -> None:

@@ -37,10 +37,10 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "*.model",
 )
-"""Files copied from the folder that a model was loaded from to the folder it is saved in."""
+"""Patterns of the tokenizer files that are copied to the folder of a saved model."""
 GENERATION = "generation_config.json"
 CLOSE = 1e-3
-"""Largest relative difference between logits that counts as rounding."""
+"""Largest relative difference between logits that is attributed to rounding."""
 
 
 class HFModel(CausalModel):
@@ -54,7 +54,7 @@ class HFModel(CausalModel):
         compute: torch.dtype | None = None,
         separates: bool | None = None,
     ) -> None:
-        """`separates` tells whether the architecture separates packed conversations; if it is None, a test decides."""
+        """`separates` is whether the architecture separates packed conversations; if None, the model is tested."""
         super().__init__()
         self.lm = lm
         self.training = lm.training
@@ -70,7 +70,7 @@ class HFModel(CausalModel):
         self.is_widened = False
         """Whether half-precision weights were converted to float32 because the model cannot compute with them."""
         self.separates = self._check_architecture() if separates is None else separates
-        """Whether the architecture separates the conversations of a packed row; if not, rows are unpacked."""
+        """Whether the architecture separates the conversations in a packed row; otherwise, rows are unpacked."""
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> HFModel:
@@ -78,7 +78,7 @@ class HFModel(CausalModel):
         lm = load_lm(folder, weights=weights)
         # Some architectures, such as Mamba, read the weights of linear layers directly, which 4-bit layers do not
         # support.
-        packed = faults_of(folder, "cannot compute with linear layers in 4 bits; set quantize to none")
+        packed = faults_of(folder, "this architecture cannot compute with 4-bit linear layers; set quantize to none")
         with packed if weights == "nf4" else nullcontext():
             model = cls(lm, source=folder, compute=compute)
         model.remember_files(read_model_files(folder))
@@ -88,7 +88,7 @@ class HFModel(CausalModel):
         return model
 
     def remember_files(self, files: ModelFiles, *, fused: Sequence[Sequence[str]] = ()) -> None:
-        """Record the dtypes of the files that the model is loaded from; the model is saved in the same dtypes.
+        """Record the dtypes of the files from which the model is loaded, so that it is saved in the same dtypes.
 
         `fused` lists groups of weights that transformers computed together from several tensors in the files.
         """
@@ -127,8 +127,8 @@ class HFModel(CausalModel):
     def blocks(self) -> list[nn.Module]:
         if not (layers := self._layers()):
             raise UsageError(
-                f"{self._name}: cannot locate the decoder layers of this architecture, which compile, fsdp, "
-                "fp8 and muon require; turn them off"
+                f"{self._name}: cannot locate the decoder layers of this architecture, which compile, fsdp, fp8 and "
+                f"muon require; turn these settings off"
             )
         return layers
 
@@ -137,7 +137,7 @@ class HFModel(CausalModel):
 
     @staticmethod
     def layers_of(lm: Any) -> list[nn.Module]:
-        """The decoder layers of a transformers model; empty if they cannot be located."""
+        """Return the decoder layers of a transformers model; empty if they cannot be located."""
         depth = lm.config.get_text_config().num_hidden_layers
         lists = (module for module in lm.base_model.modules() if isinstance(module, nn.ModuleList))
         return next((list(module) for module in lists if len(module) == depth), [])
@@ -213,7 +213,7 @@ class HFModel(CausalModel):
         return self._reverted(weights) if part.is_converted else super().saved_tensors(part, weights)
 
     def _reverted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors from which transformers computes these weights when it loads them."""
+        """Return the file tensors from which transformers computes these weights when it loads a model."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self.lm, {name.removeprefix("lm."): each for name, each in weights.items()})
@@ -224,7 +224,7 @@ class HFModel(CausalModel):
         return _registered_flex() if x.is_cuda and self.uses_flex() else "sdpa"
 
     def uses_flex(self) -> bool:
-        """Whether attention is FlexAttention on a GPU, rather than SDPA with a mask."""
+        """Whether the model uses FlexAttention on a GPU, rather than SDPA with a mask."""
         if not self.separates or not getattr(self.lm, "_supports_flex_attn", False):
             return False
         config = self.lm.config.get_text_config()
@@ -236,13 +236,13 @@ class HFModel(CausalModel):
         if self.lm.config._attn_implementation not in (name, "eager"):
             self.lm.set_attn_implementation(name)
 
-    # Check the architecture in float32.
+    # Tests of the architecture, computed in float32.
 
     def _check_kind_of_head(self) -> None:
         layer = self.lm.get_output_embeddings()
         if type(layer) not in (nn.Linear, HalfLinear):
             raise DataError(
-                f"{self._name}: its head is a {type(layer).__name__}; only a plain linear head can be trained"
+                f"{self._name}: the output head is a {type(layer).__name__}; only a plain linear head can be trained"
             )
 
     def _check_architecture(self) -> bool:
@@ -256,7 +256,8 @@ class HFModel(CausalModel):
                     is_quantized = getattr(self.lm, "is_loaded_in_4bit", False)
                     if is_quantized or not any(map(is_half, self.lm.parameters())):
                         raise
-                    # Some layers read weights of other layers, whose dtype differs from that of the hidden states.
+                    # Convert the model to float32, because some layers read weights of other layers, whose dtype
+                    # differs from the hidden states.
                     self.lm.float()
                     self.is_widened = True
             with widened(self.lm, self._layers()):
@@ -273,13 +274,13 @@ class HFModel(CausalModel):
         finally:
             hook.remove()
         if not states:
-            # OPT calls only a part of its base model.
+            # OPT models call only a part of their base model, so the hook does not run.
             states.append(self.lm.base_model(input_ids=x).last_hidden_state)
         if not _close(expected, self.head().logits(states[-1])):
             if bool(expected.isnan().any()):
-                raise DataError(f"{self._name}: its logits are NaN; it has weights that are NaN or infinite")
+                raise DataError(f"{self._name}: the logits are NaN, because some weights are NaN or infinite")
             raise DataError(
-                f"{self._name}: its logits are not those of its head; this architecture cannot be trained here"
+                f"{self._name}: the logits differ from the output of the head; chatmill cannot train this architecture"
             )
 
     def _separates(self) -> bool:
@@ -294,7 +295,7 @@ class HFModel(CausalModel):
 
 
 class HFCache:
-    """A transformers cache; prompts are left-padded, so it also keeps a mask of the positions that hold tokens."""
+    """A transformers cache for left-padded prompts, with a mask of the positions that contain tokens."""
 
     def __init__(self, past: Any, lengths: Tensor, *, seen: Tensor) -> None:
         self.past, self.lengths, self.seen = past, lengths, seen
@@ -305,7 +306,7 @@ class HFCache:
 
 
 class RecomputeCache:
-    """Cache for models with a recurrent state instead of keys and values: all tokens are reprocessed at every step."""
+    """Cache for models with a recurrent state instead of keys and values; every step processes all tokens again."""
 
     def __init__(self, ids: Tensor, lengths: Tensor) -> None:
         self.ids, self.lengths = ids, lengths
@@ -326,7 +327,7 @@ def save_lm(lm: Any, folder: Path, weights: dict[str, Tensor], source: Path | No
     own = lm.generation_config
     try:
         if generation is not None:
-            # Copy the file verbatim: transformers refuses to write some configs that it can read.
+            # Copy generation_config.json verbatim, because transformers refuses to write some configs that it can read.
             lm.generation_config = type(own)()
         with quiet():
             lm.save_pretrained(folder, state_dict=weights)
@@ -352,10 +353,10 @@ def recorded_weights() -> Iterator[dict[str, Tensor]]:
 
 
 def copy_tokenizer(source: Path | None, folder: Path) -> None:
-    """Copy the files of a tokenizer, with its chat template, from one model folder to another."""
+    """Copy the tokenizer files, including the chat template, from one model folder to another."""
     if source is not None and source.resolve() != folder.resolve():
         for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
-            # Every run writes this file itself.
+            # Skip the tokenizer state, because every run writes its own.
             if path.name != TOKENIZER_STATE:
                 shutil.copy(path, folder / path.name)
 
@@ -365,7 +366,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """For each segment, the indices of its tokens in the flattened rows, padded at the end, and its length."""
+    """Return, for each segment, its length and the indices of its tokens in the flattened rows, padded at the end."""
     start = segment_begins(segments).flatten().nonzero().squeeze(1)
     lengths = torch.diff(start, append=start.new_tensor([segments.numel()]))
     index = start[:, None] + torch.arange(int(lengths.max()), device=segments.device)
@@ -373,7 +374,7 @@ def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _registered_flex() -> str:
-    """Register a FlexAttention that accepts the mixed precision of autocast; return its name in transformers."""
+    """Register a FlexAttention that accepts mixed dtypes under autocast; return its name in transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.masking_utils import flex_attention_mask

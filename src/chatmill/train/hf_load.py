@@ -1,4 +1,6 @@
-"""Load model folders with transformers and peft. File headers are checked first, and every error is one line."""
+"""Load model folders with transformers and peft. File headers are checked before a model is loaded, and every error is
+one line.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from chatmill.train.quiet import quiet_logs
 from chatmill.train.weight_dtypes import WeightDtypes, opened_as, opened_dtype, weight_dtypes
 
 NF4_BYTES = 0.516
-"""Bytes per NF4 weight: 4 bits, an 8-bit scale per 64 weights, and a 32-bit scale per 256 of those scales."""
+"""Bytes per NF4 weight: 4 bits, an 8-bit scale per 64 weights, and a 32-bit scale per 256 of the 8-bit scales."""
 VARIANTS = (
     "layer_replication",
     "alora_invocation_tokens",
@@ -32,14 +34,15 @@ VARIANTS = (
 )
 """Keys of adapter_config.json that select unsupported variants of LoRA."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that do not change the weights of the base model."""
+"""Values of init_lora_weights for which peft does not change the weights of the base model."""
 
 
 def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
-    """Load a causal language model with transformers; never run code or read pickles in the folder.
+    """Load a causal language model with transformers, without running code or reading pickles from the folder.
 
-    Files, sizes and memory are first checked from the file headers. A missing weight is an error: transformers would
-    initialize it at random. With nf4 weights, the model is quantized on the GPU if there is one, and stays there.
+    The file types, tensor sizes and required memory are first checked from the file headers. A missing weight is an
+    error, because transformers would initialize it at random. With nf4 weights, the model is quantized on a GPU if one
+    is available, and stays on that GPU.
     """
     files = read_model_files(folder)
     check_sizes(files)
@@ -47,7 +50,7 @@ def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
         _check_can_quantize(files)
     auto_config, auto_model = auto_classes(folder)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with quiet(), faults_of(folder, "transformers cannot load it as a causal language model"):
+    with quiet(), faults_of(folder, "transformers cannot load this folder as a causal language model"):
         config = auto_config.from_pretrained(folder, **local)
         dtypes = check_shapes(files, config, weights)
         if weights == "nf4":
@@ -62,11 +65,11 @@ def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
         raise missing_fault(folder, missing)
     stored = {opened_dtype(tensor.dtype, "stored") for tensor in files.tensors.values()}
     for tensor in [*lm.parameters(), *lm.buffers()]:
-        # A weight that was not cast is a view of the memory-mapped file, and would change if the file did.
+        # Copy weights that were not cast: they are views of the memory-mapped file and would change with the file.
         if tensor.dtype in stored and tensor.device.type == "cpu":
             tensor.data = tensor.data.clone()
     if weights == "nf4" and not use_nf4(lm):
-        raise DataError(f"{folder}: has no linear layers to quantize besides its head; set quantize to none")
+        raise DataError(f"{folder}: has no linear layers to quantize other than the output head; set quantize to none")
     return lm
 
 
@@ -80,9 +83,10 @@ def auto_classes(folder: Path) -> tuple[Any, Any]:
 
 
 def missing_fault(folder: Path, missing: Sequence[str]) -> DataError:
-    """The error for a model whose files lack these weights."""
+    """Return the error for a model whose files lack these weights."""
     return DataError(
-        f"{folder}: its weights have no {one_line(missing[0])}, which {CONFIG} requires ({len(missing)} are missing)"
+        f"{folder}: the weight files have no {one_line(missing[0])}, which {CONFIG} requires ({len(missing)} weights "
+        f"are missing)"
     )
 
 
@@ -97,10 +101,11 @@ def _check_can_quantize(files: ModelFiles) -> None:
 
 
 def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
-    """Return the dtypes to load a model in; raise `DataError` if its shapes contradict its config or exceed the memory.
+    """Return the dtypes in which to load a model; raise `DataError` if its shapes contradict its config or exceed the
+    memory.
 
-    With nf4 weights, these are the dtypes before quantization. The memory check assumes that a rank holds one of
-    `share` equal parts of the weights.
+    For nf4 weights, return the dtypes before quantization. The memory check assumes that a rank needs one of `share`
+    equal parts of the weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -112,7 +117,7 @@ def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, sh
     except (NotImplementedError, RuntimeError) as error:
         if "meta tensor" not in str(error):
             raise
-        # A few constructors compute with tensor values, which the meta device does not support: use the sizes in the
+        # A few constructors compute with tensor values, which the meta device does not support, so use the sizes in the
         # files.
         dtypes = weight_dtypes(files, {}, kept)
         sizes = {name: tensor.size for name, tensor in files.tensors.items()}
@@ -123,8 +128,8 @@ def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, sh
             for name, tensor in state.items():
                 if name in files.tensors and files.tensors[name].shape != tuple(tensor.shape):
                     raise DataError(
-                        f"{files.folder}: {one_line(name)} has the shape {files.tensors[name].shape}, "
-                        f"{CONFIG} gives {tuple(tensor.shape)}"
+                        f"{files.folder}: {one_line(name)} has the shape {files.tensors[name].shape}, but {CONFIG} "
+                        f"implies {tuple(tensor.shape)}"
                     )
         sizes = {name: each.numel() for name, each in [*model.named_parameters(), *model.named_buffers()]}
         if weights == "nf4":
@@ -148,7 +153,7 @@ def adapter_rank(folder: Path, config: Mapping[str, Any]) -> int:
     if (start := config.get("init_lora_weights", True)) not in PLAIN_STARTS:
         raise DataError(
             f"{place}: init_lora_weights is {one_line(str(start))}, which changes the weights of the base model; "
-            "convert them to plain LoRA with path_initial_model_for_weight_conversion of peft's save_pretrained"
+            "convert the adapters to plain LoRA with path_initial_model_for_weight_conversion in peft's save_pretrained"
         )
     pattern = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [None])]
@@ -166,7 +171,7 @@ def faults_of(folder: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        # torch and other libraries put the error on the line after a heading.
+        # If the first line is a heading that ends with a colon, as in torch errors, also include the second line.
         reason = one_line(" ".join(each.strip() for each in lines[: 1 + lines[0].endswith(":")]), 300)
         raise DataError(f"{folder}: {what} ({reason})") from None
 

@@ -1,8 +1,8 @@
-"""Build Hugging Face models with parameters on the meta device, and find their tensors in the files.
+"""Build Hugging Face models with parameters on the meta device, and find their tensors in the weight files.
 
 transformers renames tensors while it loads a model, and computes some tensors from several others (fused experts). This
-module applies transformers' conversion rules to one tensor at a time. Models that these rules do not cover raise
-`NotShardableError`.
+module applies transformers' conversion rules to one tensor at a time. Functions in this module raise
+`NotShardableError` for models that the conversion rules do not cover.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from chatmill.train.sharded_tensors import Rows, open_weights
 from chatmill.train.weight_dtypes import WeightDtypes
 
 READS_BASE = ("modules_to_save", "trainable_token_indices", "use_dora")
-"""Keys of adapter_config.json that set up adapters from the weights of the base model."""
+"""Keys of adapter_config.json for which peft initializes adapters from the weights of the base model."""
 
 
 class TensorSource(NamedTuple):
-    """The tensors in the files from which transformers computes one or more tensors of a model."""
+    """Tensors in the weight files from which transformers computes one or more tensors of a model."""
 
     names: tuple[str, ...]
     """Tensor names in the files."""
     targets: tuple[str, ...]
     """Parameter names in the model."""
     convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]] | None = None
-    """Computes tensors of the model, by their names; None if the only tensor is used unchanged."""
+    """Computes the tensors of the model, by name; None if a single tensor is used unchanged."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class MetaModel:
     sources: tuple[TensorSource, ...]
     parameters: Mapping[str, Tensor]
     dtypes: Mapping[str, torch.dtype]
-    """The dtype in which each parameter is loaded; `HFModel` may convert it to float32 afterwards."""
+    """The dtype in which each parameter is loaded; `HFModel` may later convert the parameter to float32."""
 
     def values(self) -> Iterator[tuple[Tensor, Rows]]:
-        """Yield each parameter with its values. Tied weights are read once."""
+        """Yield each parameter with its values; tied weights are read only once."""
         read: set[int] = set()
         with open_weights(self.files) as rows:
             for source in self.sources:
@@ -70,7 +70,7 @@ class MetaModel:
 
 
 class CastRows(NamedTuple):
-    """A tensor whose rows are cast when they are read."""
+    """A tensor in a file whose rows are cast when they are read."""
 
     rows: Rows
     dtype: torch.dtype
@@ -82,14 +82,14 @@ class CastRows(NamedTuple):
 def _rows(source: TensorSource, target: str, rows: Callable[[str], Rows], dtype: torch.dtype) -> Rows:
     if source.convert is None:
         return rows(source.names[0])
-    # Cast first, then convert, as transformers does.
+    # Cast the tensors before converting them, as transformers does.
     return source.convert([rows(name)[...].to(dtype) for name in source.names])[target]
 
 
 def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int) -> OpenedModel:
-    """Open a Hugging Face model with parameters on the meta device; check memory for one of `share` equal parts."""
+    """Open a Hugging Face model on the meta device; check that memory suffices for one of `share` equal parts."""
     meta = _load_on_meta(folder, weights, share=share)
-    # This is unknown until the architecture is tested.
+    # `separates` is set later, when the architecture is tested.
     model = HFModel(meta.lm, source=folder, compute=compute, separates=False)
     fused = [source.targets for source in meta.sources if source.convert is not None]
     model.remember_files(meta.files, fused=fused)
@@ -102,7 +102,7 @@ def open_adapters(folder: Path, *, compute: torch.dtype | None, share: int) -> O
     if keys := [key for key in READS_BASE if config.get(key)] or ["bias"] * (config.get("bias", "none") != "none"):
         raise NotShardableError(f"{ADAPTER_CONFIG} has {keys[0]}")
     if trained_on(folder) != "stored":
-        raise NotShardableError("the base model of its adapters is quantized")
+        raise NotShardableError("the base model of the adapters is quantized")
     place = base_folder(folder)
     check_base(folder, place)
     base = open_hf(place, compute=compute, weights="stored", share=share)
@@ -114,9 +114,9 @@ def open_adapters(folder: Path, *, compute: torch.dtype | None, share: int) -> O
 
 
 def check_adapters(model: CausalModel) -> None:
-    """Raise `NotShardableError` if a trained weight has no values yet."""
+    """Raise `NotShardableError` if a trained weight is still on the meta device."""
     if any(each.requires_grad and each.device.type == "meta" for each in model.parameters()):
-        raise NotShardableError("its adapters train weights of the base model")
+        raise NotShardableError("the adapters train weights of the base model")
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def adapters_on_cpu() -> Iterator[None]:
     move, to = BaseTunerLayer._move_adapter_to_device_of_base_layer, nn.Module.to
 
     def move_to_cpu(layer: Any, adapter_name: str, device: Any = None) -> None:
-        # Here, peft casts adapters to the dtype of the base model.
+        # The replaced method also casts adapters to the dtype of the base model.
         move(layer, adapter_name, torch.device("cpu"))
 
     def to_unless_meta(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -142,11 +142,11 @@ def adapters_on_cpu() -> Iterator[None]:
         nn.Module.to = to
 
 
-# Building the model, and finding its tensors in the files.
+# Build the model and find its tensors in the files.
 
 
 def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> MetaModel:
-    """Like `load_lm`, but without parameter values; errors from transformers are not caught."""
+    """Load a model like `load_lm`, but with parameters on the meta device; errors from transformers are not caught."""
     files = read_model_files(folder)
     check_sizes(files)
     auto_config, auto_model = auto_classes(folder)
@@ -154,7 +154,7 @@ def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> Meta
     with quiet():
         config = auto_config.from_pretrained(folder, **local)
         if hasattr(config, "quantization_config"):
-            raise NotShardableError("it is quantized")
+            raise NotShardableError("the model is quantized")
         dtypes = check_shapes(files, config, weights, share=share)
         with torch.random.fork_rng(devices=[]), _parameters_on_meta():
             lm = auto_model.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
@@ -176,7 +176,9 @@ def _load_on_meta(folder: Path, weights: WeightPrecision, *, share: int) -> Meta
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put parameters on the meta device as they are registered; buffers depend only on the config and are computed."""
+    """Move parameters to the meta device as they are registered; buffers are computed, because they depend only on the
+    config.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -192,7 +194,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
-    """Find the sources of a model's tensors by transformers' rules (`convert_and_load_state_dict_in_model`)."""
+    """Find the file tensors for each model tensor with the rules of transformers
+    (`convert_and_load_state_dict_in_model`).
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -202,7 +206,7 @@ def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     if len(renamings) + len(converters) < len(rules):
-        raise NotShardableError("this version of transformers has other rules for renaming tensors")
+        raise NotShardableError("this version of transformers has unknown rules for renaming tensors")
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     state, prefix = lm.state_dict(), lm.base_model_prefix
     plain: dict[str, str] = {}
@@ -212,7 +216,7 @@ def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=state)
         if target not in state:
-            # The model does not have this tensor.
+            # Skip tensors that the model does not have.
             continue
         if pattern is not None:
             converted.setdefault(target, []).append((pattern, name))
@@ -220,7 +224,7 @@ def _sources(lm: Any, files: ModelFiles) -> Iterator[TensorSource]:
             raise NotShardableError(f"{plain[target]} and {name} are the same weight")
         else:
             plain[target] = name
-    # transformers reverts these conversions when it saves the model.
+    # Store the conversions on the model, because transformers reverts them when it saves the model.
     lm._weight_conversions = [rule for rule in rules if rule.was_used()]
     yield from (TensorSource((name,), (target,)) for target, name in plain.items())
     for target, members in converted.items():
@@ -244,10 +248,10 @@ def _conversion(
 
 
 def _check_sources(lm: Any, files: ModelFiles, sources: Sequence[TensorSource], state: Mapping[str, Tensor]) -> None:
-    """Raise `DataError` if a tensor is missing in the files or has the wrong shape."""
+    """Raise `DataError` if a tensor is missing from the files or has the wrong shape."""
     names = [target for source in sources for target in source.targets]
     if len(set(names)) < len(names) or not set(names) <= state.keys():
-        raise NotShardableError("transformers computes a weight from several tensors in two ways")
+        raise NotShardableError("transformers computes the same weight from more than one group of tensors")
     for source in sources:
         shapes = {source.targets[0]: files.tensors[source.names[0]].shape}
         if source.convert is not None:
@@ -256,7 +260,8 @@ def _check_sources(lm: Any, files: ModelFiles, sources: Sequence[TensorSource], 
         for name, shape in shapes.items():
             if shape != tuple(state[name].shape):
                 raise DataError(
-                    f"{files.folder}: {one_line(name)} has the shape {shape}, {CONFIG} gives {tuple(state[name].shape)}"
+                    f"{files.folder}: {one_line(name)} has the shape {shape}, but {CONFIG} implies "
+                    f"{tuple(state[name].shape)}"
                 )
     by_id: dict[int, str] = {}
     with open_weights(files) as rows:
@@ -266,15 +271,15 @@ def _check_sources(lm: Any, files: ModelFiles, sources: Sequence[TensorSource], 
             if other != name and not (
                 {name, other} <= plain.keys() and torch.equal(rows(plain[name])[...], rows(plain[other])[...])
             ):
-                raise NotShardableError(f"{name} and {other} are tied, and the files have different values for them")
+                raise NotShardableError(f"{name} and {other} are tied, but their values in the files differ")
     if missing := sorted(name for name, tensor in state.items() if id(tensor) not in by_id):
         if lm._keys_to_ignore_on_load_missing:
-            raise NotShardableError(f"its files have no {missing[0]}")
+            raise NotShardableError(f"the weight files have no {missing[0]}")
         raise missing_fault(files.folder, missing)
 
 
 def _dtypes(lm: Any, dtypes: WeightDtypes) -> Callable[[str, torch.dtype], torch.dtype]:
-    """The dtype in which transformers loads each weight within `opened_as`, given the model in float32."""
+    """Return a function that maps the name and dtype of a weight to the dtype in which transformers loads it."""
     if dtypes.are_float32:
         return lambda name, dtype: dtype
     from transformers.core_model_loading import build_glob_alternation
@@ -290,7 +295,7 @@ def _dtypes(lm: Any, dtypes: WeightDtypes) -> Callable[[str, torch.dtype], torch
 
 
 def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
-    """Read the buffers from the files; they are small and not sharded."""
+    """Read the buffers from the files; buffers are small and are not sharded."""
     state = meta.lm.state_dict(keep_vars=True)
     with open_weights(meta.files) as rows:
         for source in meta.sources:
@@ -303,12 +308,12 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
                     meta.lm.get_submodule(module)._buffers[name] = values
 
 
-# Testing the architecture.
+# Test the architecture.
 
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Turn off oneDNN, which caches copies of weights; `torch.backends.mkldnn.flags` would print a warning."""
+    """Turn off oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` would print a warning."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -318,10 +323,11 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, share: int) -> bool:
-    """Test on the memory-mapped files whether the architecture separates packed conversations, as `HFModel` does.
+    """Test, as `HFModel` does, whether the architecture separates packed conversations, with weights from memory-mapped
+    files.
 
-    Weights are read layer by layer. They keep the dtype of the files if that does not change the result, and then take
-    no memory beyond the mapped files.
+    Weights are read layer by layer. If casting would not change the result, weights keep the dtype of the files and use
+    no memory besides the mapped files.
     """
     meta = _load_on_meta(folder, "stored" if weights == "float32" else weights, share=share)
     with open_weights(meta.files) as rows:
@@ -358,5 +364,5 @@ def _test(folder: Path, weights: WeightPrecision, compute: torch.dtype | None, s
         with _without_onednn():
             model = HFModel(meta.lm, source=folder)
     if model.is_widened and weights != "float32" and compute in (None, torch.float32):
-        raise NotShardableError("its layers cannot compute in float32 with weights in half precision")
+        raise NotShardableError("the layers of this architecture cannot compute in float32 with half-precision weights")
     return model.separates

@@ -16,15 +16,17 @@ from chatmill.train.model import CausalModel, WeightPrecision
 from chatmill.train.model_files import check_folder, check_headers, is_adapter, model_type
 
 HUGGING_FACE = "chatmill.train.hf:HFModel"
-"""The family of every `model_type` that is not in MODEL_FAMILIES."""
+"""The model family for every `model_type` that is not in MODEL_FAMILIES."""
 ADAPTERS = "chatmill.train.lora:LoraModel"
 
 Load = Callable[..., CausalModel]
 BaseWeights = Literal["trained", "original"]
-"""Base model of adapters: as in training (4-bit if it was quantized), or as stored on disk."""
+"""Weights of the base model to use with adapters: those used in training (4-bit if quantized), or those stored on disk.
+"""
 MODEL_FAMILIES: dict[str, str | Load] = {"chatmill-gpt": "chatmill.train.gpt:GPT"}
-"""Model families by the `model_type` of a folder's config.json: a class with `load`, given as MODULE:CLASS so that it
-is imported only when used, or a function `load(folder, *, compute, weights)`. To add a family, add it here."""
+"""Model families by the `model_type` in config.json. A family is a class with a `load` method, given as MODULE:CLASS so
+that it is imported only when used, or a function `load(folder, *, compute, weights)`. Register new model families here.
+"""
 
 
 def open_model(
@@ -38,8 +40,8 @@ def open_model(
 
     `weights` is the precision of the weights in memory; "stored" keeps the dtype of the files.
 
-    For an adapter folder, return the base model with the adapters applied; `base_model` is its folder, if it has moved.
-    The model in a checkpoint is opened only if its files match the recorded hashes.
+    For an adapter folder, return the base model with the adapters applied; pass the folder of the base model as
+    `base_model` if it has moved. The model in a checkpoint is opened only if its files match the recorded hashes.
 
     >>> import tempfile
     >>> from chatmill.train import GPT, GPTSizes
@@ -65,14 +67,14 @@ def open_ready(
 ) -> CausalModel:
     """Load the model in a model folder, checkpoint or run on `device`, in eval mode and in the precision of its files.
 
-    `base` matters for adapters trained on a quantized base model; `base_model` is the folder of their base model, if it
-    has moved.
+    `base` and `base_model` apply only to adapters: `base` selects the quantized or the original weights of a base model
+    that was quantized in training, and `base_model` is the folder of a base model that has moved.
     """
     folder = model_folder(path)
     if base != "trained" and not is_adapter(folder):
         raise UsageError(f"{folder}: is not an adapter folder, but --base is {base}; remove the option")
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    # For adapters, "float32" means the precision that the base model had in training.
+    # For adapters, the argument "float32" selects the precision that the base model had in training.
     weights: WeightPrecision = "float32" if is_adapter(folder) and base == "trained" else "stored"
     under = None if base_model is None else model_folder(base_model)
     model = open_model(folder, compute=compute_dtype("auto", chosen), weights=weights, base_model=under)
@@ -80,13 +82,15 @@ def open_ready(
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
-    """The precision of hidden states on a device for the `dtype` in a config; None means float32."""
+    """Return the precision of hidden states on a device for the config key `dtype`; None means float32."""
     half = device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
     return torch.bfloat16 if half else None
 
 
 def check_is_model(folder: Path) -> None:
-    """Raise `DataError` if the file headers are not those of a model or adapters; skip custom model families."""
+    """Raise `DataError` if a folder does not have the file headers of a model or adapters; accept custom model
+    families.
+    """
     check_folder(folder)
     if is_adapter(folder) or not callable(MODEL_FAMILIES.get(model_type(folder))):
         check_headers(folder)

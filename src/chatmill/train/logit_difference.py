@@ -1,4 +1,4 @@
-"""Difference between the logits of two models on a fixed random input."""
+"""Compare the logits of two models on a fixed random input."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from chatmill.train.hf import HFModel
 from chatmill.train.model import eval_mode
 
 ROWS, LENGTH = 4, 64
-"""Shape of the input: rows of random tokens."""
+"""Number of rows and tokens per row of the fixed input."""
 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Absolute differences over all positions and tokens."""
+    """Absolute differences between the logits of two models over all positions and tokens."""
 
     max: float
     mean: float
@@ -32,8 +32,8 @@ class LogitDifference:
 
 
 def probe_logits(lm: Any) -> Tensor:
-    """Logits of a transformers model on the fixed input, computed in float32."""
-    # Skip the test of the architecture, because the input has no packed rows.
+    """Compute the logits of a transformers model on the fixed input in float32."""
+    # Set `separates` to skip the architecture test, because the input has no packed rows.
     model = HFModel(lm, separates=True)
     x = torch.randint(model.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     x = x[:, : model.max_positions].to(model.device)

@@ -42,15 +42,19 @@ from chatmill.train.trackers.reporter import named_trackers
 from chatmill.train.untrained import UntrainedSteps
 
 CUT_COUNTS = ("cut_episodes", "cut_tokens", "answer_cut")
-"""Counts of the loader for episodes that are longer than a row."""
+"""Names of the loader's counts for episodes that are longer than a row."""
 
 
 OnStep = Callable[[StepRecord], None]
-"""Called on every rank after each step."""
+"""A function that is called on every rank after each step."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
-"""Called on rank 0 with the model and the step after each evaluation; the result is added to the metrics."""
+"""A function that is called on rank 0 after each evaluation with the model and the step; its result is added to the
+metrics.
+"""
 OpenText = Callable[[Place], TokenText | None]
-"""Opens the decoder of a dataset's tokens, to show sample answers; returns None if the dataset has no tokenizer."""
+"""A function that opens the decoder for a dataset's tokens, to show sample answers; it returns None if the dataset has
+no tokenizer.
+"""
 
 
 def train_model(
@@ -70,13 +74,14 @@ def train_model(
     notes: Sequence[str] = (),
     quiet: bool = False,
 ) -> TrainResult:
-    """Train a model on a dataset, by default the one in the config, and write the run to out_dir/model_name.
+    """Train a model on a dataset and write the run to out_dir/model_name; `dataset_dir` defaults to the dataset in the
+    config.
 
-    `resume` is `auto` (the newest checkpoint, if any) or the folder of a checkpoint. `model` replaces the model in the
-    config, and `loss` replaces weighted cross entropy. `watch` is called after every step, `on_eval` after every
-    evaluation. Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in addition to
-    those in `report_to`; at the end, it also reports the page that `report_page` returns. `notes` are printed when the
-    run starts. With `quiet`, nothing is printed.
+    `resume` is a checkpoint folder, or `auto` for the newest checkpoint of the run, if it has one. `model` replaces the
+    model in the config, and `loss` replaces weighted cross entropy. `watch` is called after every step, `on_eval` after
+    every evaluation. Sample answers are shown if `open_text` returns a decoder. The run reports to `trackers` in
+    addition to the trackers in `report_to`; at the end, it also reports the page that `report_page` returns. `notes`
+    are printed when the run starts. `quiet` turns off all printed output.
 
     A run that fails before it finishes its first step leaves neither a folder nor an audit log.
 
@@ -89,14 +94,16 @@ def train_model(
     """
     is_name = model_name and Path(model_name).name == model_name and not model_name.startswith(".")
     if not is_name or not model_name.isprintable():
-        raise UsageError(f"model_name is {model_name!r}; expected the name of a folder, printable and without slashes")
+        raise UsageError(
+            f"model_name is {model_name!r}; expected a folder name with printable characters and without slashes"
+        )
     if (chosen := dataset_dir or config.dataset_dir) is None:
         raise UsageError("dataset_dir is missing; expected the folder of a dataset")
     folder, data = local_path(out_dir) / model_name, place(chosen)
     config, chosen_steps = storable_config(config, data).with_accumulation()
     trackers = [*trackers, *named_trackers(config.report_to)]
     for named in (config.audit_dir, resume):
-        # Check this before anything is written.
+        # Raise errors about invalid paths before the run writes any files.
         local_path(named or "")
     configure_cache(config, data)
     with (
@@ -129,7 +136,7 @@ def _run_dir(
         data={"dataset_sha256": state.stage.dataset_sha256},
     )
     best, link = state.best.folder(folder) if state.config.keeps_best else None, folder / BEST
-    # Unless keep_best is false, a resumed run that does not track the best checkpoint keeps the existing one.
+    # Unless keep_best is false, a resumed run that does not track the best checkpoint keeps the existing link.
     outdated = link.is_symlink() and (state.config.keep_best is False or not link.exists())
     if state.config.keeps_best or outdated:
         try:
@@ -137,12 +144,12 @@ def _run_dir(
         except BaseException:
             run_dir.discard()
             raise
-    state.notes += [f"a later checkpoint was renamed to {path}; it is no longer used" for path in run_dir.set_aside]
+    state.notes += [f"a later checkpoint was renamed to {path} and is no longer used" for path in run_dir.set_aside]
     return run_dir
 
 
 class _Launched(NamedTuple):
-    """A step that runs on the device and whose result has not been read yet."""
+    """A step that was launched on the device and whose result has not been read yet."""
 
     step: int
     epoch: float | None
@@ -150,12 +157,12 @@ class _Launched(NamedTuple):
     counts: StepCounts
     data_wait: float
     pending: Pending | None
-    """None if the batch had no trained tokens."""
+    """The result on the device; None if the batch had no trained tokens."""
 
 
 @dataclass
 class _Loop:
-    """Runs the remaining steps of a run."""
+    """Runs all remaining steps of a training run."""
 
     state: TrainState
     run_dir: RunDir
@@ -173,7 +180,7 @@ class _Loop:
     evaluation: Evaluation | None = None
 
     def run(self) -> TrainResult:
-        """Run all remaining steps, or until a signal; save a checkpoint and return the result."""
+        """Run all remaining steps, or stop at a signal; save a checkpoint and return the result."""
         state, config, began = self.state, self.state.config, self.state.step
         try:
             for note in state.notes:
@@ -205,7 +212,7 @@ class _Loop:
                 write, say = self.run_dir.log_page, self.run_dir.print
                 report_pages(state.loader.sources, self.report_page, write=write, note=say)
             self.run_dir.end("stopped" if early else "finished")
-            return self._result((request.by or "a signal to another rank") if early else None)
+            return self._result((request.by or "a signal that another rank received") if early else None)
         except BaseException:
             if not state.has_trained:
                 self.run_dir.discard()
@@ -214,7 +221,7 @@ class _Loop:
             self.run_dir.close()
 
     def _step(self, *, stop_requested: bool) -> bool:
-        """Launch one step and read the result of the previous step; return whether any rank was asked to stop."""
+        """Launch one step and read the result of the previous step; return whether any rank received a stop signal."""
         state, config, world = self.state, self.state.config, self.state.world
         before = time.perf_counter()
         cursor, cut = state.loader.cursor(), state.loader.counts()
@@ -304,7 +311,9 @@ class _Loop:
         return LossSpikes.of_run(self.state, self.run_dir)
 
     def _evaluate(self) -> bool:
-        """Evaluate the validation split, if there is one; return whether its loss is the lowest in the run."""
+        """Evaluate the model on the val split, if the data has one; return whether the val loss is the lowest in the
+        run.
+        """
         state, model = self.state, self.state.stepper.model
         if "val" not in state.loader.splits:
             return False
@@ -312,7 +321,7 @@ class _Loop:
         self.evaluation = evaluation
         more: dict[str, float] = {}
         lines: list[str] = []
-        # All ranks must take part when a sharded model generates.
+        # Generate only with unsharded models, because a sharded model would need all ranks.
         if state.world.is_first and state.stepper.is_whole:
             if self._samples is not None:
                 answers = self._samples.answer(model)
@@ -348,7 +357,7 @@ class _Loop:
         if self.open_text is None:
             if self.run_dir.is_tracked:
                 self.run_dir.print(
-                    "sample answers are scored but not reported as text; use `chatmill train` to report them"
+                    "sample answers are scored but not reported as text; use `chatmill train` to report their text"
                 )
             return None
         folder = self.state.loader.sources[0].path
@@ -358,10 +367,10 @@ class _Loop:
         return text
 
     def _save(self, *, usable: bool) -> None:
-        """Write a checkpoint, with a model folder if the checkpoint is kept; all ranks call this."""
+        """Write a checkpoint, with a model folder if it is full or `usable`; all ranks must call this method."""
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"
-        # With sharded checkpoints, only the last and the best have a model folder, because writing it requires
+        # Of sharded checkpoints, only the last and the best one have a model folder, because writing it requires
         # gathering all weights.
         usable = usable or not sharded
         about = about_model(state.loader, step=state.step, base=state.base) if usable else None

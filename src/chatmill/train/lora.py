@@ -30,7 +30,7 @@ from chatmill.train.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_fo
 from chatmill.train.preflight import base_of, weights_hash
 
 ADAPTER_BASE = "base.json"
-"""File that records the base model's precision in training, if it differs from the stored precision (QLoRA)."""
+"""File that records the precision of the base model in training, if it differs from the stored precision (QLoRA)."""
 
 
 class LoraModel(HFModel):
@@ -39,34 +39,37 @@ class LoraModel(HFModel):
     with_lora = CausalModel.with_lora
 
     def __init__(self, base: HFModel, peft_model: Any) -> None:
-        # peft injects its layers in place: from now on, base.lm contains them.
+        # peft injects its layers in place, so base.lm already contains the adapters.
         super().__init__(base.lm, source=base.source, compute=base.compute, separates=base.separates)
         # Use a tuple, so that torch does not register the same weights twice.
         self._peft = (peft_model,)
         for module in self.lm.modules():
             use_adapted_linear(module)
         if self.compute not in (None, torch.float32):
-            # autocast casts the input of an adapter; peft would first make a float32 copy.
+            # Disable peft's float32 copy of adapter inputs, because autocast casts them.
             for module in self.lm.modules():
                 if hasattr(module, "cast_input_dtype_enabled"):
                     module.cast_input_dtype_enabled = False
 
     def _check_kind_of_head(self) -> None:
-        # The head of the base model has already been checked.
+        # Check only whether the adapters replaced the head, because the head of the base model has already been
+        # checked.
         if type(self.lm.get_output_embeddings()) not in (nn.Linear, HalfLinear):
             raise DataError(
-                f"{self._name}: the adapters change its head, which is not supported without merging; "
-                "merge them (chatmill merge) and use the merged model"
+                f"{self._name}: the adapters change the output head, which is not supported without merging; run "
+                f"chatmill merge and use the merged model"
             )
 
     @classmethod
     def on(cls, base: HFModel, sizes: LoraSizes) -> LoraModel:
-        """Add new adapters to a model and freeze its own weights; new adapters do not change the output."""
+        """Add new adapters to a model and freeze its own weights; new adapters do not change the model's output."""
         peft = _peft(str(base.source))
         targets = sizes.targets if isinstance(sizes.targets, str) else list(sizes.targets)
         head = next(name for name, module in base.lm.named_modules() if module is base.lm.get_output_embeddings())
         if any(f".{head}".endswith(f".{target}") for target in targets):
-            raise UsageError(f"lora: {head} is the output head, which cannot have an adapter; remove it from targets")
+            raise UsageError(
+                f"lora: {head} is the output head, which cannot have an adapter; remove the head from targets"
+            )
         config = peft.LoraConfig(
             r=sizes.r, lora_alpha=sizes.alpha, lora_dropout=sizes.dropout, target_modules=targets, task_type="CAUSAL_LM"
         )
@@ -95,24 +98,25 @@ class LoraModel(HFModel):
         weights = trained_on(folder) if weights in ("float32", "bfloat16") else weights
         place = base_folder(folder, base_model)
         with ThreadPoolExecutor(1) as pool:
-            # Do both in parallel, because hashing the files takes as long as loading the model.
+            # Hash the files and load the model in parallel, because hashing takes as long as loading.
             checked = pool.submit(check_base, folder, place)
             model = HFModel.load(place, compute=compute, weights=weights)
             checked.result()
         return cls(model, read_adapters(folder, model.lm))
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the adapters, the absolute path of their base model, and the tokenizer files."""
+        """Write the adapters, the absolute path of their base model, and the tokenizer files to a folder."""
         weights = (
             None if state is None else {f"base_model.model.{name.removeprefix('lm.')}": t for name, t in state.items()}
         )
         if self.source is not None:
             self._peft[0].peft_config["default"].base_model_name_or_path = str(self.source.resolve())
         with quiet():
-            # "auto" would query the Hugging Face Hub to find out whether the embedding was resized.
+            # The default for save_embedding_layers, "auto", would query the Hugging Face Hub to find out whether the
+            # embedding was resized.
             self._peft[0].save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
         copy_tokenizer(self.source, folder)
-        # peft writes an empty model card.
+        # Remove the empty model card that peft writes.
         (folder / "README.md").unlink(missing_ok=True)
         if getattr(self.lm, "is_loaded_in_4bit", False):
             (folder / ADAPTER_BASE).write_text(json.dumps({"weights": "nf4"}) + "\n")
@@ -125,10 +129,10 @@ def read_adapters(folder: Path, lm: Any) -> Any:
     tensors = read_headers(folder, ADAPTER_WEIGHTS)
     linear = [module for module in lm.modules() if isinstance(module, nn.Linear)]
     most = sum(module.in_features + module.out_features for module in linear)
-    check_memory(4 * rank * most, folder, what="adapters of this rank")
+    check_memory(4 * rank * most, folder, what="a LoRA adapter of this rank")
     peft = _peft(str(folder))
     known = {field.name for field in fields(peft.LoraConfig)}
-    # Unknown keys with numbers or strings only configure options that other keys turn on.
+    # Accept unknown keys with number or string values, because these only configure options that other keys turn on.
     if unknown := [key for key, value in config.items() if key not in known and _is_on(value)]:
         raise DataError(
             f"{folder / ADAPTER_CONFIG}: has {one_line(unknown[0])}, which peft {peft.__version__} does not know; "
@@ -142,11 +146,13 @@ def read_adapters(folder: Path, lm: Any) -> Any:
         need = peft.get_peft_model_state_dict(peft_model, save_embedding_layers=False)
         _use_float32(peft_model, folder)
     if missing := sorted(need.keys() - tensors.keys()):
-        raise DataError(f"{folder / ADAPTER_WEIGHTS}: has no {one_line(missing[0])} ({len(missing)} are missing)")
+        raise DataError(
+            f"{folder / ADAPTER_WEIGHTS}: has no {one_line(missing[0])} ({len(missing)} tensors are missing)"
+        )
     if others := sorted(tensors.keys() - need.keys() - copied):
         raise DataError(
             f"{folder / ADAPTER_WEIGHTS}: has {one_line(others[0])}, which matches no adapter on this base model "
-            f"({len(others)} such tensors); pass the base model that they were trained on"
+            f"({len(others)} tensors do not match); pass the base model that the adapters were trained on"
         )
     return peft_model
 
@@ -169,7 +175,9 @@ def _use_float32(peft_model: Any, folder: Path) -> None:
 
 
 def _copied_embeddings(folder: Path, tensors: Mapping[str, Any], lm: Any) -> set[str]:
-    """Adapter tensors that equal an embedding of the base model; peft saves these copies for some targets."""
+    """Return the names of adapter tensors that equal an embedding of the base model; peft saves such copies for some
+    targets.
+    """
     copied = set()
     for name, module in lm.named_modules():
         if module is lm.get_input_embeddings() or module is lm.get_output_embeddings():
@@ -182,7 +190,7 @@ def _copied_embeddings(folder: Path, tensors: Mapping[str, Any], lm: Any) -> set
 
 
 def trained_on(folder: Path) -> WeightPrecision:
-    """The precision of the base model when these adapters were trained."""
+    """Return the precision that the base model had when the adapters in a folder were trained."""
     path = folder / ADAPTER_BASE
     weights: Any = read_config(path).get("weights") if path.exists() else "stored"
     if weights not in ("stored", "nf4"):
@@ -191,15 +199,17 @@ def trained_on(folder: Path) -> WeightPrecision:
 
 
 def base_folder(folder: Path, base_model: Path | None = None) -> Path:
-    """The folder of the adapters' base model: `base_model`, or the recorded one. Nothing is downloaded."""
+    """Return the folder of the adapters' base model: `base_model`, or the recorded folder. The base model is never
+    downloaded.
+    """
     if base_model is not None:
         return base_model
     name = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str) or "\0" in name or not Path(name).is_dir():
         raise DataError(
             f"{folder}: base model {one_line(str(name), 300)} is not a folder on this machine; "
-            f"restore it, change base_model_name_or_path in {ADAPTER_CONFIG}, or pass its folder as --base-model to "
-            "chat, eval and merge"
+            f"restore the folder, change base_model_name_or_path in {ADAPTER_CONFIG}, or pass --base-model to chat, "
+            f"eval and merge"
         )
     return Path(name)
 
@@ -211,7 +221,8 @@ def check_base(folder: Path, base: Path) -> None:
     if stored is not None and stored["sha256"] != (mine := weights_hash(base)):
         raise DataError(
             f"{folder}: these adapters were trained on {one_line(stored['folder'], 300)} with weights "
-            f"{stored['sha256'][:12]}…, {base} has {mine[:12]}…; use the base model that they were trained on"
+            f"{stored['sha256'][:12]}…, but {base} has {mine[:12]}…; use the base model that the adapters were "
+            f"trained on"
         )
 
 

@@ -1,4 +1,4 @@
-"""Losses: the loss function interface, and weighted cross entropy over trained tokens.
+"""Loss functions: their interface, and weighted cross entropy over trained tokens.
 
 The head runs only on trained positions, a chunk at a time, so the logits of a whole batch are never materialized.
 Losses are sums, not means: the loop divides by the total weight of the global batch, so the result does not depend on
@@ -20,19 +20,19 @@ from torch.autograd.function import once_differentiable
 from chatmill.load.batch import IGNORE_INDEX
 
 LOGIT_BYTES = 1 << 26
-"""Maximum bytes of logits at a time on a CPU, chosen to fit its caches."""
+"""Maximum bytes of logits at a time on a CPU, chosen to fit the CPU caches."""
 GPU_LOGIT_BYTES = 1 << 30
-"""Maximum bytes of logits at a time on a GPU, chosen to keep it busy."""
+"""Maximum bytes of logits at a time on a GPU, chosen to keep the GPU busy."""
 MULTIPLE = 128
-"""Positions are padded to a multiple of this, for efficient matrix products."""
+"""The number of positions is padded to a multiple of this value, for efficient matrix products."""
 
 
 @dataclass(frozen=True)
 class TrainedPositions:
     """The trained positions of a batch, computed on the host, so that the host never waits for the device.
 
-    They are padded to a multiple of MULTIPLE with positions of weight 0. There is always at least one position, so a
-    batch without trained tokens has zero loss and zero gradients.
+    The positions are padded to a multiple of MULTIPLE with positions of weight 0. Even a batch without trained tokens
+    has padding positions, so its loss and gradients are zero.
     """
 
     index: Tensor
@@ -44,7 +44,7 @@ class TrainedPositions:
     count: int
     """Number of trained positions, without padding."""
     weight: float
-    """The sum of the weights."""
+    """Sum of the weights of all trained positions."""
 
     @classmethod
     def of(cls, y: Tensor, weights: Tensor, *, multiple: int = MULTIPLE) -> TrainedPositions:
@@ -60,40 +60,40 @@ class TrainedPositions:
         return cls(torch.from_numpy(index), torch.from_numpy(ids), torch.from_numpy(weight), count, total)
 
     def to(self, device: torch.device | str) -> TrainedPositions:
-        """Copy to a device."""
+        """Copy the tensors to a device."""
         index, ids, weights = (moved(part, device) for part in (self.index, self.ids, self.weights))
         return TrainedPositions(index, ids, weights, self.count, self.weight)
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device."""
-    # A copy from unpinned memory would make the host wait until the GPU has finished all queued work.
+    """Copy a tensor to a device without waiting for the device."""
+    # Pin the memory, because a copy from unpinned memory would make the host wait for all queued GPU work.
     if torch.device(device).type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class Losses(NamedTuple):
-    """The losses at the trained positions in a forward pass."""
+    """Losses at the trained positions of a batch."""
 
     total: Tensor
     """Σ weight · loss, a float32 scalar; the loop divides it by the weight of the global batch."""
     tokens: Tensor
-    """float32[N]: the loss of each target position; carries no gradient."""
+    """float32[N]: the loss at each target position, without gradient."""
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """How logits are computed from hidden states: cap(scale · (h Wᵀ + bias))."""
+    """An output head, which computes logits from hidden states: cap(scale · (h Wᵀ + bias))."""
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     cap: float | None = None
-    """Soft cap: cap · tanh(z / cap)."""
+    """Soft cap on the logits z: cap · tanh(z / cap)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits of a few hidden states."""
+        """Compute the float32 logits for a few hidden states."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         z = F.linear(hidden, self.weight.to(hidden.dtype), bias).float() * self.scale
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
@@ -109,12 +109,12 @@ class LossFunction(Protocol):
 
 
 def trained_states(hidden: Tensor, targets: TrainedPositions) -> Tensor:
-    """The hidden states (N, width) at the trained positions."""
+    """Return the hidden states (N, width) at the trained positions."""
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
 
 
 def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Σ weight · loss and Σ weight per segment, (rows, count); their quotient is the loss of each conversation."""
+    """Return Σ weight · loss and Σ weight per segment, (rows, count); their quotient is the segment's loss."""
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]
     sums = (values.new_zeros(len(segments) * count) for values in (losses.tokens, targets.weights))
@@ -124,7 +124,7 @@ def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, coun
 
 
 def weighted_loss(hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Losses:
-    """Σ weight · cross entropy over the targets, from hidden states (rows, length, width)."""
+    """Compute Σ weight · cross entropy over the targets from hidden states (rows, length, width)."""
     picked = trained_states(hidden, targets)
     if torch.is_grad_enabled():
         return Losses(*_LinearCrossEntropy.apply(picked, head.weight, head.bias, head, targets))
@@ -158,7 +158,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunked_loss(
     hidden: Tensor, head: LMHead, targets: TrainedPositions, *, needed: tuple[bool, bool, bool]
 ) -> tuple[Losses, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Losses at the trained positions, and the gradients of their sum for hidden states, weight and bias as needed.
+    """Compute the losses at the trained positions, and the required gradients of their sum: for hidden states, weight
+    and bias.
 
     The gradients of a chunk overwrite its logits.
     """
@@ -175,7 +176,7 @@ def _chunked_loss(
         logits = h @ matrix.T if bias is None else torch.addmm(bias, h, matrix.T)
         ids, weights = targets.ids[start:stop], targets.weights[start:stop]
         tokens[start:stop] = entropy_in_place(logits, ids, weights, head.scale, head.cap)
-        # From now on, `logits` holds the gradient of the chunk's logits.
+        # `entropy` has overwritten `logits` with the gradient of the chunk's logits.
         if grad_hidden is not None:
             grad_hidden[start:stop] = logits @ matrix
         if grad_weight is not None:

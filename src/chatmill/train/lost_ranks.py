@@ -1,15 +1,16 @@
 """Detect within seconds that a run has lost a rank, and end the other ranks.
 
 Every rank keeps a TCP connection to two ranks, the hubs: rank 0, and a rank on another node if the run has several
-nodes. When a process ends for any reason, the operating system closes its connections; TCP keep-alive closes those to
-an unreachable node. A rank that is slow, compiling, or stopped in a debugger keeps its connections, because it does not
-have to send anything.
+nodes. When a process ends for any reason, the operating system closes its connections, and TCP keep-alive closes
+connections to an unreachable node. A rank that is slow, compiling, or stopped in a debugger keeps its connections,
+because ranks do not need to send messages.
 
     rank 0 ── rank 1, rank 2, rank 3, …      a hub sends all others the ranks that are lost;
     hub b  ── rank 0, rank 1, rank 2, …      the first remaining hub prints one line
 
-A signal interrupts the main thread, and its handler raises `LostRankError`. If the main thread cannot be interrupted,
-for example in a collective on GPUs, the process ends after a few seconds.
+When a rank is lost, a signal interrupts the main thread of every other rank, and the signal handler raises
+`LostRankError`. If the main thread cannot be interrupted, for example in a collective on GPUs, the process ends after a
+few seconds.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 30
 SETTLE_SECONDS = 0.5
-"""Ranks that are lost within this time, such as all ranks of a node, are named in one line."""
+"""Ranks that are lost within this time, such as all ranks on a node, are reported in one line."""
 GRACE_SECONDS = 5.0
-"""How long the main thread may take to end after it was interrupted."""
+"""Time that the main thread may take to end after it is interrupted."""
 FAILED_SECONDS = 5.0
-"""Delay before the main thread is interrupted if another rank failed with an error: this rank may be about to raise the
-same error.
+"""Delay before the main thread is interrupted if another rank failed with an error, because this rank may be about to
+raise the same error.
 """
 WAKE = signal.SIGURG
-"""The signal that interrupts the main thread; it is ignored if no handler is installed."""
+"""The signal that interrupts the main thread; without a handler, the system ignores this signal."""
 MOST_BYTES = 1 << 14
-"""The longest message that is read."""
+"""Maximum length of a message, in bytes."""
 MOST_UNKNOWN = 64
-"""Maximum open connections that have not sent the token of the run yet."""
+"""Maximum number of open connections that have not sent the token of the run yet."""
 SHOWN_RANKS = 8
 
 
@@ -59,7 +60,7 @@ class RankError(ChatmillError):
 
 
 class LostRankError(RankError):
-    """Another rank was killed, failed, or is on a node that has become unreachable."""
+    """Raised if another rank was killed or failed, or if its node has become unreachable."""
 
     def __init__(self, text: str, *, reported: bool = False) -> None:
         super().__init__(text)
@@ -76,15 +77,15 @@ class _Connection:
     host: str = ""
     received: bytes = b""
     has_left: bool = False
-    """Whether the other rank has announced that it ends, normally or with an error."""
+    """Whether the other rank has announced that it is exiting, normally or with an error."""
 
 
 @dataclass
 class _Fault:
-    """Why the run cannot continue."""
+    """The lost ranks, and the first error of a failed rank."""
 
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Lost ranks, each with its host and how it was lost."""
+    """Lost ranks, each with its host and the reason for the loss."""
     failed: dict[str, Any] | None = None
     """The message of a rank that ended with an error."""
 
@@ -101,10 +102,10 @@ class _Fault:
 
 
 class RankWatch:
-    """This rank's connections to other ranks, watched by a thread until `close`."""
+    """The connections of this rank to other ranks, watched by a thread until `close` is called."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Connect to the hubs, whose addresses are in the store; all ranks call this."""
+        """Connect to the hubs, whose addresses are in the store; all ranks must create a `RankWatch`."""
         self._rank, self._size, self._host = rank, size, one_line(socket.gethostname(), 64)
         self._lock = threading.RLock()
         self._fault = _Fault()
@@ -131,7 +132,7 @@ class RankWatch:
     # Methods called by the main thread.
 
     def close(self, error: BaseException | None) -> None:
-        """Tell the other ranks that this rank has finished, or that it has failed and reports the error itself."""
+        """Notify the other ranks that this rank has finished, or that it has failed and reports its error."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -139,7 +140,7 @@ class RankWatch:
         self._restore(WAKE)
         message: dict[str, Any] = {"bye": self._rank}
         if error is not None and not isinstance(error, LostRankError):
-            # If all ranks raise an error that is not a RankError, rank 0 prints it.
+            # Errors other than `RankError` occur on all ranks, and only rank 0 prints them.
             silent = isinstance(error, ChatmillError) and not isinstance(error, RankError) and self._rank != 0
             text = one_line(str(error) or type(error).__name__, 1000)
             message = {"failed": self._rank, "host": self._host, "text": text, "silent": silent}
@@ -161,8 +162,10 @@ class RankWatch:
         return self._known.is_set()
 
     def explain(self) -> LostRankError | None:
-        """Wait briefly for messages from the hubs; return why a collective failed, or None if no rank is lost."""
-        # The hubs detect a broken connection a moment later and notify all other ranks.
+        """Wait briefly for messages from the hubs; return the error that made a collective fail, or None if no rank is
+        lost.
+        """
+        # Wait, because the hubs detect a broken connection a moment later and then notify all other ranks.
         if not self._known.wait(GRACE_SECONDS):
             return None
         time.sleep(SETTLE_SECONDS)
@@ -203,8 +206,8 @@ class RankWatch:
             if hub == 0:
                 warnings.warn(
                     f"rank {self._rank} on {self._host} cannot connect to {address}:{port} "
-                    f"({error.strerror or error}); "
-                    "if another rank is lost, this rank waits until its collectives time out",
+                    f"({error.strerror or error}); if another rank is lost, this rank will wait until its "
+                    f"collectives time out",
                     stacklevel=1,
                 )
             return None
@@ -296,7 +299,7 @@ class RankWatch:
         return True
 
     def _close_listener(self) -> None:
-        """Close the port once every rank is connected."""
+        """Close the listening port once every rank is connected."""
         expected = self._size - (1 if self._rank == 0 else 2)
         joined = sum(peer.rank is not None and peer.rank != 0 for peer in self._peers)
         if self._listener is not None and joined >= expected:
@@ -325,7 +328,7 @@ class RankWatch:
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
             for peer in peers:
-                # Sending blocks only if the peer is gone, because its buffer holds many messages.
+                # Sending blocks only if the peer has exited, because its receive buffer has space for many messages.
                 with suppress(OSError):
                     peer.connection.send(data)
 
@@ -335,7 +338,7 @@ class RankWatch:
         hubs = [hub for hub in self._hubs if hub not in self._fault.lost]
         reported = bool(hubs) and min(hubs) != self._rank
         if not self._fault.lost and self._fault.failed is not None:
-            # The failed rank has printed the error, unless it left this to rank 0 and rank 0 did not raise the error.
+            # The failed rank has printed the error unless its message is marked "silent"; then rank 0 prints it.
             reported = self._rank != 0 or not self._fault.failed.get("silent")
         return LostRankError(self._fault.text(), reported=reported)
 
@@ -343,7 +346,7 @@ class RankWatch:
         raise self._error()
 
     def _terminate(self, number: int, _: object) -> None:
-        """Delay the SIGTERM that torchrun sends when a rank is lost until this rank has reported which one."""
+        """Delay the SIGTERM that torchrun sends when a rank is lost until this rank has reported the lost rank."""
         end = time.monotonic() + SETTLE_SECONDS
         while not self.has_fault and time.monotonic() < end:
             time.sleep(0.02)

@@ -1,10 +1,10 @@
 """AdamW for bfloat16 weights with stochastic rounding, and bfloat16 or 8-bit moments.
 
-An update is computed in float32 and rounded once. A weight between two bfloat16 numbers is rounded to either of them,
-with probabilities that preserve its expected value, so updates smaller than half a unit in the last place are not lost.
-8-bit moments are indices into a lookup table, with one scale per block of a row (Dettmers et al., arXiv 2110.02861).
-The second moment is stored as its square root, which has the same range as the gradients and so does not underflow to
-zero.
+The optimizer computes each update in float32 and rounds it once. A weight between two bfloat16 numbers is rounded to
+one of these numbers at random, with probabilities that preserve its expected value, so updates smaller than half a unit
+in the last place are not lost. 8-bit moments are indices into a lookup table, with one scale per block of a row
+(Dettmers et al., arXiv 2110.02861). The second moment is stored as its square root, which has the same range as the
+gradients and therefore does not underflow to zero.
 
 On a GPU, the update is compiled to one kernel per parameter, without a float32 copy of the parameter.
 """
@@ -22,12 +22,12 @@ from torch import Tensor
 from chatmill.train.distributed import local
 
 BLOCK = 256
-"""Maximum number of values of a row that share a scale."""
+"""Maximum number of values in a row that share a scale."""
 SMALLEST_BLOCK = 32
 FEWEST = 4096
 """Parameters with fewer values than this have bfloat16 moments."""
 CHUNK = 1 << 20
-"""Values per chunk of an update that is not compiled."""
+"""Number of values per chunk in an update that is not compiled."""
 DECADES = 7
 """The 8-bit codes cover magnitudes from 1 down to 10^-7."""
 TINY = 1e-30
@@ -36,7 +36,7 @@ TINY = 1e-30
 class LowPrecisionAdamW(torch.optim.Optimizer):
     """AdamW for bfloat16 weights; float32 weights are not rounded.
 
-    Stochastic rounding uses torch's default generator: ranks that hold the same weights must use the same seed.
+    Stochastic rounding uses torch's default generator, so ranks with replicated weights must use the same seed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             moments = (_zeros(parameter, torch.bfloat16) for _ in range(2))
             return {"step": step, **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
         codes = (_zeros(parameter, torch.uint8) for _ in range(2))
-        # Slice the parameter, so that its scales are sharded by rows in the same way.
+        # Slice the parameter, so that the scales are sharded by rows like the parameter.
         like = parameter.detach()[..., : parameter.shape[-1] // size]
         scales = (_zeros(like, torch.float32) for _ in range(2))
         kinds = "exp_avg", "exp_avg_rms", "exp_avg_scale", "exp_avg_rms_scale"
@@ -68,7 +68,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Take one step; the learning rate of a group must be a float."""
+        """Take one optimizer step; the learning rate of a parameter group must be a float."""
         for group in self.param_groups:
             numbers: dict[float, Tensor] = {}
             for parameter in group["params"]:
@@ -89,13 +89,13 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _block_size(parameter: Tensor) -> int:
-    """Number of values per scale; 0 if the moments of this parameter are bfloat16."""
+    """Return the number of values that share a scale, or 0 if the moments of this parameter are bfloat16."""
     size = math.gcd(parameter.shape[-1], BLOCK) if parameter.ndim >= 2 else 0
     return size if size >= SMALLEST_BLOCK and parameter.numel() >= FEWEST else 0
 
 
 def _numbers(group: dict[str, Any], count: float, device: torch.device) -> Tensor:
-    """The scalars of a step as a tensor on the device, because Python floats would be compiled in as constants."""
+    """Return the scalars of a step as a device tensor, because torch.compile treats Python floats as constants."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     corrected = lr / (1 - beta1**count), 1 / math.sqrt(1 - beta2**count)
     numbers = torch.tensor([1 - lr * group["weight_decay"], beta1, beta2, *corrected, group["eps"]])
@@ -116,7 +116,8 @@ def _update(parameter: Tensor, state: dict[str, Tensor], numbers: Tensor, *, com
     tensors = [flat.view(shape), local(parameter.grad).reshape(shape)]
     tensors += [moment.view(shape) for moment in moments[:2]] + moments[2:]
     if compiled:
-        # Only the number of blocks varies, so there are few recompilations, but more than torch's default limit.
+        # Mark the block size as static, because only the number of blocks varies. Raise the recompile limit, because
+        # torch's default is too low for the number of different block counts.
         for tensor in tensors if len(shape) > 1 else ():
             torch._dynamo.mark_static(tensor, 1)
         with torch._dynamo.config.patch(recompile_limit=64):
@@ -138,8 +139,8 @@ def _update_bf16(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
     bits = _random_bits(weight)
     new, mean, square = _adamw(weight, grad, exp_avg.float(), exp_avg_sq.float(), numbers)
     exp_avg.copy_(mean)
-    # With rounding to nearest, a moment that changes by less than half a unit per step (beta2 near 1) would never
-    # change.
+    # Round stochastically, because with rounding to nearest, a moment that changes by less than half a unit per step
+    # (beta2 near 1) would never change.
     exp_avg_sq.copy_(_rounded(square, bits >> 14))
     weight.copy_(new if weight.dtype == torch.float32 else _rounded(new, bits))
 
@@ -175,7 +176,7 @@ def _update_8bit(
 def _adamw(
     weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """New weight and moments after one AdamW step, in float32."""
+    """Return the new weight and moments after one AdamW step, in float32."""
     kept, beta1, beta2, lr, root_scale, eps = numbers.unbind()
     g = grad.float()
     mean = mean + (g - mean) * (1 - beta1)
@@ -184,23 +185,23 @@ def _adamw(
 
 
 def _random_bits(like: Tensor) -> Tensor:
-    """30 random bits per value."""
+    """Return 30 random bits per value."""
     return torch.randint(0, 1 << 30, like.shape, dtype=torch.int32, device=like.device)
 
 
 def _rounded(values: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 values stochastically to bfloat16, using the low 16 random bits."""
-    # bfloat16 is the upper half of a float32: a carry out of the lower half rounds away from zero.
+    """Round float32 values stochastically to bfloat16, with the lowest 16 bits of `bits` as random numbers."""
+    # bfloat16 is the upper half of a float32, so a carry out of the lower half rounds away from zero.
     rounded = ((values.view(torch.int32) + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
-    # Adding random bits to the NaN that GPUs produce would overflow to -0.
+    # Keep NaN: adding random bits to the NaN that GPUs produce would overflow to -0.
     return torch.where(values.isnan(), values, rounded).bfloat16()
 
 
 def _codes(values: Tensor, edges: Tensor) -> Tensor:
-    """The code of each value: the number of edges at or below it."""
+    """Return the 8-bit code of each value, which is the number of edges at or below the value."""
     if not torch.compiler.is_compiling():
         return torch.bucketize(values, edges[1:], out_int32=True, right=True).to(torch.uint8)
-    # Binary search with table lookups, which torch.compile fuses into the kernel.
+    # Use a binary search with table lookups, which torch.compile fuses into the kernel.
     codes = torch.zeros_like(values, dtype=torch.int32)
     for bit in (128, 64, 32, 16, 8, 4, 2, 1):
         codes = codes + torch.where(values >= edges[codes + bit], bit, 0)
@@ -209,7 +210,7 @@ def _codes(values: Tensor, edges: Tensor) -> Tensor:
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, ...]:
-    """The values of all codes and the edges between them, for signed and unsigned moments."""
+    """Return the values of all 8-bit codes and the edges between these values, for signed and unsigned moments."""
     tables = []
     for is_signed in (True, False):
         levels = code_levels(is_signed=is_signed)
@@ -222,9 +223,9 @@ def _tables(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def code_levels(*, is_signed: bool) -> Tensor:
-    """float32[256]: the value of each code, ascending up to 1; each decade has twice as many values as the one below.
+    """Return the values of all 8-bit codes, float32[256], in ascending order up to 1.
 
-    This is the dynamic data type of arXiv 1511.04561.
+    Each decade has twice as many values as the decade below, as in the dynamic data type of arXiv 1511.04561.
     """
     positive = []
     for decade in range(DECADES):

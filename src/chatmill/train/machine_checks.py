@@ -1,6 +1,7 @@
-"""Checks of a single node: versions, GPUs, memory, system limits and network settings.
+"""Checks that `chatmill doctor` runs on each node: versions, GPUs, memory, system limits and network settings.
 
-Each check is a function that yields rows of `chatmill doctor`. The checks also work without torch.
+Each check is a function that yields rows of the table that `chatmill doctor` prints. The checks also work without
+torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GIB = 1 << 30
 LOW_MEMORY = 4 * GIB
 LOW_SHM = GIB
 PACKAGES = {"numpy": "", "safetensors": "train", "torch": "train"}
-"""Packages that training needs, and the chatmill extra that installs each."""
+"""Packages that training requires, each with the chatmill extra that installs it."""
 OPTIONAL = {
     "transformers": "hf",
     "peft": "lora",
@@ -38,14 +39,14 @@ OPTIONAL = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }
-"""Packages that some runs need, and their extras."""
+"""Packages that only some runs require, each with the chatmill extra that installs it."""
 DRIVER = Path("/proc/driver/nvidia/version")
 SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One line of the table."""
+    """One line of the table that `chatmill doctor` prints."""
 
     check: str
     value: str
@@ -77,31 +78,33 @@ def _version(package: str) -> str | None:
     try:
         return metadata.version(package) if find_spec(package) is not None else None
     except (metadata.PackageNotFoundError, ValueError):
-        # The package has no pip metadata, or its import is blocked.
+        # Treat a package as missing if it has no pip metadata or its import is blocked.
         return None
 
 
 def gpus() -> Iterator[CheckRow]:
-    """Check the GPU of this rank, or all GPUs if there is only one process."""
+    """Check the GPU of this rank, or all GPUs if the command runs as a single process."""
     driver = _driver()
     yield CheckRow("driver", driver or "none")
     if _version("torch") is None:
         return
     import torch
 
-    yield CheckRow("CUDA", torch.version.cuda or "none; torch is built for CPUs")
+    yield CheckRow("CUDA", torch.version.cuda or "none; this build of torch supports only CPUs")
     if not torch.cuda.is_available():
         wrong = driver is not None
-        right = "install a build of torch for this driver's CUDA, and check CUDA_VISIBLE_DEVICES" if wrong else ""
+        right = "a torch build for the CUDA version of this driver, and a correct CUDA_VISIBLE_DEVICES" if wrong else ""
         yield CheckRow(
-            "GPU", "torch finds none", "FAIL" if wrong else "warn", right or "a GPU; training on the CPU is slow"
+            "GPU", "torch finds no GPU", "FAIL" if wrong else "warn", right or "a GPU; training on the CPU is slow"
         )
         return
     with suppress(Exception):
         yield CheckRow("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     count, rank = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
     if rank is not None and int(rank) >= count > 1:
-        yield CheckRow("GPU", f"LOCAL_RANK {rank} of {count} GPUs", "FAIL", f"start at most {count} ranks on this node")
+        yield CheckRow(
+            "GPU", f"LOCAL_RANK is {rank}, but the node has {count} GPUs", "FAIL", f"at most {count} ranks on this node"
+        )
         return
     for index in range(count) if rank is None else [int(rank) % count]:
         yield _gpu(index)
@@ -119,8 +122,10 @@ def _gpu(index: int) -> CheckRow:
     value += ", bf16" if bf16 else ", no bf16"
     name = f"GPU {str(getattr(about, 'uuid', index))[:8]}"
     if free < 0.9 * total:
-        return CheckRow(name, value, "warn", "another process holds its memory; see nvidia-smi")
-    return CheckRow(name, value, "OK" if bf16 else "warn", "" if bf16 else "train with --dtype float32")
+        return CheckRow(name, value, "warn", "no other process on this GPU; see nvidia-smi")
+    return CheckRow(
+        name, value, "OK" if bf16 else "warn", "" if bf16 else "a GPU with bf16; otherwise, train with --dtype float32"
+    )
 
 
 def _driver() -> str | None:
@@ -150,7 +155,7 @@ def _cpus() -> int:
 
 
 def open_files() -> Iterator[CheckRow]:
-    """Check the limit on open files: a rank connects to all other ranks and maps the files of a dataset."""
+    """Check the limit on open files, because a rank connects to all other ranks and maps the files of a dataset."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     size = os.environ.get("WORLD_SIZE", "1")
     needed = 512 + 4 * (int(size) if size.isdigit() else 1)
@@ -170,14 +175,17 @@ def network() -> Iterator[CheckRow]:
     try:
         address = socket.getaddrinfo(master, int(port), type=socket.SOCK_STREAM)[0]
         with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
-            # Connecting a datagram socket sends no packets.
+            # Connecting a datagram socket selects the local address without sending packets.
             probe.connect(address[4])
             mine = str(probe.getsockname()[0])
         value = f"{master}:{port}, from {mine}" + (f" ({known[mine]})" if mine in known else "")
         yield CheckRow("MASTER_ADDR", value)
     except (OSError, ValueError, OverflowError) as error:
         yield CheckRow(
-            "MASTER_ADDR", f"{master}:{port}: {error}", "FAIL", "the address of rank 0's node, and a free port"
+            "MASTER_ADDR",
+            f"{master}:{port}: {error}",
+            "FAIL",
+            "the address of rank 0's node as MASTER_ADDR, and a free port on that node as MASTER_PORT",
         )
         return
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -191,7 +199,7 @@ def _interface(name: str, known: set[str], mine: str) -> CheckRow:
         with suppress(OSError):
             own = socket.gethostbyname(socket.gethostname())
         if name.startswith("GLOO") and own.startswith("127.") and not mine.startswith("127."):
-            right = f"gloo uses this address, which other nodes cannot reach; set {name} to the interface of {mine}"
+            right = f"{name} set to the interface of {mine}, because other nodes cannot reach {own}"
             return CheckRow(name, f"not set; the host name resolves to {own}", "warn", right)
         return CheckRow(name, "not set")
     # NCCL accepts prefixes, lists, and ^ for interfaces that it must not use.
@@ -202,7 +210,7 @@ def _interface(name: str, known: set[str], mine: str) -> CheckRow:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """The IPv4 address and name of each network interface, if the system provides them."""
+    """Yield the IPv4 address and name of each network interface, if the system provides them."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The memory that this process may still allocate, limited by the host and by its control groups (cgroups)."""
+"""Compute the memory that this process can still use, as limited by the host and by control groups (cgroups)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory() -> float:
-    """Bytes that this process may still use; infinite if the system does not report a limit.
+    """Return the bytes that this process can still use; infinite if the system does not report a limit.
 
-    Linux lets a process allocate more, and kills it once it uses the memory. In a container, the control group sets the
-    limit.
+    Linux lets a process allocate more memory than is available, and kills the process once it uses that memory. In a
+    container, the control group sets the memory limit.
     """
     return min([_free_on_host(), *_free_in_groups(), _free_by_rlimit()])
 
 
 def check_memory(needed: float, place: Path | str, *, what: str = "the model") -> None:
-    """Raise `DataError` if less than this much memory is available."""
+    """Raise `DataError` if fewer than `needed` bytes of memory are available."""
     if needed > (free := available_memory()):
         raise DataError(
             f"{place}: {what} takes {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} GiB are available; "
@@ -53,7 +53,8 @@ def _free_in_groups() -> Iterator[float]:
             prefix = "total_"
         else:
             continue
-        # The limits of parent groups also apply. In a container, the path may exist only on the host.
+        # Check the parent control groups, because their limits also apply. In a container, the path of a control group
+        # may exist only on the host.
         for folder in [root / inside, *(root / inside).parents]:
             if folder == root.parent:
                 break
@@ -63,12 +64,12 @@ def _free_in_groups() -> Iterator[float]:
                 cached = sum(int(table.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
                 yield max(0, most - used + cached)
             except (OSError, ValueError):
-                # The file does not exist, or contains "max": no limit.
+                # A group has no limit if its limit file does not exist or contains "max".
                 continue
 
 
 def _free_by_rlimit() -> float:
-    """Bytes left before the process reaches the limit of `ulimit -v`."""
+    """Return the bytes that the process can still allocate under `ulimit -v`."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return float("inf")

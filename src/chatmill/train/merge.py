@@ -1,8 +1,8 @@
 """Merge LoRA adapters into their base model; the result is a plain Hugging Face folder that needs neither peft nor
 chatmill.
 
-Each adapted weight is merged in float32 and rounded once, to the dtype it is saved in. The model is held in its stored
-precision, with one weight at a time in float32.
+Each adapted weight is merged in float32 and rounded once, to the dtype in which it is saved. The model is kept in
+memory in its stored precision, with only one weight at a time in float32.
 """
 
 from __future__ import annotations
@@ -45,18 +45,20 @@ SCHEMA, SCHEMA_VERSION = "chatmill-merge", 1
 
 @dataclass(frozen=True)
 class Merged:
-    """Result of a merge."""
+    """Summary of a merge of adapters into their base model."""
 
     adapters: str
     base: str
     layers: int
     """Number of layers with an adapter."""
     dtype: str
-    """The dtype of most weights."""
+    """The dtype recorded in the merged model's config, which is the dtype of most weights."""
     size: int
-    """Bytes of the weights."""
+    """Total size of the weight files, in bytes."""
     difference: LogitDifference | None = None
-    """Difference from the trained model, if QLoRA adapters were merged into the original base model."""
+    """Difference between the logits of the merged and the trained model, if QLoRA adapters were merged into the
+    original base model.
+    """
 
 
 def merge_adapters(
@@ -71,18 +73,19 @@ def merge_adapters(
 ) -> Merged:
     """Merge the adapters of a run, a checkpoint or an adapter folder into their base model; write a new model folder.
 
-    The folder includes the tokenizer, the chat template and the training metadata of the run, and is written
+    The new model folder includes the tokenizer, the chat template and the training metadata of the run, and is written
     atomically. `save_dtype` is the dtype of the saved weights; "auto" keeps the dtype of each weight in the base model.
     `progress` is called after each merged layer.
 
-    Adapters trained on a quantized base model are merged into the dequantized weights that they were trained with. With
-    `base` "original", they are merged into the stored weights, and the result reports how much the logits differ.
+    Adapters trained on a quantized base model are merged into the dequantized weights that they were trained with. If
+    `base` is "original", QLoRA adapters are merged into the stored weights, and the result reports how much the logits
+    differ.
     """
     target = local_path(output)
     folder = model_folder(path)
     check_folder(folder)
     if not is_adapter(folder):
-        raise UsageError(f"{folder}: is not an adapter folder; a full model has nothing to merge")
+        raise UsageError(f"{folder}: is not an adapter folder; expected a folder with LoRA adapters")
     check_model(folder)
     place = base_folder(folder, None if base_model is None else model_folder(base_model)).resolve()
     is_quantized = trained_on(folder) == "nf4"
@@ -103,11 +106,12 @@ def merge_adapters(
         weights = cast_state(lm, saved)
         try:
             save_lm(lm, staging, weights, place)
-            # The tokenizer of the adapters replaces that of the base model.
+            # Replace the tokenizer of the base model with the tokenizer of the adapters.
             copy_tokenizer(folder, staging)
             about = _write_about(folder, place, staging)
         except (SafetensorError, OSError) as error:
-            # When the disk is full, safetensors raises its own error, and shutil names the source file.
+            # When the disk is full, safetensors raises its own exception, and the error from shutil names the wrong
+            # file.
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ChatmillError(f"{staging}: the model cannot be written ({one_line(str(reason))})") from None
         dtype = json.loads((staging / CONFIG).read_text())["dtype"]
@@ -122,7 +126,7 @@ def merge_adapters(
 
 
 def _dequantized(base: Path, save_dtype: str) -> Any:
-    """Load the base model, with its weights quantized and dequantized again."""
+    """Load the base model, and quantize and dequantize its weights."""
     lm = load_lm(base, weights="nf4")
     from chatmill.train.quantized import dequantize
 
@@ -131,7 +135,7 @@ def _dequantized(base: Path, save_dtype: str) -> Any:
 
 
 def _difference(lm: Any, folder: Path, base: Path) -> LogitDifference:
-    """Compare the merged model's logits with those of the quantized base model plus adapters."""
+    """Compare the logits of the merged model with the logits of the quantized base model with adapters."""
     merged = probe_logits(lm)
     trained = load_lm(base, weights="nf4")
     read_adapters(folder, trained)
@@ -157,7 +161,7 @@ def _merge(lm: Any, folder: Path, save_dtype: str, progress: Callable[[int], Non
                 kept = dtype if save_dtype == "auto" else getattr(torch, save_dtype)
                 module._parameters[name].data = module._parameters[name].data.to(kept)
             progress(1)
-        # This replaces each adapter layer with its merged base layer.
+        # Replace each adapter layer with its merged base layer.
         peft_model.merge_and_unload(progressbar=False)
     for config in (lm.config, lm.config.get_text_config()):
         if getattr(config, "tie_word_embeddings", False):
@@ -172,7 +176,8 @@ def _untie(lm: Any, layers: Sequence[Any], folder: Path) -> None:
     uses = Counter(id(parameter) for module in lm.modules() for parameter in module._parameters.values())
     ends = lm.get_input_embeddings(), lm.get_output_embeddings()
     for layer in layers:
-        # Trained token embeddings apply to all layers that share the embedding.
+        # Keep embeddings with trained tokens tied, because the trained tokens apply to all layers that share the
+        # embedding.
         if not isinstance(layer, LoraLayer):
             continue
         module = layer.get_base_layer()
@@ -181,8 +186,8 @@ def _untie(lm: Any, layers: Sequence[Any], folder: Path) -> None:
                 continue
             if not any(layer is end for end in ends):
                 raise DataError(
-                    f"{folder}: has adapters on layers with tied weights, which cannot be merged; "
-                    "use them without merging"
+                    f"{folder}: has adapters on layers with tied weights, which cannot be merged; use the adapters "
+                    f"without merging"
                 )
             module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
 
@@ -206,7 +211,7 @@ def _listed(folder: Path) -> Iterator[str]:
     data.pop("sha256", None)
     listed = data.get("files")
     if hashed_text(data) != raw or not isinstance(listed, dict):
-        raise DataError(f"{path}: its hash differs from the recorded one; the file was changed or is damaged")
+        raise DataError(f"{path}: the hash differs from the recorded hash; the file was changed or is damaged")
     yield from listed
 
 

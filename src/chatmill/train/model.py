@@ -25,23 +25,22 @@ if TYPE_CHECKING:
 
 
 WeightPrecision = Literal["float32", "stored", "bfloat16", "nf4"]
-"""The precision of a model's weights in memory.
-
-float32: master weights, for full fine-tuning. stored: the dtype of the files, for frozen weights. bfloat16: for
-optimizers that train bfloat16 weights. nf4: linear layers quantized to 4 bits, for QLoRA.
+"""The precision of a model's weights in memory: "float32" for full fine-tuning, "stored" (the dtype of the files) for
+frozen weights, "bfloat16" for optimizers that train bfloat16 weights, or "nf4" (linear layers quantized to 4 bits) for
+QLoRA.
 """
 
 
 ACTIVATION_BUDGET = 0.99
-"""Activations that compiled layers keep for the backward pass, relative to torch's default.
+"""Memory budget for the activations that compiled layers keep for the backward pass, relative to torch's default.
 
-Anything below 1 makes torch recompute elementwise results; a much lower value would make it recompute matrix products
+A budget below 1 makes torch recompute elementwise results; a much lower budget would make it recompute matrix products
 too.
 """
 
 
 class Inputs(NamedTuple):
-    """The arguments of a forward pass: `model(*inputs)`."""
+    """The arguments of a forward pass, which is called as `model(*inputs)`."""
 
     x: Tensor
     positions: Tensor
@@ -59,11 +58,11 @@ class Inputs(NamedTuple):
 
 
 def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
-    """Return `compute`, after making sure that torch can compute in it without a warning.
+    """Return `compute`, after making sure that torch can compute in this dtype without printing a warning.
 
     On an Arm processor without bfloat16 instructions, torch tries oneDNN for the first bfloat16 product, prints a
-    thirty-line warning, and turns oneDNN off permanently. This function turns it off first, which gives the same
-    results without the warning.
+    thirty-line warning, and turns oneDNN off permanently. `usable_precision` turns oneDNN off before the first product,
+    which gives the same results without the warning.
     """
     is_arm = platform.machine() == "aarch64" and torch.backends.mkldnn.is_available()
     if compute is torch.bfloat16 and is_arm and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -72,28 +71,28 @@ def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
 
 
 class DecodingCache(Protocol):
-    """Keys and values of the tokens seen so far, row by row, during generation."""
+    """Keys and values of all tokens processed so far during generation, row by row."""
 
     def take(self, rows: Tensor) -> None:
-        """Keep these rows in this order; rows may be repeated or dropped."""
+        """Keep the cache of these rows, in this order; rows may be repeated or dropped."""
 
 
 class SavedPart(NamedTuple):
-    """Weights of a model that are saved together in one file; usually a single tensor."""
+    """Weights of a model that must be saved in the same file, usually a single tensor."""
 
     weights: tuple[str, ...]
-    """Names in the model's state dict."""
+    """Names of the weights in the model's state dict."""
     saved: tuple[str, ...]
-    """Names in the files."""
+    """Names of the saved tensors in the files."""
     is_converted: bool = False
-    """Whether the saved tensors are computed from the weights, rather than equal to them."""
+    """Whether the saved tensors are computed from the weights, rather than being equal to the weights."""
 
 
 class CausalModel(nn.Module):
     """A model that predicts the next token from the previous tokens of the same segment.
 
-    Calling the module returns losses, so that wrappers such as DDP and FSDP see the whole forward pass. A new family
-    subclasses this and adds its `load` to `MODEL_FAMILIES` (load_model.py).
+    Calling the module returns losses, so that wrappers such as DDP and FSDP see the whole forward pass. To add a model
+    family, subclass `CausalModel` and add the subclass to `MODEL_FAMILIES` in load_model.py.
     """
 
     vocab_size: int
@@ -103,79 +102,84 @@ class CausalModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.loss: LossFunction = weighted_loss
-        """The loss function; `train_model(loss=...)` sets it."""
+        """The loss function, which `train_model(loss=...)` replaces."""
 
     def forward(self, x: Tensor, positions: Tensor, segments: Tensor, targets: TrainedPositions) -> Losses:
-        """Losses for the targets in a batch; x, positions and segments are (rows, length)."""
+        """Compute the losses for the targets in a batch; x, positions and segments have the shape (rows, length)."""
         return self.loss(self.hidden(x, positions, segments), self.head(), targets)
 
     @abstractmethod
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """Hidden states (rows, length, width) for the head; no token attends to another segment."""
+        """Compute the hidden states (rows, length, width) for the head; tokens attend only to their own segment."""
 
     @abstractmethod
     def head(self) -> LMHead:
-        """How logits are computed from hidden states."""
+        """Return the output head, which computes logits from hidden states."""
 
     def logits(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """All logits (rows, length, vocabulary) in float32, for tests and small batches."""
+        """Compute all logits (rows, length, vocabulary) in float32, for tests and small batches."""
         return self.head().logits(self.hidden(x, positions, segments))
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
-        """Logits (rows, vocabulary) after right-padded prompts (rows, length), and the cache.
+        """Run right-padded prompts (rows, length); return the logits (rows, vocabulary) after each prompt, and the
+        cache.
 
         `room` is the maximum number of tokens to generate after a prompt.
         """
 
     @abstractmethod
     def step(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
-        """Logits (rows, vocabulary) after one more token per row."""
+        """Process one more token per row; return the logits (rows, vocabulary) after it."""
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The repeated layers, which are compiled, checkpointed and sharded one by one."""
+        """Return the repeated layers, which are compiled, checkpointed and sharded one by one."""
 
     @abstractmethod
     def checkpoint_blocks(self, *, offload: bool = False) -> None:
         """Turn on activation checkpointing: keep only the input of each block for the backward pass.
 
-        With `offload`, the inputs are kept in host memory (offload.py).
+        If `offload` is set, the inputs are kept in host memory; see offload.py.
         """
 
     @abstractmethod
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the model into an existing folder, as safetensors and JSON. `state` replaces the model's weights."""
+        """Write the model into an existing folder, as safetensors and JSON. If `state` is given, its weights are
+        written instead of the model's own weights.
+        """
 
     def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
-        """Write a model folder without weights; return the parts in which weights are saved, or None if unknown.
+        """Write a model folder without weights; return the groups in which weights must be saved, or None if unknown.
 
-        `like` has the weights on the meta device, in the dtypes they are saved in.
+        `like` contains the weights on the meta device, in the dtypes in which they are saved.
         """
         return None
 
     def saved_tensors(self, part: SavedPart, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a part as they are saved, by their names in the files."""
+        """Return the tensors of a part as they are saved, by their names in the files."""
         return {name: weights[weight] for weight, name in zip(part.weights, part.saved, strict=True)}
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """The dtype of a weight in the folder that the model was loaded from; None for a new model."""
+        """Return the dtype of a weight in the folder from which the model was loaded, or None for a new model."""
         return None
 
     def with_lora(self, sizes: LoraSizes, folder: Path) -> CausalModel:
-        """Add new adapters to this model and freeze its weights; `folder` is the folder it was loaded from."""
-        raise UsageError(f"{folder}: is not a Hugging Face model, but lora is given; LoRA requires one")
+        """Add new adapters to this model and freeze its weights; `folder` is the folder from which the model was
+        loaded.
+        """
+        raise UsageError(f"{folder}: is not a Hugging Face model, but lora is set; LoRA requires a Hugging Face model")
 
     def trained_state(self) -> dict[str, Tensor]:
-        """The trainable weights by name: all weights, or only the adapters if the model has any."""
+        """Return the trainable weights by name: all weights, or only the adapters if the model has adapters."""
         return {name: parameter.detach() for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def compile_blocks(self, *, recompute: bool = True) -> None:
-        """Compile each block; equal blocks are compiled once. Shapes are static.
+        """Compile each block with static shapes; blocks with the same code and shapes are compiled only once.
 
-        With `recompute`, the backward pass recomputes elementwise operators in kernels that read their inputs anyway,
-        which saves a quarter of the memory at the same speed. With activation checkpointing, blocks need less memory
-        without `recompute`. The setting applies to the whole process.
+        If `recompute` is set, the backward pass recomputes elementwise operators in kernels that read their inputs
+        anyway, which saves a quarter of the memory at the same speed. With activation checkpointing, blocks need less
+        memory without `recompute`. The `recompute` setting applies to the whole process.
         """
         import torch._functorch.config as partitioner
 
@@ -185,7 +189,7 @@ class CausalModel(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; shared parameters count once."""
+        """Number of parameters, counting shared parameters once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
@@ -195,7 +199,7 @@ class CausalModel(nn.Module):
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in eval mode (no dropout)."""
+    """Context in which a module is in eval mode, which disables dropout."""
     training = module.training
     module.eval()
     try:

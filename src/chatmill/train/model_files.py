@@ -1,13 +1,13 @@
-"""Check the file types and headers of a model folder before anything is loaded.
+"""Check the file types and headers of a model folder before the model is loaded.
 
-Model folders may come from untrusted sources. Only these files are read:
+Model folders may come from untrusted sources. Only the following files are read:
 
     config.json                     an object, whose sizes the weights can have
     model.safetensors               or the files of this folder that model.safetensors.index.json lists
     adapter_model.safetensors       instead, in a folder with adapter_config.json
 
-Pickles (pytorch_model.bin, .pt, …) are not read: loading one can run arbitrary code. This module does not import torch,
-so an unusable folder is refused quickly.
+Pickles (pytorch_model.bin, .pt, …) are not read, because loading a pickle can run arbitrary code. This module does not
+import torch, so an unusable folder is refused quickly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LAYER_COUNTS = {
 }
 """Config keys that count layers; each layer has at least one tensor."""
 MOST_LAYERS = 2048
-"""Maximum number of layers; a model with this many is built in a few seconds."""
+"""Maximum number of layers; a model with this many layers is built in a few seconds."""
 SIZES = {"vocab_size", "hidden_size", "n_embd", "d_model", "num_experts", "num_local_experts", "n_routed_experts"}
 """Config keys whose value is at most the largest dimension of a tensor."""
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -68,7 +68,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements in the tensor."""
         return math.prod(self.shape)
 
 
@@ -84,7 +84,7 @@ class ModelFiles:
 def check_folder(folder: Path) -> None:
     """Raise `DataError` unless a model folder contains only folders and regular files.
 
-    Links must stay within the folder, except that the Hugging Face cache links from snapshots/ to blobs/.
+    Links must point into the folder, except links from snapshots/ to blobs/ in the Hugging Face cache.
     """
     try:
         root = folder.resolve()
@@ -93,14 +93,14 @@ def check_folder(folder: Path) -> None:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             path = folder / entry.name
             if entry.is_symlink() and not path.resolve().is_relative_to(root):
-                raise DataError(f"{path}: is a link out of the model folder; copy the file into the folder")
+                raise DataError(f"{path}: is a link to a file outside the model folder; copy that file into the folder")
             mode = stat.S_IFMT(path.stat().st_mode) if path.exists() else 0
             if mode not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise DataError(f"{path}: is {KINDS.get(mode, 'not a file')}; expected a regular file")
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
     except RuntimeError as error:
-        # Before Python 3.13, a cycle of links raises this error.
+        # Before Python 3.13, `resolve` raises `RuntimeError` for a cycle of links.
         raise DataError(f"{folder}: cannot be read ({one_line(str(error))})") from None
 
 
@@ -109,7 +109,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_plain(path))
     except FileNotFoundError:
-        raise DataError(f"{path.parent}: has no {path.name}; a model folder has one") from None
+        raise DataError(f"{path.parent}: has no {path.name}, which every model folder must have") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
@@ -134,10 +134,10 @@ def read_headers(folder: Path, weights: str, index: str | None = None) -> dict[s
     for path in sorted(folder.iterdir()):
         if path.suffix in PICKLES:
             raise DataError(
-                f"{path}: pickle weights are not read, because loading them can run any code; convert them to "
-                "safetensors with save_pretrained of transformers"
+                f"{path}: pickle weights are not read, because loading them can run arbitrary code; convert the "
+                f"weights to safetensors with transformers' save_pretrained"
             )
-    raise DataError(f"{folder}: has no {weights}; expected weights as safetensors")
+    raise DataError(f"{folder}: has no {weights}; expected weights in safetensors format")
 
 
 def _read_index(folder: Path, name: str) -> dict[str, TensorInfo]:
@@ -149,8 +149,8 @@ def _read_index(folder: Path, name: str) -> dict[str, TensorInfo]:
     for tensor, file in listed.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or file != Path(file).name or "\0" in file:
             raise DataError(
-                f"{path}: {one_line(tensor)} is in {one_line(json.dumps(file))}; expected a safetensors file of "
-                "this folder"
+                f"{path}: {one_line(tensor)} is in {one_line(json.dumps(file))}; expected a safetensors file in this "
+                f"folder"
             )
         if file not in headers:
             headers[file] = read_header(folder / file)
@@ -186,11 +186,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
-            raise DataError(f"{path}: the entry of {one_line(name)} in its header cannot be read") from None
+            raise DataError(f"{path}: the entry for {one_line(name)} in the file header cannot be read") from None
         if 8 * (stop - start) != bits * math.prod(shape):
             raise DataError(
                 f"{path}: {one_line(name)} has {stop - start:,} bytes, which does not match the shape "
-                f"{one_line(str(shape))}; its header is wrong"
+                f"{one_line(str(shape))}; the file header is wrong"
             )
         tensors[name] = TensorInfo(dtype, tuple(shape))
         places.append((start, stop, name))
@@ -201,7 +201,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         at = stop
     if at != size - 8 - length:
         raise DataError(
-            f"{path}: holds {size - 8 - length:,} bytes of tensors, but its header lists {at:,}; the file is truncated"
+            f"{path}: has {size - 8 - length:,} bytes of tensors, but its header lists {at:,}; the file is truncated"
         )
     return tensors
 
@@ -223,7 +223,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def model_type(folder: Path) -> str:
-    """The `model_type` in a model folder's config.json."""
+    """Return the `model_type` in a model folder's config.json."""
     name = read_config(folder / CONFIG).get("model_type")
     if not isinstance(name, str):
         raise DataError(
@@ -246,13 +246,13 @@ def check_sizes(files: ModelFiles) -> None:
     for key, value in _named(files.config, KERNELS):
         if isinstance(value, str) and "/" in value:
             raise DataError(
-                f"{files.folder / CONFIG}: {one_line(key)} is {one_line(value)}, a code repository; remove it, "
-                "because chatmill does not run code of models"
+                f"{files.folder / CONFIG}: {one_line(key)} is {one_line(value)}, a code repository; remove this key, "
+                f"because chatmill does not run code from models"
             )
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The layer counts and sizes in a config and its nested configs; null means the transformers default."""
+    """Yield the layer counts and sizes in a config and its nested configs; null means the transformers default."""
     return ((key, value) for key, value in _named(config, LAYER_COUNTS | SIZES) if value is not None)
 
 

@@ -1,4 +1,4 @@
-"""Build a config's model on the meta device, from sizes and file headers only, without reading weights."""
+"""Build the model of a config on the meta device from sizes and file headers, without reading weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class WeightShape:
-    """One weight or buffer of a model."""
+    """Shape, dtype size and layer of one weight or buffer."""
 
     name: str
     shape: tuple[int, ...]
     bytes_each: float
-    """Bytes per value as held in memory."""
+    """Bytes per value in memory."""
     trained: bool
     layer: int | None
     """The layer that the weight belongs to, if any."""
@@ -48,17 +48,17 @@ class WeightShape:
         return self.size * self.bytes_each
 
     def rows(self, ranks: int) -> int:
-        """The number of rows that the first rank holds if the weight is sharded by rows; no rank holds more."""
+        """Return the largest number of rows on any rank if the weight is sharded by rows."""
         return -(-self.shape[0] // ranks) if self.shape else 1
 
     def share(self, ranks: int) -> float:
-        """The largest share of the weight that any rank holds."""
+        """Return the largest fraction of the weight on any rank."""
         return self.rows(ranks) / self.shape[0] if self.shape and self.shape[0] else 1.0
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model without its weights."""
+    """The weight shapes of a model, and the model on the meta device, without weight values."""
 
     weights: tuple[WeightShape, ...]
     model: CausalModel | None
@@ -66,11 +66,11 @@ class ModelShape:
 
 
 def shape_of_model(config: TrainConfig, vocab_size: int | None, *, compute: torch.dtype | None) -> ModelShape:
-    """Build a config's model without reading weights; raise `UsageError` if its vocabulary size is unknown."""
+    """Build the model of a config without reading weights; raise `UsageError` if the vocabulary size is unknown."""
     if config.init_from_model is None:
         size = config.vocab_size or vocab_size
         if size is None:
-            raise UsageError("vocab_size is missing; set dataset_dir, or the vocab_size of the model")
+            raise UsageError("vocab_size is missing; set dataset_dir or vocab_size")
         return _of(_new_gpt(config, size, compute))
     folder = model_folder(config.init_from_model)
     if is_adapter(folder):
@@ -84,7 +84,7 @@ def shape_of_model(config: TrainConfig, vocab_size: int | None, *, compute: torc
     if family == HUGGING_FACE:
         return _hugging_face_shape(files, config, weights, compute)
     if not isinstance(family, str):
-        raise UsageError(f"{folder}: is a custom model family, whose memory cannot be estimated")
+        raise UsageError(f"{folder}: is a model of a custom family, whose memory cannot be estimated")
     with META:
         model = GPT(read_sizes(folder, files.config), compute=compute)
     dtypes = {name: opened_dtype(tensor.dtype, weights) for name, tensor in files.tensors.items()}
@@ -104,7 +104,7 @@ def _new_gpt(config: TrainConfig, vocab_size: int, compute: torch.dtype | None) 
 def _hugging_face_shape(
     files: ModelFiles, config: TrainConfig, weights: WeightPrecision, compute: torch.dtype | None
 ) -> ModelShape:
-    """The shape of a Hugging Face model; taken from the file headers if it cannot be built without weights."""
+    """Return the shape of a Hugging Face model, from the file headers if the model cannot be built without weights."""
     adapters = config.lora_sizes()
     lm, packed = _lm_on_meta(files, weights)
     if lm is None:
@@ -119,15 +119,18 @@ def _hugging_face_shape(
 
 
 def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[int]]:
-    """Build the transformers model; also return the ids of its 4-bit weights. Return None if this fails."""
+    """Build the transformers model; return it with the ids of its 4-bit weights, or None if building fails."""
     check_sizes(files)
     if weights == "nf4" and files.config.get("quantization_config"):
-        raise DataError(f"{files.folder / CONFIG}: has a quantization_config; nf4 requires a model without one")
+        raise DataError(
+            f"{files.folder / CONFIG}: has a quantization_config, so the model is already quantized; nf4 "
+            f"requires a model that is not quantized"
+        )
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise UsageError(f"{files.folder}: is a Hugging Face model; pip install 'chatmill[hf]' to train it") from None
-    with quiet(), faults_of(files.folder, "transformers cannot load it as a causal language model"):
+    with quiet(), faults_of(files.folder, "transformers cannot load this folder as a causal language model"):
         config = AutoConfig.from_pretrained(files.folder, local_files_only=True, trust_remote_code=False)
         try:
             with META:
@@ -147,7 +150,7 @@ def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[i
 
 
 def _adapter_shape(folder: Path, compute: torch.dtype | None) -> ModelShape:
-    """The shape of existing adapters with their base model, for training the adapters further."""
+    """Return the shape of existing adapters with their base model, for further training of the adapters."""
     from chatmill.train.hf import HFModel
     from chatmill.train.lora import LoraModel, base_folder, trained_on
 
@@ -183,14 +186,14 @@ def _of(model: CausalModel, packed: set[int] | None = None) -> ModelShape:
 
 
 def layers_of(model: CausalModel) -> Sequence[nn.Module]:
-    """The layers of a model; empty if they cannot be located."""
+    """Return the layers of a model; empty if they cannot be located."""
     from chatmill.train.hf import HFModel
 
     return model._layers() if isinstance(model, HFModel) else model.blocks()
 
 
 def _by_headers(files: ModelFiles, weights: WeightPrecision, rank: int) -> Iterator[WeightShape]:
-    """The weights in the file headers, and an adapter of rank `rank` for each matrix in a layer."""
+    """Yield the weights in the file headers, and an adapter of rank `rank` for each matrix in a layer."""
     for name, tensor in files.tensors.items():
         number = LAYER.search(name)
         layer = None if number is None else int(number[1])

@@ -1,10 +1,10 @@
-"""Activation offload: activation checkpointing that keeps the inputs of blocks in host memory.
+"""Activation offload: activation checkpointing that keeps the inputs of all blocks in host memory.
 
     forward    block 0 | block 1 | block 2            backward   block 2 | block 1 | block 0
     copies       in 0      in 1      in 2  to host    copies       in 1      in 0            to the GPU
 
-Copies run on a separate CUDA stream and overlap with computation. At most two inputs are on the GPU at once: the input
-of the current block, and the one being copied for the next block.
+Copies between GPU and host run on a separate CUDA stream and overlap with computation. At most two block inputs are on
+the GPU at once: the input of the current block, and the input being copied for the next block.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from chatmill.train.memory import check_memory
 
 
 class ActivationOffload:
-    """Like `torch.utils.checkpoint`, but keeps the inputs in pinned host memory.
+    """Activation checkpointing like `torch.utils.checkpoint`, but with the inputs in pinned host memory.
 
-    Host buffers are reused, because pinning memory takes longer than a step. All copies run on one stream, so a buffer
-    is overwritten only after its previous content has been copied out.
+    Host buffers are reused, because pinning memory takes longer than a training step. All copies run on one stream, so
+    a buffer is overwritten only after its previous content has been copied out.
     """
 
     def __init__(self, *, device_types: tuple[str, ...] = ("cuda",)) -> None:
-        """Offload only inputs on these device types."""
+        """Offload only inputs on devices of these types."""
         self._device_types = device_types
         self._streams: dict[torch.device, Any] = {}
         self._free: list[Tensor] = []
         self._newest: Callable[[], SavedInput | None] = lambda: None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function(*args, **kwargs)`; recompute it in the backward pass."""
-        # Other tensors, such as masks and rotary angles, are shared by all blocks and stay on the GPU.
+        """Call `function(*args, **kwargs)`, and recompute its activations in the backward pass."""
+        # Move only tensors that require gradients; masks and rotary angles are shared by all blocks and stay on the
+        # GPU.
         moved = [index for index, arg in enumerate(args) if isinstance(arg, Tensor) and arg.requires_grad]
         shared = [None if index in moved else arg for index, arg in enumerate(args)]
 
@@ -47,12 +48,13 @@ class ActivationOffload:
                 given[index] = tensor
             return function(*given, **kwargs)
 
-        # checkpoint() installs its own hooks inside, so these hooks see only the inputs that it saves.
+        # `checkpoint` installs its own hooks inside, so `_pack` and `_unpack` see only the inputs that `checkpoint`
+        # saves.
         with saved_tensors_hooks(self._pack, self._unpack):
             return checkpoint(run, *(args[index] for index in moved), use_reentrant=False)
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedInput:
-        # torch before 2.13 also saves an empty tensor.
+        # Skip empty tensors, because torch before 2.13 also saves an empty tensor.
         if tensor.device.type not in self._device_types or not tensor.is_contiguous() or not tensor.numel():
             return tensor
         previous = self._newest()
@@ -77,25 +79,27 @@ class ActivationOffload:
         return self._streams[device]
 
     def _buffer(self, size: int, device: torch.device) -> Tensor:
-        """Return a free buffer of at least `size` bytes; if all are too small, a new buffer replaces one of them."""
+        """Return a free buffer of at least `size` bytes; if all free buffers are too small, replace one with a new
+        buffer.
+        """
         fitting = [index for index, buffer in enumerate(self._free) if buffer.nbytes >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
         if self._free:
             self._free.pop()
-        check_memory(size, "activation_offload", what="the input of a layer, kept in host memory,")
+        check_memory(size, "activation_offload", what="a layer input in host memory")
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class SavedInput:
-    """An input in a host buffer; it is also on the device until `drop`, and between `fetch` and `take`.
+    """A block input in a host buffer; a copy is also on the device until `drop`, and between `fetch` and `take`.
 
     Device memory is allocated and freed on the compute stream, which waits for a copy before it reads or frees the
     copy's memory, so the memory of a running copy is never reused.
     """
 
     previous: Callable[[], SavedInput | None]
-    """Returns the input that was saved before this one, which the backward pass needs next; None if it was freed."""
+    """Returns the input saved before this input, which the backward pass needs next, or None if it was freed."""
 
     def __init__(self, tensor: Tensor, buffer: Tensor, stream: Any, free: list[Tensor]) -> None:
         self._buffer, self._stream, self._free = buffer, stream, free
@@ -107,7 +111,7 @@ class SavedInput:
         self._copied = self._copy(self._host, tensor)
 
     def fetch(self) -> None:
-        """Start copying the input to the device, unless it is already there."""
+        """Start copying the input to the device, unless the input is already on the device."""
         if self._tensor is None:
             self._tensor = torch.empty_like(self._host, device=self._where, pin_memory=False)
             self._copied = self._copy(self._tensor, self._host)
@@ -122,12 +126,12 @@ class SavedInput:
         return tensor
 
     def drop(self) -> None:
-        """Free the device memory once the copy is done."""
+        """Free the device memory of the input once the current copy is done."""
         self._device.current_stream(self._where).wait_event(self._copied)
         self._tensor = None
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        # Wait until the source has been computed, or until the target's memory is no longer in use.
+        # Wait until the source is computed and the memory of the target is no longer in use.
         self._stream.wait_stream(self._device.current_stream(self._where))
         with self._device.stream(self._stream):
             target.copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The optimizers that a config can select, their state, and their memory.
+"""The optimizers that a config can select, their state, and their memory use.
 
 adamw        float32 weights and moments; fused
 adamw8bit    bfloat16 weights with stochastic rounding, 8-bit moments
@@ -22,15 +22,15 @@ from chatmill.train.run_config import OptimizerConfig
 
 
 class OptimizerBytes(NamedTuple):
-    """Bytes per trained parameter."""
+    """Memory use per trained parameter, in bytes."""
 
     weight: int
-    """Bytes of the weight; its gradient has the same size."""
+    """Bytes of the weight; the gradient has the same size."""
     state: int
 
     @property
     def total(self) -> int:
-        """Bytes of weight, gradient and optimizer state."""
+        """Bytes of weight, gradient and optimizer state together."""
         return 2 * self.weight + self.state
 
 
@@ -41,18 +41,18 @@ OPTIMIZER_BYTES = {
     "adafactor": OptimizerBytes(4, 0),
     "muon": OptimizerBytes(4, 4),
 }
-"""The bytes for each `optimizer`. With muon, the embedding, the head and vectors have AdamW state of 8 bytes."""
+"""Memory use of each `optimizer`. With muon, the embedding, the head and vectors have 8 bytes of AdamW state."""
 NOT_NEGATIVE = {"exp_avg_sq", "exp_avg_scale", "exp_avg_rms_scale", "row_var", "col_var", "variance"}
-"""Optimizer state that is never negative: second moments and scales."""
+"""Names of the optimizer state tensors that are never negative: second moments and scales."""
 
 
 def weights_of(settings: OptimizerConfig) -> WeightPrecision:
-    """The precision of the weights that the optimizer trains."""
+    """Return the precision of the weights that the configured optimizer trains."""
     return "bfloat16" if OPTIMIZER_BYTES[settings.optimizer].weight == 2 else "float32"
 
 
 def check_optimizer(state: Mapping[str, Any], settings: OptimizerConfig, place: object) -> None:
-    """Raise `UsageError` if the checkpoint was written with a different optimizer."""
+    """Raise `UsageError` if a checkpoint was written with an optimizer other than the configured one."""
     before = state.get("config", {}).get("optimizer", "adamw")
     if before != settings.optimizer:
         raise UsageError(
@@ -63,13 +63,15 @@ def check_optimizer(state: Mapping[str, Any], settings: OptimizerConfig, place: 
 
 
 def state_fault(kind: str, values: Tensor, *, steps: int) -> str | None:
-    """Why these values are impossible for a weight or optimizer state after `steps` steps; None if they are valid."""
+    """Return why these values are invalid for a weight or optimizer state after `steps` steps, or None if they are
+    valid.
+    """
     if not values.is_floating_point():
         return None
     if not bool(values.isfinite().all()):
         return "has values that are not finite"
     if kind == "step" and not (values.item().is_integer() and 1 <= values.item() <= steps):
-        return f"is {values.item():g} after {steps} steps of the run"
+        return f"is {values.item():g}, but the run has {steps} steps"
     if kind in NOT_NEGATIVE and bool((values < 0).any()):
         return "has negative values"
     return None
@@ -106,7 +108,7 @@ def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimize
     if name in ("adamw8bit", "adamw_bf16"):
         return LowPrecisionAdamW(_groups(trained, settings), **adam, eight_bit=name == "adamw8bit")
     if name == "adafactor":
-        # `foreach` would hold float32 copies of all gradients at once.
+        # Disable `foreach`, which would keep float32 copies of all gradients at once.
         return torch.optim.Adafactor(_groups(trained, settings), lr=lr, foreach=False)
     if name == "muon":
         inside = {id(weight) for block in model.blocks() for weight in block.parameters() if weight.ndim == 2}
@@ -114,11 +116,11 @@ def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimize
         others = [weight for weight in trained if id(weight) not in inside]
         if not hasattr(torch.optim, "Muon"):
             raise UsageError(
-                f"optimizer is muon, which torch {torch.__version__} does not have; install torch 2.9 or later"
+                f"optimizer is muon, which torch {torch.__version__} does not support; install torch 2.9 or later"
             )
-        # Muon computes its matrix products in bfloat16.
+        # Prepare torch for bfloat16, because Muon computes its matrix products in bfloat16.
         usable_precision(torch.bfloat16)
-        # Scale Muon's updates to the RMS of AdamW updates, so that both use the same learning rate.
+        # Scale Muon's updates to the RMS of AdamW updates, so that both optimizers use the same learning rate.
         muon = torch.optim.Muon(
             matrices, lr=lr, weight_decay=float(settings.weight_decay), adjust_lr_fn="match_rms_adamw"
         )

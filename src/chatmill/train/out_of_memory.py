@@ -1,4 +1,4 @@
-"""Turn GPU and host out-of-memory errors into one line that suggests what to reduce."""
+"""Turn GPU and host out-of-memory errors into a one-line error that suggests which settings to change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from chatmill.train.lost_ranks import RankError
 from chatmill.train.optimizers import OPTIMIZER_BYTES
 
 HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
-"""Substrings of torch's messages when the host is out of memory; torch has no error class for that."""
+"""Substrings of torch's error messages when the host is out of memory, because torch has no error class for this case.
+"""
 
 
 SMALLEST = "adamw8bit"
@@ -22,7 +23,7 @@ SMALLEST = "adamw8bit"
 
 
 class OutOfMemoryError(RankError):
-    """A GPU or the host is out of memory, possibly on a single rank."""
+    """Raised if a GPU or the host is out of memory, possibly on a single rank only."""
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfM
 
 
 def _smaller(config: TrainConfig) -> str:
-    """Suggest a smaller optimizer if the run fine-tunes all weights with a larger one."""
+    """Suggest the optimizer with the least memory if the run fine-tunes all weights with another optimizer."""
     if config.lora is not None or config.optimizer == SMALLEST:
         return ""
     mine, other = OPTIMIZER_BYTES[config.optimizer], OPTIMIZER_BYTES[SMALLEST]

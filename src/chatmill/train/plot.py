@@ -11,13 +11,13 @@ from chatmill.errors import one_line
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 56, 16, 40, 44
 MOST = 1500
-"""Maximum number of points per curve; longer curves are averaged."""
+"""Maximum number of points per curve; points of longer curves are averaged."""
 VAL = "val_loss"
 Points = Sequence[tuple[float, float]]
 
 
 def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
-    """Plot the loss of every step and evaluation; for a mix, also the loss of each source."""
+    """Plot the loss of every step and evaluation and, for a mix, the loss of each source."""
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
     back = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
@@ -26,12 +26,12 @@ def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the axes and curves; draw nothing if no loss is finite."""
+    """Draw the axes and curves; return an empty drawing if no loss is finite."""
     train = _thinned([(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None])
     names = dict.fromkeys(name for line in metrics for name in line if name == VAL or name.startswith(f"{VAL}/"))
     val = {name: [(line["step"], line[name]) for line in metrics if line.get(name) is not None] for name in names}
     curves = [("train", "#2563eb", train), ("val", "#dc2626", val.pop(VAL, []))]
-    # Curves of sources are thinner, with their label at the end.
+    # Draw the curves of sources thinner, with a label at the end of each curve.
     by_source = [(name.removeprefix(f"{VAL}/"), "#f59e0b", curve) for name, curve in val.items()]
     points = [point for _, _, curve in [*curves, *by_source] for point in curve if math.isfinite(point[1])]
     if not points:
@@ -69,12 +69,12 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class _Scale:
-    """Maps values to positions in the image."""
+    """A linear scale that maps values to positions in the image."""
 
     def __init__(self, low: float, high: float, start: float, stop: float) -> None:
         largest = max(1.0, abs(low), abs(high))
         if high - low < 1e-9 * largest:
-            # Center a flat curve.
+            # Widen an empty range, so that a flat curve is centered.
             low, high = low - largest / 2, high + largest / 2
         self.low, self.high, self._start, self._stop = low, high, start, stop
 
@@ -83,7 +83,7 @@ class _Scale:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers from low to high."""
+    """Return about five round numbers between `low` and `high`."""
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)

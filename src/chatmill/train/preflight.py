@@ -1,4 +1,4 @@
-"""Preflight checks: create or open the model, and check that the data fits it before anything is computed."""
+"""Preflight checks: create or open the model, and check that the data fits the model before training starts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SCAN = 1 << 24
 
 
 def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
-    """Create the config's model on the CPU, in the optimizer's precision: new, from a folder, or with new adapters.
+    """Create the model of a config on the CPU, in the optimizer's precision: new, from a folder, or with new adapters.
 
-    Raises `MemoryError` if the host cannot hold a new model; the memory for training is estimated earlier.
+    Raises `MemoryError` if a new model does not fit into host memory; the memory for training is estimated earlier.
     """
     torch.manual_seed(config.seed)
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
-        # New weights are initialized in float32.
+        # Check for float32 weights, because new weights are initialized in float32.
         if 4 * sizes.num_parameters > available_memory():
             raise MemoryError
         return GPT(sizes, compute=compute).to(getattr(torch, weights_of(config)))
@@ -59,7 +59,7 @@ def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | N
 
 
 def weights_hash(folder: Path) -> str:
-    """One hash over all weight files of a model folder."""
+    """Return one hash over all weight files in a model folder."""
     check_folder(folder)
     paths = sorted(path for path in folder.iterdir() if path.suffix == WEIGHTS)
     hashes = [[path.name, file_info(path).sha256] for path in paths]
@@ -83,16 +83,16 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *,
     mine = loader.sources[0].tokenizer_sha256
     if config.check_tokenizer and mine is not None and tokenizer_sha256 not in (None, mine):
         faults.append(
-            f"{loader.dataset_dir}: was prepared with tokenizer {mine[:12]}…, the model with "
-            f"{str(tokenizer_sha256)[:12]}…; "
-            "prepare the data with the model's tokenizer, or set check_tokenizer to false if both are the same"
+            f"{loader.dataset_dir}: was prepared with tokenizer {mine[:12]}…, but the model was trained with "
+            f"{str(tokenizer_sha256)[:12]}…; prepare the data with the model's tokenizer, or set check_tokenizer to "
+            f"false if both give the same token ids"
         )
     if faults:
         raise DataError("; ".join(faults))
 
 
 def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
-    """The tokenizer hash of the config's initial model, if known."""
+    """Return the tokenizer hash of the initial model, if known."""
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)
@@ -101,7 +101,7 @@ def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
     metadata = loader.sources[0].dataset.metadata
     own = folder / TOKENIZER_JSON
     if metadata is None or not own.is_file() or loader.sources[0].dataset.tokenizer_state().get("added_tokens"):
-        # Tokens added for the data change the hash of its tokenizer on purpose.
+        # Do not compare hashes if tokens were added for the data, because added tokens change the hash.
         return None
     return file_info(own).sha256
 
@@ -117,12 +117,12 @@ def unknown_ids(dataset_dir: Place, sources: Sequence[DataSource], model: Causal
 
 
 def padding_of(loader: EpisodeLoader) -> int:
-    """The padding token, which need not occur in the data."""
+    """Return the id of the padding token, which does not have to occur in the data."""
     return loader.plan(loader.split).pad_token_id
 
 
 def data_vocab_size(sources: Sequence[DataSource]) -> int:
-    """The vocabulary size of the data, from its metadata or else from its largest token id."""
+    """Return the vocabulary size of the data, from its metadata or, without metadata, from its largest token id."""
     if sources[0].vocab_size is not None:
         return sources[0].vocab_size
     return 1 + max(_largest(source) for source in sources)
@@ -138,16 +138,18 @@ def _largest(source: DataSource) -> int:
 def trained_with(folder: Path) -> dict[str, Any]:
     """Read training.json from a model folder; empty if another program wrote the folder."""
     path = folder / TRAINING
-    training = read_optional(path, "remove it, or save the model again")
+    training = read_optional(path, "remove the file, or save the model again")
     if not isinstance(training, dict) or not isinstance(training.get("tokenizer_sha256"), str | None):
         raise DataError(
-            f"{path}: is not an object with a string as tokenizer_sha256; remove it, or save the model again"
+            f"{path}: expected an object with a string as tokenizer_sha256; remove the file, or save the model again"
         )
     return training
 
 
 def base_of(folder: Path) -> dict[str, str] | None:
-    """Folder and weight hash of the adapters' base model; None if the adapter folder does not record them."""
+    """Return the folder and weight hash of the adapters' base model, or None if the adapter folder does not record
+    them.
+    """
     match trained_with(folder).get("base"):
         case None:
             return None
@@ -173,7 +175,7 @@ def read_optional(path: Path, advice: str) -> Any:
 
 
 def about_model(loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | None = None) -> dict[str, bytes]:
-    """The files in a model folder that describe how to render prompts exactly as in training.
+    """Return the files for a model folder that describe how to render prompts exactly as in training.
 
     `base` identifies the base model of adapters.
     """

@@ -16,17 +16,17 @@ from chatmill.train.launcher import place_in_world
 from chatmill.train.lost_ranks import LostRankError, RankWatch
 
 TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for a rank that is still alive, such as rank 0 while it writes a checkpoint."""
+"""Time limit for ranks that wait for another running rank, such as rank 0 while it writes a checkpoint."""
 
 
 @contextmanager
 def init_world(device: str) -> Iterator[World]:
-    """Join the process group of torchrun or another launcher, or create a world of one rank."""
+    """Join the process group of torchrun or another launcher; without a launcher, create a world of one rank."""
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is cuda, but torch finds no GPU; expected cpu or auto")
     if dist.is_initialized():
-        # The caller created this group and will destroy it.
+        # Do not destroy the existing process group, because the caller created it.
         with lost_rank_errors(str(dist.get_rank()), lambda: None):
             yield World(dist.get_rank(), dist.get_world_size(), _local_gpu(chosen))
         return
@@ -46,7 +46,7 @@ has_joined = False
 
 @contextmanager
 def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Iterator[None]:
-    """Context with a process group of all ranks; if one of them is lost, the others end within seconds."""
+    """Context with a process group of all ranks; if one rank is lost, the other ranks end within seconds."""
     global has_joined
     has_joined = has_joined or size > 1
     watch: RankWatch | None = None
@@ -72,13 +72,14 @@ def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Ite
 
 @contextmanager
 def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterator[None]:
-    """Report in one line that another rank is lost, instead of the resulting error on this rank."""
+    """Context that raises a one-line error about a lost rank instead of the resulting error on this rank."""
     try:
         yield
     except ChatmillError:
         raise
     except Exception as error:
-        # gloo has no error class; its messages start with the name of the source file that raised them.
+        # Recognize gloo errors by their message, which starts with a gloo source file name, because gloo has no error
+        # class.
         is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         watching = watch()
         if watching is not None and (is_collective or watching.has_fault) and (lost := watching.explain()):
@@ -91,15 +92,17 @@ def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterat
 
 
 def _local_gpu(device: torch.device) -> torch.device:
-    """Select this rank's GPU on its node; other devices are returned unchanged."""
+    """Select this rank's GPU on its node; return other devices unchanged."""
     if device.type != "cuda":
         return device
     index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if index >= count:
-        # With srun --gpus-per-task each process sees only its own GPU.
+        # With srun --gpus-per-task, each process sees only its own GPU, which has index 0.
         index = 0 if count == 1 else index
     if index >= count:
-        raise UsageError(f"LOCAL_RANK is {index}, but this node has {count} GPUs; start at most {count} ranks here")
+        raise UsageError(
+            f"LOCAL_RANK is {index}, but this node has {count} GPUs; start at most {count} ranks on this node"
+        )
     gpu = torch.device("cuda", index)
     torch.cuda.set_device(gpu)
     return gpu

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar in a terminal, periodic lines elsewhere."""
+"""Show the progress of a run: a progress bar in a terminal, periodic lines in other outputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TextIO
 WIDTH = 24
 """Width of the progress bar in characters."""
 SECONDS = 0.2
-"""Minimum time between updates of the bar."""
+"""Minimum time between updates of the progress bar, in seconds."""
 DECAY = 0.95
-"""Decay of the moving averages of speed."""
+"""Decay rate of the moving averages that measure speed."""
 
 
 class TrainProgress:
-    """Shows finished steps: a bar in a terminal, periodic lines elsewhere."""
+    """Shows the finished steps as a progress bar in a terminal, or as periodic lines in other outputs."""
 
     def __init__(self, first: int, total: int, *, every: int, stream: TextIO | None = None) -> None:
         self._at, self._total, self._every = first, total, every
@@ -23,7 +23,8 @@ class TrainProgress:
         self._is_terminal = self._stream.isatty()
         self._shown = 0.0
         self._epoch: float | None = None
-        # Exponential moving averages; dividing by the average of ones corrects the bias of the first steps.
+        # Exponential moving averages; dividing an average by the average of "ones" corrects the bias of the first
+        # steps.
         self._means = dict.fromkeys(("seconds", "tokens", "trained", "ones"), 0.0)
 
     def step(
@@ -61,7 +62,7 @@ class TrainProgress:
         )
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the progress bar."""
         print(f"\r\x1b[K{text}" if self._is_terminal else text, file=self._stream, flush=True)
 
     def close(self) -> None:

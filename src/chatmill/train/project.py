@@ -1,4 +1,4 @@
-"""How a training run uses `chatmill.toml`: the config keys that it sets, and the caches built with it.
+"""How a training run uses `chatmill.toml`: the config keys that the file sets, and the caches built with the file.
 
 tokenizer.path               compared with the tokenizer of the caches
 training.seed                seed, epoch_seed
@@ -25,7 +25,9 @@ from chatmill.train.config import TrainConfig
 from chatmill.train.sharded_tensors import file_info
 
 TokenizerHash = Callable[[str], str | None]
-"""Returns the hash that a cache built with this tokenizer has; None if the packages to open it are not installed."""
+"""A function that returns the tokenizer hash of a cache built with a tokenizer, or None if the required packages are
+not installed.
+"""
 
 
 def project_settings() -> dict[str, Any]:
@@ -47,7 +49,7 @@ def project_keys(settings: Mapping[str, Any], dataset_dir: object) -> dict[str, 
             keys["max_positions"] = settings[CONTEXT]
     if CACHE_ROOT in settings:
         keys["dataset_dir"] = settings[CACHE_ROOT]
-    # A single dataset is not mixed.
+    # Set mix_sft only for a folder of caches, because a single dataset is not mixed.
     if MIXED in settings and not _is_source(Path(str(dataset_dir or settings.get(CACHE_ROOT, CACHES)))):
         keys["mix_sft"] = settings[MIXED]
     return keys
@@ -60,7 +62,7 @@ def _is_source(folder: Path) -> bool:
 def compare_tokenizer(
     settings: Mapping[str, Any], config: TrainConfig, tokenizer_sha256: TokenizerHash | None
 ) -> Iterator[str]:
-    """Raise `DataError` if a cache was built with a different tokenizer than the one in the settings.
+    """Raise `DataError` if a cache was not built with the tokenizer in the settings.
 
     If the tokenizers cannot be compared, yield a note with the reason.
     """
@@ -68,30 +70,30 @@ def compare_tokenizer(
         return
     path, caches = local_path(settings[TOKENIZER]), list(_caches(config))
     if path.is_file() and all(cache.meta.tokenizer_sha256 == file_info(path).sha256 for cache in caches):
-        # Without added tokens, the file's hash is the tokenizer's hash, so the tokenizer, which is slow to open, is not
-        # needed.
+        # The tokenizer, which is slow to open, is not needed: without added tokens, the hash of the file is the hash of
+        # the tokenizer.
         return
     named = f"{FILE}: {TOKENIZER} is {one_line(str(path))}"
     if str(path) != "bytes" and not path.exists():
-        yield f"{named}, which does not exist: it is not compared with the tokenizer of the caches"
+        yield f"{named}, which does not exist, so it is not compared with the tokenizer of the caches"
         return
     sha256 = None if tokenizer_sha256 is None else tokenizer_sha256(str(path))
     if sha256 is None:
-        yield f"{named}, which cannot be opened here: it is not compared with the tokenizer of the caches"
+        yield f"{named}, which cannot be opened here, so it is not compared with the tokenizer of the caches"
         return
     others = [cache for cache in caches if cache.meta.tokenizer_sha256 != sha256]
     if faults := [f"{each.path}: was built with tokenizer {each.meta.tokenizer_sha256[:12]}…" for each in others]:
         raise DataError(
-            f"{'; '.join(faults)}; {named} ({sha256[:12]}…); build again with "
-            f"chatmill build-sft-{others[0].meta.source} --overwrite, or change {TOKENIZER}"
+            f"{'; '.join(faults)}; {named} ({sha256[:12]}…); rebuild the cache with chatmill "
+            f"build-sft-{others[0].meta.source} --overwrite, or change {TOKENIZER}"
         )
 
 
 def _caches(config: TrainConfig) -> Iterator[PrimerCache]:
-    """The caches that a run reads; the loader reports missing ones."""
+    """Yield the caches that a run reads; the loader reports missing caches."""
     root = place(config.dataset_dir or CACHES)
     if isinstance(root, Url):
-        # Only local folders contain caches.
+        # Skip URLs, because only local folders contain caches.
         return
     folders = [root] if _is_source(root) else [cache_folder(root, name) for name in config.mix or MIX_SFT]
     yield from (open_cache(folder) for folder in folders if is_cache(folder))

@@ -1,6 +1,6 @@
 """4-bit linear layers for QLoRA base models: bitsandbytes NF4 with double quantization.
 
-transformers quantizes a model layer by layer while loading it, on the GPU if there is one. This module computes with
+transformers quantizes a model layer by layer while loading it, on a GPU if one is available. This module computes with
 the packed weights: matrix products run in the autocast dtype or the dtype of the input, and dequantized weights are not
 kept for the backward pass.
 """
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 BLOCK, SCALE_BLOCK = 64, 256
-"""Weights per scale, and scales per second-level scale."""
+"""Number of weights per scale, and number of scales per second-level scale."""
 
 
 def nf4_config() -> Any:
-    """The `quantization_config` to pass to transformers."""
+    """Return the `quantization_config` to pass to transformers."""
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -36,7 +36,7 @@ def use_nf4(lm: nn.Module) -> int:
 def dequantize(lm: Any, dtype: torch.dtype | None = None) -> None:
     """Dequantize a 4-bit model in place, layer by layer, and move it to the CPU.
 
-    `dtype` is the dtype of the dequantized weights; None restores the dtype they had before quantization.
+    `dtype` is the dtype of the dequantized weights; None restores the dtype that the weights had before quantization.
     """
     for name, module in list(lm.named_modules()):
         if isinstance(module, bnb.nn.Linear4bit):
@@ -45,7 +45,7 @@ def dequantize(lm: Any, dtype: torch.dtype | None = None) -> None:
                 if module.source_cls is nn.Linear:
                     plain = nn.Linear(module.in_features, module.out_features, bias=False)
                 else:
-                    # This is a transformers Conv1D, whose weight is transposed.
+                    # The original layer is a transformers Conv1D, whose weight is transposed.
                     plain, weight = module.source_cls(module.out_features, module.in_features), weight.T.contiguous()
             plain.weight = nn.Parameter(weight, requires_grad=False)
             plain.bias = module.bias
@@ -65,7 +65,7 @@ class NF4Linear(bnb.nn.Linear4bit):
         return y if self.bias is None else y + self.bias.to(compute)
 
     def packed_parts(self) -> tuple[Any, ...]:
-        """The arguments of `unpack`: the packed weight, its scales, and its shape."""
+        """Return the arguments of `unpack`: the packed weight, its scales, and its shape."""
         return _parts(self)
 
 
@@ -76,13 +76,13 @@ def _parts(layer: bnb.nn.Linear4bit) -> tuple[Any, ...]:
 
 
 def unpacked(layer: bnb.nn.Linear4bit) -> Tensor:
-    """The dequantized weight of a 4-bit layer, in float32."""
+    """Return the dequantized weight of a 4-bit layer, in float32."""
     packed, *scales, shape = _parts(layer)
     return unpack(packed.data, *scales, shape=shape, dtype=torch.float32)
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x Wᵀ in the precision of x; keeps the packed weight for the backward pass."""
+    """Computes x Wᵀ in the precision of x, and keeps only the packed weight for the backward pass."""
 
     @staticmethod
     def forward(
@@ -103,8 +103,8 @@ def packed_product(
     x: Tensor, packed: Tensor, scales: Tensor, scale: Tensor, code: Tensor, offset: Tensor, shape: Any
 ) -> Tensor:
     """x Wᵀ with a packed W."""
-    # Use one fused op: with `unpack` and a matmul, torch.compile would keep the dequantized weight for the backward
-    # pass.
+    # Use one fused operator: with `unpack` and a matmul, torch.compile would keep the dequantized weight for the
+    # backward pass.
     return torch.ops.bitsandbytes.gemm_4bit.default(
         x, packed, shape, scale, BLOCK, "nf4", absmax_8bit=scales, absmax_code=code, absmax_offset=offset
     )

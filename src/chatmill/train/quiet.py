@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_logs(level: int = logging.WARNING) -> Iterator[None]:
-    """Suppress log messages up to a level, such as torchao warnings about parts that chatmill does not use."""
+    """Suppress log messages up to a level, such as torchao warnings about features that chatmill does not use."""
     before = logging.root.manager.disable
     logging.disable(max(before, level))
     try:

@@ -1,4 +1,4 @@
-"""Checks that involve all ranks: the store, shared folders, and collectives."""
+"""Checks of `chatmill doctor` that involve all ranks: the store, shared folders, and collectives."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ T = TypeVar("T")
 LOW_DISK = 10 * GIB
 SKEW_SECONDS = 2.0
 VISIBLE_SECONDS = 60.0
-"""On NFS, a file that another node wrote becomes visible after at most this time."""
+"""Maximum time until a file that another node wrote is visible on NFS, in seconds."""
 REDUCED = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Number of float32 values in the all-reduce, by device type."""
 ROUNDS = 3
 ABANDONED: list[threading.Thread] = []
-"""Threads whose checks did not end in time."""
+"""Threads of checks that did not finish within the time limit."""
 
 
 def limited(work: Callable[[], T], seconds: float) -> T:
-    """Call a function in a thread; raise `TimeoutError` if it takes too long, but leave the thread running."""
+    """Call a function in a thread; if it takes too long, raise `TimeoutError` and leave the thread running."""
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -56,7 +56,9 @@ def limited(work: Callable[[], T], seconds: float) -> T:
 
 
 class Rendezvous:
-    """Exchange JSON values between ranks through the c10d store, with a time limit; a single process needs no store."""
+    """Exchanges JSON values between ranks through the c10d store, with a time limit; a single process does not use a
+    store.
+    """
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size, self.seconds = rank, size, seconds
@@ -78,7 +80,9 @@ class Rendezvous:
         self.store = PrefixStore(f"chatmill doctor/{attempt}", store)
 
     def collect(self, key: str, value: Any) -> list[Any]:
-        """Collect the values of all ranks on rank 0, with None for late ranks; other ranks get an empty list."""
+        """Collect the values of all ranks on rank 0, with None for ranks that are late; return an empty list on other
+        ranks.
+        """
         if self.store is None:
             return [value]
         if self.rank:
@@ -88,13 +92,13 @@ class Rendezvous:
         return [value, *(self._get(f"{key}/{rank}", end - time.monotonic()) for rank in range(1, self.size))]
 
     def announce(self, key: str, value: Any) -> Any:
-        """Broadcast the value of rank 0; return None on a rank where it does not arrive in time."""
+        """Broadcast a value from rank 0; return None on ranks that do not receive the value in time."""
         if self.store is None:
             return value
         if self.rank == 0:
             self.store.set(key, json.dumps(value))
             return value
-        # Rank 0 may wait for another rank until its own time limit.
+        # Wait longer than the time limit, because rank 0 may itself wait for another rank.
         return self._get(key, 2 * self.seconds + VISIBLE_SECONDS)
 
     def _get(self, key: str, seconds: float) -> Any:
@@ -110,9 +114,9 @@ class Rendezvous:
 
 
 def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) -> Iterator[CheckRow]:
-    """Check that every rank sees the files that all ranks write into a folder; return the rows on rank 0.
+    """Check that every rank sees the files that all ranks write into a folder; yield the table rows on rank 0.
 
-    Files are written like checkpoints: to a temporary name, synced, and renamed.
+    Files are written in the same way as checkpoints: under a temporary name, then synced and renamed.
     """
     key, check = f"folder {folder}", f"shared {folder}"
     name = f".chatmill-doctor-{secrets.token_hex(8)}"
@@ -133,9 +137,9 @@ def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) ->
 
 
 def _write(folder: Path, name: str) -> dict[str, str]:
-    """Write a file with random content; return what other ranks must read.
+    """Write a file with random content; return the name and content that other ranks must read.
 
-    A read-only folder is compared by its file list.
+    If the folder is read-only, return a hash of its file list.
     """
     about = {"name": name, "content": secrets.token_hex(16), "fault": "", "listing": ""}
     try:
@@ -148,29 +152,29 @@ def _write(folder: Path, name: str) -> dict[str, str]:
 
 
 def _what_failed(error: OSError | ChatmillError) -> str:
-    # Leave out the name of the temporary file, which does not help the user.
+    # Omit the name of the temporary file, which does not help the user.
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def _listing(folder: Path) -> str:
-    """A hash of the names and sizes in a folder."""
+    """Return a hash of the names and sizes of the files in a folder."""
     entries = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 def _compare(folder: Path, about: Mapping[str, str], mine: Path) -> str:
-    """If this rank sees a different folder, return the reason."""
+    """Return how the folder differs on this rank, or "" if it is the same."""
     try:
         if about["fault"]:
             same = not about["listing"] or _listing(folder) == about["listing"]
-            return "" if same else "sees different files than rank 0"
+            return "" if same else "does not see the same files as rank 0"
         end = time.monotonic() + VISIBLE_SECONDS
         while not (path := folder / about["name"]).exists():
             if time.monotonic() > end or not folder.is_dir():
                 return "does not see the file that rank 0 wrote"
             time.sleep(0.2)
         if path.read_text() != about["content"]:
-            return "reads different content than rank 0 wrote"
+            return "reads content that differs from what rank 0 wrote"
         files.write_file(mine, about["content"].encode())
     except (OSError, ChatmillError) as error:
         return _what_failed(error)
@@ -198,7 +202,7 @@ def _folder_rows(
     free = (status := os.statvfs(folder)).f_frsize * status.f_bavail
     ranks = f"{len(faults)} ranks" if len(faults) > 1 else "this process"
     if about["fault"]:
-        right = "enough for a dataset; checkpoints need a folder that all ranks can write"
+        right = "a folder that all ranks can write; a read-only folder can contain datasets, but not checkpoints"
         yield CheckRow(check, f"cannot be written ({about['fault']}); all ranks see the same files", "warn", right)
         return
     low = free < LOW_DISK
@@ -211,7 +215,7 @@ def _folder_rows(
 
 
 def all_reduces(rendezvous: Rendezvous, hosts: Sequence[str], *, cuda: bool) -> Iterator[CheckRow]:
-    """Test all-reduce with gloo and, if every rank has a GPU, with NCCL; return the table rows on rank 0."""
+    """Test all-reduce with gloo and, if every rank has a GPU, with NCCL; yield the table rows on rank 0."""
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
         if device == "cuda" and not cuda:
             return
@@ -235,7 +239,8 @@ def _reduce(rendezvous: Rendezvous, device: str, *, cuda: bool) -> dict[str, Any
 
     if not dist.is_initialized():
         assert rendezvous.store is not None
-        # The timeout is longer than the check's limit, because NCCL ends the process when its timeout expires.
+        # Use a timeout that is longer than the time limit of the check, because NCCL ends the process when its timeout
+        # expires.
         patience = timedelta(seconds=3 * rendezvous.seconds + 60)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         store = dist.PrefixStore("group", rendezvous.store)
@@ -246,7 +251,7 @@ def _reduce(rendezvous: Rendezvous, device: str, *, cuda: bool) -> dict[str, Any
     if device == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(where)
-    # Use gloo: torch's barrier may choose a GPU, possibly the same one for all ranks.
+    # Synchronize with gloo, because torch's barrier may choose the same GPU for all ranks.
     ready = torch.zeros(1)
     numbers = torch.empty(REDUCED[device], device=where)
     seconds, is_right = [], True
@@ -262,7 +267,7 @@ def _reduce(rendezvous: Rendezvous, device: str, *, cuda: bool) -> dict[str, Any
 
 
 def leave_group() -> None:
-    """Destroy the process group of the checks, unless a check is still waiting in it."""
+    """Destroy the process group of the checks, unless a check is still waiting in a collective."""
     import torch.distributed as dist
 
     if dist.is_initialized() and not ABANDONED:
@@ -279,9 +284,9 @@ def _reduce_rows(backend: str, device: str, results: Sequence[Any], hosts: Seque
     if faults:
         rank, fault = faults[0]
         more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
-        right = "open all ports between the nodes, and set GLOO_SOCKET_IFNAME to the interface that connects them"
+        right = "open ports between all nodes, and GLOO_SOCKET_IFNAME set to the interface that connects the nodes"
         if device == "cuda":
-            right = "NCCL_DEBUG=INFO shows what it tries; set NCCL_SOCKET_IFNAME, or NCCL_IB_DISABLE=1"
+            right = "NCCL_SOCKET_IFNAME or NCCL_IB_DISABLE=1 set; NCCL_DEBUG=INFO prints the tried connections"
         yield CheckRow(check, f"rank {rank} on {hosts[rank]}: {one_line(fault, 300)}{more}", "FAIL", right)
         return
     sent = REDUCED[device] * 4
@@ -290,5 +295,5 @@ def _reduce_rows(backend: str, device: str, results: Sequence[Any], hosts: Seque
     if device == "cpu":
         clocks = [each["clock"] for each in results]
         skew, late = max(clocks) - min(clocks), max(clocks) - min(clocks) > SKEW_SECONDS
-        right = "the same time on all nodes; run chrony or ntpd" if late else ""
+        right = "the same time on all nodes; synchronize the clocks with chrony or ntpd" if late else ""
         yield CheckRow("clocks", f"differ by {skew:.2f} s", "warn" if late else "OK", right)

@@ -1,4 +1,4 @@
-"""TCP sockets between ranks on the network of MASTER_ADDR, which close soon after a node becomes unreachable."""
+"""TCP sockets between ranks, on the network of MASTER_ADDR, that close soon after a node becomes unreachable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 UNREACHABLE_SECONDS = 15
-"""A node that does not respond for this long is lost."""
+"""Time in seconds after which a node that does not respond counts as lost."""
 
 
 def listen(address: str, size: int) -> socket.socket:
@@ -23,7 +23,7 @@ def _addresses(address: str) -> list[Any]:
         known = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    # The host name of a node may resolve to 127.0.1.1, which other nodes cannot reach.
+    # Do not use the host name, which may resolve to 127.0.1.1, an address that other nodes cannot reach.
     local = ("127.", "::1")
     is_local = address.startswith((*local, "localhost"))
     return [each for each in known if is_local or not str(each[4][0]).startswith(local)]
@@ -47,7 +47,7 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {
         "TCP_KEEPIDLE": UNREACHABLE_SECONDS // 3,
-        "TCP_KEEPALIVE": UNREACHABLE_SECONDS // 3,  # the macOS name
+        "TCP_KEEPALIVE": UNREACHABLE_SECONDS // 3,  # macOS name of TCP_KEEPIDLE
         "TCP_KEEPINTVL": UNREACHABLE_SECONDS // 6 or 1,
         "TCP_KEEPCNT": 4,
         "TCP_USER_TIMEOUT": 1000 * UNREACHABLE_SECONDS,

@@ -1,4 +1,4 @@
-"""Data and models at URLs: what a run stores about them, and download progress."""
+"""Data and models at URLs: the config that a run stores, the cache, and download progress."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from chatmill.remote.urls import Place, Url, place
 from chatmill.train.config import TrainConfig
 
 SECONDS = 5.0
-"""Seconds between progress lines."""
+"""Time between progress lines, in seconds."""
 
 
 def storable_config(config: TrainConfig, data: Place) -> TrainConfig:
-    """The config to store, without passwords or signatures in URLs."""
+    """Return the config to store in the run folder, without passwords or signatures in URLs."""
     if isinstance(model := place(config.init_from_model or ""), Url) and str(model) != model.address:
         raise UsageError(
             f"{model}: init_from_model is a URL with credentials, which are not stored; download the model and "
@@ -29,7 +29,7 @@ def storable_config(config: TrainConfig, data: Place) -> TrainConfig:
 
 
 def configure_cache(config: TrainConfig, data: Place) -> None:
-    """Configure the cache of a run; if its data is at a URL, check the cache before the data is opened."""
+    """Configure the cache of a run; if the data is at a URL, check the cache before the data is opened."""
     configure(config.cache_dir, config.cache_size)
     if isinstance(data, Url):
         cache_folder()
@@ -38,7 +38,7 @@ def configure_cache(config: TrainConfig, data: Place) -> None:
 
 @contextmanager
 def shown_downloads(loader: EpisodeLoader | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Context that prints the progress of a loader's downloads every few seconds until they are done."""
+    """Context that prints the download progress of a loader every few seconds until all downloads are done."""
     if loader is None or loader.downloads is None:
         yield
         return

@@ -12,21 +12,21 @@ class StepRecord(NamedTuple):
     """The metrics of one step."""
 
     step: int
-    """Number of steps in the run so far, including this one."""
+    """Number of steps in the run so far, including this step."""
     loss: float | None
-    """Mean over the trained tokens of the global batch; None without trained tokens."""
+    """Mean loss over the trained tokens of the global batch; None if the batch has no trained tokens."""
     grad_norm: float
     lr: float
     tokens: int
-    """Tokens, excluding padding."""
+    """Number of tokens in the step, excluding padding."""
     trained: int
     untrained_rows: int
     seconds: float
-    """Seconds from the end of the previous step to the end of this one."""
+    """Seconds from the end of the previous step to the end of this step."""
     data_wait: float
-    """Seconds spent waiting for the batch."""
+    """Seconds that the step waited for its batch."""
     epoch: float | None = None
-    """Epochs completed, including this step; None for the order `random`."""
+    """Number of epochs completed after this step; None for the order `random`."""
 
 
 @dataclass(frozen=True)
@@ -37,41 +37,47 @@ class TrainResult:
     checkpoint: Path | None
     step: int
     total: int
-    """Steps of the whole run."""
+    """Number of steps in the whole run."""
     loss: float | None
-    """The loss of the last step with trained tokens; None if there was no such step."""
+    """The loss of the last step with trained tokens; None if no step had trained tokens."""
     val_loss: float | None
     val_perplexity: float | None
     val_sources: Mapping[str, Mapping[str, float | None] | None]
-    """`loss`, `perplexity` and `trained` tokens of each source of a mix; None for a source without episodes in val."""
+    """For each source of a mix, the `loss`, the `perplexity` and the number of `trained` tokens; None for a source
+    without episodes in val.
+    """
     tokens: int
     trained: int
     untrained_rows: int
-    """Rows without trained tokens, which do not affect the loss."""
+    """Number of rows without trained tokens, which do not affect the loss."""
     cut_episodes: int
-    """Conversations that were longer than a row and lost their beginning."""
+    """Number of conversations that were longer than a row and whose beginning was truncated."""
     cut_tokens: int
     answer_cut: int
-    """Truncated conversations that lost part of an answer."""
+    """Number of truncated conversations that lost part of an answer."""
     skipped_steps: int
-    """Steps that post-training skipped because they had no trained tokens."""
+    """Number of steps that post-training skipped because they had no trained tokens."""
     non_answer_tokens: int
-    """Trained tokens of the train split that are not answers, because use_loss_mask is false."""
+    """Number of trained tokens in the train split that are not part of answers; they are trained because use_loss_mask
+    is false.
+    """
     loss_spikes: int
-    """Steps in the whole run whose loss was far above the loss of the previous steps."""
+    """Number of steps in the whole run whose loss was far above the loss of the previous steps."""
     seconds: float
-    """Duration of this process's steps, without evaluations and checkpoints."""
+    """Total duration of the steps in this process, excluding evaluations and checkpoints."""
     data_wait: float
     """The part of `seconds` spent waiting for batches."""
     stopped_by: str | None
-    """The signal that ended the run early, if one did."""
+    """Name of the signal that ended the run early; None if no signal did."""
     stopped_early: str | None
-    """Why early stopping ended the run, if it did."""
+    """The reason why early stopping ended the run; None if it did not."""
     best_step: int | None
     """The step of the evaluation with the lowest val loss."""
     best_val_loss: float | None
     best_checkpoint: Path | None
-    """The checkpoint of that step, which `best` in the run folder points to, if keep_best is on."""
+    """The checkpoint with the lowest val loss, to which the link `best` in the run folder points; None unless keep_best
+    is on.
+    """
 
     def to_json(self) -> dict[str, Any]:
         values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}

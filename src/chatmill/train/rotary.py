@@ -1,8 +1,8 @@
 """Rotary position embeddings, and a fused GPU kernel that splits a joint QKV projection into rotated heads.
 
 `split_heads` reads the projection once in the forward and once in the backward pass; separate operations (norm,
-rotation, copies and their gradients) would need seven passes. It is a custom torch operator, so compiled layers can
-call it.
+rotation, copies and their gradients) would need seven passes. `split_heads` is a custom torch operator, so compiled
+layers can call it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def rotations(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (rows, length, 1, size) of the rotary embedding at these positions."""
+    """Return the cosines and signed sines (rows, length, 1, size) of the rotary embedding at these positions."""
     rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
     angles = positions[:, :, None, None].float() * rates
     cos, sin = angles.cos(), angles.sin()
@@ -33,8 +33,8 @@ def split_heads(
     """Split a joint projection (rows, length, width) into queries, keys and values (rows, length, heads, size).
 
     Queries and keys are normalized if `weights` are given, then rotated. `heads` are the numbers of query, key and
-    value heads. This function launches one kernel in the forward and one in the backward pass; tensors must be on a
-    GPU.
+    value heads. `split_heads` launches one kernel in the forward pass and one in the backward pass; tensors must be on
+    a GPU.
     """
     q, k, v = _SplitHeads.apply(qkv, *(weights or (None, None)), cos, sin, heads, eps)
     return q, k, v
@@ -70,7 +70,7 @@ class _SplitHeads(torch.autograd.Function):
         return grad, of_q, of_k, None, None, None, None
 
 
-# torch.compile calls custom operators without tracing into their kernels.
+# Use custom operators, which torch.compile calls without tracing into their kernels.
 
 
 @torch.library.custom_op("chatmill::rotated", mutates_args=())
@@ -83,7 +83,7 @@ def rotated(
     heads: list[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Normalized and rotated queries and keys (rows, length, heads, size); `heads` holds their head counts."""
+    """Return normalized and rotated queries and keys (rows, length, heads, size); `heads` are their head counts."""
     from chatmill.train.rotary_kernel import forward
 
     return forward(qkv.contiguous(), q_weight, k_weight, cos.contiguous(), sin.contiguous(), heads, eps)
@@ -114,7 +114,9 @@ def rotated_backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the projection and of both norm weights (2, size), from those of queries, keys and values."""
+    """Compute the gradients of the projection and of both norm weights (2, size) from the gradients of queries, keys
+    and values.
+    """
     from chatmill.train.rotary_kernel import backward
 
     parts = [grad.contiguous() for grad in grads]

@@ -1,7 +1,7 @@
 """Triton kernels for RMSNorm and rotary embedding of queries and keys; one program processes all heads of a token.
 
 The two halves of each head, which the rotary embedding mixes, are loaded as two tiles (heads, size / 2). Import this
-module only on a machine with a GPU: triton comes only with CUDA builds of torch.
+module only on a machine with a GPU, because only CUDA builds of torch include triton.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 
 WARPS = 4
 PROGRAMS = 6
-"""Programs per multiprocessor in the backward pass; each sums the norm-weight gradients of its tokens."""
+"""Number of kernel programs per multiprocessor in the backward pass; each program sums the norm-weight gradients of its
+tokens.
+"""
 
 
 def forward(
@@ -27,7 +29,7 @@ def forward(
     heads: Sequence[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `rotated`."""
+    """Launch the forward kernel of `rotated`."""
     rows, length, width = qkv.shape
     q, k = (qkv.new_empty(rows, length, count, cos.shape[-1]) for count in heads)
     norm = (qkv, qkv) if q_weight is None or k_weight is None else (q_weight, k_weight)
@@ -46,7 +48,7 @@ def backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `rotated_backward`."""
+    """Launch the backward kernel of `rotated_backward`."""
     q, k, v = grads
     tokens, n_q, n_kv, size = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
     grad = torch.empty_like(qkv)

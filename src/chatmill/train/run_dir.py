@@ -4,8 +4,8 @@ checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  trackers.json  ste
 
 The training loop and the rollout loop use the same functions to start, resume and write runs.
 
-Each line of a log is a JSON object that contains its step; a resumed run first removes the lines after its checkpoint.
-Progress is printed to stderr without a library, because training needs only numpy, torch and safetensors.
+Each log line is a JSON object with a step; a resumed run first removes the lines after its checkpoint. Progress is
+printed to stderr without a library, because training needs only numpy, torch and safetensors.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ ROWS = "rows"
 REPORTS = "reports"
 """Folder with the report pages of the data, which trackers log."""
 WRITTEN = (CONFIG, FIRST_BATCH, METRICS, PLOT, ROWS, REPORTS, IDS, *TRACKERS)
-"""Files and folders that a run writes in addition to checkpoints."""
+"""Names of the files and folders that a run writes in addition to checkpoints."""
 COLUMNS = ("episodes", "segments", "losses", "weights")
-"""The fields of `RowLoss` in a line."""
+"""Keys of a log line that contain the fields of `RowLoss`, as columns."""
 
 
 def open_resumed(
     folder: Path, resume: str | None, world: World, *, otherwise: str, logs: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """Open the checkpoint that a run resumes from; return None for a new run, whose folder must not contain a run yet.
+    """Open the checkpoint from which a run resumes; return None for a new run, whose folder must not contain a run yet.
 
-    `otherwise` is what errors suggest if the folder cannot be used; `logs` are further files that the run writes. All
-    ranks call this.
+    If the folder cannot be used, the error message suggests `otherwise`. `logs` are additional files that the run
+    writes. All ranks must call this function.
     """
 
     def choose() -> Path | None:
         written = [name for name in (CONFIG, METRICS, PLOT, ROWS, *logs) if (folder / name).exists()]
         if written and not _is_run_config(folder / CONFIG):
-            # The files belong to something else, such as a model; a run would overwrite them.
+            # The existing files do not belong to a run, but for example to a model, and a run would overwrite them.
             raise UsageError(f"{folder}: contains {', '.join(written)}, but not the {CONFIG} of a run; use {otherwise}")
         if resume is not None:
             return checkpoints.choose(folder, resume)
         if list_checkpoints(folder) or written:
-            raise UsageError(f"{folder}: already contains a run; resume it with --resume auto, or use {otherwise}")
+            raise UsageError(f"{folder}: already contains a run; continue it with --resume auto, or use {otherwise}")
         return None
 
     path = world.together(choose)
@@ -68,7 +68,7 @@ def open_resumed(
 
 
 def _is_run_config(path: Path) -> bool:
-    """Whether a file is the config of a run, which a restarted run may overwrite."""
+    """Return whether a file is the config of a run, which a restarted run may overwrite."""
     try:
         config = json.loads(path.read_bytes())
     except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
@@ -77,11 +77,11 @@ def _is_run_config(path: Path) -> bool:
 
 
 LATER_KEYS = {"quantize": "none"}
-"""Keys that checkpoints of earlier versions lack, and the values they had implicitly."""
+"""Config keys that checkpoints of earlier versions lack, with the values that these versions used."""
 
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Differences between a checkpoint's config and the run's config; keys missing in the checkpoint are skipped."""
+    """Describe the differences between the configs of a checkpoint and a run; skip keys missing in the checkpoint."""
     old, new = {**LATER_KEYS, **checkpoint.state.get("config", {})}, json.loads(json.dumps(config))
     return [
         f"{name} was {one_line(json.dumps(old.get(name)))}, now it is {one_line(json.dumps(new[name]))}"
@@ -91,7 +91,7 @@ def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Ite
 
 
 class RunDir:
-    """The logs and progress of a run, written by rank 0, except that every rank writes its own rows."""
+    """The logs and progress of a run. Rank 0 writes all of them except the row losses, which every rank writes."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class RunDir:
         trackers: Sequence[Tracker] = (),
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        """Create the folder, or rewind it to `step`; all ranks call this.
+        """Create the run folder, or rewind it to `step`; all ranks must create a `RunDir`.
 
-        `config` is the config of the run. `rows` describes the data of per-conversation losses, if they are logged;
-        `rewinds` lists further logs, each with the last step to keep. `trackers` also get the metrics, the config, and
-        `data`, a description of the data.
+        `config` is the config of the run. `rows` describes the data if per-conversation losses are logged. `rewinds`
+        lists additional logs, each with the last step to keep. `trackers` receive the metrics, the config, and `data`,
+        a description of the data.
         """
         self.folder, self._first = folder, world.is_first
         self._progress: TrainProgress | None = None
@@ -121,15 +121,15 @@ class RunDir:
         self._rows: MetricsLog | None = None
         self._data = rows
         self.set_aside: list[Path] = []
-        """The new paths of checkpoints later than `step`, which were renamed."""
+        """New paths of the renamed checkpoints that are later than `step`."""
         self._new_folders: list[Path] | None = None
-        """For a new run, the folders that were created for it, innermost first."""
+        """The folders that were created for a new run, innermost first; None for a resumed run."""
 
         def begin() -> None:
             if not any(os.path.lexists(folder / name) for name in WRITTEN):
                 self._new_folders = files.missing_folders(folder)
             if trackers:
-                # Start trackers first: if one refuses the run, nothing has been changed.
+                # Start trackers before changing any files, because a tracker may refuse the run.
                 about = {**config, **(data or {}), "world_size": world.size, "chatmill_version": __version__}
                 self._reporter = Reporter(trackers, TrackedRun(folder.name, folder, about, step, None))
             files.make_folder(folder)
@@ -157,12 +157,12 @@ class RunDir:
             self._progress = TrainProgress(step, total, every=config["log_interval"])
 
     def print(self, text: str) -> None:
-        """Print a line to stderr."""
+        """Print a line to stderr, above the progress bar."""
         if self._progress is not None:
             self._progress.say(text)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Add a line to the metrics."""
+        """Append a line to the metrics file, and report it to the trackers."""
         if self._metrics is not None:
             self._metrics.add(line)
         if self._reporter is not None:
@@ -192,9 +192,9 @@ class RunDir:
             self.print(note)
 
     def log_rows(self, step: int, rows: Sequence[RowLoss] | None) -> None:
-        """Log the losses of a step's conversations, if logging them is enabled."""
+        """Log the loss of each conversation in a step, if `log_rows` is enabled."""
         if self._rows is not None and self._data is not None:
-            # Store columns instead of rows, because most of a line is numbers.
+            # Store columns instead of rows, which makes the lines shorter.
             columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
             self._rows.add({"step": step, "data": self._data._asdict(), **dict(zip(COLUMNS, columns, strict=True))})
 
@@ -204,13 +204,13 @@ class RunDir:
             self._progress.step(step, **values)
 
     def plot(self) -> None:
-        """Draw the loss curve."""
+        """Write the loss curve as an SVG file."""
         if self._first:
             picture = loss_plot(read_metrics(self.folder), title=self.folder.name)
             files.write_file(self.folder / PLOT, picture.encode(), overwrite=True)
 
     def end(self, status: Status) -> None:
-        """Record how the run ended; a run that is closed without this call counts as failed."""
+        """Record how the run ended; a run that is closed without calling `end` counts as failed."""
         self._status = status
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class RunDir:
             self._progress.close()
 
     def discard(self) -> None:
-        """Close the logs of a run that did not train; if the run is new, remove the files it wrote."""
+        """Close the logs of a run that did not train; if the run is new, also remove its files."""
         self.close()
         if self._new_folders is not None:
             written = [self.folder / name for name in WRITTEN]
@@ -258,7 +258,7 @@ class MetricsLog:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Remove the lines after a step from a file, and an incomplete last line that a killed run left."""
+    """Remove the log lines after a step from a file, and an incomplete last line from a killed run."""
     if path.exists():
         kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
         files.write_file(path, b"".join(kept), overwrite=True)
@@ -270,7 +270,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class RowsData(NamedTuple):
-    """The data that episode numbers refer to; a run may resume with different data."""
+    """The data to which the logged episode numbers refer; a run may resume with different data."""
 
     dataset_dir: str
     dataset_sha256: str
@@ -278,19 +278,19 @@ class RowsData(NamedTuple):
 
 
 def read_rows(folder: Path, step: int) -> list[RowLoss]:
-    """Read the losses of all conversations in a step; raise `DataError` if the run did not write them."""
+    """Read the losses of all conversations in a step; raise `DataError` if the run did not log these losses."""
     return [row for _, rows in _of_step(folder, step) for row in rows]
 
 
 def rows_data(folder: Path, step: int) -> RowsData:
-    """The data that the episode numbers in a step refer to; raise `DataError` if the run did not record it."""
+    """Return the data to which the episode numbers in a step refer; raise `DataError` if the run did not record it."""
     return _of_step(folder, step)[0][0]
 
 
 def _of_step(folder: Path, step: int) -> list[tuple[RowsData, list[RowLoss]]]:
     paths = sorted((folder / ROWS).glob("rank_*.jsonl"))
     if not paths:
-        raise DataError(f"{folder}: contains no losses of conversations; train with --log_rows")
+        raise DataError(f"{folder}: does not contain per-conversation losses; train with --log_rows")
     start = b'{"step": %d,' % step
     lines = [_read_rows(line) for path in paths for line in _lines(path) if line.raw.startswith(start)]
     if not lines:
@@ -307,7 +307,7 @@ def _read_rows(line: MetricsLine) -> tuple[RowsData, list[RowLoss]]:
         columns = map(int, episodes), map(int, segments), map(float, losses), map(float, weights)
         return data, [RowLoss(*row) for row in zip(*columns, strict=True)]
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise line.fault(f"the columns {', '.join(COLUMNS)} of a step, and its data") from None
+        raise line.fault(f"a step with its data and the columns {', '.join(COLUMNS)}") from None
 
 
 class MetricsLine(NamedTuple):
@@ -318,13 +318,13 @@ class MetricsLine(NamedTuple):
     raw: bytes
 
     def read(self) -> dict[str, Any]:
-        """Parse the line: a JSON object that has a step."""
+        """Parse the line as a JSON object with a step; raise `DataError` if it is damaged."""
         try:
             values = json.loads(self.raw)
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict) or type(values.get("step")) is not int:
-            raise self.fault("an object with its step")
+            raise self.fault("a JSON object with a step")
         return values
 
     def fault(self, right: str) -> DataError:

@@ -2,9 +2,10 @@
 
     epochs 2.5, packed:  steps of epoch 0 + steps of epoch 1 + half of those of epoch 2
 
-Packing differs between epochs, so the steps in an epoch are counted from the plan. Sampling from a mix never ends. One
-epoch of a mix has as many episodes as all its sources together, drawn according to the mix weights; with `mix_epochs`,
-it has the given number of epochs of each source.
+Packing differs between epochs, so the steps in an epoch are counted from the plan. Sampling from a mix never ends, so
+an epoch of a mix is defined by a number of episodes. One epoch of a mix has as many episodes as all its sources
+together, drawn according to the mix weights; with `mix_epochs`, one epoch of the mix has the given number of epochs of
+each source.
 """
 
 from __future__ import annotations
@@ -23,41 +24,42 @@ from chatmill.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class RunLength:
-    """The number of steps in a run."""
+    """The number of steps in a run, and the episodes that are dropped at the end."""
 
     steps: int
     left_out: int = 0
-    """Episodes at the end of the last whole epoch that do not fill a batch."""
+    """Number of episodes at the end of the last whole epoch that do not fill a batch."""
     whole_epochs: int = 0
     notes: Sequence[str] = ()
 
     def left_out_note(self, loader: EpisodeLoader) -> Iterator[str]:
-        """A note about episodes that are left out because they do not fill a batch."""
+        """Yield a note about episodes that are dropped because they do not fill a batch."""
         if self.left_out:
             which = "the epoch" if self.whole_epochs == 1 else f"epoch {self.whole_epochs:,}"
             yield (
                 f"{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes do not fill a batch at "
-                f"the end of {which} and are dropped; set epoch_drop_last to false to train on them"
+                f"the end of {which} and are dropped; set epoch_drop_last to false to train on these episodes"
             )
 
     def further(self, config: TrainConfig) -> str:
-        """How to continue a finished run of this length, as part of a message."""
+        """Return, as part of a message, how to continue a finished run of this length."""
         if config.epochs is not None:
-            done = f"its {config.epochs:g} epochs are done" if config.epochs != 1 else "its one pass is done"
+            passes = "one pass" if config.epochs == 1 else f"{config.epochs:g} epochs"
+            done = f"the run has finished its {passes}"
             return done if config.post_training and config.epochs == 1 else f"{done}; raise epochs to continue"
         if config.max_iters is None or config.max_iters > self.steps:
             more = "" if config.post_training else "; set epochs or max_iters to continue"
-            return f"its one pass is done{more}"
-        return "raise max_iters, up to one pass" if config.post_training else "raise max_iters"
+            return f"the run has finished its one pass{more}"
+        return "raise max_iters to at most one pass" if config.post_training else "raise max_iters"
 
 
 def run_length(config: TrainConfig, loader: EpisodeLoader) -> RunLength:
-    """The length of a run on this data; post-training is limited to one epoch."""
+    """Compute the length of a run on this data; post-training is limited to one epoch."""
     if config.max_iters is not None and not config.post_training:
         return RunLength(config.max_iters)
     plan = loader.plan(loader.split)
     if plan.order.length is None:
-        # Unlike epochs, weights do not define a pass over the data.
+        # Only `mix_epochs` defines a pass over a mix; mix weights do not.
         epochs = 1 if config.epochs is None and plan.config.mix_epochs is not None else config.epochs
         if epochs is None or config.post_training or not isinstance(plan.order, MixedOrder):
             raise _has_no_epochs(config, plan)
@@ -71,7 +73,7 @@ def run_length(config: TrainConfig, loader: EpisodeLoader) -> RunLength:
 def _has_no_epochs(config: TrainConfig, plan: LoadPlan) -> UsageError:
     mixed = isinstance(plan.order, MixedOrder)
     if config.post_training:
-        why, instead = "post_training is one pass", "set batch_sampling_mode to epoch"
+        why, instead = "post_training runs for one pass", "set batch_sampling_mode to epoch"
         if mixed:
             instead = f"set dataset_dir to one source of the mix, and remove {plan.config.mix_key}"
             if plan.sources[0].dataset.whole is not None:
@@ -79,14 +81,14 @@ def _has_no_epochs(config: TrainConfig, plan: LoadPlan) -> UsageError:
     elif config.epochs is not None:
         why, instead = f"epochs is {config.epochs:g}", "set max_iters, or batch_sampling_mode to epoch"
     else:
-        why = "max_iters is null, which is one pass"
+        why = "max_iters is null, which means one pass"
         instead = "set max_iters or epochs" if mixed and config.batch_sampling_mode != "random" else "set max_iters"
-    return UsageError(f"{why}, and the order {plan.order.name} has no epochs; {instead}")
+    return UsageError(f"{why}, but the order {plan.order.name} has no epochs; {instead}")
 
 
 def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
     """Count the steps in all whole epochs and in the remaining fraction, rounded up."""
-    # Parse the decimal text, so that 0.1 is exactly one tenth.
+    # Parse the decimal representation, so that 0.1 is exactly one tenth.
     exact = Fraction(str(epochs))
     whole, share = divmod(exact, 1)
     counts = [_count(plan, epoch) for epoch in range(math.ceil(exact) if plan.config.packing != "none" else 1)]
@@ -99,19 +101,23 @@ def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
 
 
 def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
-    """The numbers of steps and of leftover rows in an epoch; raise `UsageError` if there are no steps."""
+    """Return the number of steps and the number of leftover rows in an epoch; raise `UsageError` if the epoch has no
+    steps.
+    """
     return plan.num_steps(epoch), plan.count_rows(epoch) % plan.config.batch_size
 
 
 def _of_mix(epochs: float, plan: LoadPlan, order: MixedOrder) -> RunLength:
-    """Count the steps in a mix with as many episodes as `epochs` passes over its sources."""
+    """Count the steps of a run on a mix with as many episodes as `epochs` passes over its sources."""
     episodes = math.ceil(Fraction(str(epochs)) * plan.pass_episodes)
     rows, size = plan.rows_of_episodes(episodes), plan.config.batch_size
     steps = rows // size if plan.drop_last else -(-rows // size)
     if not steps:
         raise UsageError(
-            f"{plan.split}: epochs {epochs:g} of the mix have {rows} rows, but a batch has {size}; "
+            f"{plan.split}: {epochs:g} epochs of the mix have {rows} rows, but a batch has {size} rows; "
             "lower batch_size, or set epoch_drop_last to false"
         )
     passes = (f"{one_line(name)} {count:.3g}" for name, count in order.passes(episodes).items())
-    return RunLength(steps, notes=[f"epochs {epochs:g} of the mix, in passes over each source: {', '.join(passes)}"])
+    return RunLength(
+        steps, notes=[f"{epochs:g} epochs of the mix correspond to these passes over each source: {', '.join(passes)}"]
+    )

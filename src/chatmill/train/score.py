@@ -1,7 +1,7 @@
-"""Score a model on a dataset: its loss on the trained tokens and its answers, for each source.
+"""Score a model on a dataset: the loss on trained tokens and the generated answers, for each source.
 
-A prompt consists of the stored ids before a trained answer and is never rendered again: the model gets the exact prompt
-it was trained with, regardless of which format, template or program produced it.
+A prompt consists of the stored token ids before a trained answer and is never rendered again, so the model gets exactly
+the prompt from training, regardless of which format, template or program produced the data.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from chatmill.train.model import CausalModel, Inputs, eval_mode
 from chatmill.train.preflight import trained_with, unknown_ids
 
 BATCH_TOKENS = 1 << 13
-"""Tokens per batch for computing losses."""
+"""Number of tokens per batch when losses are computed."""
 BATCH_PROMPTS = 64
-"""Prompts per batch for generating answers."""
+"""Number of prompts per batch when answers are generated."""
 
 
 class EvalPrompt(NamedTuple):
-    """A prompt and the answer expected after it."""
+    """A prompt and its expected answer."""
 
     prompt: list[int]
     answer: list[int]
-    """The trained ids, up to and including the end token."""
+    """The token ids of the expected answer, up to and including the end token."""
     segment: int
-    """The index of the conversation in the rows."""
+    """Index of the conversation in the rows."""
 
 
 def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | None = None) -> Iterator[EvalPrompt]:
@@ -77,7 +77,7 @@ def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | 
 
 
 def _answers(spans: Table) -> Iterator[tuple[int, int]]:
-    """Yield the span ranges of a conversation's trained answers, which are assistant turns without their headers.
+    """Yield the span range of each trained answer in a conversation; an answer is an assistant turn without its header.
 
     In data from other programs, which has no roles, every trained span is an answer.
     """
@@ -99,15 +99,15 @@ def _answers(spans: Table) -> Iterator[tuple[int, int]]:
 
 
 class RowOrigin(NamedTuple):
-    """The origin of a conversation."""
+    """The source and location of a conversation."""
 
     source: str
     place: str
-    """file:line, or empty if unknown."""
+    """Location of the conversation as file:line; empty if unknown."""
 
 
 def origins(rows: Rows, unnamed: str) -> list[RowOrigin | None]:
-    """The origin of each conversation; None for padding and for conversations without tokens.
+    """Return the origin of each conversation; None for padding and for conversations without tokens.
 
     Conversations of unknown origin get the source `unnamed`.
     """
@@ -128,20 +128,20 @@ def origins(rows: Rows, unnamed: str) -> list[RowOrigin | None]:
 
 @dataclass
 class EvalScore:
-    """Counts and loss sums over conversations."""
+    """Counts and loss sums over a set of conversations."""
 
     conversations: int = 0
     loss_sum: float = 0.0
     weight: float = 0.0
     questions: int = 0
     exact: int = 0
-    """Answers that equal the trained answer in every token."""
+    """Number of answers that are identical to the expected answer."""
     stopped: int = 0
-    """Answers that reached an end token."""
+    """Number of answers that reached an end token."""
 
     @property
     def loss(self) -> float:
-        """Weighted mean over trained tokens; NaN without trained tokens."""
+        """Weighted mean loss over the trained tokens; NaN without any trained tokens."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     def add(self, other: EvalScore) -> None:
@@ -151,13 +151,13 @@ class EvalScore:
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """A prompt with the model's answer."""
+    """A prompt with the answer that the model generated."""
 
     prompt: EvalPrompt
     ids: list[int]
-    """The generated tokens."""
+    """The token ids of the generated answer."""
     place: str
-    """Where the conversation came from, as file:line."""
+    """Location of the conversation as file:line."""
 
     @property
     def exact(self) -> bool:
@@ -171,9 +171,11 @@ class EvalReport:
     sources: dict[str, EvalScore] = field(default_factory=dict)
     answers: list[ScoredAnswer] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    """Number of trained answers that have no prompt in the report, by reason."""
+    """Number of trained answers that are not in the report, by reason."""
     cut: int = 0
-    """Conversations longer than the model's maximum sequence length, which were truncated at the beginning."""
+    """Number of conversations that were truncated at the beginning because they exceed the model's maximum sequence
+    length.
+    """
     empty_sources: list[str] = field(default_factory=list)
     """Sources in a folder of caches that have no episodes in the split."""
 
@@ -195,21 +197,22 @@ def score_model(
     token_dtype: str | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> EvalReport:
-    """Compute losses and greedy answers on a split; `limit` is the number of prompts, spread evenly over the split.
+    """Compute losses and greedy answers on a split; `limit` is the maximum number of prompts, spread evenly over the
+    split.
 
-    In a folder of caches, every cache is a source; the report lists those without episodes in the split. See
-    `open_dataset` for `token_dtype`. `progress` is called with the numbers of conversations read and prompts answered.
+    In a folder of caches, every cache is a source; the report lists the sources without episodes in the split. See
+    `open_dataset` for `token_dtype`. `progress` is called with the number of newly processed conversations or prompts.
     """
     every = open_all(dataset, token_dtype)
     for fault in unknown_ids(place(dataset), every, model):
         raise DataError(fault)
-    # If no source has episodes, opening the first source raises the error.
+    # If no source has episodes in the split, keep the first source, which raises the error.
     sources = [source for source in every if split in source] or every[:1]
     report = EvalReport(empty_sources=[source.name for source in every if source not in sources])
     places: list[RowOrigin | None] = []
     prompts: list[EvalPrompt] = []
     ends = end_ids(sources)
-    # Pad all batches to the longest row: with a single shape, all batches run the same kernels.
+    # Pad all batches to the longest row, so that all batches have the same shape and run the same kernels.
     longest = max(int(source.episodes(split).lengths.max()) for source in sources)
     block = min(max(2, longest) - 1, model.max_positions)
     for source, rows in ((each, rows) for each in sources for rows in each.episodes(split).sweep()):
@@ -247,7 +250,7 @@ def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
     if largest >= model.vocab_size:
         raise DataError(
             f"{source.path}: has the token id {largest}, but the model's vocabulary size is {model.vocab_size:,}; "
-            f"the data has changed; see chatmill verify {source.path} --full"
+            f"the data has changed; run chatmill verify {source.path} --full"
         )
 
 
@@ -264,7 +267,7 @@ def _is_source(folder: Place) -> bool:
 
 
 def end_ids(sources: Sequence[DataSource]) -> list[int]:
-    """The end-of-turn tokens of all sources that define one."""
+    """Return the end-of-turn tokens of all sources that define one."""
     return sorted({source.eot for source in sources if source.eot is not None})
 
 
@@ -282,9 +285,9 @@ def check_tokenizer(model: str | Place, source: DataSource) -> None:
 def conversation_losses(
     model: CausalModel, rows: Rows, block_size: int, progress: Callable[[int], None]
 ) -> NDArray[np.float64]:
-    """Σ weight · loss and Σ weight for every row, (2, rows).
+    """Return Σ weight · loss and Σ weight for every row, as an array (2, rows).
 
-    A row is one conversation; if it is too long, its last tokens are kept.
+    Each row is one conversation; of a conversation that is too long, only the last tokens are kept.
     """
     kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     bins = pack_lengths(kept.lengths, block_size + 1)
@@ -297,7 +300,7 @@ def conversation_losses(
             batch = collate(packed[start : start + size], pad_token_id=0, length=block_size + 1)
             inputs = Inputs.of(batch, model.device)
             count = batch.episode_ids.shape[1]
-            # Add a column for padding, which is not a conversation.
+            # Add a column for padding, which does not belong to a conversation.
             sums = by_segment(model(*inputs), inputs.targets, inputs.segments, count + 1)
             where = bins.order[slice(*packed.first_segment[[start, start + size]])]
             for out, values in zip(losses, sums, strict=True):

@@ -1,7 +1,7 @@
 """Set up a run: open its data, model and optimizer, either new or from a checkpoint.
 
-A run consists of stages. Changing the dataset, or turning post-training on or off, starts a new stage; the data order
-and the learning rate schedule restart with each stage.
+A run consists of one or more stages. Changing the dataset, or turning post-training on or off, starts a new stage; the
+data order and the learning rate schedule restart with each stage.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from chatmill.train.untrained import check_trained
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: the steps of a run on one dataset."""
+    """A stage of a run: its steps on one dataset."""
 
     start: int
-    """Steps of the run before this stage."""
+    """Number of steps of the run before this stage."""
     length: RunLength
     schedule: LRSchedule
     dataset_sha256: str
@@ -66,7 +66,7 @@ class Stage:
         return self.start + self.length.steps
 
     def lr(self, step: int) -> float:
-        """Learning rate at `step` of the run (0-based)."""
+        """Return the learning rate at `step` of the run (0-based)."""
         return self.schedule(step - self.start)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,19 +75,19 @@ class Stage:
 
 @dataclass
 class Totals:
-    """Counts over all steps of a run."""
+    """Totals over all steps of a run."""
 
     tokens: int = 0
     trained: int = 0
     untrained_rows: int = 0
-    """Nonempty rows without trained tokens."""
+    """Number of nonempty rows without trained tokens."""
     cut_episodes: int = 0
-    """Conversations that were longer than a row and lost their beginning."""
+    """Number of conversations that were longer than a row and whose beginning was truncated."""
     cut_tokens: int = 0
     answer_cut: int = 0
-    """Truncated conversations that lost part of an answer."""
+    """Number of truncated conversations that lost part of an answer."""
     skipped_steps: int = 0
-    """Steps that post-training skipped because they had no trained tokens."""
+    """Number of steps that post-training skipped because they had no trained tokens."""
 
     def add(self, counts: StepCounts) -> None:
         for name in ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens", "answer_cut"):
@@ -96,7 +96,7 @@ class Totals:
 
 @dataclass
 class TrainState:
-    """Data, model and counters of a run."""
+    """The data, the model and the counters of a run."""
 
     config: TrainConfig
     world: World
@@ -109,31 +109,31 @@ class TrainState:
     totals: Totals = field(default_factory=Totals)
     best: BestEval = field(default_factory=BestEval)
     saved: Path | None = None
-    """The last checkpoint."""
+    """The last checkpoint that the run wrote or resumed from."""
     base: Mapping[str, str] | None = None
-    """For a run that trains adapters, on rank 0: the folder of the base model and the hash of its weights."""
+    """Folder and weight hash of the base model, on rank 0 of a run that trains adapters."""
     notes: list[str] = field(default_factory=list)
     """Messages to print when the run starts."""
     non_answers: NonAnswers | None = None
-    """Trained tokens outside answers, if the data has a loss mask that is not used."""
+    """Number of trained tokens outside answers, if the data has a loss mask that the run does not use."""
     has_trained: bool = False
-    """Whether this process has finished a step."""
+    """Whether this process has finished at least one step."""
     data_check: DataCheck | None = None
-    """Checks the hashes of the data, if `verify` is set."""
+    """Checks the hashes of the data files; None unless `verify` is set."""
 
     @property
     def epoch(self) -> float | None:
-        """Epochs completed so far; None for the order `random`."""
+        """Number of epochs completed so far; None for the order `random`."""
         return self.loader.plan(self.loader.split).passes(self.loader.cursor())
 
     @property
     def stopped_early(self) -> str | None:
-        """Why early stopping ends the run now, if it does."""
+        """The reason why early stopping ends the run now, or None if it does not."""
         is_early = self.step < self.stage.stop and self.best.stops(self.config)
         return self.best.reason(self.config) if is_early else None
 
     def to_json(self) -> dict[str, Any]:
-        """The state of the run that a checkpoint stores. If there is an audit log, all ranks must call this."""
+        """Return the state of the run for a checkpoint. All ranks must call this method if the run has an audit log."""
         return {
             "step": self.step,
             "stage": self.stage.to_json(),
@@ -142,7 +142,7 @@ class TrainState:
             "config": self.config.to_json(),
             "loader": self.loader.state_dict(),
             "audit": None if self.audit is None else self.audit.checkpoint(),
-            # The seed is enough: random numbers depend only on the seed, the step and the rank.
+            # Store only the seed, because random numbers depend only on the seed, the step and the rank.
             "seed": self.config.seed,
             "vocab_size": self.stepper.model.vocab_size,
             "tokenizer_sha256": self.loader.sources[0].tokenizer_sha256,
@@ -163,20 +163,20 @@ def open_run(
 ) -> Iterator[TrainState]:
     """Open the data and the model; if the run resumes, restore both from the checkpoint.
 
-    The audit log is opened last and removed if no step finishes, so a refused run does not leave one.
+    The audit log is opened last and removed if no step finishes, so a refused run does not leave an audit log behind.
     """
     checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
     if checkpoint is not None and "stage" not in checkpoint.state:
         raise UsageError(
-            f"{checkpoint.path}: was written by chatmill rollout train, which can resume from it; to train its "
-            f"model, use --init_from_model {checkpoint.path}"
+            f"{checkpoint.path}: was written by chatmill rollout train; resume with that command, or start from this "
+            f"model with --init_from_model {checkpoint.path}"
         )
     loader, same_data = _open_data(config, dataset_dir, world, checkpoint)
     state: TrainState | None = None
     succeeded = False
     data_check = DataCheck(loader) if config.verify else None
     try:
-        # Check this before the model is loaded, which takes a while.
+        # Check the data before loading the model, which takes longer.
         warning = world.together(lambda: loader.prefetch(_steps_ahead(config, loader)))
         if data_check is not None:
             world.together(data_check.check)
@@ -196,7 +196,7 @@ def open_run(
             if same_data and (best := checkpoint.state.get("best")) is not None:
                 state.best = BestEval(**best)
         state.non_answers = world.together(lambda: count_non_answers(loader) if world.is_first else None)
-        # Print this note first: training without use_loss_mask is usually a mistake.
+        # Print the note about use_loss_mask first, because training without it is usually a mistake.
         state.notes += [] if state.non_answers is None else [str(state.non_answers)]
         state.notes += _notes(state, checkpoint, folder, same_data=same_data)
         state.notes += [*mix_notes, *cache_lengths(loader)]
@@ -213,12 +213,12 @@ def open_run(
             if not succeeded and not state.has_trained:
                 state.audit.discard()
             elif succeeded or world.size == 1:
-                # Closing the log synchronizes all ranks, which is not possible after one of them has failed.
+                # Close the log only if all ranks succeeded, because closing it synchronizes all ranks.
                 state.audit.close()
 
 
 def _steps_ahead(config: TrainConfig, loader: EpisodeLoader) -> int | None:
-    """Number of steps left until max_iters; None if max_iters is not set."""
+    """Return the number of steps left until max_iters, or None if max_iters is not set."""
     return None if config.max_iters is None else max(0, config.max_iters - loader.cursor().step)
 
 
@@ -237,8 +237,8 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
             yield f"the run is already finished: it has {state.step:,} steps; {stage.length.further(state.config)}"
         elif state.best.stops(state.config):
             yield (
-                f"the run is already finished: it stopped early, {state.best.reason(state.config)}; "
-                "raise early_stop_patience, or set it to null, to continue"
+                f"the run is already finished: it stopped early because {state.best.reason(state.config)}; to "
+                f"continue, raise early_stop_patience or set it to null"
             )
         if not same_data:
             yield (
@@ -247,14 +247,14 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
             )
     yield from stage.length.notes
     if not same_data:
-        # Within a stage, the order cannot change, and the note has already been printed.
+        # Print the note only once per stage, because the data order does not change within a stage.
         yield from stage.length.left_out_note(loader)
 
 
 def _open_data(
     config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
-    """Open the loader, at the checkpoint's position if the stage continues; also return whether it does."""
+    """Open the loader, and restore its position if the checkpoint's stage continues; also return whether it does."""
     pin = world.device.type == "cuda"
     loader = world.together(
         lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
@@ -266,7 +266,8 @@ def _open_data(
         world.together(lambda: loader.load_state_dict(saved["loader"]))
         if config.audit_dir is not None and saved.get("audit") is None:
             raise UsageError(
-                f"audit_dir is {config.audit_dir}, but the run started without an audit log; set it to null to continue"
+                f"audit_dir is {config.audit_dir}, but the run started without an audit log; set audit_dir to null "
+                f"to continue"
             )
     return loader, same
 
@@ -274,7 +275,7 @@ def _open_data(
 def _open_audit(
     config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None
 ) -> Audit | None:
-    """Open the audit log, which records what the loader returns; a resumed run continues the checkpoint's log."""
+    """Open the audit log, which records the loader's batches; a resumed run continues the log of its checkpoint."""
     if config.audit_dir is None:
         return None
     state = None if checkpoint is None else checkpoint.state["audit"]
@@ -290,7 +291,9 @@ def _open_audit(
 def _open_model(
     config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None, given: CausalModel | None
 ) -> tuple[Stepper, list[str]]:
-    """Open the model and its optimizer on all ranks, with the state of the checkpoint; also return notes to print."""
+    """Open the model and its optimizer on all ranks, and restore their state from the checkpoint; also return notes to
+    print.
+    """
     compute = compute_dtype(config.dtype, world.device)
     if checkpoint is not None and given is None:
         changes = config_changes(checkpoint, config.to_json(), model_keys())
@@ -328,25 +331,27 @@ def _open_model(
 
 
 def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] | None:
-    """The adapters' base model; raise `UsageError` if the checkpoint was trained on a different one."""
+    """Return the folder and hash of the adapters' base model; raise `UsageError` if it is not the checkpoint's base
+    model.
+    """
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)
     if config.lora is None:
-        # The run trains existing adapters; loading them checks their base model.
+        # If the run trains existing adapters, loading the adapters checks their base model.
         return base_of(folder) if is_adapter(folder) else None
     mine = {"folder": str(folder.resolve()), "sha256": weights_hash(folder)}
     theirs = None if checkpoint is None else checkpoint.state.get("base")
     if checkpoint is not None and theirs is not None and theirs["sha256"] != mine["sha256"]:
         raise UsageError(
-            f"{checkpoint.path}: its adapters were trained on {theirs['folder']} "
-            f"with weights {theirs['sha256'][:12]}…, init_from_model is {folder} with {mine['sha256'][:12]}…; "
-            "adapters can only be trained further on the same base model"
+            f"{checkpoint.path}: the adapters were trained on {theirs['folder']} "
+            f"with weights {theirs['sha256'][:12]}…, but init_from_model is {folder} with {mine['sha256'][:12]}…; "
+            f"adapters can be trained further only on the same base model"
         )
     return mine
 
 
 def _change(old: Mapping[str, Any], new: Stage) -> str:
     if old["dataset_sha256"] != new.dataset_sha256:
-        return f"the data was {old['dataset_sha256'][:12]}…, now it is {new.dataset_sha256[:12]}…"
-    return f"post_training was {json.dumps(old['post_training'])}, now it is {json.dumps(new.post_training)}"
+        return f"the data changed from {old['dataset_sha256'][:12]}… to {new.dataset_sha256[:12]}…"
+    return f"post_training changed from {json.dumps(old['post_training'])} to {json.dumps(new.post_training)}"

@@ -1,4 +1,4 @@
-"""Load a model in shards: each rank holds only its own rows, and one whole tensor at a time.
+"""Load a model in shards: each rank needs memory only for its own rows and for one whole tensor at a time.
 
     1. build the model with its parameters on the meta device, which takes no memory; buffers are allocated
     2. shard it with FSDP: each rank gets an empty range of rows of every parameter
@@ -35,30 +35,31 @@ T = TypeVar("T")
 
 
 class NotShardableError(Exception):
-    """A model cannot be loaded in shards."""
+    """Raised if a model cannot be loaded in shards."""
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model to be sharded."""
+    """A model that will be sharded over ranks."""
 
     model: CausalModel
     values: Values | None = None
-    """The values of the parameters on the meta device; None if the model is fully loaded."""
+    """Yields the values of the parameters on the meta device; None if the model is fully loaded."""
     test: Callable[[], bool] | None = None
     """Tests, with the weights in the files, whether the architecture separates the conversations in a packed row."""
     note: str | None = None
-    """Why the model was not loaded in shards."""
+    """The reason why the model was not loaded in shards, if it was not."""
 
 
 def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, world: World) -> OpenedModel:
-    """Open the model that a config describes, with parameters on the meta device; all ranks call this.
+    """Open the model of a config with parameters on the meta device; all ranks must call this function.
 
     Raises `MemoryError` or `DataError` if the host does not have enough memory for a rank's shard.
     """
     opened, reason = _agreed(world, lambda: _open(config, vocab_size, compute, world))
     if opened is not None and (test := opened.test) is not None:
-        # Run the test on rank 0, which reads all files; other ranks then find them in the page cache.
+        # Run the test only on rank 0, which reads all files into the page cache, where other ranks on the node find
+        # them.
         separates, reason = _agreed(world, lambda: [test()] if world.is_first else [])
         if separates is not None:
             opened.model.separates = any(value for each in world.gather(separates) for value in each)
@@ -66,12 +67,14 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
         assert opened is not None
         return opened
     model = world.together(lambda: make_model(config, vocab_size, compute=compute))
-    note = f"{config.init_from_model}: cannot be loaded in shards ({reason}); every rank loads the whole model first"
+    note = f"{config.init_from_model}: cannot be loaded in shards ({reason}), so every rank loads the whole model first"
     return OpenedModel(model, note=note)
 
 
 def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the function's result, or why a model cannot be loaded in shards; if one rank fails, all ranks do."""
+    """Return the result of `work`, or the reason why it failed; if `work` fails on one rank, it counts as failed on
+    all.
+    """
 
     def tried() -> tuple[T | None, str | None]:
         try:
@@ -79,7 +82,7 @@ def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
         except (ChatmillError, OSError, MemoryError):
             raise
         except Exception as error:
-            # Catch any error from transformers or peft: loading the whole model will report what is wrong.
+            # Catch any error from transformers or peft, because loading the whole model will report the error.
             return None, one_line(str(error) or type(error).__name__, 200)
 
     result, reason = world.together(tried)
@@ -90,7 +93,7 @@ def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
 def _open(config: TrainConfig, vocab_size: int, compute: torch.dtype | None, world: World) -> OpenedModel:
     torch.manual_seed(config.seed)
     size = OPTIMIZER_BYTES[config.optimizer]
-    # With a GPU, rows are in host memory only while they are being read.
+    # With a GPU, weights are in host memory only while they are being read.
     bytes_each = size.total if world.device.type == "cpu" else size.weight
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
@@ -108,13 +111,13 @@ def _open(config: TrainConfig, vocab_size: int, compute: torch.dtype | None, wor
     if world.device.type == "cpu":
         trained = [parameter for parameter in opened.model.parameters() if parameter.requires_grad]
         needed = sum((2 * each.element_size() + size.state) * each.numel() for each in trained) / world.size
-        check_memory(needed, folder, what="a rank's shard of the model, with gradients and optimizer state,")
+        check_memory(needed, folder, what="one shard of the model with gradients and optimizer state")
     return opened
 
 
 def _adapted(model: CausalModel, adapters: LoraSizes, folder: Path) -> CausalModel:
     if isinstance(model, GPT):
-        # Raise the error that `GPT` does not support adapters.
+        # Call `with_lora`, which raises an error, because `GPT` does not support adapters.
         return model.with_lora(adapters, folder)
     from chatmill.train.hf_shards import adapters_on_cpu, check_adapters
 
@@ -125,7 +128,7 @@ def _adapted(model: CausalModel, adapters: LoraSizes, folder: Path) -> CausalMod
 
 
 def open_folder(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, world: World) -> OpenedModel:
-    """Open the model in a folder with parameters on the meta device; raise `NotShardableError` if impossible."""
+    """Open a model folder with parameters on the meta device; raise `NotShardableError` if this is not possible."""
     check_model(folder)
     check_folder(folder)
     if is_adapter(folder):
@@ -145,7 +148,7 @@ def open_folder(folder: Path, *, compute: torch.dtype | None, weights: WeightPre
 
 
 def named_values(files: ModelFiles, parameters: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Rows]]:
-    """Yield each parameter with the tensor of the same name in the files of a model."""
+    """Yield each parameter with the tensor of the same name in the model files."""
     with open_weights(files) as weights:
         for name, parameter in parameters.items():
             yield parameter, weights(name)

@@ -5,8 +5,8 @@
     model-00003-of-00003.safetensors     all ranks send their rows of a tensor to the rank that writes it
     model.safetensors.index.json
 
-In each round, every rank receives its next tensor and then writes it. A small model is written as one
-model.safetensors.
+In each round, every rank receives one whole tensor from all ranks and then writes it. A small model is written as a
+single file, model.safetensors.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from chatmill.train.sharded_tensors import TensorEntry, write_tensors
 from chatmill.train.weight_dtypes import check_float16, saved_dtype
 
 SHARD_BYTES = 4 << 30
-"""Maximum size of a file in bytes, unless a single tensor is larger."""
+"""Maximum size of a weight file in bytes, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One weight file, and the parts of the model in it."""
+    """One weight file, and the parts of the model that it contains."""
 
     name: str
     parts: tuple[SavedPart, ...]
 
 
 def can_save_in_shards(model: CausalModel) -> bool:
-    """Whether a model is sharded over ranks and saved in full, not only its adapters."""
+    """Return whether a model is sharded over ranks and is saved in full, instead of only its adapters."""
     parameters = list(model.parameters())
     return all(each.requires_grad for each in parameters) and any(map(is_sharded, parameters))
 
@@ -51,14 +51,16 @@ def can_save_in_shards(model: CausalModel) -> bool:
 def save_in_shards(
     folder: Path, model: CausalModel, world: World, *, save_dtype: str
 ) -> dict[str, tuple[int, str]] | None:
-    """Write a model into an existing folder; return this rank's files with sizes and hashes. All ranks call this.
+    """Write a model into an existing folder; return the files that this rank wrote, with sizes and hashes. All ranks
+    must call this function.
 
-    If the parts of this model are unknown, return None and write nothing. Files are not synced.
+    If the model cannot list the parts in which it is saved, return None without writing files. The written files are
+    not synced to disk.
     """
     state = model.state_dict(keep_vars=True)
     dtypes = {name: saved_dtype(model, name, tensor, save_dtype) for name, tensor in state.items()}
     world.together(lambda: _check_float16(state, dtypes))
-    # Tied weights are a single tensor.
+    # Create only one meta tensor for tied weights.
     on_meta: dict[int, Tensor] = {}
     for name, tensor in state.items():
         on_meta.setdefault(id(tensor), torch.empty(tensor.shape, dtype=dtypes[name], device="meta"))
@@ -76,7 +78,7 @@ def save_in_shards(
         try:
             return dict(_write(folder, weight_files[world.rank :: world.size], arriving, model, like))
         finally:
-            # Continue after an error, because the other ranks wait for this rank's rows.
+            # Keep sending rows after an error, because the other ranks wait for them.
             for _ in arriving:
                 pass
 
@@ -92,7 +94,7 @@ def _parts(model: CausalModel, folder: Path, like: Mapping[str, Tensor]) -> list
     except (ChatmillError, OSError):
         raise
     except Exception:
-        # Another version of transformers may need the values of the weights to save them.
+        # Other versions of transformers may fail to save a model without weight values.
         return None
 
 
@@ -103,7 +105,7 @@ def _check_float16(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype
 
 
 def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[WeightFile]:
-    """Distribute the parts over files, in order."""
+    """Distribute the parts of a model over files, in order."""
     groups: list[list[SavedPart]] = [[]]
     size = 0
     for part in parts:
@@ -123,7 +125,9 @@ def _assign(parts: Sequence[SavedPart], like: Mapping[str, Tensor]) -> list[Weig
 def _exchange(
     queues: Sequence[Sequence[SavedPart]], state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], world: World
 ) -> Iterator[dict[str, Tensor]]:
-    """In each round, yield the full weights of this rank's next part; all ranks send their rows of every part."""
+    """In each round, yield the full weights of the next part that this rank writes; all ranks send their rows of every
+    part.
+    """
     for turns in zip_longest(*queues):
         mine: dict[str, Tensor] = {}
         for owner, part in enumerate(turns):
@@ -134,7 +138,7 @@ def _exchange(
 
 
 def _gather(name: str, tensor: Tensor, dtype: torch.dtype, owner: int, world: World, mine: dict[str, Tensor]) -> None:
-    """Send the rows of a tensor to one rank, which stores the full tensor in `mine` in host memory."""
+    """Send this rank's rows of a tensor to the rank `owner`, which stores the full tensor in `mine`, in host memory."""
     rows = local(tensor).to(dtype).cpu().contiguous()
     if world.rank != owner:
         if is_sharded(tensor) and rows.numel():
@@ -170,7 +174,7 @@ def _write(
 
 
 def _saved(file: WeightFile, arriving: Iterator[dict[str, Tensor]], model: CausalModel) -> Iterator[Tensor]:
-    """Yield the tensors of a file; no reference to a tensor is kept while the next one arrives."""
+    """Yield the tensors of a file, and drop each tensor before the next one arrives."""
     for part in file.parts:
         tensors = model.saved_tensors(part, next(arriving))
         while tensors:

@@ -1,6 +1,6 @@
 """Store tensors in safetensors files, whole or as ranges of rows, so that any number of ranks can write or read them.
 
-For each part of a tensor, the header of its file records the first row and the number of rows of the whole tensor.
+For each partial tensor, the file header records the first row and the number of rows in the whole tensor.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from chatmill.train.model_files import INDEX, WEIGHTS, ModelFiles, TensorInfo, r
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 Rows: TypeAlias = Any
-"""A tensor, or a tensor in a safetensors file that is read when it is indexed: `rows[start:stop]` is a tensor."""
+"""A tensor, or a tensor in a safetensors file from which `rows[start:stop]` reads rows."""
 PARTS = "pieces"
-"""The key of a file's metadata that lists its partial tensors."""
+"""The key in the file metadata that lists the partial tensors."""
 
 
 class TensorRows(NamedTuple):
-    """A range of rows of a tensor: its first row, and the number of rows of the whole tensor."""
+    """A range of rows in a tensor: the first row of the range, and the number of rows in the whole tensor."""
 
     start: int
     rows: int
 
 
 class TensorEntry(NamedTuple):
-    """Name, shape and dtype of one tensor in a file; its values are supplied when the file is written."""
+    """Name, shape and dtype of one tensor in a file; the values are supplied when the file is written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows: TensorRows | None = None
-    """The rows of the tensor that the file contains; None for the whole tensor."""
+    """The rows of the tensor that the file contains; None if the file contains the whole tensor."""
 
 
 def write_tensors(
     path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> FileInfo:
-    """Write a safetensors file with these entries, holding one tensor in memory at a time; the file is not synced.
+    """Write a safetensors file with these entries, with one tensor in memory at a time; the file is not synced to disk.
 
-    `metadata` is written to the header; by default it lists the partial tensors.
+    `metadata` is written to the file header; by default, the header lists the partial tensors.
     """
     parts = {PARTS: json.dumps({entry.name: entry.rows for entry in entries if entry.rows})}
     header: dict[str, Any] = {"__metadata__": parts if metadata is None else metadata}
@@ -67,25 +67,25 @@ def write_tensors(
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in entries:
-            # No reference to a tensor is kept while the next one is computed.
+            # Do not keep a reference to a tensor while the next tensor is computed.
             file.write(_bytes(next(values), entry))
     return file.info()
 
 
 def _bytes(value: Tensor, entry: TensorEntry) -> memoryview:
     if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
-        raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the header has {entry}")
+        raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the file header has {entry}")
     return memoryview(value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def file_info(path: Path) -> FileInfo:
-    """Size and hash of a file."""
+    """Return the size and hash of a file."""
     with open_plain(path) as file:
         return FileInfo(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 class ShardedTensors:
-    """Tensors in several files, accessed by name and rows."""
+    """Tensors stored in several files, accessed by name and range of rows."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._parts: dict[str, list[tuple[TensorRows, Any]]] = {}
@@ -104,21 +104,22 @@ class ShardedTensors:
                 ValueError,
                 RuntimeError,
             ) as error:
-                # torch raises RuntimeError if it cannot map the file, and so does Python if JSON is nested too deeply.
+                # torch raises RuntimeError if it cannot map the file, and json raises RecursionError, a RuntimeError,
+                # if JSON is nested too deeply.
                 reason = one_line(str(error), 300)
                 raise DataError(f"{path}: cannot be read ({reason}); resume from another checkpoint") from None
             for name in header:
                 self._parts.setdefault(name, []).append((rows[name], file.get_slice(name)))
         for name, parts in self._parts.items():
             if len({(part.get_dtype(), *part.get_shape()[1:], whole.rows) for whole, part in parts}) > 1:
-                raise DataError(f"{paths[0].parent}: the parts of {one_line(name, 200)} do not belong together")
+                raise DataError(f"{paths[0].parent}: the parts of {one_line(name, 200)} differ in dtype or shape")
 
     @property
     def names(self) -> set[str]:
         return set(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         rows, part = self._parts[name][0]
         shape = part.get_shape()
         return (rows.rows, *shape[1:]) if shape else ()
@@ -128,12 +129,12 @@ class ShardedTensors:
         return TORCH_DTYPES[part.get_dtype()]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows of a tensor, or a whole scalar."""
+        """Read a range of rows of a tensor, or a scalar."""
         parts = sorted(self._parts[name], key=lambda part: part[0].start)
         _, first_part = parts[0]
         if not first_part.get_shape():
             return first_part[...]
-        # Start with zero rows, because a rank may not hold any rows of a short tensor.
+        # Start with an empty tensor, because a rank may have no rows of a short tensor.
         slices, at = [torch.empty(0, *first_part.get_shape()[1:], dtype=TORCH_DTYPES[first_part.get_dtype()])], start
         for rows, part in parts:
             first, last = (min(max(edge - rows.start, 0), part.get_shape()[0]) for edge in (at, stop))
@@ -141,25 +142,27 @@ class ShardedTensors:
                 slices.append(part[first:last])
                 at += last - first
         if at < stop:
-            raise DataError(f"{name}: rows {start} to {stop} are incomplete; a file of the checkpoint is missing")
+            raise DataError(
+                f"{name}: rows {start} to {stop} are incomplete, because a file of the checkpoint is missing"
+            )
         return torch.cat(slices)
 
 
 def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
-    """The rows of the whole tensor that a part holds, from its file's metadata; None means all rows."""
+    """Return the rows that a partial tensor contains, according to the file metadata `stored`; None means all rows."""
     if tensor.dtype not in TORCH_DTYPES:
-        raise ValueError(f"a tensor of {tensor.dtype}")
+        raise ValueError(f"unsupported dtype {tensor.dtype}")
     if stored is None:
         return TensorRows(0, *tensor.shape[:1] or [1])
     start, rows = stored
     if not all(type(number) is int for number in (start, rows)) or not 0 <= start <= start + tensor.shape[0] <= rows:
-        raise ValueError(f"rows {stored} of a tensor")
+        raise ValueError(f"invalid row range {stored}")
     return TensorRows(start, rows)
 
 
 @contextmanager
 def open_weights(files: ModelFiles) -> Iterator[Callable[[str], Rows]]:
-    """Return a function that opens the tensors of a model folder by name; its files are memory-mapped."""
+    """Context with a function that opens the tensors in a model folder by name; the files are memory-mapped."""
     folder = files.folder
     listed = {} if (folder / WEIGHTS).exists() else read_config(folder / INDEX)["weight_map"]
     with ExitStack() as stack:

@@ -18,32 +18,32 @@ from chatmill.train.setup import TrainState
 from chatmill.train.step import RowLoss, StepResult
 
 WINDOW = 64
-"""Number of previous losses with which a loss is compared."""
+"""Number of previous steps whose losses are compared with the loss of a step."""
 LEAST = 32
-"""Minimum number of previous losses for a step to count as a spike."""
+"""Minimum number of previous steps before a step can count as a loss spike."""
 SPREADS = 6.0
-"""A spike is this many spreads above the median. The spread is the 90th percentile minus the median: losses of small
-batches are skewed to the right, so their median absolute deviation is too small.
+"""A loss spike is at least this many spreads above the median loss. The spread is the 90th percentile minus the median,
+because the losses of small batches are skewed to the right and their median absolute deviation is too small.
 """
 NATS = 0.5
-"""A spike is at least this much above the median."""
+"""A loss spike is at least this much above the median loss."""
 PRINTED = 10
-"""Maximum number of spikes that a process prints; all are counted and marked in the metrics."""
+"""Maximum number of loss spikes that a process prints; all spikes are counted and marked in the metrics."""
 NAMED = 3
-"""Maximum number of conversations listed in an error or a note."""
+"""Maximum number of conversations that a message lists."""
 SPIKE = "spike"
-"""The key of a spike in the metrics of a step: how far its loss is above the median."""
+"""The key in the metrics of a step that marks a loss spike; its value is the loss minus the median loss."""
 
 
 @dataclass
 class LossSpikes:
-    """Find loss spikes in a run. All ranks see the same losses and find the same spikes."""
+    """Finds loss spikes in a run. All ranks see the same losses and find the same spikes."""
 
     loader: EpisodeLoader
     world: World
     print: Callable[[str], None]
     after: int
-    """Steps up to this one belong to the warmup and are never spikes."""
+    """The last step of the warmup; steps up to this step are never spikes."""
     recent: deque[float]
     """The losses of the last steps."""
     count: int
@@ -52,7 +52,7 @@ class LossSpikes:
 
     @classmethod
     def of_run(cls, state: TrainState, run_dir: RunDir) -> Self:
-        """Continue from the losses in the metrics of a run. All ranks call this."""
+        """Continue with the losses in the metrics of a run. All ranks must call this function."""
         metrics = read_metrics(run_dir.folder) if state.world.is_first else ()
         lines = [line for line in metrics if isinstance(line.get("loss"), float)]
         mine = [[line["loss"] for line in lines[-WINDOW:]], sum(SPIKE in line for line in lines)]
@@ -61,9 +61,10 @@ class LossSpikes:
         return cls(state.loader, state.world, run_dir.print, after, deque(losses, maxlen=WINDOW), count)
 
     def follow(self, step: int, result: StepResult) -> dict[str, float]:
-        """If a step is a spike, print a line and return the entry for its metrics; otherwise return an empty entry.
+        """If a step is a loss spike, print a line and return its entry for the metrics; otherwise return an empty
+        entry.
 
-        All ranks call this for every step that has a loss.
+        All ranks must call `follow` for every step that has a loss.
         """
         loss, before = result.loss, sorted(self.recent)
         self.recent.append(loss)
@@ -84,22 +85,25 @@ class LossSpikes:
 
 
 def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
-    """Which conversations in a step have a loss that is not finite, and what to do about it. All ranks call this."""
+    """Describe which conversations in a step have a non-finite loss, and suggest a fix. All ranks must call this
+    function.
+    """
     loader, world = state.loader, state.world
     wrong, count = map(int, world.sums([sum(not math.isfinite(row.loss) for row in rows), len(rows)]))
     names = worst(rows, loader, world)
     if not wrong:
-        # All losses are finite; only the gradient is not.
-        highest = f"its highest losses: {', '.join(names)}; inspect them" if names else "it has no trained tokens"
-        return f"{highest}, or lower learning_rate"
+        # All losses are finite, but the gradient is not.
+        if not names:
+            return "the step has no trained tokens; lower learning_rate"
+        return f"the highest losses are: {', '.join(names)}; inspect these conversations, or lower learning_rate"
     shown = ", ".join(names[:wrong]) + (f" and {wrong - len(names):,} more" if wrong > len(names) else "")
     if wrong == count:
-        return f"none of its {count:,} conversations has a finite loss: {shown}; lower learning_rate, or inspect them"
-    return f"{wrong:,} of its {count:,} conversations have no finite loss: {shown}; inspect them"
+        return f"all {count:,} conversations have a non-finite loss: {shown}; lower learning_rate, or inspect the data"
+    return f"{wrong:,} of {count:,} conversations have a non-finite loss: {shown}; inspect these conversations"
 
 
 def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
-    """The conversations on all ranks that raise the loss above `usual` the most; non-finite losses come first."""
+    """Return the conversations on all ranks that raise the loss above `usual` the most, non-finite losses first."""
 
     def key(row: RowLoss) -> tuple[float, int, int]:
         above = (row.loss - usual) * row.weight if math.isfinite(row.loss) else math.inf
@@ -114,7 +118,9 @@ def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual
 
 
 def conversation_name(loader: EpisodeLoader, episode: int, segment: int, *details: str) -> str:
-    """A conversation as file:line if known, with its episode and details: `chat.jsonl:12 (episode 11, loss 9.2)`."""
+    """Format a conversation as file:line, if known, with its episode and details: `chat.jsonl:12 (episode 11, loss
+    9.2)`.
+    """
     number, source, place = episode, "", None
     with suppress(ChatmillError):
         origin = conversation(loader.sources, loader.split, episode, segment)

@@ -14,18 +14,20 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 class NonAnswers(NamedTuple):
-    """Tokens in the train split that are trained although they are not answers, because use_loss_mask is false."""
+    """Number of tokens in the train split that are trained although they are not part of answers, because use_loss_mask
+    is false.
+    """
 
     non_answers: int
-    """Trained tokens that the loss mask does not mark."""
+    """Number of trained tokens that the loss mask does not mark."""
     trained: int
-    """All trained tokens: every token except the first of each conversation, which is never predicted."""
+    """Number of trained tokens: every token except the first token of each conversation, which is never predicted."""
 
     def __str__(self) -> str:
         share = f"{self.non_answers / self.trained:.0%}"
         return (
-            f"trains {self.non_answers:,} tokens of the train split that are not answers ({share} of all): "
-            "use_loss_mask is false; add --use_loss_mask to train answers only"
+            f"use_loss_mask is false, so {self.non_answers:,} tokens in the train split that are not part of answers "
+            f"are trained ({share} of all trained tokens); add --use_loss_mask to train only answers"
         )
 
     def to_metrics(self) -> Mapping[str, Any]:
@@ -33,9 +35,9 @@ class NonAnswers(NamedTuple):
 
 
 def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
-    """Count the non-answer tokens trained in an epoch; None if there are none, or if no source has a mask.
+    """Count the tokens outside answers that an epoch trains; return None if the count is 0 or no source has a mask.
 
-    The counts come from the metadata or, for datasets without metadata, from the masks.
+    Token counts come from the metadata or, for datasets without metadata, from the masks.
     """
     sources = [source for source in loader.sources if source.has_mask]
     if loader.config.use_loss_mask or not sources:
@@ -46,7 +48,7 @@ def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
 
 
 def _conversations(source: DataSource, split: str) -> int:
-    """Number of conversations in a split; an episode that is a packed row has several."""
+    """Return the number of conversations in a split; an episode that is a packed row has several conversations."""
     metadata = source.dataset.metadata
     if metadata is None:
         return len(source.episodes(split))
@@ -54,20 +56,20 @@ def _conversations(source: DataSource, split: str) -> int:
 
 
 def cache_lengths(loader: EpisodeLoader) -> Iterator[str]:
-    """Yield notes about caches whose `T_max` differs from `block_size`, which describe the effect on their rows."""
+    """Yield a note about caches whose `T_max` differs from `block_size`, with the effect on their rows."""
     block_size = loader.config.block_size
     caches = [source.dataset for source in loader.sources if isinstance(source.dataset, PrimerCache)]
     others = [cache for cache in caches if cache.meta.T_max != block_size]
     if not others:
         return
     lengths = np.concatenate([cache[loader.split].lengths for cache in others]).astype(np.int64)
-    # A row of block_size + 1 tokens fits: its last token is only a target.
+    # A row of block_size + 1 tokens fits, because its last token is only a target.
     cut = np.maximum(lengths - (block_size + 1), 0)
-    effect = "no row is cut"
+    effect = "no row is truncated"
     if rows := int(np.count_nonzero(cut)):
         effect = (
             f"{rows:,} of {len(lengths):,} rows lose {int(cut.sum()):,} tokens at the start; set block_size to "
-            f"{max(cache.meta.T_max for cache in others)}, or build with --t-max {block_size}"
+            f"{max(cache.meta.T_max for cache in others)}, or build the cache with --t-max {block_size}"
         )
     built = ", ".join(f"{cache.path} has T_max {cache.meta.T_max}" for cache in others)
-    yield f"block_size is {block_size}, {built}: {effect}"
+    yield f"block_size is {block_size}, but {built}: {effect}"

@@ -1,6 +1,7 @@
-"""One optimizer step on the mean loss over all trained tokens in the global batch, regardless of how it is split.
+"""One optimizer step on the mean loss over all trained tokens in the global batch, regardless of how the batch is
+split.
 
-The result of a step is read one step later, so that the host never waits for work it has just launched.
+The result of a step is read one step later, so that the host never waits for work that it has just launched.
 """
 
 from __future__ import annotations
@@ -26,64 +27,64 @@ from chatmill.train.optimizers import make_optimizer
 from chatmill.train.run_config import OptimizerConfig
 
 ROUNDING = 1 << 31
-"""Used instead of the rank in the seed of stochastic rounding, which must be the same on all ranks."""
+"""Replaces the rank in the seed for stochastic rounding, because that seed must be the same on all ranks."""
 
 
 class NotFiniteError(ChatmillError):
-    """A loss or gradient norm is NaN or infinite; the run stops."""
+    """Raised if a loss or gradient norm is NaN or infinite, which stops the run."""
 
 
 class StepCounts(NamedTuple):
-    """Counts of a global batch."""
+    """Token, row and rank counts for a global batch."""
 
     weight: float = 0.0
     """Sum of the weights of the trained tokens, by which the loss is divided."""
     trained: float = 0.0
     """Trained tokens."""
     tokens: float = 0.0
-    """Tokens, excluding padding."""
+    """Number of tokens, excluding padding."""
     untrained_rows: float = 0.0
-    """Nonempty rows without trained tokens."""
+    """Number of nonempty rows without trained tokens."""
     cut_episodes: float = 0.0
-    """Episodes that are longer than a row and lose their beginning."""
+    """Number of episodes that are longer than a row and whose beginning is truncated."""
     cut_tokens: float = 0.0
     answer_cut: float = 0.0
-    """Truncated episodes that lose part of an answer."""
+    """Number of truncated episodes that lose part of an answer."""
     stop: float = 0.0
-    """Ranks that received a stop request."""
+    """Number of ranks that received a stop request."""
     unknown_ids: float = 0.0
-    """Ranks whose rows contain an id outside the vocabulary."""
+    """Number of ranks whose rows contain a token id outside the vocabulary."""
     damaged: float = 0.0
-    """Ranks that found a changed data file."""
+    """Number of ranks that found a changed data file."""
     checking: float = 0.0
-    """Ranks that are still checking data files."""
+    """Number of ranks that are still checking data files."""
 
 
 class RowLoss(NamedTuple):
-    """The mean loss of one conversation, and the weight of its trained tokens."""
+    """The mean loss of one conversation, and the total weight of its trained tokens."""
 
     episode: int
     segment: int
-    """Index of the conversation in the episode, counted from the end: -1 is the last."""
+    """Index of the conversation in the episode, counted from the end: -1 is the last conversation."""
     loss: float
     weight: float
 
 
 RowSums = list[tuple[Tensor, Tensor, Tensor]]
-"""The episode ids of each micro-batch, and Σ weight · loss and Σ weight of each conversation."""
+"""For each micro-batch, the episode ids, and Σ weight · loss and Σ weight of each conversation."""
 
 
 class StepResult(NamedTuple):
     """Loss and gradient norm of a step."""
 
     loss: float
-    """Weighted mean over the trained tokens of the global batch; 0 without trained tokens."""
+    """Weighted mean loss over the trained tokens of the global batch; 0 if the batch has no trained tokens."""
     grad_norm: float
     sums: RowSums | None
     """The losses of this rank's conversations, if requested."""
 
     def rows(self) -> list[RowLoss]:
-        """The loss of each conversation on this rank that has trained tokens."""
+        """Return the loss of each conversation on this rank that has trained tokens."""
         losses = []
         for ids, totals, weights in self.sums or ():
             trained = (ids >= 0) & (weights > 0)
@@ -97,7 +98,7 @@ class StepResult(NamedTuple):
         if math.isfinite(self.loss) and math.isfinite(self.grad_norm):
             return
         norm = f"the gradient norm is {self.grad_norm}"
-        restart = f"resume from {saved}" if saved else "start the run again: no checkpoint was written"
+        restart = f"resume from {saved}" if saved else "start the run again, because no checkpoint was written"
         raise NotFiniteError(
             f"step {step}: {norm if math.isfinite(self.loss) else f'the loss is {self.loss}'}; {advice()}, "
             f"and {restart}"
@@ -105,7 +106,7 @@ class StepResult(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """The input of one forward pass, and the episodes it comes from."""
+    """The input of one forward pass, and the ids of its episodes."""
 
     inputs: Inputs
     episode_ids: Tensor
@@ -130,7 +131,9 @@ def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
 
 
 def unknown_id(batch: Batch, vocab_size: int) -> str | None:
-    """Describe the first id in a batch that is outside the vocabulary, with its episode; None if there is none."""
+    """Describe the first token id in a batch that is outside the vocabulary, with its episode; return None if all ids
+    are valid.
+    """
     x, y = torch.as_tensor(batch.x), torch.as_tensor(batch.y)
     if int(x.max()) < vocab_size and int(x.min()) >= 0 and int(y.max()) < vocab_size:
         return None
@@ -155,7 +158,7 @@ class Pending:
             self._done.record()
 
     def read(self) -> StepResult:
-        """Wait for the result."""
+        """Wait for the result of the step."""
         if self._done is not None:
             self._done.synchronize()
         loss, norm = self._numbers.tolist()
@@ -167,16 +170,16 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class Stepper:
-    """A model with its optimizer, on all ranks."""
+    """Takes optimizer steps with a model that is replicated or sharded over all ranks."""
 
     def __init__(self, model: CausalModel, module: nn.Module, world: World, settings: OptimizerConfig) -> None:
-        """`module` is called instead of the model and averages gradients; the optimizer state is empty at first."""
+        """`module` wraps the model and averages gradients over ranks; the optimizer state is empty at first."""
         self.model, self.module, self.world = model, module, world
         self.optimizer = make_optimizer(model, settings)
         self._grad_clip = settings.grad_clip
         self._rounds = isinstance(self.optimizer, LowPrecisionAdamW)
         self.is_whole = not any(is_sharded(parameter) for parameter in model.parameters())
-        """Whether this rank holds the whole model."""
+        """Whether every rank has the whole model, because the model is not sharded."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step(
@@ -184,7 +187,7 @@ class Stepper:
     ) -> Pending:
         """Take one optimizer step; `weight` is the total weight of the global batch.
 
-        `key` seeds stochastic rounding with the run's seed and the step, and is the same on all ranks.
+        `key`, the seed of the run and the step, seeds stochastic rounding and must be the same on all ranks.
         """
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -202,8 +205,8 @@ class Stepper:
     def gradients(
         self, parts: Sequence[MicroBatch], *, weight: float, rows: bool = False
     ) -> tuple[Tensor, RowSums | None]:
-        """Compute the gradient of the global batch; return its mean loss, and the loss sums of each conversation."""
-        # Multiply by the world size, because gradients are averaged over ranks but should be summed.
+        """Compute the gradients of the global batch; return the mean loss, and the loss sums of each conversation."""
+        # Multiply the loss by the world size, because gradients are averaged over ranks but should be summed.
         scale = self.world.size / weight if weight else 0.0
         total: Any = 0.0
         by_row: RowSums | None = [] if rows else None
@@ -223,12 +226,12 @@ class Stepper:
 
 
 def seed_step(*key: int) -> None:
-    """Seed torch's generators with (seed, step, rank), so that dropout depends on nothing else."""
+    """Seed torch's generators with (seed, step, rank), so that dropout depends only on these numbers."""
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The global gradient norm in float32; in bfloat16 it would have only three digits."""
+    """Return the global gradient norm in float32, because a bfloat16 norm would have only three digits."""
     if all(gradient.dtype == torch.float32 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -249,7 +252,7 @@ class LRSchedule:
     warmup: int
     total: int
     shape: str
-    """cosine, linear or constant."""
+    """The shape of the decay: "cosine", "linear" or "constant"."""
 
     @classmethod
     def of(cls, settings: OptimizerConfig, *, warmup: int, total: int) -> Self:
@@ -258,7 +261,7 @@ class LRSchedule:
         return cls(peak, peak * settings.min_lr_ratio, warmup, total, settings.lr_schedule)
 
     def __call__(self, step: int) -> float:
-        """Learning rate at `step` (0-based)."""
+        """Return the learning rate at `step` (0-based)."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.shape == "constant":

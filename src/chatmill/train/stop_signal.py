@@ -1,4 +1,4 @@
-"""Handle SIGINT and SIGTERM: a run finishes its step, writes a checkpoint, and ends."""
+"""Handle SIGINT and SIGTERM: a run finishes its current step, writes a checkpoint, and ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from chatmill.errors import ChatmillError
 
 STEP_SECONDS = 600.0
-"""A run that does not finish a step within this time after a signal is terminated."""
+"""A run is terminated if it does not finish its step within this time after a signal, in seconds."""
 SAME_SECONDS = 2.0
-"""Under torchrun, a second signal within this time is treated as part of the first."""
+"""Under torchrun, a second signal within this time, in seconds, is treated as part of the first signal."""
 
 
 class StopRequest:
@@ -25,8 +25,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.by: str | None = None
         self._arrived, self._finished = threading.Event(), threading.Event()
-        # Start the thread before a signal arrives: the handler may interrupt code that holds a lock needed to start a
-        # thread.
+        # Start the thread before a signal arrives, because the signal handler may interrupt code that holds a lock
+        # needed to start a thread.
         threading.Thread(target=self._end_if_stuck, name="stop request", daemon=True).start()
 
     def arrives(self, number: int) -> None:
@@ -34,7 +34,7 @@ class StopRequest:
         self._arrived.set()
 
     def finished_step(self) -> None:
-        """Called when a step has finished; the time limit no longer applies, because saving may take a long time."""
+        """Cancel the time limit when a step has finished, because saving a checkpoint may take a long time."""
         if self.by is not None:
             self._finished.set()
 
@@ -45,8 +45,8 @@ class StopRequest:
     def _end_if_stuck(self) -> None:
         """Terminate a run that cannot finish its step.
 
-        A signal to all processes of a run, such as `timeout` sends, also ends the processes that compile its model, and
-        torch may then wait for them forever.
+        A signal to all processes of a run, for example from `timeout`, also ends the processes that compile the model,
+        and torch may then wait forever for these processes.
         """
         self._arrived.wait()
         if self._finished.wait(STEP_SECONDS):
@@ -68,7 +68,7 @@ def _is_of_compiler(error: Exception) -> bool:
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """Record the first signal; a second signal has its usual effect."""
+    """Context that records the first SIGINT or SIGTERM; a second signal has its usual effect."""
     request = StopRequest()
     previous: dict[signal.Signals, Any] = {}
     first = 0.0
@@ -82,7 +82,8 @@ def stop_on_signal() -> Iterator[StopRequest]:
         if request.by is None:
             first = time.monotonic()
             request.arrives(number)
-            # torchrun forwards a signal that a terminal or Slurm also sends to the ranks.
+            # Under torchrun, keep the handler, because torchrun forwards signals that a terminal or Slurm also sends to
+            # the ranks.
             if "TORCHELASTIC_RUN_ID" not in os.environ:
                 restore()
         elif time.monotonic() - first > SAME_SECONDS:
@@ -93,7 +94,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
         for each in (signal.SIGINT, signal.SIGTERM):
             previous[each] = signal.signal(each, note)
     except ValueError:
-        # Only the main thread can handle signals.
+        # Do not handle signals outside the main thread, where Python does not allow it.
         previous.clear()
     try:
         yield request

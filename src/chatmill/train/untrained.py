@@ -1,4 +1,4 @@
-"""Refuse or stop runs without trained tokens, and explain why."""
+"""Refuse or stop runs without trained tokens, and explain why the tokens are not trained."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 LIMIT = 20
 """A run stops after this many consecutive steps without trained tokens."""
 EXAMINED = 64
-"""Maximum number of episodes of a step that are examined to find the reason."""
+"""Maximum number of episodes in a step that are examined to find out why no token is trained."""
 SCAN = 1 << 24
-"""Bytes of a mask that are read at a time."""
+"""Number of bytes of a mask to read at a time."""
 UNFINISHED = "answer_unfinished"
 
 
@@ -36,27 +36,32 @@ def check_trained(loader: EpisodeLoader) -> list[str]:
     split = loader.split
     empty = [source for source in loader.sources if not has_trained(source, split)]
     if len(empty) == len(loader.sources):
-        reason = "no source of the mix has a trained answer; chatmill stats shows the details of each source"
+        reason = "no source of the mix has a trained answer; chatmill stats shows the details for each source"
         if len(empty) == 1:
             reason = _empty_reason(empty[0], split)
         raise DataError(f"{loader.dataset_dir}: the split {split} has no trained tokens: {reason}")
     names = ", ".join(one_line(source.name) for source in empty)
     return (
-        [f"{loader.config.mix_key}: sources without trained tokens in {split}: {names}; remove them from the mix"]
+        [
+            f"{loader.config.mix_key}: sources without trained tokens in {split}: {names}; remove these sources from "
+            f"the mix"
+        ]
         if empty
         else []
     )
 
 
 def has_trained(source: DataSource, split: str) -> bool:
-    """Whether the loss mask of a split marks any token, according to its metadata or, without metadata, its mask."""
+    """Return whether the loss mask of a split marks any token, according to the metadata or, without metadata, the
+    mask.
+    """
     if not source.is_foreign:
         return marked_tokens(source, split) > 0
     episodes = source.episodes(split)
     with reading():
         for shard in range(len(episodes.shards)):
             mask = episodes.array(shard, MASK)
-            # This stops at the first marked token.
+            # Stop at the first marked token.
             if any(mask[at : at + SCAN].any() for at in range(0, len(mask), SCAN)):
                 return True
             check_mapped(mask)
@@ -64,16 +69,16 @@ def has_trained(source: DataSource, split: str) -> bool:
 
 
 def _empty_reason(source: DataSource, split: str) -> str:
-    """Explain why a split has no trained tokens, and what to do about it."""
-    why = f"its loss mask marks none of its {source.episodes(split).num_tokens:,} tokens"
+    """Explain why a split has no trained tokens, and suggest a fix."""
+    why = f"the loss mask does not mark any of the {source.episodes(split).num_tokens:,} tokens"
     metadata = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
     if metadata is None:
         return f"{why}; write the mask again, or set use_loss_mask to false to train all tokens"
     entries = {} if metadata.ledger is None else metadata.ledger.entries
     unfinished = entries.get(("noted", UNFINISHED))
     if unfinished is not None:
-        return f"{why}, because blocks end before its answers do ({UNFINISHED}); prepare it with larger blocks"
-    return f"{why}; see chatmill stats {source.path}; prepare it again from conversations with answers"
+        return f"{why}, because blocks end before the answers end ({UNFINISHED}); prepare the data with larger blocks"
+    return f"{why}; see chatmill stats {source.path}; prepare the data again from conversations with answers"
 
 
 @dataclass
@@ -85,7 +90,9 @@ class UntrainedSteps:
     """Cursor of the last step without trained tokens."""
 
     def check(self, counts: StepCounts, step: int, cursor: Cursor, loader: EpisodeLoader) -> None:
-        """Raise `DataError` at the `LIMIT`th consecutive step without trained tokens. Post-training has no limit."""
+        """Raise `DataError` at the `LIMIT`th consecutive step without trained tokens. Post-training does not have this
+        limit.
+        """
         self.count = 0 if counts.trained else self.count + 1
         self.cursor = self.cursor if counts.trained else cursor
         if self.count == LIMIT and not loader.config.reads_blocks:
@@ -97,11 +104,11 @@ class UntrainedSteps:
         """Raise `DataError` at the end of a run in which no step had trained tokens."""
         if last and self.count and not state.totals.trained:
             reason = untrained_reason(state.loader, self.cursor)
-            raise DataError(f"none of {state.step:,} steps had trained tokens: {reason}")
+            raise DataError(f"no step of the run had trained tokens ({state.step:,} steps): {reason}")
 
 
 def untrained_reason(loader: EpisodeLoader, cursor: Cursor) -> str:
-    """Explain, from the stored episodes, why the step at a cursor has no trained tokens, and what to do about it."""
+    """Explain, from the stored episodes, why the step at a cursor has no trained tokens, and suggest a fix."""
     plan = loader.plan(loader.split)
     config, capacity = plan.config, plan.capacity
     episodes = plan.step(cursor).episodes[:EXAMINED]
@@ -113,7 +120,7 @@ def untrained_reason(loader: EpisodeLoader, cursor: Cursor) -> str:
         marked += is_marked
         long += is_marked and len(row.ids) > capacity
     if not config.use_loss_mask:
-        return "their rows hold only padding or single tokens, which cannot be predicted; raise episode_min_tokens"
+        return "these rows contain only padding or single tokens, which cannot be predicted; raise episode_min_tokens"
     if long:
         return (
             f"{long:,} of {len(episodes):,} conversations are longer than block_size {config.block_size} and lose "
@@ -127,5 +134,8 @@ def untrained_reason(loader: EpisodeLoader, cursor: Cursor) -> str:
         )
     if config.mix is not None:
         names = ", ".join(one_line(plan.sources[number].name) for number in sorted(set(which.tolist())))
-        return f"the loss mask marks no token of their rows, which are from {names}; remove such rows from the mix"
-    return f"the loss mask marks no token of their rows; see chatmill stats {loader.dataset_dir}, and remove such rows"
+        return f"the loss mask does not mark any token in these rows from {names}; remove these rows from the mix"
+    return (
+        f"the loss mask does not mark any token in these rows; see chatmill stats {loader.dataset_dir}, and remove "
+        "these rows"
+    )

@@ -23,7 +23,7 @@ HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def opened_dtype(stored: str, weights: WeightPrecision) -> torch.dtype:
-    """The dtype in which a weight is loaded, from its safetensors dtype."""
+    """Return the dtype in which a weight is loaded, given its safetensors dtype."""
     if weights == "bfloat16":
         return torch.bfloat16
     return HALF.get(stored, torch.float32) if weights == "stored" else torch.float32
@@ -35,7 +35,7 @@ class WeightDtypes:
 
     default: torch.dtype = torch.float32
     exceptions: tuple[tuple[str, torch.dtype], ...] = ()
-    """Pairs of a regular expression for names and a dtype."""
+    """Pairs of a dtype and a regular expression for the names of weights with this dtype."""
 
     def __getitem__(self, name: str) -> torch.dtype:
         return next((dtype for pattern, dtype in self.exceptions if re.search(pattern, name)), self.default)
@@ -45,19 +45,20 @@ class WeightDtypes:
         return self.default == torch.float32 and not self.exceptions
 
     def plan(self) -> dict[str, torch.dtype]:
-        """The dtypes as a transformers dtype plan, in which * matches every name."""
+        """Return the dtypes as a transformers dtype plan, in which * matches every name."""
         return {**dict(self.exceptions), "*": self.default}
 
 
 def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
-    """The dtypes in which the weights of a folder are loaded; `model` maps the names of the model's weights to dtypes.
+    """Return the dtypes in which the weights in a folder are loaded; `model` maps weight names in the model to dtypes.
 
-    Most weights in a folder share one dtype, and a few have a wider one. If one of these few has a different name in
-    the model and cannot be matched, all weights are loaded as float32, which loses no precision.
+    Usually, most weights in a folder share one dtype, and a few weights have a wider dtype. If a weight with a wider
+    dtype has a different name in the model and cannot be matched, all weights are loaded as float32, which loses no
+    precision.
     """
     if weights == "float32" or files.config.get("quantization_config"):
         return WeightDtypes()
-    # Integer tensors keep their dtype.
+    # Keep the dtype of integer tensors.
     exceptions = {_pattern(name): dtype for name, dtype in model.items() if not dtype.is_floating_point}
     if weights == "bfloat16":
         return WeightDtypes(torch.bfloat16, tuple(exceptions.items()))
@@ -72,21 +73,21 @@ def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: 
     if not others.keys() <= model.keys() or (most == torch.float32 and not others):
         return WeightDtypes()
     for name, dtype in others.items():
-        # Use one pattern for all layers: a weight that is wider in one layer is loaded with the wider dtype in all
-        # layers.
+        # Use one pattern for all layers, so that a weight with a wider dtype in one layer is loaded with that dtype in
+        # all layers.
         pattern = _pattern(name)
         exceptions[pattern] = torch.promote_types(exceptions.get(pattern, dtype), dtype)
     return WeightDtypes(most, tuple(exceptions.items()))
 
 
 def _pattern(name: str) -> str:
-    """A regular expression that matches the name of a weight in any layer."""
+    """Return a regular expression that matches the name of a weight in any layer."""
     return "^" + re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) + "$"
 
 
 @contextmanager
 def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
-    """Make transformers load weights in these dtypes, and everything else in a model in float32.
+    """Make transformers load weights in these dtypes, and keep all other tensors of a model in float32.
 
     The `dtype=` argument of transformers would also round values that a model computes from its config, such as the
     embedding scale.
@@ -99,7 +100,7 @@ def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
         return
 
     def plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # Put transformers' own plan first: it lists weights that the architecture requires in float32.
+        # Put transformers' own plan first, because it lists weights that the architecture requires in float32.
         return {**of_library(model, dtypes.default), **dtypes.plan()}
 
     PreTrainedModel._get_dtype_plan = plan
@@ -110,19 +111,21 @@ def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
 
 
 def saved_dtype(model: CausalModel, name: str, tensor: Tensor, save_dtype: str = "auto") -> torch.dtype:
-    """The dtype in which a weight is saved: `save_dtype`, or with "auto" the dtype it was loaded from."""
+    """Return the dtype in which a weight is saved: `save_dtype` or, for "auto", the dtype in the folder it was loaded
+    from.
+    """
     if not tensor.is_floating_point():
         return tensor.dtype
     return (model.stored_dtype(name) or tensor.dtype) if save_dtype == "auto" else getattr(torch, save_dtype)
 
 
 def saved_state(model: CausalModel) -> dict[str, Tensor]:
-    """The weights of a model, cast to the dtypes in which they are saved."""
+    """Return the weights of a model, cast to the dtypes in which they are saved."""
     return cast_state(model, lambda name, tensor: saved_dtype(model, name, tensor))
 
 
 def cast_state(module: nn.Module, dtype_of: Callable[[str, Tensor], torch.dtype]) -> dict[str, Tensor]:
-    """The weights of a module cast to these dtypes; tied weights stay one tensor and are saved once."""
+    """Return the weights of a module, cast to these dtypes; tied weights stay one tensor and are saved once."""
     state = module.state_dict(keep_vars=True)
     cast: dict[int, Tensor] = {}
     for name, tensor in state.items():

@@ -278,7 +278,7 @@ def survives_a_kill(rounds: Rounds, thing: str, rng: random.Random, tally: Tally
     elif made and line == "done" and not warned:
         tally.is_wrong(f"{where}: no message names {names[made]}")
     else:
-        refused = "look" in line or "inspect" in line or "does not list" in line
+        refused = "look" in line or "inspect" in line or any(part in line for part in ("does not list", "not listed"))
         tally.judge(survived=line == "done", found=refused, lost=f"{where}: {line}")
 
 

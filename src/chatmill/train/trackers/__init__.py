@@ -4,5 +4,5 @@
     reporter      Reporter: a thread for each tracker, so that no tracker delays or ends the run
     pages         the report pages about the data
 
-Each client has its own file and is imported only when a run uses it.
+Each tracker client has its own module, which imports the client only when a run uses it.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 Status = Literal["finished", "stopped", "failed"]
-"""How a run ended: at its last step, by a signal after which it can be resumed, or with an error."""
+"""How a run ended: "finished" after its last step, "stopped" by a signal and resumable, or "failed" with an error."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class TrackedRun:
 
     name: str
     folder: Path
-    """The folder of the run; a tracker may write to the subfolder with the tracker's name."""
+    """The folder of the run; a tracker may write only to the subfolder with its own name."""
     config: Mapping[str, Any]
-    """The config of the run, with the hash of the data, the number of ranks, and chatmill's version."""
+    """The config of the run, plus the hash of the data, the number of ranks, and the version of chatmill."""
     step: int
-    """The last completed step: 0 for a new run, the step of the checkpoint for a resumed one."""
+    """The last completed step: 0 for a new run, or the step of the checkpoint for a resumed run."""
     id: str | None
     """The id that `start` returned earlier for this run; None for a new run."""
 
@@ -30,7 +30,7 @@ class SampleAnswer(NamedTuple):
     """The model's answer to a prompt in the validation split, as text."""
 
     prompt: str
-    """The end of the prompt."""
+    """The end of the prompt, as text."""
     answer: str
     expected: str
 
@@ -38,19 +38,19 @@ class SampleAnswer(NamedTuple):
 class Tracker(Protocol):
     """An experiment tracker. All methods are called in order from one thread, which is not the training thread.
 
-    If `start` raises `UsageError`, the run is refused. After any other error, the run continues; only the first error
-    is printed.
+    If the method `start` raises `UsageError`, the run is refused. After any other error from a tracker, the run
+    continues, and only the first error is printed.
     """
 
     name: str
-    """The name under which `trackers.json` stores the run's id, which is needed to resume."""
+    """The name under which `trackers.json` stores the id of the run, so that a resumed run continues it."""
 
     def start(self, run: TrackedRun) -> str | None:
-        """Start a run, or continue the run with this id; return its id, or None if the tracker has no ids."""
+        """Start a run, or continue the run with the id `run.id`; return the id, or None if the tracker has no ids."""
         ...
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the numbers of one line of `metrics.jsonl`; a step may have several lines."""
+        """Log the numbers in one line of `metrics.jsonl`; a step may have several lines."""
         ...
 
     def log_samples(self, step: int, samples: Sequence[SampleAnswer]) -> None:
@@ -62,12 +62,12 @@ class Tracker(Protocol):
         ...
 
     def finish(self, status: Status) -> None:
-        """End the run; no method is called afterwards."""
+        """End the run; this is the last method that is called."""
         ...
 
 
 def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
-    """Flatten nested mappings; nested names are joined.
+    """Flatten nested mappings; the names of nested keys are joined.
 
     >>> flat({"lora": {"r": 16}, "seed": 1})
     {'lora.r': 16, 'seed': 1}
@@ -82,7 +82,7 @@ def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a line of metrics, except its step; numbers in nested objects are named `name/inner`.
+    """Return the numbers in a line of metrics except the step; numbers in nested objects are named `name/inner`.
 
     >>> numbers({"step": 3, "loss": None, "lr": 0.1, "rollouts": {"matched": 2}})
     {'lr': 0.1, 'rollouts/matched': 2}

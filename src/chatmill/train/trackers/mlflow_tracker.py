@@ -1,4 +1,6 @@
-"""MLflow tracker. The client reads MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_TOKEN and others."""
+"""MLflow tracker. The MLflow client reads MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_TOKEN and other
+variables.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ from chatmill.errors import UsageError, one_line
 from chatmill.train.trackers.interface import SampleAnswer, Status, TrackedRun, flat
 
 EXPERIMENT = "chatmill"
-"""The default experiment; MLFLOW_EXPERIMENT_NAME overrides it."""
+"""The default experiment, which MLFLOW_EXPERIMENT_NAME overrides."""
 REFUSED = ("INVALID_PARAMETER_VALUE", "UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED")
-"""Error codes caused by a wrong setting or missing credentials."""
+"""MLflow error codes for a wrong setting or missing credentials."""
 STATES: Mapping[Status, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 BATCH = 100
-"""The maximum number of parameters per request."""
+"""Maximum number of parameters per request to MLflow."""
 LONGEST_NAME, LONGEST_VALUE = 250, 6000
 
 
 class MlflowTracker:
-    """An MLflow run, created with the low-level client, which records no source, user or system metrics."""
+    """An MLflow run, created with the low-level client, which does not record source code, user or system metrics."""
 
     name = "mlflow"
     _client: Any
@@ -39,8 +41,9 @@ class MlflowTracker:
             from mlflow import MlflowClient
             from mlflow.exceptions import MlflowException
         except ImportError as error:
-            raise UsageError(f"mlflow cannot be imported ({one_line(str(error), 200)}); reinstall it") from None
-        # mlflow logs the creation of its tables, and a traceback for every database error that it raises.
+            raise UsageError(f"mlflow cannot be imported ({one_line(str(error), 200)}); reinstall mlflow") from None
+        # Silence mlflow, which logs the creation of its tables, and a traceback for every database error that it
+        # raises.
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)
         warnings.filterwarnings("ignore", module=r"mlflow\.")
         try:
@@ -49,7 +52,7 @@ class MlflowTracker:
         except MlflowException as error:
             if error.error_code not in REFUSED:
                 raise
-            raise UsageError(f"mlflow: {one_line(str(error), 300)}; see MLFLOW_TRACKING_URI") from None
+            raise UsageError(f"mlflow: {one_line(str(error), 300)}; check MLFLOW_TRACKING_URI") from None
         except ImportError as error:
             reason = one_line(str(error), 200)
             raise UsageError(f"mlflow: {reason}; pip install 'chatmill[mlflow]', or use a tracking server") from None
@@ -57,7 +60,7 @@ class MlflowTracker:
         return self._id
 
     def _resumed(self, run: TrackedRun) -> str | None:
-        """Reopen the run with this id; None if this server does not have it."""
+        """Reopen the run with the id `run.id`; return None if this server does not have the run."""
         from mlflow.exceptions import MlflowException
 
         if run.id is None:
@@ -81,7 +84,7 @@ class MlflowTracker:
     def _log_config(self, run: TrackedRun) -> None:
         """Log the config as parameters.
 
-        Parameters are immutable: values that differ after resuming are logged as one tag.
+        MLflow parameters are immutable, so values that differ after resuming are logged as one tag.
         """
         from mlflow.entities import Param
 
@@ -113,13 +116,13 @@ class MlflowTracker:
 
 
 def valid_name(name: str) -> str:
-    """Convert a name to one that MLflow accepts: replace invalid characters, and add a checksum to keep it unique.
+    """Convert a name to a valid MLflow name: replace invalid characters, and add a checksum to keep the name unique.
 
     >>> valid_name("val_loss/chat"), valid_name("val_loss/a+b")
     ('val_loss/chat', 'val_loss/a_b-6b0e0c4d')
     """
     clean = re.sub(r"[^\w/.\- :]", "_", name)
-    # MLflow treats names as paths, which must be relative and normalized.
+    # Normalize the name, because MLflow treats names as relative paths.
     clean = "/".join("_" if part in ("", ".", "..") else part for part in clean.split("/"))[: LONGEST_NAME - 9]
     return clean if clean == name else f"{clean}-{zlib.crc32(name.encode('utf-8', 'surrogatepass')):08x}"
 

@@ -9,9 +9,11 @@ from chatmill.load.source import DataSource
 from chatmill.remote.urls import Place
 
 ReportPage = Callable[[Place], str]
-"""Returns the HTML page of a dataset that `chatmill report` writes."""
+"""A function that returns the HTML page that `chatmill report` writes for a dataset."""
 MOST_TOKENS = 10**9
-"""Larger datasets get no page: it would take more than a minute, while all ranks wait."""
+"""Maximum number of tokens in a dataset for which a page is written; a larger page would take more than a minute, while
+all ranks wait.
+"""
 
 
 def report_pages(
@@ -21,19 +23,23 @@ def report_pages(
     write: Callable[[str, str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Write the page of each dataset: `write` gets its file name and text, and `note` prints why a page is missing.
+    """Write a report page for each dataset: `write` gets the file name and text, and `note` prints why a page is
+    missing.
 
-    Pages are written after training, and an error in a page does not make the run fail.
+    Report pages are written after training, and an error in a page does not make the run fail.
     """
     if report_page is None:
-        note("no report page about the data for the trackers; `chatmill train` writes one")
+        note("trackers get no report page about the data; use `chatmill train` to report the page")
         return
     for number, source in enumerate(sources, 1):
         tokens = sum(source.dataset[split].num_tokens for split in source.dataset.splits)
         if tokens > MOST_TOKENS:
-            note(f"{source.path}: no report page for the trackers ({tokens:,} tokens); `chatmill report` writes it")
+            note(
+                f"{source.path}: trackers get no report page, because the dataset has {tokens:,} tokens; write the "
+                f"page with `chatmill report`"
+            )
             continue
         try:
             write("report.html" if len(sources) == 1 else f"report-{number}.html", report_page(source.path))
         except Exception as error:
-            note(f"{source.path}: no report page for the trackers ({one_line(str(error), 200)})")
+            note(f"{source.path}: trackers get no report page ({one_line(str(error), 200)})")

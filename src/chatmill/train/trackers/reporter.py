@@ -2,8 +2,8 @@
 
     run ── log, log_samples, … ──▶ queue ──▶ thread of a tracker ──▶ its client ──▶ files or a server
 
-Each tracker has its own thread. Failed calls are counted, and the first error is shown in one line. The run waits only
-while a tracker starts: it is refused if the client or credentials are missing or a setting is wrong.
+Each tracker runs in its own thread. Failed tracker calls are counted, and the first error is shown in one line. The run
+waits only while a tracker starts, and is refused if the client or credentials are missing or a setting is wrong.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from chatmill.train.trackers.tensorboard_tracker import TensorBoardTracker
 from chatmill.train.trackers.wandb_tracker import WandbTracker
 
 TRACKERS: Mapping[str, Callable[[], Tracker]] = {
-    # Trackers start in this order: the first ones may refuse the run; the last one only writes files.
+    # Trackers start in this order: mlflow and wandb may refuse the run, whereas tensorboard only writes files.
     "mlflow": MlflowTracker,
     "wandb": WandbTracker,
     "tensorboard": TensorBoardTracker,
 }
 IDS = "trackers.json"
-"""File in the run folder that stores the run's id in each tracker."""
+"""File in the run folder that stores the id of the run in each tracker."""
 START_SECONDS = 30.0
-"""How long a run waits for a tracker to start."""
+"""Maximum time that a run waits for a tracker to start."""
 FINISH_SECONDS: Mapping[Status, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
-"""How long the end of a run waits for its trackers; a stopped run may be killed soon."""
+"""Maximum time that a run waits for its trackers at the end; short for stopped runs, which may be killed soon."""
 WAITING = 10_000
 """Maximum number of queued calls for a slow tracker; further calls are dropped and counted."""
 
 
 def named_trackers(report_to: Sequence[str] | str) -> list[Tracker]:
-    """The trackers in `report_to`; raise `UsageError` if a client is not installed."""
+    """Return the trackers in `report_to`; raise `UsageError` if a client is not installed."""
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in names:
         spec = find_spec(name)
-        # A folder with the package's name in the working directory, such as the one wandb writes, is not a package.
+        # A namespace package without origin may be a folder in the working directory, such as the folder that wandb
+        # writes.
         if spec is None or spec.origin is None:
-            raise UsageError(f"report_to names {name}, which is not installed; pip install 'chatmill[{name}]'")
+            raise UsageError(f"report_to contains {name}, which is not installed; pip install 'chatmill[{name}]'")
     return [make() for name, make in TRACKERS.items() if name in names]
 
 
 class Reporter:
-    """The trackers of a run."""
+    """Reports a run to all of its trackers."""
 
     def __init__(self, trackers: Sequence[Tracker], run: TrackedRun) -> None:
-        """Start the trackers; if one raises `UsageError`, end those that have started."""
+        """Start all trackers; if one of them raises `UsageError`, end the trackers that have already started."""
         self._path = run.folder / IDS
         self._ids = read_ids(self._path)
         self._lock = Lock()
@@ -74,13 +75,13 @@ class Reporter:
                 raise refusal
 
     def keep_ids(self) -> None:
-        """Write the ids to the run folder, which now exists; trackers that start later add theirs."""
+        """Write the run ids to the run folder, once it exists; trackers that start later add their ids."""
         with self._lock:
             self._keeps_ids = True
             self._write_ids()
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Log a line of metrics."""
+        """Report a line of metrics to all trackers."""
         if metrics := numbers(line):
             self._each(lambda tracker: tracker.log_metrics(line["step"], metrics))
 
@@ -96,12 +97,12 @@ class Reporter:
             worker.finish(status)
         now = monotonic()
         for worker in self._workers:
-            # Wait less for a tracker that has not started yet.
+            # Wait for a shorter time if a tracker has not started yet.
             seconds = FINISH_SECONDS[status if worker.has_started else "failed"]
             worker.join(now + seconds - monotonic())
 
     def take_notes(self) -> list[str]:
-        """Return the messages since the last call, for the main thread to print."""
+        """Return all messages since the previous call, for the main thread to print."""
         return [note for worker in self._workers for note in worker.take_notes()]
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
@@ -120,7 +121,7 @@ class Reporter:
 
 
 def read_ids(path: Path) -> dict[str, str]:
-    """Read the run's id in each tracker, keyed by tracker name."""
+    """Read the ids of the run in all trackers, by tracker name."""
     try:
         ids = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -144,12 +145,12 @@ class _Worker:
         self._refusal: ChatmillError | None = None
         self._notes: SimpleQueue[str] = SimpleQueue()
         self._made = self._failed = 0
-        # A tracker that hangs must not keep the process from exiting.
+        # Use a daemon thread, because a tracker that hangs must not keep the process from exiting.
         self._thread = Thread(target=self._work, name=f"chatmill-{tracker.name}", daemon=True)
         self._thread.start()
 
     def wait_for_start(self, seconds: float) -> ChatmillError | None:
-        """Wait until the tracker has started; return the error that causes the run to be refused, if any."""
+        """Wait until the tracker has started; return the error with which it refuses the run, if any."""
         if not self._ready.wait(seconds):
             self._note(f"has not started after {seconds:g} seconds; the run continues")
         return self._refusal
@@ -163,7 +164,7 @@ class _Worker:
         if self._calls.qsize() < WAITING:
             self._calls.put(call)
         else:
-            self._fail(f"is slower than the run: {WAITING:,} reports are queued, and further ones are dropped")
+            self._fail(f"is slower than the run: {WAITING:,} reports are queued, and further reports are dropped")
 
     def finish(self, status: Status) -> None:
         self._made += 1
@@ -173,7 +174,8 @@ class _Worker:
     def join(self, seconds: float) -> None:
         self._thread.join(max(seconds, 0.0))
         if self._thread.is_alive():
-            # Count failed and queued calls and the current call; the last call in the queue only ends the thread.
+            # Count the failed calls, the queued calls and the current call, but not the last entry in the queue, which
+            # ends the thread.
             lost = min(self._made, self._failed + self._calls.qsize() - (not self.has_started))
             self._note(f"has not finished in time; up to {lost:,} of {self._made:,} reports are lost")
         elif self._failed > 1:
@@ -205,7 +207,7 @@ class _Worker:
                 self._fail(f"{_reason(error)}; the run continues")
 
     def _fail(self, what: str) -> None:
-        """Count a failure; report the first one."""
+        """Count a failed call, and note the reason of the first failure."""
         self._failed += 1
         if self._failed == 1:
             self._note(what)

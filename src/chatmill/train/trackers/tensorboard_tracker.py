@@ -16,7 +16,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Logs scalars and texts. Files are not logged, because they are already in the run folder."""
+    """Logs scalars and texts to TensorBoard. Files are not logged, because they are already in the run folder."""
 
     name = "tensorboard"
     _writer: Any
@@ -25,9 +25,11 @@ class TensorBoardTracker:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UsageError(f"tensorboard cannot be imported ({one_line(str(error), 200)}); reinstall it") from None
+            raise UsageError(
+                f"tensorboard cannot be imported ({one_line(str(error), 200)}); reinstall tensorboard"
+            ) from None
         files.make_folder(run.folder / FOLDER)
-        # Make TensorBoard ignore everything logged after the checkpoint.
+        # Make TensorBoard ignore values that were logged after the checkpoint.
         self._writer = SummaryWriter(str(run.folder / FOLDER), purge_step=run.step + 1)
         self._add_text("config", json.dumps(flat(run.config), indent=1), run.step)
 

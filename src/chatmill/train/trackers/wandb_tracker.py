@@ -1,5 +1,5 @@
-"""Weights & Biases tracker. The client reads WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and
-others.
+"""Weights & Biases tracker. The W&B client reads WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and
+other variables.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from chatmill.store import files
 from chatmill.train.trackers.interface import SampleAnswer, Status, TrackedRun
 
 PROJECT = "chatmill"
-"""The default project."""
+"""The default W&B project."""
 LEAST = (0, 30)
-"""The oldest supported version, which has all settings below."""
+"""The oldest supported version of wandb, which has all settings in `REPORT_NOTHING_ELSE`."""
 CONNECT_SECONDS = 20.0
 FINISH_SECONDS = 60.0
 REPORT_NOTHING_ELSE: Mapping[str, Any] = {
@@ -36,7 +36,9 @@ REPORT_NOTHING_ELSE: Mapping[str, Any] = {
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
-"""Do not upload console output, code, repository, command line, host name, hardware, package list or system metrics."""
+"""Settings that turn off uploads of console output, code, command line, host name, hardware, package list and system
+metrics.
+"""
 
 
 class WandbTracker:
@@ -46,12 +48,12 @@ class WandbTracker:
     _run: Any
 
     def start(self, run: TrackedRun) -> str:
-        # Turn off the client's own error reporting.
+        # Turn off the W&B client's own error reporting.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             import wandb
         except ImportError as error:
-            raise UsageError(f"wandb cannot be imported ({one_line(str(error), 200)}); reinstall it") from None
+            raise UsageError(f"wandb cannot be imported ({one_line(str(error), 200)}); reinstall wandb") from None
         if tuple(int(part) for part in re.findall(r"\d+", wandb.__version__)[:2]) < LEAST:
             raise UsageError(f"wandb {wandb.__version__} is too old; pip install 'chatmill[wandb]'")
         self._wandb = wandb
@@ -61,8 +63,8 @@ class WandbTracker:
                 online = settings.mode in ("online", "run", "shared")
                 if online and not wandb.login(prompt=False, verify=False):
                     raise UsageError(
-                        "report_to names wandb, which has no credentials; run `wandb login`, set WANDB_API_KEY, "
-                        "or keep the run on disk with WANDB_MODE=offline"
+                        "report_to contains wandb, but W&B credentials are missing; run `wandb login`, set "
+                        "WANDB_API_KEY, or keep the run on disk with WANDB_MODE=offline"
                     )
                 self._run = self._init_or_stay_offline(run, settings, online=online)
             except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
@@ -72,7 +74,7 @@ class WandbTracker:
         return str(self._run.id)
 
     def _init_or_stay_offline(self, run: TrackedRun, settings: Any, *, online: bool) -> Any:
-        """Start the run; without a connection, store it on disk."""
+        """Start the run; without a connection, store the run on disk."""
         try:
             return self._init(run, settings, online=online)
         except self._wandb.errors.CommError as error:
@@ -80,7 +82,7 @@ class WandbTracker:
                 raise
             offline = self._init(run, settings, online=False)
             reason = one_line(" ".join(str(error).split()), 200)
-            warnings.warn(f"wandb: {reason}; the run is kept offline, `wandb sync` uploads it", stacklevel=2)
+            warnings.warn(f"wandb: {reason}; the run is stored offline, and `wandb sync` uploads it", stacklevel=2)
             return offline
 
     def _init(self, run: TrackedRun, settings: Any, *, online: bool) -> Any:
@@ -93,7 +95,7 @@ class WandbTracker:
             dir=str(run.folder) if own_folder else None,
             config=dict(run.config),
             id=run.id,
-            # An offline run with the same id gets a second folder; `wandb sync` merges both into one run.
+            # An offline run with the same id gets a second folder, and `wandb sync` merges both folders into one run.
             resume="allow" if online and run.id is not None else None,
             mode=settings.mode if online or settings.mode == "disabled" else "offline",
             reinit="create_new",
@@ -117,7 +119,7 @@ class WandbTracker:
 
     def log_artifact(self, path: Path) -> None:
         artifact = self._wandb.Artifact(re.sub(r"[^\w.-]", "_", f"{self._run.id}-{path.name}"), type="report")
-        # Let the client copy the file, because the run may replace it before an offline run is uploaded.
+        # Let the client copy the file, because chatmill may replace the file before an offline run is uploaded.
         artifact.add_file(str(path), skip_cache=True)
         self._run.log_artifact(artifact)
 
@@ -129,7 +131,9 @@ class WandbTracker:
 
 @contextmanager
 def _hooks_kept() -> Iterator[None]:
-    """Restore `sys.exit` and `sys.excepthook`, which the client replaces; the loop reports how the run ended."""
+    """Restore `sys.exit` and `sys.excepthook`, which the W&B client replaces; the training loop reports how the run
+    ended.
+    """
     before = sys.exit, sys.excepthook
     try:
         yield
