@@ -14,9 +14,11 @@ import random
 import re
 import struct
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -363,6 +365,30 @@ def try_bpe(bpe: ModuleType, rng: random.Random) -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
+def try_bpe_in_threads(bpe: ModuleType, rng: random.Random) -> None:
+    """Threads encode at once, each with new words; the calls are large enough to release the GIL."""
+    vocabulary = Vocabulary(rng)
+    encoder = bpe.Encoder(**vocabulary.arguments())
+    batches = [["".join(rng.choices("abxyword'LL12 \n!", k=6000)) for _ in range(4)] for _ in range(4)]
+    encoded: list[Any] = [None] * len(batches)
+
+    def encode(number: int) -> None:
+        texts = [text.encode() for text in batches[number]]
+        stops = numbers([*accumulate(map(len, texts))])
+        starts = numbers([0, *array("q", stops)[:-1]])
+        for _ in range(2):
+            encoder.encode(batches[number], True)
+            encoded[number] = encoder.encode_columns(b"".join(texts), starts, stops, bytes(len(texts)), [b""], [b""])
+
+    threads = [threading.Thread(target=encode, args=(number,)) for number in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    number = rng.randrange(len(batches))
+    check_encoded(vocabulary, [text.encode() for text in batches[number]], encoded[number])
+
+
 def try_bad_bpe(bpe: ModuleType, rng: random.Random) -> None:
     arguments = Vocabulary(rng).arguments()
     for name in rng.sample([*arguments], rng.randrange(1, 4)):
@@ -482,7 +508,7 @@ def fuzz(folder: Path, rounds: int, seed: int) -> int:
     copy, batch, columns, bpe, rollout = (load(folder, name) for name in names)
     tries = [(try_copy, copy, 20), (try_pieces, copy, 20), (try_bad_copy, copy, 20), (try_columns, columns, 4),
              (try_batch, batch, 10), (try_bad_batch, batch, 10), (try_bpe, bpe, 1), (try_bad_bpe, bpe, 1),
-             (try_boxes, rollout, 20), (try_overlaps, rollout, 4)]  # fmt: skip
+             (try_bpe_in_threads, bpe, 1), (try_boxes, rollout, 20), (try_overlaps, rollout, 4)]  # fmt: skip
     for _ in range(rounds):
         for attempt, module, times in tries:
             for _ in range(times):

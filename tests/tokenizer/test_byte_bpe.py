@@ -7,7 +7,9 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,35 @@ def test_columns_give_the_same_ids_as_their_texts(engines, given):
     right, right_offsets = engines[0].encode_batch(written)
     assert ids.tolist() == right.tolist() and offsets.tolist() == right_offsets.tolist()
     assert_equal(engines, written)
+
+
+def test_many_threads_encode_at_once(engines):
+    """Every call has to merge new words, and the list or the columns that it reads are changed while it runs."""
+    backend, peer = engines
+    encoder, rng = backend._encode._encoder, random.Random(4)
+    new = [" ".join("".join(rng.choices("abcdefgh'é1", k=7)) for _ in range(900)) for _ in range(40)]
+    batches = [[*new[at : at + 10], *mixed_texts(at, 60_000)] for at in range(0, 40, 10)]
+    right = [[each.ids for each in peer.encode_batch_fast(texts, add_special_tokens=False)] for texts in batches]
+    start = threading.Barrier(8)
+
+    def encode(number: int) -> list[list[int]]:
+        texts = batches[number % 4]
+        start.wait()
+        for _ in range(3):
+            as_columns = columns(texts, ["", "x"], ["", "y"], [0] * len(texts))
+            ids, offsets = backend.encode_batch(as_columns if number > 3 else texts)
+        return [ids[a:b].tolist() for a, b in pairwise(offsets.tolist())]
+
+    with ThreadPoolExecutor(8) as pool:
+        encoded = [pool.submit(encode, number) for number in range(8)]
+        while not all(each.done() for each in encoded):
+            changing = list(new)
+            encoding = threading.Thread(target=encoder.encode, args=(changing, False))
+            encoding.start()
+            changing.clear()
+            encoding.join()
+    for number in range(8):
+        assert encoded[number].result() == right[number % 4]
 
 
 FORKED = """

@@ -3,7 +3,10 @@
    A text is split into words by the tokenizer's split pattern, and each word is looked up in a table of words that have
    been merged before. The table contains nearly all words of a typical text. The encoder skips a text if it contains a
    word longer than LONGEST, a character of unknown class, a character that must be normalized, or an added token. A
-   skipped text gets no ids, and its index is returned in a list, so that the caller can encode it. */
+   skipped text gets no ids, and its index is returned in a list, so that the caller can encode it.
+
+   Calls release the GIL, so several threads can encode at once. Each call has a workspace of its own. What the calls
+   share is never written after the encoder was made. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -11,25 +14,20 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include "_starts.h"
-#include "_table.h"
+#include "_encode.h"
+
+#define MOST_IDLE 64     /* maximum number of workspaces to keep for later calls */
+#define SMALL (1u << 14) /* below this many bytes, releasing the GIL costs more than it gains */
 
 typedef struct {
     PyObject_HEAD
-    Cutter cutter;
-    Table table;
-    Heap classes, text, out, offsets;
-    Heap added; /* added tokens to search for before splitting, each stored as one length byte followed by its bytes */
+    Model model;
+    Workspace *idle; /* accessed only with the GIL held */
+    int num_idle;
     int ready;
 } Encoder;
 
 /* Read an integer from a buffer that may be unaligned. */
-static inline int64_t number_at(const Py_buffer *buffer, Py_ssize_t n) {
-    int64_t number;
-    memcpy(&number, (const uint8_t *)buffer->buf + 8 * n, 8);
-    return number;
-}
-
 static inline uint32_t id_at(const Py_buffer *buffer, size_t n) {
     uint32_t id;
     memcpy(&id, (const uint8_t *)buffer->buf + 4 * n, 4);
@@ -41,68 +39,45 @@ static int is_ready(const Encoder *self) {
     return self->ready;
 }
 
-static int has_added(const Encoder *self, const uint8_t *text, size_t size) {
-    const uint8_t *end = text + size;
-    for (size_t n = 0; n < self->added.size; n += 1 + self->added.data[n]) {
-        const uint8_t *at = text, *token = self->added.data + n;
-        while ((at = memchr(at, token[1], end - at)) && end - at >= *token) {
-            if (!memcmp(at, token + 1, *token)) return 1;
-            at++;
-        }
-    }
-    return 0;
+static PyObject *odd_numbers(const Workspace *work) {
+    const int64_t *numbers = (const int64_t *)work->odd.data;
+    Py_ssize_t count = work->odd.size / sizeof *numbers;
+    PyObject *odd = PyList_New(count);
+    for (Py_ssize_t n = 0; odd && n < count; n++)
+        if (PyList_SetItem(odd, n, PyLong_FromLongLong(numbers[n])) || PyErr_Occurred()) Py_CLEAR(odd);
+    return odd;
 }
 
-/* Append the token ids of `self->text`, or set `odd` if the caller must encode the text. Return 0 if out of memory. */
-static int encode_text(Encoder *self, size_t size) {
-    size_t room = self->out.size + (size + FEW) * sizeof(uint32_t);
-    if (!reserve(&self->out, room)) return 0;
-    Cutter *cutter = &self->cutter;
-    uint32_t *out = (uint32_t *)(self->out.data + self->out.size);
-    const uint8_t *at = self->text.data, *end = at + size;
-    memset(self->text.data + size, 0, BEYOND);
-    self->text.data[size] = STOP;
-    cutter->odd = has_added(self, at, size);
-    if (cutter->odd) return 1;
-    while (at < end) {
-        uint64_t starts = starts_after(cutter, at, end - at);
-        if (starts) {
-            out = write_words(&self->table, at, starts, out);
-            at += 63 - __builtin_clzll(starts);
-        } else {
-            const uint8_t *stop = *at == STOP ? NULL : word_at(cutter, at);
-            if (cutter->odd || !stop || stop - at > LONGEST) {
-                cutter->odd = 1;
-                return 1;
-            }
-            Key key = key_of(at, stop - at);
-            out = write_ids(&self->table, key, hash_of(key), at, stop - at, out);
-            at = stop;
-        }
-        if (!out) return 0;
-    }
-    self->out.size = (uint8_t *)out - self->out.data;
-    return 1;
-}
-
-static int note_offset(Encoder *self) {
-    int64_t offset = self->out.size / sizeof(uint32_t);
-    return append(&self->offsets, &offset, sizeof offset);
-}
-
-static int note_odd(PyObject *odd, Py_ssize_t number) {
-    PyObject *object = PyLong_FromSsize_t(number);
-    int failed = !object || PyList_Append(odd, object);
-    Py_XDECREF(object);
-    return !failed;
-}
-
-static PyObject *answer(Encoder *self, PyObject *odd) {
-    const char *ids = self->out.data ? (char *)self->out.data : "";
+static PyObject *answer(const Workspace *work) {
+    PyObject *odd = odd_numbers(work);
+    if (!odd) return NULL;
+    const char *ids = work->out.data ? (char *)work->out.data : "";
     /* Avoid the format "y#": a module built with Python 3.13 headers would fail on older Python versions, despite the
        limited API. */
-    return Py_BuildValue("(NNN)", PyBytes_FromStringAndSize(ids, (Py_ssize_t)self->out.size),
-                         PyBytes_FromStringAndSize((char *)self->offsets.data, (Py_ssize_t)self->offsets.size), odd);
+    return Py_BuildValue("(NNN)", PyBytes_FromStringAndSize(ids, (Py_ssize_t)work->out.size),
+                         PyBytes_FromStringAndSize((char *)work->offsets.data, (Py_ssize_t)work->offsets.size), odd);
+}
+
+/* Encode `size` bytes of texts in a workspace, without the GIL if they are not few, and return the answer. */
+static PyObject *run_call(Encoder *self, const Call *call, int normal, size_t size) {
+    Workspace *work = self->idle;
+    if (work) self->idle = work->next, self->num_idle--;
+    PyThreadState *state = size >= SMALL ? PyEval_SaveThread() : NULL;
+    if (!work) work = new_workspace(&self->model);
+    Result result = work ? encode_call(&self->model, work, call, normal) : NO_MEMORY;
+    if (state) PyEval_RestoreThread(state);
+    if (result == OUTSIDE) PyErr_SetString(PyExc_ValueError, "expected text ranges within the data");
+    if (result == NO_KIND) PyErr_SetString(PyExc_IndexError, "expected a text before and after each kind");
+    if (result == NO_MEMORY) PyErr_NoMemory();
+    PyObject *found = result == DONE ? answer(work) : NULL;
+    if (result != NO_MEMORY && self->num_idle < MOST_IDLE) {
+        work->next = self->idle;
+        self->idle = work;
+        self->num_idle++;
+    } else if (work) {
+        free_workspace(work); /* if memory ran out, some of its words may be missing */
+    }
+    return found;
 }
 
 PyDoc_STRVAR(encode_doc,
@@ -112,84 +87,75 @@ PyDoc_STRVAR(encode_doc,
 
 static PyObject *encode(PyObject *object, PyObject *args) {
     Encoder *self = (Encoder *)object;
-    PyObject *texts;
+    PyObject *list, *found = NULL;
+    int normal;
     if (!is_ready(self)) return NULL;
-    if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &texts, &self->cutter.normal)) return NULL;
-    PyObject *odd = PyList_New(0);
-    self->out.size = self->offsets.size = 0;
-    if (!odd || !note_offset(self) || !own_words(&self->table)) goto no_memory;
-    for (Py_ssize_t n = 0; n < PyList_Size(texts); n++) {
-        Py_ssize_t size;
-        const char *text = PyUnicode_AsUTF8AndSize(PyList_GetItem(texts, n), &size);
-        if (!text) goto failed;
-        if (!reserve(&self->text, size + BEYOND)) goto no_memory;
-        memcpy(self->text.data, text, size);
-        if (!encode_text(self, size) || !note_offset(self)) goto no_memory;
-        if (self->cutter.odd && !note_odd(odd, n)) goto failed;
+    if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &list, &normal)) return NULL;
+    // Another thread may change the list while the GIL is released; the tuple keeps the texts alive.
+    PyObject *held = PyList_AsTuple(list);
+    if (!held) return NULL;
+    Py_ssize_t count = PyTuple_Size(held);
+    Text *texts = malloc((count + 1) * sizeof *texts);
+    if (!texts) PyErr_NoMemory();
+    size_t size = 0;
+    for (Py_ssize_t n = 0; texts && n < count; size += texts[n].size, n++) {
+        texts[n].data = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(held, n), &texts[n].size);
+        if (!texts[n].data) goto done;
     }
-    return answer(self, odd);
-no_memory:
-    PyErr_NoMemory();
-failed:
-    Py_XDECREF(odd);
-    return NULL;
+    Call call = {.count = count, .texts = texts};
+    if (texts) found = run_call(self, &call, normal, size);
+done:
+    free(texts);
+    Py_DECREF(held);
+    return found;
 }
 
 PyDoc_STRVAR(encode_columns_doc,
              "encode_columns(data, start, stop, kind, before: list[bytes], after: list[bytes]) -> (ids, offsets, odd)\n\n"
              "Like `encode`, for the UTF-8 texts before[kind] + data[start:stop] + after[kind].");
 
+/* Write where the first bytes objects of a tuple are; return 0 if one of them is another object. */
+static int bytes_of(PyObject *held, Py_ssize_t count, Text *texts) {
+    for (Py_ssize_t n = 0; n < count; n++) {
+        char *data;
+        if (PyBytes_AsStringAndSize(PyTuple_GetItem(held, n), &data, &texts[n].size)) return 0;
+        texts[n].data = data;
+    }
+    return 1;
+}
+
 static PyObject *encode_columns(PyObject *object, PyObject *args) {
+    enum { KINDS = 256 };
     Encoder *self = (Encoder *)object;
     Py_buffer data, start, stop, kind;
-    PyObject *before, *after, *odd = NULL, *found = NULL;
+    PyObject *lists[2], *held[2] = {NULL, NULL}, *found = NULL;
+    Text around[2][KINDS];
     if (!is_ready(self)) return NULL;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*OO", &data, &start, &stop, &kind, &before, &after)) return NULL;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*OO", &data, &start, &stop, &kind, &lists[0], &lists[1])) return NULL;
     Py_ssize_t count = kind.len;
-    if (start.len != count * 8 || stop.len != count * 8 || !PyList_Check(before) || !PyList_Check(after)) {
+    if (start.len != count * 8 || stop.len != count * 8 || !PyList_Check(lists[0]) || !PyList_Check(lists[1])) {
         PyErr_SetString(PyExc_ValueError, "expected columns of equal length and two lists");
         goto done;
     }
-    self->cutter.normal = 0;
-    self->out.size = self->offsets.size = 0;
-    if (!(odd = PyList_New(0)) || !note_offset(self) || !own_words(&self->table)) goto no_memory;
-    for (Py_ssize_t n = 0; n < count; n++) {
-        int64_t from = number_at(&start, n), to = number_at(&stop, n);
-        uint8_t which = ((const uint8_t *)kind.buf)[n];
-        if (from < 0 || to < from || to > data.len) {
-            PyErr_SetString(PyExc_ValueError, "expected text ranges within the data");
-            goto done;
-        }
-        PyObject *first = PyList_GetItem(before, which), *last = first ? PyList_GetItem(after, which) : NULL;
-        char *head, *tail;
-        Py_ssize_t head_size, tail_size;
-        if (!last || PyBytes_AsStringAndSize(first, &head, &head_size) ||
-            PyBytes_AsStringAndSize(last, &tail, &tail_size))
-            goto done;
-        size_t size = head_size + (to - from) + tail_size;
-        if (!reserve(&self->text, size + BEYOND)) goto no_memory;
-        memcpy(self->text.data, head, head_size);
-        memcpy(self->text.data + head_size, (const uint8_t *)data.buf + from, to - from);
-        memcpy(self->text.data + head_size + (to - from), tail, tail_size);
-        if (!encode_text(self, size) || !note_offset(self)) goto no_memory;
-        if (self->cutter.odd && !note_odd(odd, n)) goto done;
-    }
-    found = answer(self, odd);
-    odd = NULL;
-    goto done;
-no_memory:
-    PyErr_NoMemory();
+    if (!(held[0] = PyList_AsTuple(lists[0])) || !(held[1] = PyList_AsTuple(lists[1]))) goto done;
+    Py_ssize_t kinds = KINDS;
+    for (int side = 0; side < 2; side++)
+        if (PyTuple_Size(held[side]) < kinds) kinds = PyTuple_Size(held[side]);
+    if (!bytes_of(held[0], kinds, around[0]) || !bytes_of(held[1], kinds, around[1])) goto done;
+    Call call = {.count = count, .data = data.buf, .start = start.buf, .stop = stop.buf, .kind = kind.buf,
+                 .size = data.len, .before = around[0], .after = around[1], .kinds = kinds};
+    found = run_call(self, &call, 0, data.len);
 done:
-    Py_XDECREF(odd);
+    Py_XDECREF(held[0]), Py_XDECREF(held[1]);
     PyBuffer_Release(&data), PyBuffer_Release(&start), PyBuffer_Release(&stop), PyBuffer_Release(&kind);
     return found;
 }
 
 /* Check that the offsets are within the vocabulary and in ascending order. */
 static int are_in_order(const Py_buffer *places, size_t words, int64_t size) {
-    if (number_at(places, 0) < 0 || number_at(places, words) != size) return 0;
+    if (number_at(places->buf, 0) < 0 || number_at(places->buf, words) != size) return 0;
     for (size_t n = 0; n < words; n++)
-        if (number_at(places, n) > number_at(places, n + 1)) return 0;
+        if (number_at(places->buf, n) > number_at(places->buf, n + 1)) return 0;
     return 1;
 }
 
@@ -209,7 +175,8 @@ static int are_tokens(const Py_buffer *added) {
     return token == end;
 }
 
-static int take_in(Encoder *self, const Py_buffer *given) {
+static int take_in(Encoder *encoder, const Py_buffer *given) {
+    Model *self = &encoder->model;
     const Py_buffer *classes = &given[0], *byte_ids = &given[1], *pairs = &given[2], *into = &given[3];
     const Py_buffer *vocabulary = &given[4], *places = &given[5], *numbers = &given[6], *added = &given[7];
     size_t merges = into->len / 4, words = numbers->len / 4;
@@ -242,7 +209,7 @@ static int take_in(Encoder *self, const Py_buffer *given) {
         uint32_t left = id_at(pairs, 2 * n), right = id_at(pairs, 2 * n + 1);
         *merge_of(&self->table, left, right) = (Merge){(uint64_t)left << 32 | right, n, id_at(into, n)};
     }
-    if ((self->ready = begin(&self->table, 1))) return 0;
+    if ((encoder->ready = begin(&self->table, 1))) return 0;
 no_memory:
     PyErr_NoMemory();
     return -1;
@@ -262,12 +229,13 @@ static int init(PyObject *object, PyObject *args, PyObject *names) {
                            "vocabulary", "places", "numbers", "added",    NULL};
     Encoder *self = (Encoder *)object;
     Py_buffer given[8];
-    if (self->table.words) {
+    if (self->model.table.words) {
         PyErr_SetString(PyExc_RuntimeError, "the encoder is already initialized; create a new Encoder");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, names, "ipy*y*y*y*y*y*y*y*", keys, &self->cutter.pattern, &self->table.whole,
-                                     &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &given[7]))
+    if (!PyArg_ParseTupleAndKeywords(args, names, "ipy*y*y*y*y*y*y*y*", keys, &self->model.cutter.pattern,
+                                     &self->model.table.whole, &given[0], &given[1], &given[2], &given[3], &given[4],
+                                     &given[5], &given[6], &given[7]))
         return -1;
     int failed = take_in(self, given);
     for (int n = 0; n < 8; n++) PyBuffer_Release(&given[n]);
@@ -276,11 +244,13 @@ static int init(PyObject *object, PyObject *args, PyObject *names) {
 
 static void dealloc(PyObject *object) {
     Encoder *self = (Encoder *)object;
-    Heap *heaps[] = {&self->classes, &self->added, &self->table.vocabulary, &self->table.places, &self->table.numbers, &self->table.bytes,
-                     &self->table.ids,     &self->text,       &self->out,    &self->offsets};
+    Model *model = &self->model;
+    for (Workspace *work = self->idle, *next; work; work = next) next = work->next, free_workspace(work);
+    Heap *heaps[] = {&model->classes,       &model->added,         &model->table.vocabulary, &model->table.places,
+                     &model->table.numbers, &model->table.bytes, &model->table.ids};
     for (size_t n = 0; n < sizeof heaps / sizeof *heaps; n++) free(heaps[n]->data);
-    free_large(self->table.words, sizeof *self->table.words << self->table.word_bits);
-    free_large(self->table.merges, sizeof *self->table.merges << self->table.merge_bits);
+    free_large(model->table.words, sizeof *model->table.words << model->table.word_bits);
+    free_large(model->table.merges, sizeof *model->table.merges << model->table.merge_bits);
     PyTypeObject *type = Py_TYPE(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);

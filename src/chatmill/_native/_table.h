@@ -289,14 +289,18 @@ static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t sta
     return out;
 }
 
+static Word *copy_words(const Table *self) {
+    size_t size = sizeof *self->words << self->word_bits;
+    Word *words = large(size);
+    return words ? memcpy(words, self->words, size) : NULL;
+}
+
 /* Copy the table after a fork, because writing to copy-on-write memory would split its huge pages. */
 static int own_words(Table *self) {
     if (self->process == getpid()) return 1;
-    size_t size = sizeof *self->words << self->word_bits;
-    Word *words = large(size);
+    Word *words = copy_words(self);
     if (!words) return 0;
-    memcpy(words, self->words, size);
-    free_large(self->words, size);
+    free_large(self->words, sizeof *words << self->word_bits);
     self->words = words;
     self->process = getpid();
     return 1;

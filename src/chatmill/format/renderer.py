@@ -66,9 +66,18 @@ class Renderer(Protocol):
         """Return the columns unchanged if `render` accepts them, otherwise a list of `Record`s."""
 
     def render(
-        self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
+        self,
+        records: Sequence[Record],
+        *,
+        train_on: TrainOn = "assistant",
+        ledger: Ledger | None = None,
+        threads: int | None = None,
     ) -> Rows:
-        """Render each record to one row, and count anomalies in `ledger`. All records must be renderable."""
+        """Render each record to one row, and count anomalies in `ledger`. All records must be renderable.
+
+        A list of more than 1024 records is rendered on `threads` threads, by default one per usable core. The rows do
+        not depend on the number of threads.
+        """
 
     def render_chunks(
         self,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from chatmill.format.chat_format import (
 )
 from chatmill.format.messages import MessageColumns, content_place, message_columns, split_bodies, text_runs
 from chatmill.format.renderer import OnReject, Renderer, apply_record_weights, origins_of
+from chatmill.format.slices import render_slices
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.text_format import adds_space, joined, text_fault
 from chatmill.format.train_ranges import (
@@ -148,10 +149,17 @@ class TurnRenderer:
         return columns if is_plain and has_turn[columns.roles].all() else list(columns)
 
     def render(
-        self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
+        self,
+        records: Sequence[Record],
+        *,
+        train_on: TrainOn = "assistant",
+        ledger: Ledger | None = None,
+        threads: int | None = None,
     ) -> Rows:
-        if not records:
-            return EMPTY
+        render = partial(self._render, train_on)
+        return render_slices(render, records, ledger=ledger, threads=threads) if records else EMPTY
+
+    def _render(self, train_on: TrainOn, records: Sequence[Record], ledger: Ledger | None) -> Rows:
         if ledger is not None and not isinstance(records, ChatColumns):
             unused = sum(bool(record.template_kwargs) for record in records)
             if unused:

@@ -90,29 +90,36 @@ class LayoutTable:
     """Index of the first cell of each span, relative to its layout."""
 
 
+_Kept = tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]
+"""A table, and the number of each layout in it, by its `id`. The layouts are held, so that ids stay unique."""
+
+
 class LayoutTables:
     """Builds layout tables and keeps the last one for the next batch, because most rows share a few layouts."""
 
     def __init__(self) -> None:
-        self._kept: tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]] | None = None
+        self._kept: _Kept | None = None
 
     def rows(self, layouts: Sequence[TokenLayout]) -> RowCells:
         """Return the cells of rows that have the given layouts, in order."""
         by_id = {id(layout): layout for layout in layouts}
-        if self._kept is None or not by_id.keys() <= self._kept[1].keys():
-            self._kept = self._with(by_id)
-        table, numbers = self._kept
+        # Another thread may replace the kept table meanwhile, so read it once.
+        kept = self._kept
+        if kept is None or not by_id.keys() <= kept[1].keys():
+            self._kept = kept = _with(kept, by_id)
+        table, numbers = kept
         return RowCells(table, np.array([numbers[key][0] for key in map(id, layouts)], dtype=np.int64))
 
-    def _with(self, by_id: dict[int, TokenLayout]) -> tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]:
-        """Return the kept table with new layouts added, or only the new layouts if the table would become too large."""
-        every = {key: layout for key, (_, layout) in self._kept[1].items()} | by_id if self._kept else by_id
-        if sum(len(layout.tokens) for layout in every.values()) > MAX_KEPT:
-            every = by_id
-        table = layout_table([*every.values()])
-        if len(table.around) > MAX_KINDS and len(every) > len(by_id):
-            every, table = by_id, layout_table([*by_id.values()])
-        return table, {key: (at, layout) for at, (key, layout) in enumerate(every.items())}
+
+def _with(kept: _Kept | None, by_id: dict[int, TokenLayout]) -> _Kept:
+    """Return the kept table with new layouts added, or only the new layouts if the table would become too large."""
+    every = {key: layout for key, (_, layout) in kept[1].items()} | by_id if kept else by_id
+    if sum(len(layout.tokens) for layout in every.values()) > MAX_KEPT:
+        every = by_id
+    table = layout_table([*every.values()])
+    if len(table.around) > MAX_KINDS and len(every) > len(by_id):
+        every, table = by_id, layout_table([*by_id.values()])
+    return table, {key: (at, layout) for at, (key, layout) in enumerate(every.items())}
 
 
 def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:

@@ -16,6 +16,7 @@ import numpy as np
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.format.renderer import Mask, OnReject, Renderer, apply_record_weights
+from chatmill.format.slices import render_slices
 from chatmill.format.template.answer_check import check_answers, without_prompt_space
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.control_tokens import ControlTokens
@@ -183,18 +184,30 @@ class TemplateRenderer:
         return lay_out_columns(columns, holding, plain=plain, confirm=self._confirm, lay_out=self._lay_out_texts)
 
     def render(
-        self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
+        self,
+        records: Sequence[Record],
+        *,
+        train_on: TrainOn = "assistant",
+        ledger: Ledger | None = None,
+        threads: int | None = None,
     ) -> Rows:
-        options: dict[str, Any] = {"train_on": train_on, "tags": self.mask == "tags", "ledger": ledger or Ledger()}
+        options: dict[str, Any] = {"train_on": train_on, "tags": self.mask == "tags"}
         if isinstance(records, LaidOutColumns):
-            return self._encode(records, records.laid_out, **options)
+            return self._encode(records, records.laid_out, ledger=ledger or Ledger(), **options)
         batch = list(map(self.lay_out, records))
-        if any(map(_KWARGS, batch)):
-            rows = self._encode_variants(batch, **options)
-        else:
-            rows = self._encode(batch, [record.laid_out for record in batch], **options)
-        apply_record_weights(batch, rows.spans, rows.first_span)
-        return rows
+        # The renderers of other arguments are created and dropped while they are used, so only one thread uses them.
+        has_kwargs = any(map(_KWARGS, batch))
+
+        def render(part: Sequence[LaidOutRecord], counts: Ledger | None) -> Rows:
+            encode = self._encode_variants if has_kwargs else self._encode_batch
+            rows = encode(part, ledger=counts or Ledger(), **options)
+            apply_record_weights(part, rows.spans, rows.first_span)
+            return rows
+
+        return render_slices(render, batch, ledger=ledger, threads=1 if has_kwargs else threads)
+
+    def _encode_batch(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
+        return self._encode(batch, [record.laid_out for record in batch], **options)
 
     def _encode_variants(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
         """Encode the records with each renderer separately, then restore the order of the batch."""
@@ -207,8 +220,7 @@ class TemplateRenderer:
                 # Create the turn marks for the row check, because the renderer may be newer than the layouts of its
                 # records.
                 renderer.turn_marks(with_tools)
-            own = [batch[at] for at in chosen]
-            parts.append(renderer._encode(own, [record.laid_out for record in own], **options))
+            parts.append(renderer._encode_batch([batch[at] for at in chosen], **options))
             order += chosen
         return concat(parts).take(np.argsort(order))
 
