@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 import typer
 
-from chatmill.cli.options import AsJson, echo_json, echo_line, print_losses, progress
+from chatmill.cli.options import AsJson, Workers, counting, echo_json, echo_line, print_losses
 from chatmill.cli.record_options import Inputs, ReadOptions, print_rejects
 from chatmill.errors import DataError, one_line
+from chatmill.prepare.survey import survey
 from chatmill.records import FilePart, Message, Record
 from chatmill.records.files import label, shown
 from chatmill.remote.urls import place
@@ -20,7 +21,7 @@ SHOWN_FILES = 5
 SHOWN_MESSAGES = 12
 
 
-def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
+def check(inputs: Inputs, read: ReadOptions, workers: Workers = None, as_json: AsJson = False) -> None:
     """Read all conversations and print how they were interpreted: record shape, roles and the first record.
 
     Does not write a dataset. Stops at the first invalid record and prints its file and line, unless --on-error skip is
@@ -32,36 +33,37 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
       chatmill check 'data/*.jsonl' --on-error skip --rejects faults.jsonl
       chatmill check chat.json --columns messages=dialog,role=speaker,content=text,user=Q,assistant=A
     """
-    roles, sources, trainable = Counter[str](), Counter[str](), 0
-    first: Record | None = None
-    with read.records(inputs) as records:
-        for record in progress(records, "records"):
-            first = first or record
-            sources[record.source] += 1
-            roles.update(message.role for message in record.messages)
-            trainable += any(message.role == "assistant" for message in record.messages)
-    good = sum(sources.values())
-    if not good and not records.ledger.total("rejected").rows:
+    with read.records(inputs) as records, ExitStack() as display:
+        advance: Callable[[int], None] | None = None
+
+        def on_records(count: int) -> None:
+            nonlocal advance
+            # Start the display only now: it runs a thread, and workers must be forked before any thread starts.
+            advance = advance or display.enter_context(counting("records"))
+            advance(count)
+
+        found, files = survey(**records.read_options(), workers=workers, on_records=on_records)
+        records.ledger.merge(found.ledger)
+    if not found.records and not records.ledger.total("rejected").rows:
         raise DataError(f"{', '.join(shown(place(name)) for name in inputs)}: no records; expected at least one")
-    files = records.files()
     if as_json:
         reasons = {reason: entry.rows for bucket, reason, entry in records.ledger if bucket == "rejected"}
-        counts = {"messages": dict(sorted(roles.items())), "sources": dict(sources), "rejected": reasons}
+        counts = {"messages": dict(sorted(found.roles.items())), "sources": dict(found.sources), "rejected": reasons}
         shapes = [{"file": label(part.path), "shape": part.shape, "why": part.why} for part in files]
-        understood = None if first is None else msgspec.to_builtins(first)
+        understood = None if found.first is None else msgspec.to_builtins(found.first)
         noted = records.ledger.to_json().get("noted", {})
         echo_json(
-            {"records": good, "with_assistant": trainable, **counts}
+            {"records": found.records, "with_assistant": found.with_assistant, **counts}
             | {"files": shapes, "first": understood, "noted": noted}
         )
         return
-    noun = "record" if good == 1 else "records"
-    typer.echo(f"{good:,} {noun}, {trainable:,} of them with an assistant turn")
-    typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(roles.items())))
-    typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in sources.items()))
+    noun = "record" if found.records == 1 else "records"
+    typer.echo(f"{found.records:,} {noun}, {found.with_assistant:,} of them with an assistant turn")
+    typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(found.roles.items())))
+    typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in found.sources.items()))
     for line in shape_lines(files):
         echo_line(line)
-    if first is not None:
+    if (first := found.first) is not None:
         echo_line(f"first:    {first.file}:{first.line}" + (f" (id={first.id})" if first.id is not None else ""))
         for line in message_lines(first):
             echo_line(f"  {line}")

@@ -59,6 +59,7 @@ TokenDtype = Annotated[
         "--token-dtype", help="Token dtype of a dataset written by another program, if it cannot be detected."
     ),
 ]
+Workers = Annotated[int | None, typer.Option(min=1, help="Number of worker processes. Default: one per core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 

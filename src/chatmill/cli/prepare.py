@@ -18,6 +18,7 @@ from chatmill.cli.guard import guarded
 from chatmill.cli.options import (
     AsJson,
     DatasetFolder,
+    Workers,
     counted,
     echo_json,
     echo_line,
@@ -95,9 +96,7 @@ def prepare_command(
     response_template: ResponseTemplate = None,
     instruction_template: InstructionTemplate = None,
     val_file: Annotated[list[str] | None, typer.Option(help="Files used only for validation.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of worker processes. Default: one per core.")
-    ] = None,
+    workers: Workers = None,
     engine: Annotated[
         Literal["local", "ray"], typer.Option(help="Local processes, or a Ray cluster (pip install 'chatmill[ray]').")
     ] = "local",

@@ -42,11 +42,18 @@ class LocalEngine:
     """Runs units in `workers` processes on this machine, forked so that the tokenizer is loaded once and shared.
 
     Workers exit with this process, or when the other end of the pipe `parent` (a file descriptor) is closed.
+    `if_killed` is the advice in the error if a worker is killed.
     """
 
-    def __init__(self, workers: int | None = None, *, parent: int | None = None) -> None:
+    def __init__(
+        self,
+        workers: int | None = None,
+        *,
+        parent: int | None = None,
+        if_killed: str = "continue with --resume and fewer --workers",
+    ) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
-        self.parent = parent
+        self.parent, self.if_killed = parent, if_killed
 
     def run(self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path) -> Generator[Done, None, None]:
         if self.workers == 1 or len(units) == 1:
@@ -60,7 +67,7 @@ class LocalEngine:
         def work(unit: Unit) -> Done:
             return run_unit(unit, job, renderer, folder)
 
-        yield from self._in_order(work, units, processes=min(self.workers, len(units)))
+        yield from self.in_order(work, units, processes=min(self.workers, len(units)))
 
     @property
     def writes_shards(self) -> bool:
@@ -75,9 +82,9 @@ class LocalEngine:
         def write(plan: ShardPlan) -> ShardInfo:
             return write_shard(plan, staging / plan.split, vocab_size=vocab_size)
 
-        yield from self._in_order(write, plans, processes=self.workers, most=2 * self.workers)
+        yield from self.in_order(write, plans, processes=self.workers, most=2 * self.workers)
 
-    def _in_order(
+    def in_order(
         self, work: Callable[[T], R], items: Iterable[T], *, processes: int, most: int | None = None
     ) -> Generator[R, None, None]:
         """Yield the results of `work` in the order of the items; submit at most `most` items ahead, or all if None."""
@@ -104,7 +111,7 @@ class LocalEngine:
                                 pending.append(pool.submit(_run, item))
                         if not pending:
                             break
-                        yield _result(pending.popleft())
+                        yield self._result(pending.popleft())
                 finally:
                     # Do not wait for workers that are still running.
                     os.close(held)
@@ -112,14 +119,12 @@ class LocalEngine:
             os.close(ended)
             gc.unfreeze()
 
-
-def _result(future: Future[R]) -> R:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        raise ChatmillError(
-            "a worker process was killed, perhaps because memory ran out; continue with --resume and fewer --workers"
-        ) from None
+    def _result(self, future: Future[R]) -> R:
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            what = "a worker process was killed, perhaps because memory ran out"
+            raise ChatmillError(f"{what}; {self.if_killed}") from None
 
 
 # Code that runs in worker processes.

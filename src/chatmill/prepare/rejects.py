@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Literal, Self
+from typing import IO, Any, Literal, Self
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.ledger import UNREAD_KEY, Ledger
@@ -166,18 +166,10 @@ class CountedRecords:
         if on_error == "skip":
             path, reads = rejects or rejects_path(output), [*local_files(inputs), *reads]
             self.rejects = Rejects(path, reads=reads, output=output, overwrite=overwrite)
-        self._records: Iterator[Record] = iter(())
 
     def __enter__(self) -> Self:
         if self.rejects is not None:
             self.rejects.__enter__()
-        self._records = read_records(
-            self._inputs,
-            shape=self._shape,
-            options=self._options,
-            on_error=self._on_error,
-            on_reject=self._reject_unread,
-        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -185,7 +177,7 @@ class CountedRecords:
             self.rejects.__exit__(kind, *error)
 
     def __iter__(self) -> Iterator[Record]:
-        for record in self._records:
+        for record in read_records(**self.read_options()):
             self.ledger.add("read", rows=1)
             note_keys(self.ledger, (record,))
             yield record
@@ -193,6 +185,11 @@ class CountedRecords:
     def files(self) -> list[FilePart]:
         """Return the input files with their shapes."""
         return plan(self._inputs, shape=self._shape, options=self._options, on_error=self._on_error)
+
+    def read_options(self) -> dict[str, Any]:
+        """Return how the records are read: the arguments of `read_records` and `survey`."""
+        how = {"inputs": self._inputs, "shape": self._shape, "options": self._options}
+        return {**how, "on_error": self._on_error, "on_reject": self._reject_unread}
 
     def reject(self, fault: RecordError) -> None:
         """Reject a record: raise its error, or write it to the rejects file."""
