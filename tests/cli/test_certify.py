@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from chatmill.format.template.certify import observe
+from chatmill.prepare.engine import LocalEngine
 from chatmill.tokenizer import train_bpe
 
 CHATML = """{%- for message in messages -%}
@@ -195,3 +197,33 @@ def test_the_date_is_printed_and_stored(run, folder, tmp_path):
     other = (*flags[:-2], "2024-03-01", "--json")
     assert first["sha256"] != json.loads(run("prepare", chat, "-o", "three", *other)[1])["sha256"]
     assert json.loads(Path("one/dataset_metadata.json").read_text())["format"]["now"] == "2024-02-29T00:00:00"
+
+
+def test_the_certificate_is_the_same_for_any_number_of_workers(run, folder, tmp_path, monkeypatch):
+    """Records of all kinds: with control text, refused, and without an end; the peer compares each of them."""
+    monkeypatch.setattr(observe, "CHUNK", 8)
+    chunks: list[list[int]] = []
+    in_order = LocalEngine.in_order
+
+    def counted(self, work, items, **options):
+        chunks.append([])
+        return in_order(self, work, (chunks[-1].append(len(item)) or item for item in items), **options)
+
+    monkeypatch.setattr(LocalEngine, "in_order", counted)
+    call = {"name": "f", "arguments": {}}
+    lost = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    kinds = [say("Hi", "Yo"), say("a <|im_end|> b", "c"), say("x", "y", "z", "w"), lost]
+    records = [kinds[number * 7 % 11 % 4] for number in range(60)]
+    name = write(tmp_path / "chat.jsonl", *records)
+    printed = {run("certify", "--tokenizer", "model", name, "--json", "--workers", str(n)) for n in (1, 2, 5)}
+    [(code, out, _)] = printed
+    assert code == 1
+    found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    assert found["records"]["details"]["records"] == 60
+    assert found["records"]["details"]["refused"] == {"not_written": records.count(lost)}
+    assert chunks == [[8] * 7 + [4]] * 2
+    with Path(name).open("a") as file:
+        file.write('{"messages": 3}\n')
+    errors = {run("certify", "--tokenizer", "model", name, "--workers", str(n)) for n in (1, 2, 5)}
+    [(code, out, err)] = errors
+    assert (code, out) == (1, "") and err.startswith("chatmill: chat.jsonl:61: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -84,6 +85,29 @@ def test_the_first_error_is_raised_with_any_number_of_workers(tmp_path):
         with pytest.raises(RecordError) as error:
             surveyed([path], workers, "stop")
         assert str(error.value) == str(right.value)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_interrupt_ends_the_workers(tmp_path, workers):
+    path = write(tmp_path / "a.jsonl", 3, bad=0)
+    counts: list[int] = []
+
+    def interrupt(count: int) -> None:
+        counts.append(count)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        survey(
+            [str(path)],
+            shape=None,
+            options=ShapeOptions(),
+            on_error="stop",
+            on_reject=counts.append,
+            workers=workers,
+            on_records=interrupt,
+            part_bytes=900,
+        )
+    assert len(counts) == 1 and multiprocessing.active_children() == []
 
 
 def test_a_file_that_changes_is_an_error(tmp_path, monkeypatch):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, echo_json, echo_line, print_losses, progress
+from chatmill.cli.options import AsJson, Workers, argument, counting_after_fork, echo_json, echo_line, print_losses
 from chatmill.cli.record_options import ReadOptions, TemplateFlags, print_rejects
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
 from chatmill.format.template.certify.certificate import certify
+from chatmill.format.template.certify.observe import OwnRecords
 from chatmill.integrations.transformers_peer import TransformersPeer
+from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import existing
+from chatmill.records import Record
+
+IF_KILLED = "run again with fewer --workers"
 
 
 def certify_command(
@@ -23,6 +31,7 @@ def certify_command(
     inputs: Annotated[list[str] | None, argument("INPUT...", "Additional conversations to check.")] = None,
     template: TemplateFlags,
     read: ReadOptions,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that a chat template is safe to train with. Prints PASS, WARN, FAIL or SKIP for each check.
@@ -47,8 +56,10 @@ def certify_command(
     with TransformersPeer(renderer) as peer:
         ids_of, peer_name = (peer, f"transformers {peer.version}") if peer.version else (None, "")
         if inputs:
-            with read.records(inputs, reads=existing(tokenizer, template.chat_template)) as records:
-                findings = certify(renderer, progress(records, "records"), peer=ids_of, peer_name=peer_name)
+            reads = existing(tokenizer, template.chat_template)
+            with read.records(inputs, reads=reads) as records, counting_after_fork("records") as count:
+                in_order = partial(_observed, LocalEngine(workers, if_killed=IF_KILLED), count)
+                findings = certify(renderer, records, peer=ids_of, peer_name=peer_name, in_order=in_order)
             print_losses(records.ledger, err=True)
             print_rejects(records)
         else:
@@ -64,3 +75,18 @@ def certify_command(
             echo_line(f"{finding.level}  {finding.name:<11}  {finding.text}")
     if failed:
         raise ChatmillError(f"{name}: not certified: {', '.join(failed)}")
+
+
+def _observed(
+    engine: LocalEngine,
+    count: Callable[[int], None],
+    observe: Callable[[list[Record]], OwnRecords],
+    chunks: Iterable[list[Record]],
+) -> Iterator[OwnRecords]:
+    """Observe records in the processes of the engine, and count them."""
+    in_processes = partial(engine.in_order, processes=engine.workers, most=2 * engine.workers)
+    # A process with threads, such as those for requests, must not fork.
+    is_serial = engine.workers == 1 or threading.active_count() > 1
+    for own in (map if is_serial else in_processes)(observe, chunks):
+        count(own.count)
+        yield own

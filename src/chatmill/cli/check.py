@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import typer
 
-from chatmill.cli.options import AsJson, Workers, counting, echo_json, echo_line, print_losses
+from chatmill.cli.options import AsJson, Workers, counting_after_fork, echo_json, echo_line, print_losses
 from chatmill.cli.record_options import Inputs, ReadOptions, print_rejects
 from chatmill.errors import DataError, one_line
 from chatmill.prepare.survey import survey
@@ -33,37 +32,33 @@ def check(inputs: Inputs, read: ReadOptions, workers: Workers = None, as_json: A
       chatmill check 'data/*.jsonl' --on-error skip --rejects faults.jsonl
       chatmill check chat.json --columns messages=dialog,role=speaker,content=text,user=Q,assistant=A
     """
-    with read.records(inputs) as records, ExitStack() as display:
-        advance: Callable[[int], None] | None = None
-
-        def on_records(count: int) -> None:
-            nonlocal advance
-            # Start the display only now: it runs a thread, and workers must be forked before any thread starts.
-            advance = advance or display.enter_context(counting("records"))
-            advance(count)
-
-        found, files = survey(**records.read_options(), workers=workers, on_records=on_records)
-        records.ledger.merge(found.ledger)
-    if not found.records and not records.ledger.total("rejected").rows:
+    with read.records(inputs) as records, counting_after_fork("records") as count:
+        summary, files = survey(**records.read_options(), workers=workers, on_records=count)
+        records.ledger.merge(summary.ledger)
+    if not summary.records and not records.ledger.total("rejected").rows:
         raise DataError(f"{', '.join(shown(place(name)) for name in inputs)}: no records; expected at least one")
     if as_json:
         reasons = {reason: entry.rows for bucket, reason, entry in records.ledger if bucket == "rejected"}
-        counts = {"messages": dict(sorted(found.roles.items())), "sources": dict(found.sources), "rejected": reasons}
+        counts = {
+            "messages": dict(sorted(summary.roles.items())),
+            "sources": dict(summary.sources),
+            "rejected": reasons,
+        }
         shapes = [{"file": label(part.path), "shape": part.shape, "why": part.why} for part in files]
-        understood = None if found.first is None else msgspec.to_builtins(found.first)
+        understood = None if summary.first is None else msgspec.to_builtins(summary.first)
         noted = records.ledger.to_json().get("noted", {})
         echo_json(
-            {"records": found.records, "with_assistant": found.with_assistant, **counts}
+            {"records": summary.records, "with_assistant": summary.with_assistant, **counts}
             | {"files": shapes, "first": understood, "noted": noted}
         )
         return
-    noun = "record" if found.records == 1 else "records"
-    typer.echo(f"{found.records:,} {noun}, {found.with_assistant:,} of them with an assistant turn")
-    typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(found.roles.items())))
-    typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in found.sources.items()))
+    noun = "record" if summary.records == 1 else "records"
+    typer.echo(f"{summary.records:,} {noun}, {summary.with_assistant:,} of them with an assistant turn")
+    typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(summary.roles.items())))
+    typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in summary.sources.items()))
     for line in shape_lines(files):
         echo_line(line)
-    if (first := found.first) is not None:
+    if (first := summary.first) is not None:
         echo_line(f"first:    {first.file}:{first.line}" + (f" (id={first.id})" if first.id is not None else ""))
         for line in message_lines(first):
             echo_line(f"  {line}")

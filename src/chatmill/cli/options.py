@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -151,6 +151,20 @@ def counting(what: str) -> Iterator[Callable[[int], None]]:
         task = bar.add_task(what, total=None)
         # Skip a hidden display: updating it takes time for every record.
         yield (lambda count: None) if bar.disable else (lambda count: bar.advance(task, count))
+
+
+@contextmanager
+def counting_after_fork(what: str) -> Iterator[Callable[[int], None]]:
+    """Like `counting`, but start the display at the first count: it runs a thread, and workers are forked before."""
+    with ExitStack() as display:
+        add: Callable[[int], None] | None = None
+
+        def count(number: int) -> None:
+            nonlocal add
+            add = add or display.enter_context(counting(what))
+            add(number)
+
+        yield count
 
 
 def progress(items: Iterable[T], what: str) -> Iterator[T]:

@@ -27,6 +27,7 @@ class TransformersPeer:
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._renderer = renderer
         self._channel: Channel | None = None
+        self._owner = os.getpid()
         path = renderer.folder.tokenizer_json
         special = msgspec.json.encode(renderer.folder.special).decode()
         now = "" if renderer.now is None else renderer.now.isoformat()
@@ -57,6 +58,11 @@ class TransformersPeer:
 
     def _ask(self, request: Any) -> list[int] | str | None:
         """Return the response of the process; None if it does not respond within its limits."""
+        if self._channel is not None and self._owner != os.getpid():
+            # A forked process starts its own; this does not end the process of its parent.
+            self._channel.close()
+            self._channel = None
+        self._owner = os.getpid()
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(__name__), MEMORY, *self._arguments)

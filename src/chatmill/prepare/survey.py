@@ -131,9 +131,10 @@ def _results(
         yield from (_read(part, on_error, on_records) for part in parts)
         return
     read = partial(_read, on_error=on_error)
-    for done in engine.in_order(read, parts, processes=min(engine.workers, len(parts))):
-        on_records(done.survey.records)
-        yield done
+    with closing(engine.in_order(read, parts, processes=min(engine.workers, len(parts)))) as results:
+        for done in results:
+            on_records(done.survey.records)
+            yield done
 
 
 def _read(part: FilePart, on_error: OnError, on_records: Callable[[int], None] = lambda count: None) -> _PartRead:

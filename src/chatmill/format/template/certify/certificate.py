@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from chatmill.format.template.certify import template_lines, trained_lines
 from chatmill.format.template.certify.finding import Finding, Level, line_of
-from chatmill.format.template.certify.observe import Observations, Peer
+from chatmill.format.template.certify.observe import InOrder, Observations, Peer
 from chatmill.format.template.probes import PLAIN
 from chatmill.format.template.renderer import TemplateRenderer
 from chatmill.records import Record
@@ -22,11 +22,19 @@ LINES = (
 
 
 def certify(
-    renderer: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
+    renderer: TemplateRenderer,
+    records: Iterable[Record] = (),
+    *,
+    peer: Peer | None = None,
+    peer_name: str = "",
+    in_order: InOrder = map,
 ) -> list[Finding]:
-    """Return the lines of the certificate, in order. `peer_name` is the name of the peer library in the lines."""
+    """Return the lines of the certificate, in order. `peer_name` is the name of the peer library in the lines.
+
+    `in_order` observes chunks of records: `map`, or a function like it that runs in several processes.
+    """
     seen = Observations(renderer, peer, peer_name)
-    seen.read(records)
+    seen.read(records, in_order)
     return list(_findings(seen))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 from chatmill.errors import RecordError, one_line
@@ -18,6 +19,8 @@ from chatmill.rows import Rows
 
 CONTROL_TEXT = "control_text"
 """Ledger note on rows whose message texts contain control tokens, which transformers encodes differently."""
+CHUNK = 64
+"""Number of records that a process renders at a time."""
 
 
 class Peer(Protocol):
@@ -64,6 +67,17 @@ class OwnRecords:
     @property
     def count(self) -> int:
         return self.rendered + len(self.refused)
+
+    def add(self, other: OwnRecords) -> None:
+        """Add the observations of later records."""
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+InOrder = Callable[[Callable[[list[Record]], OwnRecords], Iterable[list[Record]]], Iterable[OwnRecords]]
 
 
 class Observations:
@@ -118,9 +132,20 @@ class Observations:
     def is_ended(self, answer: CheckedAnswer) -> bool:
         return answer.ids[-1] in self.control_ids
 
-    def read(self, records: Iterable[Record]) -> None:
-        """Render the user's records and add the results to `own`."""
-        own = self.own
+    def read(self, records: Iterable[Record], in_order: InOrder = map) -> None:
+        """Render the user's records and add the results to `own`.
+
+        `in_order` is `map`, or a function like it that runs in several processes.
+        """
+        stream = iter(records)
+        chunks = iter(lambda: list(islice(stream, CHUNK)), [])
+        few = list(islice(chunks, 2))
+        # The processes are not started for a single chunk.
+        for own in (map if len(few) < 2 else in_order)(self.observe, chain(few, chunks)):
+            self.own.add(own)
+
+    def observe(self, records: Iterable[Record]) -> OwnRecords:
+        own = OwnRecords()
         for record in self.renderer.renderable(records, own.refused.append):
             one = self.rendered(record)
             own.rendered += 1
@@ -128,7 +153,7 @@ class Observations:
             own.answers += len(one.answers)
             own.straddling += sum(answer.straddles for answer in one.answers)
             own.relations.update(answer.relation for answer in one.answers)
-            own.notes.update(one.notes)
+            own.notes.update(sorted(one.notes))
             if self.differs(one):
                 own.different.append(one.place)
             for answer in one.answers:
@@ -136,6 +161,7 @@ class Observations:
                     own.wrong.append(f"{one.place}: message {answer.message} {answer.faults[0]}")
                 if not self.is_ended(answer):
                     own.unended.append(f"{one.place}: message {answer.message}")
+        return own
 
     def text_of(self, record: Record) -> TextOf:
         """Return a function that renders the record as plain text and caches the results."""
