@@ -11,6 +11,7 @@ generation tags, transformers has no mask, so it gets TRL's version of the templ
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -57,6 +58,9 @@ class Chatml:
     def chunks(self, records: Iterable[Record]) -> Chunks:
         return self.renderer.render_chunks(records)
 
+    def rows(self, records: list[Record], *, threads: int | None) -> Rows:
+        return self.renderer.render(records, threads=threads)
+
     def texts(self, records: list[Record]) -> list[str]:
         return list(message_columns(records, self.renderer.format, self.renderer.compiled).texts)
 
@@ -72,6 +76,10 @@ class Template:
         # Create a new renderer each time, because deriving the template is part of the work.
         renderer = TemplateRenderer(self.source, self.tokenizer)
         return renderer.render_chunks(renderer.renderable(records))
+
+    def rows(self, records: list[Record], *, threads: int | None) -> Rows:
+        renderer = TemplateRenderer(self.source, self.tokenizer)
+        return renderer.render(list(renderer.renderable(records)), threads=threads)
 
     def texts(self, records: list[Record]) -> list[str]:
         return [message.content for record in records for message in record.messages]
@@ -179,9 +187,13 @@ def main() -> None:
             pass
 
     seconds = interleaved(args.runs, encode=lambda: encode_alone(fast, texts), render=render_all)
+    in_threads = interleaved(
+        args.runs, one=lambda: way.rows(records, threads=1), all=lambda: way.rows(records, threads=None)
+    )
     peer_seconds = interleaved(min(args.runs, 3), peer=lambda: peer_rows(peer, few))["peer"]
     speed, peer_speed = tokens / seconds["render"], len(few_rows.ids) / peer_seconds
     share, ratio = seconds["encode"] / seconds["render"], speed / peer_speed
+    cores, times_threads = len(os.sched_getaffinity(0)), in_threads["one"] / in_threads["all"]
     packages = ("chatmill", "fastokens", "tokenizers", "transformers", "trl")
     wanted, named = ("target 30", "chatml") if args.format == "chatml" else ("target 10", args.template)
     report(
@@ -196,6 +208,10 @@ def main() -> None:
             ("fastokens, encoding the same texts", f"{seconds['encode']:.2f} s"),
             ("chatmill render", f"{seconds['render']:.2f} s, {speed / 1e6:.1f} Mtok/s"),
             ("speed relative to bare encoding" + (" (target 0.75)" if named == "chatml" else ""), f"{share:.2f}"),
+            (
+                f"one list on 1 and {cores} threads",
+                f"{in_threads['one']:.2f} and {in_threads['all']:.2f} s, {times_threads:.2f} times",
+            ),
             ("transformers apply_chat_template, row by row", f"{peer_speed / 1e6:.3f} Mtok/s"),
             (f"speedup over transformers ({wanted})", f"{ratio:.1f}"),
             ("peak memory of chatmill and of transformers", " and ".join(f"{x / 1e6:.0f} MB" for x in memory.values())),
@@ -210,6 +226,8 @@ def main() -> None:
             "encode_s": seconds["encode"],
             "render_s": seconds["render"],
             "share_of_encoding": share,
+            "list_s": {"1": in_threads["one"], str(cores): in_threads["all"]},
+            "times_threads": times_threads,
             "peer_tokens_per_s": peer_speed,
             "times_transformers": ratio,
             "memory": memory,

@@ -74,6 +74,12 @@ def _speed_kept(results: Results) -> float:
 TARGETS = [
     Target("rendering: speed relative to bare encoding", 0.75, lambda r: r["render"]["share_of_encoding"]),
     Target("rendering: speedup over transformers", 30, lambda r: r["render"]["times_transformers"], " times", 1),
+    Target(
+        "rendering a list on all cores: speedup over one thread",
+        1.5,
+        lambda r: r["render"]["times_threads"],
+        " times",
+    ),
     Target("chat templates: speedup over transformers", 10, lambda r: r["template"]["times_transformers"], " times", 1),
     Target("chat templates: number of TRL's 41 templates that certify", 37, lambda r: r["certify"]["certified"], "", 0),
     Target(
