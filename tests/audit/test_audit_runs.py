@@ -378,8 +378,8 @@ FORGERIES = [
         ":1: dataset_load has world_size 1000; expected a divisor of batch_size 8",
     ),
     ("dataset_load", swap(rb'config="(?:[^"\\]|\\.)*"', b"config=1"), ":1: config cannot be read"),
-    ("dataset_load", lambda line: [], ":1: is epoch_start; expected dataset_load"),
-    ("dataset_load", lambda line: [line, line], ":2: is dataset_load, which cannot occur here"),
+    ("dataset_load", lambda line: [], ":1: has action epoch_start; expected dataset_load"),
+    ("dataset_load", lambda line: [line, line], ":2: has action dataset_load, which cannot occur here"),
     ("epoch_start", lambda line: [], ":2: covers steps of epoch 0, which has no epoch_start line"),
     ("epoch_start", lambda line: [line, line], ":3: starts epoch 0 in the middle of epoch 0"),
     ("steps", lambda line: [], ":3: covers steps 5 to 6; expected at most 5, starting at 0"),
@@ -387,15 +387,15 @@ FORGERIES = [
     ("steps", swap(rb"stop_step=5", b"stop_step=6"), ":3: covers steps 0 to 6; expected at most 5, starting at 0"),
     ("steps", swap(rb"stop_step=5", b"stop_step=4"), ":3: steps has digest "),
     ("steps", swap(rb"row=0", b"row=8"), ":3: steps has row 8; expected 0"),
-    ("drop_last", lambda line: [], ":5: is epoch_complete; expected drop_last"),
+    ("drop_last", lambda line: [], ":5: has action epoch_complete; expected drop_last"),
     ("drop_last", swap(rb'episode_ids="\[', rb'episode_ids="[1, '), ":5: drop_last has episode_ids "),
-    ("epoch_complete", lambda line: [], ":6: is epoch_start; expected epoch_complete"),
+    ("epoch_complete", lambda line: [], ":6: has action epoch_start; expected epoch_complete"),
     ("epoch_complete", swap(rb"seen=48", b"seen=50"), ":6: epoch_complete has episodes_seen 50; expected 48"),
     ("checkpoint", swap(rb"step=9", b"step=8"), ":9: checkpoint has step 8; expected 9"),
-    ("checkpoint", swap(rb"action=checkpoint", b"action=coffee"), ":9: is coffee, which cannot occur here"),
+    ("checkpoint", swap(rb"action=checkpoint", b"action=coffee"), ":9: has action coffee, which cannot occur here"),
     ("checkpoint", lambda line: [], ":10: resumes from "),
     ("resume", swap(rb"abandoned=1", b"abandoned=2"), ":11: resume has abandoned 2; expected 1"),
-    ("resume", lambda line: [], ":11: is dataset_load, which cannot occur here"),
+    ("resume", lambda line: [], ":11: has action dataset_load, which cannot occur here"),
 ]
 
 
@@ -425,7 +425,7 @@ def test_bytes_after_the_last_line_are_torn_only_without_a_line_break(dataset, t
     audit.path.write_bytes(whole + b"2026")
     assert verify_log(audit.path, dataset).torn == [count + 1]
     audit.path.write_bytes(whole + b"2026\n")
-    assert f":{count + 1}: is not a line of an audit log" in verify_log(audit.path, dataset).fault
+    assert f":{count + 1}: is not an audit log line" in verify_log(audit.path, dataset).fault
 
 
 def test_truncation_is_detected_up_to_the_last_head_and_later_lines_are_unanchored(dataset, tmp_path):
@@ -488,7 +488,7 @@ def test_a_torn_line_is_reported_and_the_log_is_continued(dataset, tmp_path):
     assert f":{last + 1}: resume has torn_bytes" in verify_log(audit.path, dataset).fault
     lines.insert(3, b"garbage")
     audit.path.write_bytes(b"\n".join(lines))
-    assert ":4: is not a line of an audit log" in verify_log(audit.path, dataset).fault
+    assert ":4: is not an audit log line" in verify_log(audit.path, dataset).fault
 
 
 def test_a_run_with_another_world_size_continues_the_same_log(dataset, tmp_path):
@@ -501,13 +501,13 @@ def test_a_loader_at_another_step_than_its_log_is_refused(dataset, tmp_path):
     _, states = run(dataset, tmp_path, 9, checkpoints=(9,))
     loader = EpisodeLoader(dataset, SMALL, listener=Audit(tmp_path))
     loader.load_state_dict(states[9]["loader"])
-    with pytest.raises(AuditError, match="the loader is at step 9, its audit log at 0; give Audit the state"):
+    with pytest.raises(AuditError, match="the loader is at step 9, but its audit log is at step 0; pass Audit"):
         loader.get_batch()
 
 
 @pytest.mark.parametrize("state", [{}, {"log": "../x", "head": "", "cursor": {}, "given": {}}, [], "no"])
 def test_a_damaged_audit_state_is_one_error_line(tmp_path, state):
-    with pytest.raises(AuditError, match="the state of the audit log is damaged"):
+    with pytest.raises(AuditError, match="the audit state is damaged"):
         Audit(tmp_path, state=state)
 
 
@@ -560,7 +560,7 @@ def test_a_missing_or_empty_log_is_one_error_line(dataset, tmp_path):
     (tmp_path / "empty.log").write_bytes(b"")
     assert (
         verify_log(tmp_path / "empty.log", dataset).fault
-        == f"{tmp_path / 'empty.log'}: is empty; expected an audit log"
+        == f"{tmp_path / 'empty.log'}: the file is empty; expected an audit log"
     )
 
 
@@ -615,7 +615,7 @@ def test_an_edited_state_is_refused(dataset, checkpointed, tmp_path, place, valu
     assert verify_log(log, dataset, states=saved_states(file, log)).fault is None
     file.write_text(json.dumps(edited(state, *place, value=value)))
     fault = verify_log(log, dataset, states=saved_states(file, log)).fault
-    assert fault is not None and fault.startswith(f"{file}: ") and fault.endswith("; it was changed")
+    assert fault is not None and fault.startswith(f"{file}: ") and fault.endswith("; the checkpoint was changed")
     assert "\n" not in fault
 
 
@@ -627,7 +627,7 @@ def test_a_run_does_not_resume_from_an_edited_cursor(dataset, checkpointed, tmp_
     shutil.copy(log, folder)
     value = state["audit"]["cursor"][name] + 1
     lie = edited(edited(state, "audit", "cursor", name, value=value), "loader", "cursors", "train", name, value=value)
-    with pytest.raises(AuditError, match=r"does not match the checkpoint: audit.cursor is .*; the log has .*changed"):
+    with pytest.raises(AuditError, match=r"match the checkpoint: audit.cursor is .*, but .* in the log; .* changed"):
         run(dataset, folder, 20, saved=lie)
     assert (folder / log.name).read_bytes() == log.read_bytes()
     run(dataset, folder, 20, saved=state)

@@ -129,7 +129,7 @@ def test_verify_detects_a_truncated_log_with_its_checkpoint(run, log):
     other = log.rename(log.with_name("audit_other.log"))
     code, _, err = run("audit", "verify", str(other), "--checkpoint", "checkpoint")
     assert code == 1 and err == (
-        "chatmill: checkpoint: does not mention audit_other.log; expected the state of a checkpoint of that run\n"
+        "chatmill: checkpoint: does not mention audit_other.log; expected a checkpoint of the run that wrote this log\n"
     )
 
 

@@ -135,7 +135,7 @@ def test_a_file_of_a_dataset_a_missing_bucket_and_a_web_server_are_reported_in_o
     code, _, err = run("prepare", f"{bucket}/chat.jsonl", "-o", "s3://no-bucket/v1")
     assert (code, err) == (
         1,
-        "chatmill: s3://no-bucket/v1: the bucket no-bucket does not exist; create it, or check its name\n",
+        "chatmill: s3://no-bucket/v1: the bucket no-bucket does not exist; create it or check its name\n",
     )
     wrong = "objects at https:// cannot be removed; use s3://, gs://, az:// or a local path\n"
     assert run("clean", "https://example.org/v1") == (2, "", f"chatmill: https://example.org/v1: {wrong}")

@@ -191,7 +191,7 @@ def test_an_existing_dataset_is_replaced_only_with_overwrite(run, files):
 
 
 def test_a_glob_must_match_one_file(run, files):
-    line = "chatmill: *.jsonl: matches 2 files; expected one\n"
+    line = "chatmill: *.jsonl: matches 2 files; expected one file\n"
     assert run("rollout", "answers", "*.jsonl", "-o", "out", "--add-tokens") == (2, "", line)
     assert run("rollout", "build", "*.jsonl", "truth.jsonl", "-o", "out", "--add-tokens") == (2, "", line)
     assert run("rollout", "answers", "t*.jsonl", "-o", "out", "--add-tokens")[0] == 0

@@ -115,7 +115,7 @@ def test_an_object_with_a_wrong_hash_is_one_error_line_and_leaves_nothing(size, 
         fetched(each)
     assert str(error.value) == (
         f"memory://cache-tests/wrong: sha256 {other.sha256[:12]}…; expected {each.sha256[:12]}…; "
-        "it was changed or damaged, upload the dataset again"
+        "the object was changed or damaged; upload the dataset again"
     )
     assert [list((folder / name).iterdir()) for name in ("objects", "partial", "locks")] == [[], [], []]
 
@@ -123,7 +123,7 @@ def test_an_object_with_a_wrong_hash_is_one_error_line_and_leaves_nothing(size, 
 def test_a_truncated_object_is_one_error_line():
     each = stored("cut", 5000)
     objects.write(each.url, objects.read(each.url)[:-1])
-    with pytest.raises(RemoteError, match=r"cut: 4,999 bytes; expected 5,000; it is truncated, upload"):
+    with pytest.raises(RemoteError, match=r"cut: 4,999 bytes; expected 5,000; the object is truncated; upload"):
         fetched(each)
 
 
@@ -203,19 +203,19 @@ def test_a_cache_writable_by_other_users_is_refused(folder, tmp_path, monkeypatc
     cache.cache_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
-    with pytest.raises(UsageError, match=r"cache: other users can write to the cache; chmod go-w it"):
+    with pytest.raises(UsageError, match=r"cache: other users can write to the cache; run chmod go-w"):
         cache.cache_folder()
     folder.chmod(0o700)
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "link"))
-    with pytest.raises(UsageError, match=r"link: the cache must not be a link"):
+    with pytest.raises(UsageError, match=r"link: the cache must not be a symbolic link"):
         cache.cache_folder()
     (tmp_path / "file").touch()
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(UsageError, match=r"file: the cache must be a folder"):
         cache.cache_folder()
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "file" / "below"))
-    with pytest.raises(UsageError, match=r"below: cannot be used for the cache .*; set CHATMILL_CACHE_DIR"):
+    with pytest.raises(UsageError, match=r"below: cannot be the cache .*; set CHATMILL_CACHE_DIR"):
         cache.cache_folder()
 
 
@@ -224,7 +224,7 @@ def test_replaced_cache_folders_are_refused(folder, tmp_path):
     (folder / "objects").rmdir()
     (tmp_path / "theirs").mkdir()
     (folder / "objects").symlink_to(tmp_path / "theirs")
-    with pytest.raises(UsageError, match=r"objects: the cache must not be a link"):
+    with pytest.raises(UsageError, match=r"objects: the cache must not be a symbolic link"):
         cache.cache_folder()
     (folder / "objects").unlink()
     (folder / "objects").mkdir()

@@ -206,7 +206,7 @@ def test_a_missing_bucket_is_distinguished_from_a_missing_object(s3, rclone_serv
                 lambda: write(url, b"1"),
                 lambda: names_below(url),
             ):
-                one_line_of(call, "the bucket no-such-bucket-here does not exist; create it, or check its name")
+                one_line_of(call, "the bucket no-such-bucket-here does not exist; create it or check its name")
 
 
 def test_wrong_and_missing_credentials_are_reported_immediately(rclone_server, monkeypatch):
@@ -232,10 +232,10 @@ def test_a_wrong_server_address_is_reported_immediately(s3_server, endpoint, mon
     host = s3_server.endpoint.partition("://")[2]
     monkeypatch.setattr(objects.time, "sleep", lambda _: pytest.fail("made again"))
     with Server(0, s3_environment(endpoint.replace("HOST", host))).in_environment():
-        text = one_line_of(lambda: find(Url("s3://bucket/x")), "check AWS_ENDPOINT_URL: http:// or https://")
+        text = one_line_of(lambda: find(Url("s3://bucket/x")), "check AWS_ENDPOINT_URL: use http:// or https://")
     assert "word@" not in text
     if endpoint == "https://HOST":
-        one_line_of(lambda: find(Url(f"https://{host}/x")), "check the address: http:// or https://, the host")
+        one_line_of(lambda: find(Url(f"https://{host}/x")), "check the address: use http:// or https://")
 
 
 def test_the_password_for_a_web_server_is_used_and_never_shown(web):
@@ -280,7 +280,7 @@ def test_secrets_in_the_environment_are_never_shown(monkeypatch):
     ("name", "wrong"),
     [
         ("https://u:a/b@host/x", "https://…: is not a URL; "),
-        ("s3://key:secret@bucket/x", "s3://bucket/x: contains a password; set it in the environment"),
+        ("s3://key:secret@bucket/x", "s3://bucket/x: contains a password; set credentials in the environment"),
         ("s3://b/x?X-Amz-Signature=abc", "s3://b/x: contains a signature; use https://"),
         ("az://c/x?sv=2024&sig=abc", "az://c/x: contains a signature; "),
         ("ftp://u:p@host/x", "ftp://host/x: ftp:// is not supported; "),
@@ -313,7 +313,7 @@ def test_a_name_is_parsed_as_a_path_or_a_url(name, meant):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("file://other/x", "file://other/x: is a file on another machine; expected file:///PATH"),
+        ("file://other/x", "file://other/x: names a file on another machine; expected file:///PATH"),
         ("s3:///team/x", "s3:///team/x: has no bucket; expected s3://BUCKET/NAME, with two slashes"),
         ("hf:///datasets/x", "hf:///datasets/x: has no repository; expected hf://REPOSITORY/NAME, with two slashes"),
         ("https:///x?sig=abc", "https:///x: has no host; expected https://HOST/NAME, with two slashes"),
@@ -354,7 +354,7 @@ def test_a_missing_library_is_one_error_line_that_names_the_extra(monkeypatch, u
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     text = one_line_of(lambda: find(Url(url)), kind=UsageError)
-    assert text == f"{url}: {url.partition(':')[0]}:// needs a library; pip install 'chatmill[{extra}]'"
+    assert text == f"{url}: {url.partition(':')[0]}:// needs a library; run pip install 'chatmill[{extra}]'"
 
 
 def test_settings_of_fsspec_are_used(s3, monkeypatch):

@@ -96,7 +96,7 @@ def test_an_invalid_reply_is_one_error_line(answer, said):
 def test_an_unreachable_server_is_one_error_line():
     with serving(completion) as (url, _):
         pass
-    with pytest.raises(DataError, match="no answer"):
+    with pytest.raises(DataError, match="did not answer"):
         CompletionServer(url, "m", 3, attempts=2, pause=0.01)([[1]], step=0)
     with pytest.raises(UsageError, match="is not a server URL"):
         CompletionServer("file:///etc", "m", 3)
@@ -115,7 +115,7 @@ def test_a_logged_run_is_replayed_from_its_log(tmp_path):
     assert replay([[1]], step=4, first_row=1) == [[8]]
     with pytest.raises(DataError, match="no rollout for step 1, row 0"):
         replay([[1]], step=1)
-    with pytest.raises(DataError, match="step 0, row 1 is for another prompt"):
+    with pytest.raises(DataError, match="step 0, row 1 has another prompt"):
         replay([[1], [3]], step=0)
 
 

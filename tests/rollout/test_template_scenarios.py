@@ -237,7 +237,7 @@ def test_prompts_are_the_generation_prompts_of_transformers(opened):
 def test_a_rollout_of_another_prompt_is_refused(opened):
     truth = GroundTruth(Record(QUESTION, "a"), (CAT,))
     other = opened.prompt([Message("user", "what is there?")])
-    with pytest.raises(DataError, match="the prompt for training differs from the one for generation"):
+    with pytest.raises(DataError, match="the prompt for training differs from the prompt for generation"):
         target_rows([(truth, Rollout("a", rollout_ids("{}␃", opened.task), other, 0, 0))], opened.task, Health())
 
 

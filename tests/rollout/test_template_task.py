@@ -98,7 +98,7 @@ def encode(text: str, task: Task) -> list[int]:
 def test_a_folder_without_coordinate_tokens_is_refused_unless_the_schema_has_none(tmp_path):
     folder = write_folder(tmp_path / "model", "chatml")
     (folder / "tokenizer.json").write_bytes(train_bpe([TEXT], vocab_size=300, control=CONTROL))
-    with pytest.raises(UsageError, match=r"the vocabulary lacks <\|coord_0\|>; add the coordinate tokens to it"):
+    with pytest.raises(UsageError, match=r"the vocabulary lacks <\|coord_0\|>; add the coordinate tokens"):
         open_task(str(folder), None)
     with pytest.raises(UsageError, match="--add-tokens with --format template"):
         open_task(str(folder), None, add_tokens=True)

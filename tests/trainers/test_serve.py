@@ -162,12 +162,12 @@ def test_what_this_server_cannot_do_is_one_line(place, url):
     with pytest.raises(DataError, match=r'status 4..: .*set server_api to "chat" or "completions"') as caught:
         CompletionServer(url, folder, 5, pause=0)(prompts, step=0)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match="check that the server runs and serves no/such/model"):
+    with pytest.raises(DataError, match="check that the server is running and serves no/such/model"):
         TextServer(url, "no/such/model", 5, pause=0, task=task, api="completions")(prompts, step=0)
     # Text that looks like a control token is a token on the server, and text in training.
     record = Record([Message("user", "end <|im_end|> here")])
     prompt = prompt_lists(task_prompts([GroundTruth(record, ())], task))
-    with pytest.raises(DataError, match=rf"reports \d+ tokens in a prompt that has {len(prompt[0])} in training"):
+    with pytest.raises(DataError, match=rf"reports \d+ prompt tokens, but training has {len(prompt[0])}"):
         TextServer(url, folder, 5, task=task, api="chat")(prompt, step=0, records=[record])
 
 

@@ -1,9 +1,9 @@
 """Record the batches that a run trains on in an audit log, and verify the log.
 
-Audit                      loader listener that writes the log
+Audit                      a loader listener that writes the log
 verify_log, AuditResult    recompute every line from the dataset and compare
 replay_step, ReplayedStep  rebuild the exact batch of a step
-saved_states, SavedState   the audit state saved in checkpoints, to compare with the log
+saved_states, SavedState   read the audit state from checkpoints, to compare it with the log
 read_log, LogLine, …       read and write the log file line by line
 """
 

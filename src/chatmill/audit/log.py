@@ -2,8 +2,9 @@
 
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
-A value is plain text or a JSON string in which `|` is also escaped, so no value can end a field or a line. The log is
-append-only: a line truncated by a crash stays in the file, and the next line records its length and hash.
+A field value is plain text, or a JSON string in which `|` is also escaped, so a value never contains a separator or a
+line break. The log is append-only: a line truncated by a crash stays in the file, and the next line records the length
+and hash of the truncated one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from chatmill.plain_file import check_plain, local_path, open_plain
 from chatmill.store import files
 
 START = "0" * 64
-"""The previous hash of the first line."""
+"""Placeholder for the hash of the previous line in the first line of a log."""
 PREVIOUS = "previous"
 PLAIN = re.compile(r"[A-Za-z0-9_.:/+@-]+\Z")
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -37,18 +38,18 @@ Clock = Callable[[], datetime]
 
 
 class AuditError(ChatmillError):
-    """Raised if the audit log cannot be written or continued; this stops the run."""
+    """Raised if the audit log cannot be written or continued. The error stops the run."""
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One parsed line of a log; `raw` is the line without its line break."""
+    """One parsed line of an audit log; `raw` contains the bytes of the line without the line break."""
 
     raw: bytes
     time: str
     action: str
     fields: Mapping[str, str]
-    """All fields except the action and the previous hash."""
+    """All fields of the line except `action` and `previous`."""
     previous: str
 
     @cached_property
@@ -61,43 +62,43 @@ def now() -> datetime:
 
 
 def write_line(time: datetime, action: str, fields: Mapping[str, Any], previous: str) -> bytes:
-    """Format a line, without its line break."""
+    """Return the bytes of a log line, without the line break."""
     stamp = time.astimezone(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
     parts = [stamp, "TRAINING", "INFO"]
     for name, value in {"action": action, **fields, PREVIOUS: previous}.items():
         if not NAME.match(name):
-            raise ValueError(f"{name!r} cannot name a field")
+            raise ValueError(f"{name!r} is not a valid field name")
         parts.append(f"{name}={_escaped(as_text(value))}")
     return SEPARATOR.join(parts).encode("ascii")
 
 
 def parse_line(raw: bytes) -> LogLine:
-    """Parse a line; raise `DataError` unless `write_line` would produce exactly these bytes."""
+    """Parse a log line; raise `DataError` unless `write_line` would produce exactly the same bytes."""
     try:
         time, category, level, *pairs = raw.decode("ascii").split(SEPARATOR)
         fields = {}
         for pair in pairs:
             name, _, value = pair.partition("=")
             if name in fields:
-                raise ValueError(f"{one_line(name)} occurs twice")
+                raise ValueError(f"the field {one_line(name)} occurs twice")
             fields[name] = json.loads(value) if value.startswith('"') else value
         action, previous = fields.pop("action"), fields.pop(PREVIOUS)
         if not TIME.match(time) or (category, level) != ("TRAINING", "INFO"):
-            raise ValueError("it does not start with a time, TRAINING and INFO")
+            raise ValueError("the line does not start with a time, TRAINING and INFO")
         if not HASH.match(previous):
-            # The hash is the last field, so it is incomplete in any truncated line.
-            raise ValueError("it does not end with a complete hash")
+            # The hash is the last field, so a truncated line never ends with a complete hash.
+            raise ValueError("the line does not end with a complete hash")
         if write_line(datetime.fromisoformat(time), action, fields, previous) != raw:
-            raise ValueError("it is not formatted as chatmill writes it")
+            raise ValueError("the line is formatted differently from the lines that chatmill writes")
     except KeyError as error:
-        raise DataError(f"has no {error.args[0]}") from None
+        raise DataError(f"has no {error.args[0]} field") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is not a line of an audit log ({one_line(str(error))})") from None
+        raise DataError(f"is not an audit log line ({one_line(str(error))})") from None
     return LogLine(raw, time, action, fields, previous)
 
 
 def as_text(value: Any) -> str:
-    """Return the text of a field: strings unchanged, other values as JSON."""
+    """Return a field value as text: strings unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -107,16 +108,16 @@ def _escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class TornLine:
-    """Bytes between two lines, or at the end of the log, that are not a valid line."""
+    """A line of the log file that is not a valid log line, for example because a crash truncated it."""
 
     raw: bytes
     why: str
     breaks_off: bool = False
-    """Whether it is the last line of the log and has no line break."""
+    """Whether the torn line is the last line of the file and has no line break."""
 
 
 def read_log(path: Path) -> list[LogLine | TornLine]:
-    """Read a log line by line; a line truncated by a crash becomes a `TornLine`."""
+    """Return the lines of an audit log; an invalid line, such as one truncated by a crash, becomes a `TornLine`."""
     try:
         with open_plain(path) as file:
             raw = file.read()
@@ -135,7 +136,7 @@ def read_log(path: Path) -> list[LogLine | TornLine]:
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """Return the fields that record these torn lines in the next valid line."""
+    """Return the fields with which the next valid line records the torn lines before it."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 
@@ -151,17 +152,17 @@ class AuditLog:
             raise AuditError(f"{path}: another run is writing this log; use another folder") from None
         self.path = path
         self.head = head
-        """The hash of the last line, which covers all lines before it."""
+        """The hash of the last line, which depends on all earlier lines."""
         self._fd: int | None = fd
         self._clock = clock
         self._made: list[Path] = []
         """Folders created for this log, innermost first."""
         self._line_break = b""
-        """A line break to write before the next line, if a crash left the last line without one."""
+        """A line break to write before the next line if a crash truncated the last line; otherwise empty."""
 
     @classmethod
     def create(cls, folder: str | Path, *, clock: Clock = now) -> AuditLog:
-        """Create an empty log, named after the current time."""
+        """Create an empty log file, named after the current time."""
         place = local_path(folder)
         stamp = clock().astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
         made = files.missing_folders(place)
@@ -180,9 +181,9 @@ class AuditLog:
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
-        """Open a log to continue from the line with the hash `head`; also return the fields for the `resume` line.
+        """Open a log to continue after the line with the hash `head`; return it and the fields of the `resume` line.
 
-        Later lines and torn lines stay in the file; later lines count as abandoned.
+        Valid lines after `head` count as abandoned. Abandoned and torn lines stay in the file.
         """
         place = Path(path)
         try:
@@ -190,7 +191,7 @@ class AuditLog:
             fd = files.disk.append(place)
         except OSError as error:
             raise AuditError(
-                f"{place}: cannot continue the audit log ({error.strerror}); restore it next to its checkpoint"
+                f"{place}: cannot continue the audit log ({error.strerror}); restore the log next to its checkpoint"
             ) from None
         log = cls(place, fd, head=head, clock=clock)
         try:
@@ -201,7 +202,7 @@ class AuditLog:
         return log, fields
 
     def _continue(self) -> dict[str, Any]:
-        """Find the line with hash `head`. Bytes after the last line are torn, unless only its line break is missing."""
+        """Set `head` to the hash of the last valid line; return the fields of the `resume` line."""
         everything = read_log(self.path)
         lines = [line for line in everything if isinstance(line, LogLine)]
         torn: list[TornLine] = []
@@ -221,7 +222,7 @@ class AuditLog:
         return fields
 
     def add(self, action: str, fields: Mapping[str, Any], *, durable: bool = False) -> str:
-        """Append a line and return its hash, the new head. `durable` also syncs the line to disk."""
+        """Append a line and return its hash, which becomes the new head. With `durable`, also sync the line to disk."""
         if self._fd is None:
             raise AuditError(f"{self.path}: the audit log is closed, or an earlier write failed")
         raw = write_line(self._clock(), action, fields, self.head)
@@ -235,7 +236,7 @@ class AuditLog:
         except OSError as error:
             files.disk.close(fd)
             raise AuditError(
-                f"{self.path}: cannot write the audit log ({error.strerror}); the run stops, as it cannot be audited"
+                f"{self.path}: cannot write the audit log ({error.strerror}); the run stops because it needs the log"
             ) from None
         self._fd, self._line_break, self.head = fd, b"", hashlib.sha256(raw).hexdigest()
         return self.head
@@ -246,13 +247,13 @@ class AuditLog:
             self._fd = None
 
     def remove(self) -> None:
-        """Remove a log made by `create`, and the folders created for it."""
+        """Remove a log file made by `create`, and the folders that `create` made."""
         self.close()
         files.remove_all([self.path, *self._made])
 
 
 def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
-    """Parse the line that follows `last`; return None if the bytes are not a valid next line."""
+    """Parse `raw` as the line after `last`; return None if it is not a valid line with the hash of `last`."""
     try:
         line = parse_line(raw)
     except DataError:

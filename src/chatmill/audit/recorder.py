@@ -1,15 +1,15 @@
-"""A loader listener that records which batches were returned.
+"""A loader listener that records in the audit log which batches the loader returned.
 
-    dataset_load     which dataset, under which config, in which order
-    epoch_start      the effective seed of the epoch and its first episodes
+    dataset_load     the dataset, the config and the order of episodes
+    epoch_start      the effective seed and the first episodes of the epoch
     steps            a digest of the rows that the loader returned for a range of steps
-    drop_last        episodes that did not fill a batch
+    drop_last        the episodes left over at the end of the epoch, which did not fill a batch
     epoch_complete   the number of episodes in the epoch
-    mix              the share of each source, requested and realised
-    checkpoint       the run's cursor; the checkpoint stores the hash of this line, the head
-    resume           the head that the run resumes from
+    mix              the requested and the realised share of each source
+    checkpoint       the run's cursor; the saved checkpoint stores the hash of this line as `head`
+    resume           the hash of the checkpoint line that the run resumes from
 
-The fields of a line are pure functions of the plan, so `verify_log` can recompute them from the dataset.
+The fields of each line are pure functions of the load plan, so `verify_log` can recompute them from the dataset.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 EVERY = 100
 """Maximum number of steps per digest."""
 ROW_DIGEST = "sha256"
-"""The kind of row digest that loaders compute, by its name in `DIGESTS`."""
+"""The name, in `DIGESTS`, of the row digest that loaders compute."""
 SHOWN = 10
 """Number of episodes listed in an epoch_start line."""
 Numbers = NDArray[np.int64]
 Reduce = Callable[[Numbers], Numbers]
-"""Sums an array over all ranks (all-reduce)."""
+"""A function that sums an array over all ranks (all-reduce)."""
 BatchSum = tuple[NDArray[np.uint64] | None, Numbers | None]
-"""The digest of a batch, and the amount that each source contributed to it."""
+"""The digest of a batch, and the amount of data that each source contributed to the batch."""
 
 
 class Audit:
-    """Writes the audit log of a run; pass an instance to `EpisodeLoader` as `listener`. Only rank 0 writes a file.
+    """Writes the audit log of a run; pass an instance to `EpisodeLoader` as `listener`. Only rank 0 writes the log.
 
-    One digest covers at most `every` steps. To resume a run, pass the `state` that `checkpoint` returned; the log is
-    continued. Digests cover the rows of rank 0 only, unless `reduce` is a function that sums an array over all ranks.
+    One digest covers at most `every` steps. To resume a run and continue its log, pass the `state` that `checkpoint`
+    returned. Digests cover the rows of rank 0 only, unless `reduce` is a function that sums an array over all ranks.
     Raises `AuditError` if a line cannot be written.
 
         audit = Audit("logs/audit")
@@ -69,7 +69,7 @@ class Audit:
         self._folder, self._every, self._reduce, self._clock = Path(folder), every, reduce, clock
         self._state = None if state is None else _checked_state(state)
         self._at = Cursor() if self._state is None else Cursor(**self._state["cursor"])
-        """The cursor at which the next batch must begin."""
+        """The expected cursor of the next batch."""
         self._log: AuditLog | None = None
         self._plan: LoadPlan | None = None
         self._pending: list[PlannedStep] = []
@@ -79,14 +79,14 @@ class Audit:
 
     @property
     def path(self) -> Path | None:
-        """The log file; None on ranks other than 0, and until the loader opens the log."""
+        """The path of the log file; None on ranks other than 0, and before the loader opens the log."""
         return None if self._log is None else self._log.path
 
-    # Called by the loader.
+    # Methods that the loader calls.
 
     def loaded(self, loader: EpisodeLoader) -> None:
         if self._plan is not None:
-            raise AuditError("an Audit works with one loader only; create another Audit")
+            raise AuditError("an Audit can be used with only one loader; create another Audit")
         self._plan = loader.plan(loader.split)
         if loader.rank != 0:
             return
@@ -118,8 +118,8 @@ class Audit:
             return
         if step.at != self._at:
             raise AuditError(
-                f"the loader is at step {step.at.step}, its audit log at {self._at.step}; "
-                "give Audit the state that was saved together with the loader state"
+                f"the loader is at step {step.at.step}, but its audit log is at step {self._at.step}; "
+                "pass Audit the state that was saved together with the loader state"
             )
         self._pending.append(step)
         self._batches.append((digest, source_counts))
@@ -133,12 +133,12 @@ class Audit:
                 self._write("drop_last", drop_fields(epoch, step))
             self._write("epoch_complete", complete_fields(plan, epoch, step), durable=True)
 
-    # Called by the training run.
+    # Methods that the training run calls.
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """Write the run's cursor and sync the log; return the state to save in the checkpoint, or None if not rank 0.
+        """Log the run's cursor and sync the log; return the state to save in the checkpoint, or None except on rank 0.
 
-        With `reduce`, all ranks must call this method and `close`.
+        If `Audit` was created with `reduce`, all ranks must call `checkpoint` and `close`.
         """
         self._flush()
         self._write_mix()
@@ -148,14 +148,14 @@ class Audit:
         return {"log": self._log.path.name, "head": head, "cursor": self._at._asdict(), "given": dict(self._total)}
 
     def close(self) -> None:
-        """Write the pending steps and close the file."""
+        """Log the pending steps and close the log."""
         self._flush()
         self._write_mix()
         if self._log is not None:
             self._log.close()
 
     def discard(self) -> None:
-        """Remove the log of a run that did not train on any batch; a continued log is only closed."""
+        """Remove the log of a run that did not train on any batch; only close a log that the run continued."""
         if self._log is not None:
             if self._state is None:
                 self._log.remove()
@@ -193,17 +193,15 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError
         return {"log": log, "head": str(head), "cursor": dict(cursor), "given": dict(given)}
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise AuditError(
-            "the state of the audit log is damaged; expected the state that Audit.checkpoint returned"
-        ) from None
+        raise AuditError("the audit state is damaged; expected the state that Audit.checkpoint returned") from None
 
 
 def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> None:
-    """Raise `AuditError` if a saved state differs from the checkpoint in the log, or belongs to another dataset."""
+    """Raise `AuditError` if a saved state differs from its checkpoint line in the log, or from the dataset."""
     try:
         logged = logged_checkpoints(read_log(path)).get(state["head"])
     except DataError as error:
-        raise AuditError(f"{error}; restore it next to its checkpoint") from None
+        raise AuditError(f"{error}; restore the log next to its checkpoint") from None
     if logged is None:
         raise AuditError(
             f"{path}: no checkpoint line has the hash {one_line(state['head'], 12)} that the state records; "
@@ -213,10 +211,10 @@ def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> Non
     loader = {"dataset_sha256": datasets_hash(plan.sources), "config": order, "config_sha256": order_sha256(order)}
     run = {"loader": {**loader, "cursors": {plan.split: state["cursor"]}}}
     if fault := first_difference(SavedState(state, run), logged):
-        raise AuditError(f"{path}: does not match the checkpoint: {fault}; one of them was changed")
+        raise AuditError(f"{path}: does not match the checkpoint: {fault}; the log or the checkpoint was changed")
 
 
-# The fields of each line as functions of the plan, used to write and to verify the log.
+# Functions that compute the fields of each line from the load plan, to write and to verify the log.
 
 
 def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
@@ -224,7 +222,7 @@ def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     for name in ("token_dtype", "mix_epochs"):
         if config[name] is None:
-            # Omit null values, so that logs without these keys are identical to logs of earlier versions.
+            # Omit null values, so that the log is identical to the log of earlier versions, which lack these keys.
             del config[name]
 
     def count(split: str) -> int:
@@ -258,7 +256,7 @@ def start_fields(plan: LoadPlan, epoch: int) -> dict[str, Any]:
 def steps_fields(
     plan: LoadPlan, steps: Sequence[PlannedStep], digest: NDArray[np.uint64], source_counts: Numbers | None
 ) -> dict[str, Any]:
-    """Return the range of steps, the first cursor, the digest of the rows, and the counts per source."""
+    """Return the range of steps, the first step's cursor, the digest of the rows, and the counts per source."""
     first, stop = steps[0].at, steps[-1].after.step
     position = {name: value for name, value in first._asdict().items() if name != "step"}
     fields = {"first_step": first.step, "stop_step": stop, **position, "digest": digest.astype("<u8").tobytes().hex()}
@@ -279,7 +277,7 @@ def complete_fields(plan: LoadPlan, epoch: int, step: PlannedStep) -> dict[str, 
 
 
 def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
-    """Return the requested shares of the sources, and the actual shares since the first step."""
+    """Return the requested share of each source, and the realised share since the first step."""
     everything = sum(total.values()) or 1
     assert isinstance(plan.order, MixedOrder)
     requested = plan.order.shares if plan.config.mix_sft is None else shares(plan.config.mix_sft)
@@ -291,7 +289,7 @@ def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
 
 
 def sum_batches(batches: Sequence[BatchSum]) -> tuple[NDArray[np.uint64], Numbers | None]:
-    """Sum the digests of batches modulo 2^64, and sum their counts per source."""
+    """Return the sum of the batch digests modulo 2^64, and the sum of the counts per source."""
     digest = np.array([digest for digest, _ in batches], dtype=np.uint64).sum(axis=0)
     counts = [counts for _, counts in batches if counts is not None]
     return digest, np.sum(counts, axis=0) if counts else None

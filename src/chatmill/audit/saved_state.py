@@ -1,7 +1,7 @@
 """Compare the state saved in a checkpoint with the audit log, field by field.
 
 checkpoint   {"audit": {"log", "head", "cursor", "given"}, "loader": {"cursors", "dataset_sha256", …}, …}
-log          dataset_load … steps … checkpoint | step=30 | epoch=0 | …      its hash is the head
+log          dataset_load … steps … checkpoint | step=30 | epoch=0 | …      `head` is the hash of this line
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """The audit state in a JSON file, and the object that contains it, which may also contain the loader state."""
+    """An audit state from a JSON file, and the JSON object around it, which may also contain the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]
@@ -34,23 +34,23 @@ class SavedState(NamedTuple):
 
 
 def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
-    """Find the saved states of a log in a checkpoint folder or a JSON file; return them by file name."""
+    """Return the audit states of a log that a checkpoint folder or a JSON file contains, by file name."""
     states: dict[str, SavedState] = {}
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         try:
             content = json.loads(read_plain(file))
         except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror}); expected the state of a checkpoint") from None
+            raise DataError(f"{file}: cannot be read ({error.strerror}); expected a file of a checkpoint") from None
         except (ValueError, RecursionError):
             continue
         if isinstance(content, dict) and {"files", "sha256", "version"} <= content.keys():
             body = {name: value for name, value in content.items() if name != "sha256"}
             if hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() != content["sha256"]:
-                raise DataError(f"{file}: is damaged; its hash is not the one it records")
+                raise DataError(f"{file}: is damaged; its hash differs from the one it records")
         here = [state for state in _states(content) if state.audit["log"] == log.name]
         states |= {f"{file} ({number})" if number else str(file): state for number, state in enumerate(here)}
     if not states:
-        raise DataError(f"{path}: does not mention {log.name}; expected the state of a checkpoint of that run")
+        raise DataError(f"{path}: does not mention {log.name}; expected a checkpoint of the run that wrote this log")
     return states
 
 
@@ -67,18 +67,18 @@ def _states(content: Any) -> Iterator[SavedState]:
 
 
 class LoggedCheckpoint(NamedTuple):
-    """A checkpoint as recorded in the log."""
+    """A checkpoint, as the audit log records it."""
 
     fields: Mapping[str, str]
-    """Fields of the checkpoint line: the cursor."""
+    """Fields of the checkpoint line, which are the cursor."""
     loaded: Mapping[str, str]
-    """Fields of the dataset_load line before it: dataset and config."""
+    """Fields of the dataset_load line before the checkpoint, which identify the dataset and the config."""
     given: Mapping[str, int]
-    """Counts per source so far; empty if sources are not mixed."""
+    """Amount of data that each source contributed before the checkpoint; empty if sources are not mixed."""
 
 
 def logged_checkpoints(lines: Sequence[LogLine | TornLine]) -> dict[str, LoggedCheckpoint]:
-    """Return the checkpoints of a log by the hash of their line, up to the first break in the hash chain."""
+    """Map the hash of each checkpoint line to its checkpoint, up to the first break in the hash chain."""
     checkpoints: dict[str, LoggedCheckpoint] = {}
     loaded: Mapping[str, str] = {}
     given: dict[str, int] = {}
@@ -109,7 +109,7 @@ def _counts(text: str) -> dict[str, int]:
 
 
 def first_difference(state: SavedState, logged: LoggedCheckpoint) -> str | None:
-    """Describe the first value of a saved state that differs from the log; None if all match."""
+    """Describe the first value of a saved state that differs from the log; return None if all values match."""
     return next(_differences(state, logged), None)
 
 
@@ -123,13 +123,13 @@ def _differences(state: SavedState, logged: LoggedCheckpoint) -> Iterator[str]:
     if loader is None:
         return
     if not isinstance(loader, dict) or not isinstance(cursors := loader.get("cursors"), dict):
-        yield "loader is not a loader state"
+        yield "loader does not contain a loader state"
         return
     for name in LOADED_HASHES:
         yield from _value(f"loader.{name}", loader.get(name), logged.loaded.get(name))
     order = loader.get("config")
     if not isinstance(order, dict) or order_sha256(order) != logged.loaded.get("config_sha256"):
-        yield "loader.config is not the config in the log"
+        yield "loader.config differs from the config in the log"
     split = logged.loaded.get("split", "")
     yield from _cursor(f"loader.cursors.{split}", cursors.get(split), logged)
     if "stage" in run:
@@ -140,14 +140,14 @@ def _run_differences(run: Mapping[str, Any], logged: LoggedCheckpoint) -> Iterat
     """Yield differences in the values that `chatmill train` saves in addition to the loader and audit states."""
     stage = run["stage"]
     if not isinstance(stage, dict) or type(start := stage.get("start")) is not int:
-        yield "stage is not a stage of a run"
+        yield "stage does not describe a training stage"
         return
     yield from _value("step", run.get("step"), start + int(logged.fields["step"]))
     yield from _value("stage.dataset_sha256", stage.get("dataset_sha256"), logged.loaded.get("dataset_sha256"))
     yield from _value("world_size", as_text(run.get("world_size")), logged.loaded.get("world_size"))
     config, loaded = run.get("config"), json.loads(logged.loaded.get("config", "{}"))
     for name in LoadConfig.__dataclass_fields__:
-        # Null keys of a run's config are filled in from its dataset.
+        # The dataset determines the values of keys that are null in the run's config.
         if not isinstance(config, dict) or (config.get(name) is not None and config[name] != loaded.get(name)):
             yield f"config.{name} differs from the log"
 
@@ -158,7 +158,7 @@ def _cursor(place: str, cursor: Any, logged: LoggedCheckpoint) -> Iterator[str]:
 
 
 def _value(place: str, value: Any, expected: Any) -> Iterator[str]:
-    # Compare as JSON text, because True == 1 in Python.
+    # Compare the values as JSON text, because True == 1 in Python.
     if json.dumps(value, sort_keys=True) != json.dumps(expected, sort_keys=True):
         shown, right = (one_line(json.dumps(each, sort_keys=True), 100) for each in (value, expected))
-        yield f"{one_line(place)} is {shown}; the log has {right}"
+        yield f"{one_line(place)} is {shown}, but {right} in the log"

@@ -28,27 +28,27 @@ from chatmill.store.primer_cache import PrimerCache, verify_cache
 from chatmill.store.verify import verify_dataset
 
 DIGITS = 12
-"""Maximum number of digits of a number in a log."""
+"""Maximum number of digits of an integer in a log line."""
 
 
 class MismatchError(DataError):
-    """Raised for a line that differs from the one recomputed from the dataset."""
+    """Raised if a log line differs from the line recomputed from the dataset."""
 
 
 @dataclass
 class AuditResult:
-    """The result of verifying a log. `fault` describes the first line that differs; None if there is no difference."""
+    """The result of verifying an audit log. `fault` describes the first difference; None if everything matches."""
 
     lines: int
     fault: str | None = None
     steps: int = 0
-    """Steps whose recomputed rows match the log."""
+    """Number of steps whose recomputed rows match the log."""
     abandoned: int = 0
-    """Lines after a checkpoint that a run was resumed from."""
+    """Number of lines that a resumed run abandoned, because they come after the checkpoint it resumed from."""
     torn: list[int] = field(default_factory=list)
-    """Numbers of the lines that a crash truncated."""
+    """Line numbers of the lines that a crash truncated."""
     unanchored: int = 0
-    """Lines after the last one whose hash is stored in a checkpoint; removing the end of these would go unnoticed."""
+    """Number of lines at the end of the log that no checkpoint covers; their removal would go unnoticed."""
 
 
 def verify_log(
@@ -59,11 +59,12 @@ def verify_log(
     states: Mapping[str, SavedState] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AuditResult:
-    """Recompute every line of a log from its dataset, or from the given one, and check every byte of that dataset.
+    """Recompute every line of an audit log from the dataset, and check every byte of the dataset.
 
-    `heads` maps the name of each checkpoint to the hash stored in it. `states` maps the name to the whole saved state,
-    which `saved_states` returns; every field of the state must match the log. `progress` is called with the number of
-    steps that were just verified.
+    The default dataset is the one that the log names. `heads` maps the name of each checkpoint to the hash that the
+    checkpoint stores. `states`, which `saved_states` returns, maps the name of each checkpoint to its whole audit
+    state; every field of a state must match the log. `progress` is called with the number of steps that were just
+    verified.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -98,7 +99,7 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
         result.torn += range(number - len(torn), number)
         torn = []
     if not checker.lines:
-        return f"{place}: is empty; expected an audit log"
+        return f"{place}: the file is empty; expected an audit log"
     if torn[:-1] or (torn and not torn[-1].breaks_off):
         return f"{place}:{len(lines) - len(torn) + 1}: {torn[0].why}"
     result.torn += [len(lines)] if torn else []
@@ -117,24 +118,24 @@ def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mappin
 
 
 def _check_states(place: Path, lines: Sequence[LogLine | TornLine], states: Mapping[str, SavedState]) -> str | None:
-    """Return the fault of the first checkpoint that differs from the log."""
+    """Return a description of the first checkpoint that differs from the log; None if all checkpoints match."""
     logged = logged_checkpoints(lines) if states else {}
     for name, state in states.items():
         if state.head not in logged:
-            return f"{place}: the line with the hash {state.head[:12]}… that {name} records is not a checkpoint"
+            return f"{place}: the line with the hash {state.head[:12]}… that {name} records is not a checkpoint line"
         if fault := first_difference(state, logged[state.head]):
-            return f"{name}: {fault}; it was changed"
+            return f"{name}: {fault}; the checkpoint was changed"
     return None
 
 
 class _LoggedState(NamedTuple):
-    """The state of a run after a line of the log."""
+    """The state of a run after a line of its log."""
 
     at: Cursor = Cursor()
     started: bool = False
-    """Whether the epoch_start line of the cursor's epoch was written."""
+    """Whether the log contains the epoch_start line of the cursor's epoch."""
     total: Mapping[str, int] = {}
-    """Amount that each source contributed so far."""
+    """Amount of data that each source contributed up to the cursor."""
 
 
 class _Checker:
@@ -147,13 +148,13 @@ class _Checker:
         self._run: LoggedRun | None = None
         self._state = _LoggedState()
         self._due: list[tuple[str, dict[str, Any]]] = [("dataset_load", {})]
-        """Lines that must come next."""
+        """Actions and fields of the lines that must come next."""
         self._checkpoints: dict[str, tuple[int, _LoggedState]] = {}
         self._last = START
         self.lines = 0
 
     def check(self, line: LogLine, torn: Sequence[TornLine]) -> None:
-        """Check the next line, and update the counts of the result."""
+        """Check the next line, and update the counts in `result`."""
         if line.previous != self._last:
             raise MismatchError(
                 f"records {line.previous[:12]}… as the hash of the previous line; expected {self._last[:12]}…"
@@ -165,10 +166,10 @@ class _Checker:
         else:
             action, fields = self._due[0]
             if action != line.action:
-                raise MismatchError(f"is {one_line(line.action)}; expected {action}")
+                raise MismatchError(f"has action {one_line(line.action)}; expected {action}")
             if action != "dataset_load":
                 compare(line, fields)
-            # A resumed run usually repeats the line of the previous run, and its dataset is already open.
+            # A resumed run usually repeats the dataset_load line of the previous run, whose dataset is already open.
             elif self._run is None or line.fields != self._run.fields:
                 self._run = load_run(line, self._dataset)
             del self._due[0]
@@ -178,7 +179,7 @@ class _Checker:
             self._checkpoints[line.sha256] = self.lines, self._state
 
     def changed_file(self) -> str | None:
-        """Return a fault if a dataset file does not match its metadata, even in rows that no step used."""
+        """Return a fault if a dataset file does not match the metadata, even in rows that the run did not use."""
         if self._run is None:
             return None
         plan = self._run.plan
@@ -219,7 +220,7 @@ class _Checker:
         elif line.action == "mix" and total:
             compare(line, recorder.mix_fields(plan, total))
         else:
-            raise MismatchError(f"is {one_line(line.action)}, which cannot occur here")
+            raise MismatchError(f"has action {one_line(line.action)}, which cannot occur here")
 
     def _steps(self, line: LogLine, run: LoggedRun) -> None:
         plan, (at, started, total) = run.plan, self._state
@@ -243,23 +244,23 @@ class _Checker:
             self._due.append(("epoch_complete", recorder.complete_fields(plan, epoch, last)))
 
 
-# Recompute the lines of a log.
+# Functions that recompute the lines of a log.
 
 
 class LoggedRun(NamedTuple):
-    """The run that a dataset_load line starts."""
+    """A run, as its dataset_load line describes it."""
 
     plan: LoadPlan
     every: int
     """Maximum number of steps per digest."""
     rows: int | None
-    """Rows per step that digests cover: those of rank 0, or None for all."""
+    """Number of rows per step that digests cover: the rows of rank 0, or None for the rows of all ranks."""
     row_digests: RowDigests
     fields: Mapping[str, str]
 
 
 def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
-    """Open the dataset of a dataset_load line and check the line against it."""
+    """Open the dataset that a dataset_load line names, and compare the line with the dataset."""
     try:
         values = json.loads(line.fields.get("config", ""))
     except (ValueError, RecursionError) as error:
@@ -285,9 +286,9 @@ def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
 
 
 def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep], NDArray[np.uint64], Index | None]:
-    """Rebuild the batches of a run from a cursor up to step `stop`.
+    """Rebuild the batches of a run from the cursor `at` up to step `stop`.
 
-    Returns the steps, the digest of the rows that the log covers, and the counts per source.
+    Return the steps, the digest of the rows that the log covers, and the counts per source.
     """
     steps: list[PlannedStep] = []
     for step in run.plan.steps(at):
@@ -303,7 +304,7 @@ def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep],
 
 
 def compare(line: LogLine, expected: Mapping[str, Any]) -> None:
-    """Raise `MismatchError` for the first field that differs, is missing, or is unexpected."""
+    """Raise `MismatchError` for the first field of a line that differs, is missing, or is unexpected."""
     for name, value in expected.items():
         if name not in line.fields:
             raise MismatchError(f"{line.action} has no {name}")
@@ -316,19 +317,19 @@ def compare(line: LogLine, expected: Mapping[str, Any]) -> None:
 
 
 def whole_number(line: LogLine, name: str, least: int) -> int:
-    """Parse the integer in a field; raise `MismatchError` if it is below `least`."""
+    """Parse the integer in a field; raise `MismatchError` if the integer is below `least`."""
     text = line.fields.get(name, "")
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS or int(text) < least:
         raise MismatchError(f"{line.action} has {name} {one_line(text)}; expected an integer of at least {least}")
     return int(text)
 
 
-# Replay the exact batch of a step.
+# Functions that rebuild the batch of a step.
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step of a run with its batch, and the number of the log line that covers it."""
+    """A step of a run, its batch, and the number of the log line that covers the step."""
 
     plan: LoadPlan
     step: PlannedStep
@@ -339,7 +340,7 @@ class ReplayedStep:
 def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) -> ReplayedStep:
     """Rebuild the global batch of a step, from `dataset` or from the dataset that the log names.
 
-    Raises `DataError` if the rows do not have the logged digest.
+    Raises `DataError` if the digest of the rows differs from the log.
 
         replay_step("logs/audit/audit_20260103T164419Z.log", step=7).batch
     """
@@ -371,7 +372,7 @@ def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) 
 
 
 def _current_lines(log: Path) -> list[tuple[int, LogLine]]:
-    """Return the lines that were not abandoned by a resumed run, with their line numbers."""
+    """Return the log lines that no resumed run abandoned, with their line numbers."""
     kept: list[tuple[int, LogLine]] = []
     for number, line in enumerate(read_log(log), start=1):
         if not isinstance(line, LogLine):

@@ -1,4 +1,4 @@
-"""Objects at URLs: buckets, Hugging Face datasets and web servers, through fsspec.
+"""Read and write objects in buckets, Hugging Face datasets and on web servers, through fsspec.
 
-Modules are imported only if a user gives a URL; otherwise fsspec is not required.
+These modules are imported only for URLs, so fsspec is not required for local files.
 """

@@ -1,16 +1,16 @@
-"""The cache stores objects of remote datasets as local files, shared by all processes on a machine.
+"""A cache of remote objects in local files, shared by all processes on a machine.
 
     $CHATMILL_CACHE_DIR, else $XDG_CACHE_HOME/chatmill, else ~/.cache/chatmill
       objects/<sha256>          a completely downloaded object with this hash
-      copies/<key>/<name>       a named file or folder, such as a tokenizer; the key changes with its content
-      partial/, locks/          downloads in progress, and their locks
-      evicted                   its modification time is that of the last eviction
+      copies/<key>/<name>       a copy of a file or folder, such as a tokenizer; the key depends on its content
+      partial/, locks/          downloads in progress, and a lock for each download
+      evicted                   an empty file whose modification time is the time of the last eviction
 
 An object is downloaded to a temporary file, hashed at the same time, and then renamed, so a killed download never
-leaves an incomplete object. One process downloads it, and the others wait. The least recently used objects are removed
-when the cache exceeds $CHATMILL_CACHE_SIZE; access times record when objects were used. The modification time of an
-object is derived from its hash: any other time means that the file was modified, and it is hashed again before it is
-used.
+leaves an incomplete object. If several processes need an object, one process downloads it and the others wait. The
+least recently used objects are removed when the cache exceeds $CHATMILL_CACHE_SIZE; access times record when objects
+were used. The modification time of a cached file is derived from the object's hash. A file with any other modification
+time was modified, and is hashed again before it is used.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from chatmill.remote.urls import Url
 
 EVICTED = "evicted"
 COPY_AGE = 24 * 3600
-"""Seconds after its last use before a copy of a named file or folder may be removed, because it may be in use."""
+"""Seconds for which a copied file or folder is kept after its last use, because a process may still read it."""
 COPY_FILES = 10_000
-"""Maximum number of objects in a folder that is copied."""
+"""Maximum number of objects in a folder that chatmill copies."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -45,14 +45,14 @@ class DownloadStoppedError(Exception):
 
 
 _held: set[int] = set()
-"""File descriptors of the locks that this process holds; a forked process closes them."""
+"""File descriptors of the locks that this process holds. A forked process closes its inherited descriptors."""
 
 
 def fetch(url: Url, *, size: int, sha256: str, is_stopped: Callable[[], bool] = lambda: False) -> Path:
-    """Return the local file of an object with this size and hash; download it unless it is in the cache.
+    """Return the cached file of an object with this size and hash; download the object if it is not in the cache.
 
-    Another call may evict the file at any time; use `open_object` to open it. When `is_stopped` returns true, the
-    download stops with `DownloadStoppedError`.
+    Another call may evict the returned file at any time; use `open_object` to open an object safely. When `is_stopped`
+    returns true, the download stops with `DownloadStoppedError`.
     """
     folder, path = cache_folder(), cached_path(sha256)
     if not _is_whole(path, size, sha256):
@@ -67,13 +67,13 @@ def open_object(url: Url, *, size: int, sha256: str) -> int:
     """Open the object at a URL for reading, through the cache, and return a file descriptor."""
     while True:
         path = fetch(url, size=size, sha256=sha256)
-        # The file may be evicted before it is opened; then it is downloaded again.
+        # If the file was evicted before it could be opened, download it again.
         with suppress(FileNotFoundError):
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def cached_path(sha256: str) -> Path:
-    """Return the path of the object with this hash, if it is in the cache."""
+    """Return the path that a cached object with this hash has; the file need not exist."""
     return cache_folder() / "objects" / sha256
 
 
@@ -85,11 +85,11 @@ def last_eviction() -> int:
         return 0
 
 
-# One object.
+# Functions for a single object.
 
 
 def _is_whole(path: Path, size: int, sha256: str) -> bool:
-    """Return whether a cached file has the bytes of its object. A file that was modified is hashed again."""
+    """Return whether a cached file has the size and hash of its object. A modified file is hashed again."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -109,21 +109,21 @@ def _is_whole(path: Path, size: int, sha256: str) -> bool:
 
 
 def _mark(sha256: str) -> int:
-    """Return the modification time of a verified object: a second between 1970 and 1978, unlike other files."""
+    """Return the modification time that marks a verified object: a time between 1970 and 1978, unlike other files."""
     return int(sha256[:7], 16)
 
 
 def _touch(path: Path) -> None:
-    """Record the current time as the time of last use of a file."""
+    """Set the access time of a file to the current time."""
     with suppress(OSError):
         os.utime(path, (time.time(), path.stat().st_mtime))
 
 
 def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable[[], bool]) -> None:
-    """Download an object into the cache; the caller holds its lock."""
+    """Download an object into the cache. The caller must hold the object's lock."""
     partial = path.parents[1] / "partial" / sha256
     try:
-        # Try once more if the data was damaged in transit or truncated by a full disk.
+        # Try the download again if the data was damaged in transit or the disk was full.
         for is_last in (False, True):
             try:
                 _make_room(path.parents[1], size, partial)
@@ -144,14 +144,14 @@ def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable
                 return
         raise RemoteError(
             f"{shown(url)}: sha256 {digest[:12]}…; expected {sha256[:12]}…; "
-            "it was changed or damaged, upload the dataset again"
+            "the object was changed or damaged; upload the dataset again"
         )
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _write(url: Url, size: int, partial: Path, is_stopped: Callable[[], bool]) -> str:
-    """Write the bytes of an object to a file, and return their sha256."""
+    """Download an object to the file `partial`, and return the sha256 of its bytes."""
     digest, written = hashlib.sha256(), 0
     with partial.open("r+b") as file:
         for piece in ordered_pieces(url, size):
@@ -162,19 +162,19 @@ def _write(url: Url, size: int, partial: Path, is_stopped: Callable[[], bool]) -
             written += len(piece)
         if written != size:
             raise RemoteError(
-                f"{shown(url)}: {written:,} bytes; expected {size:,}; it is truncated, upload the dataset again"
+                f"{shown(url)}: {written:,} bytes; expected {size:,}; the object is truncated; upload the dataset again"
             )
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-# Locks.
+# Locks that processes use to coordinate downloads and evictions.
 
 
 @contextmanager
 def _locked(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock with this name; the system releases it when the process exits for any reason."""
+    """Hold the lock with this name. The operating system releases the lock if the process is killed."""
     path = folder / "locks" / name
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -187,7 +187,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
         except BaseException:
             _release(fd)
             raise
-        # The previous holder of the lock removed the file.
+        # The previous holder of the lock removed the lock file, so try again with a new one.
         _release(fd)
     try:
         yield
@@ -198,7 +198,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
 
 def _release(fd: int) -> None:
     _held.discard(fd)
-    # A process forked in the meantime may have inherited the descriptor.
+    # Unlock explicitly, because a forked process may have inherited the descriptor and would keep the lock.
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
@@ -214,7 +214,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# Eviction.
+# Eviction of the least recently used files.
 
 
 def _make_room(folder: Path, size: int, partial: Path) -> None:
@@ -224,12 +224,12 @@ def _make_room(folder: Path, size: int, partial: Path) -> None:
         if over > 0:
             _remove_oldest(folder, over)
         with partial.open("wb") as file:
-            # A sparse file, so that other processes count its size while it is downloaded.
+            # Make a sparse file of the final size, so that other processes count it during the download.
             file.truncate(size)
 
 
 def _evict(folder: Path, size: int) -> bool:
-    """Evict least recently used objects with a total of `size` bytes; return whether anything was evicted."""
+    """Evict least recently used objects with a total of at least `size` bytes; return whether any were evicted."""
     with _locked(folder, "room"):
         return _remove_oldest(folder, size)
 
@@ -240,7 +240,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
         if removed >= size:
             break
         if path.parent.name == "partial":
-            # A killed process left this file, unless a process holds its lock.
+            # If no process holds the lock, a killed process left this partial file.
             if _is_held(folder, path.name):
                 continue
             path.unlink(missing_ok=True)
@@ -258,7 +258,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
 
 
 def _contents(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return the time of last use, size and path of everything in the cache."""
+    """Return the time of last use, size and path of each object, partial download and copy in the cache."""
     contents = []
     for kind in ("objects", "partial", "copies"):
         for path in (folder / kind).iterdir():
@@ -285,14 +285,14 @@ def _is_held(folder: Path, name: str) -> bool:
     return False
 
 
-# Named files and folders.
+# Copies of files and folders, such as tokenizers.
 
 
 def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None = None) -> Path:
-    """Copy the file at a URL, or the folder of all files below it, to this machine; the copy keeps its name.
+    """Copy the file or folder at a URL to this machine under the same name, and return the path of the copy.
 
-    Files in a folder whose names end with one of `leave_out` are not copied. Raises `DataError` if a file has more than
-    `limit` bytes, before anything is downloaded.
+    In a folder, files whose names end with one of `leave_out` are not copied. If a file has more than `limit` bytes,
+    raises `DataError` before the first download.
     """
     info = None if url.is_folder else find(url)
     if info is not None:
@@ -304,7 +304,7 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
             raise DataError(f"{shown(each)}: has {described.size:,} bytes; expected at most {limit:,}")
     folder = cache_folder()
     listed = [(name, each.size, each.version) for name, (_, each) in sorted(files.items())]
-    # Without versions, a change to the content could not be detected.
+    # If the server does not report versions, a change in content cannot be detected, so always make a new copy.
     changing = "" if all(each.version for _, each in files.values()) else str(time.time_ns())
     key = hashlib.sha256(repr((url.address, listed, changing)).encode()).hexdigest()
     place = folder / "copies" / key
@@ -317,7 +317,7 @@ def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None =
 
 
 def _files_below(url: Url, leave_out: tuple[str, ...]) -> dict[str, tuple[Url, ObjectInfo]]:
-    """Return the objects below a URL by their relative names."""
+    """Return the objects below a URL, by their names relative to the URL."""
     prefix = str(url).rstrip("/") + "/"
     listed = [each for each in names_below(url) if not each.name.lower().endswith(leave_out)]
     if len(listed) > COPY_FILES:
@@ -327,14 +327,14 @@ def _files_below(url: Url, leave_out: tuple[str, ...]) -> dict[str, tuple[Url, O
         name = str(each).removeprefix(prefix)
         parts = PurePosixPath(name).parts
         if not str(each).startswith(prefix) or not parts or {"..", "/", "."} & set(name.split("/")) or parts[0] == "/":
-            raise DataError(f"{shown(each)}: is not a valid file name below {shown(url)}; rename or remove it")
+            raise DataError(f"{shown(each)}: is not a valid file name below {shown(url)}; rename or remove the object")
         if (info := find(each)) is not None and not name.endswith("/"):
             files[name] = each, info
     return files
 
 
 def _copy(files: dict[str, tuple[Url, ObjectInfo]], place: Path, name: str) -> None:
-    """Copy objects to a new folder `place`; the caller holds its lock."""
+    """Copy objects to a new folder `place`. The caller must hold the folder's lock."""
     aside = place.with_name(f"{place.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -348,7 +348,7 @@ def _copy(files: dict[str, tuple[Url, ObjectInfo]], place: Path, name: str) -> N
     except OSError as error:
         if error.errno in FULL:
             raise DataError(
-                f"{place.parent}: the disk is full; free some space, or set {FOLDER} to another disk"
+                f"{place.parent}: the disk is full; free some space, or set {FOLDER} to a folder on another disk"
             ) from None
         raise
     finally:

@@ -13,14 +13,14 @@ from chatmill.errors import UsageError, one_line
 from chatmill.plain_file import local_path
 
 FOLDER, SIZE = "CHATMILL_CACHE_DIR", "CHATMILL_CACHE_SIZE"
-"""Environment variables, which child processes inherit."""
+"""Environment variables that configure the cache. Child processes inherit them."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DEFAULT_SIZE = 64 * 10**9
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def configure(folder: str | None, size: int | str | None) -> None:
-    """Set the folder and size of the cache for this process and its children; None keeps the current value."""
+    """Set the folder and maximum size of the cache for this process and its children; None keeps a setting."""
     if folder is not None:
         os.environ[FOLDER] = str(local_path(folder))
     if size is not None:
@@ -43,7 +43,7 @@ def parse_size(text: str, name: str) -> int:
 
 
 def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks")) -> Path:
-    """Return the cache folder and create these subfolders; raise `UsageError` if other users could write to it."""
+    """Return the cache folder after creating `parts` in it; raise `UsageError` if other users could write to it."""
     named = os.environ.get(FOLDER)
     path = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "chatmill")
     with suppress(RuntimeError):
@@ -51,31 +51,31 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
     try:
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The default folder also contains other chatmill caches, and may have been created group-writable.
+        # Other chatmill caches are also in the default folder and may have created it group-writable.
         _check_own(path, may_change=not named)
         for name in parts:
             _check_own(path / name)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be used for the cache ({error.strerror}); set {FOLDER}") from None
+        raise UsageError(f"{path}: cannot be the cache ({error.strerror}); set {FOLDER} to another folder") from None
     return path
 
 
 def _check_own(path: Path, *, may_change: bool = False) -> None:
-    """Create a folder that only this user can write to, or check an existing one; `may_change` fixes its mode."""
+    """Create a folder that only this user can write to, or check an existing folder; `may_change` fixes its mode."""
     try:
         status = path.lstat()
     except FileNotFoundError:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
-        raise UsageError(f"{path}: the cache must not be a link; set {FOLDER} to the folder itself")
+        raise UsageError(f"{path}: the cache must not be a symbolic link; set {FOLDER} to the real folder")
     if not stat.S_ISDIR(status.st_mode):
-        raise UsageError(f"{path}: the cache must be a folder; set {FOLDER} to one")
+        raise UsageError(f"{path}: the cache must be a folder; set {FOLDER} to a folder")
     if status.st_uid != os.geteuid():
         raise UsageError(f"{path}: the cache belongs to another user; set {FOLDER} to a folder that you own")
     if status.st_mode & OTHERS_WRITE and may_change:
         path.chmod(stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)
     elif status.st_mode & OTHERS_WRITE:
         raise UsageError(
-            f"{path}: other users can write to the cache; chmod go-w it, or set {FOLDER} to another folder"
+            f"{path}: other users can write to the cache; run chmod go-w, or set {FOLDER} to another folder"
         )

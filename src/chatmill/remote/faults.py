@@ -1,4 +1,4 @@
-"""Classify errors from storage libraries: retry, or report to the user in one line without credentials."""
+"""Classify errors from storage libraries as transient or permanent, and describe them without credentials."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RemoteError(DataError):
 
 
 class MissingObjectError(RemoteError):
-    """Raised if the object does not exist."""
+    """Raised if a requested object does not exist."""
 
 
 class ExistingObjectError(RemoteError):
-    """Raised if an object that must be new exists, or if it is not the version to be replaced."""
+    """Raised by a conditional write if the object already exists, or does not have the version to replace."""
 
 
 PERMANENT = (
@@ -43,7 +43,7 @@ OF_CREDENTIALS = (
     "LocalTokenNotFoundError",
     "GatedRepoError",
 )
-"""Names of credential errors, because the libraries that raise them need not be installed."""
+"""Class names of credential errors. The classes cannot be imported, as their libraries may not be installed."""
 OF_ARGUMENTS = (
     "ParamValidationError",
     "InvalidURL",
@@ -51,30 +51,30 @@ OF_ARGUMENTS = (
     "NonHttpUrlClientError",
     "UnknownRegionError",
 )
-"""Names of errors caused by an invalid name or setting."""
+"""Class names of errors caused by an invalid object name or setting."""
 OF_ADDRESS = re.compile(
     "WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|^Invalid endpoint|^Custom endpoint .* not a valid URI"
     "|Cannot combine AUTHORIZATION header"
 )
-"""Texts of errors in a server address: https for a server without TLS, an invalid URL, or one with a password."""
+"""Matches errors caused by a wrong server address: https without TLS, an invalid URL, or a URL with a password."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-"""Environment variables with the address of an S3 server."""
+"""Environment variables that set the address of an S3 server."""
 TRANSIENT_STATUS = (408, 409, 425, 429)
-"""HTTP statuses below 500 after which the same request may succeed."""
+"""HTTP statuses below 500 after which a retry may succeed."""
 TRANSIENT_CODES = ("RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "SlowDown")
-"""S3 error codes with status 400 after which the same request may succeed."""
+"""Codes of S3 errors with status 400 after which a retry may succeed."""
 _SECRET_NAME = re.compile("KEY|SECRET|TOKEN|PASSWORD|SAS|CONNECTION_STRING|CREDENTIAL", re.IGNORECASE)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it."""
+    """Yield an error, its cause, the cause of that cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of a server's response, from any of the libraries."""
+    """Return the HTTP status in an error of any storage library; None if it has no status."""
     for each in causes(error):
         answer: Any = getattr(each, "response", None)
         if isinstance(answer, dict):
@@ -90,7 +90,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of an S3 or Azure error, such as NoSuchBucket; empty if the error has no code."""
+    """Return the code of an S3 or Azure error, such as NoSuchBucket; an empty string if the error has no code."""
     for each in causes(error):
         answer = getattr(each, "response", None)
         if isinstance(answer, dict):
@@ -107,23 +107,23 @@ def is_missing(error: BaseException) -> bool:
     cause = error.__cause__
     if cause is None or isinstance(cause, FileNotFoundError):
         return True
-    # fsspec turns every failure of a web server into FileNotFoundError.
+    # fsspec converts every error of a web server to FileNotFoundError.
     status = status_of(cause)
     return status in (404, 410) if status is not None else not isinstance(cause, (OSError, TimeoutError))
 
 
 def is_missing_bucket(error: BaseException) -> bool:
-    """Return whether the bucket, container or repository of the object is missing."""
+    """Return whether an error means that the object's bucket, container or repository does not exist."""
     return code_of(error) in ("NoSuchBucket", "ContainerNotFound") or _has_name(error, ("RepositoryNotFoundError",))
 
 
 def is_precondition(error: BaseException) -> bool:
-    """Return whether the precondition of a conditional write failed."""
+    """Return whether an error means that the precondition of a conditional write failed."""
     return isinstance(error, FileExistsError) or status_of(error) == 412 or code_of(error) == "ConditionNotMet"
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Return whether a retry would fail in the same way, because a name, permission or credential is wrong."""
+    """Return whether an error would occur again on retry, because a name, permission or credential is wrong."""
     if _has_name(error, (*OF_CREDENTIALS, *OF_ARGUMENTS)) or _is_of_address(error):
         return True
     status = status_of(error)
@@ -136,11 +136,11 @@ def advice(error: BaseException, *, is_s3: bool = False) -> str:
     """Return advice for the user about how to fix an error."""
     if _is_of_address(error):
         named = next((name for name in ENDPOINTS if is_s3 and name in os.environ), "the address")
-        return f"check {named}: http:// or https://, the host and its port, no password, and a certificate for https://"
+        return f"check {named}: use http:// or https:// with a valid certificate, a host and port, and no password"
     if isinstance(error, PermissionError) or status_of(error) in (401, 403) or _has_name(error, OF_CREDENTIALS):
         return "check the credentials and their permissions"
     if isinstance(error, NotImplementedError):
-        return "download it, and use the local file"
+        return "download the file, and use the local copy"
     return "check the name and the network, and try again"
 
 
@@ -157,7 +157,7 @@ def _is_named(error: BaseException, names: tuple[str, ...]) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the text of an error on one line, with secrets from URLs and environment variables removed."""
+    """Return the text of an error on one line, without secrets from URLs and environment variables."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     text = str(error) or type(error).__name__
@@ -165,6 +165,6 @@ def reason(error: BaseException) -> str:
         if len(value) >= 8 and _SECRET_NAME.search(name):
             text = text.replace(value, "…")
     text = re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
-    # Remove a password from an invalid URL.
+    # Remove a password from text that resembles a URL but lacks a scheme.
     text = re.sub(r"(^|[\s'\"(`])[^\s/@'\"`]+:[^\s/'\"`]*@", r"\1", text)
     return one_line(re.sub(r"(\w+://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text), 200)

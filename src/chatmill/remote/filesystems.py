@@ -1,7 +1,7 @@
-"""Open the fsspec filesystem of a URL, with timeouts, and without retries and cached listings.
+"""Open the fsspec filesystem for a URL, with timeouts but without retries and cached listings.
 
-chatmill retries requests itself (`chatmill.remote.objects`). Additional retries in the libraries would multiply the
-number of attempts, and take minutes if a server is unreachable.
+chatmill retries requests itself (`chatmill.remote.objects`). Retries in the storage libraries would multiply the number
+of attempts, and take minutes if a server is unreachable.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from chatmill.errors import UsageError, one_line
 from chatmill.remote.urls import EXTRAS, Url
 
 CONNECT_TIMEOUT = 5.0
-"""Maximum seconds until a server accepts a connection."""
+"""Maximum time in seconds until a server accepts a connection."""
 READ_TIMEOUT = 10.0
-"""Maximum seconds until a server sends the next bytes."""
+"""Maximum time in seconds until a server sends the next bytes."""
 CONNECTIONS = 32
-"""Maximum number of concurrent requests of a process to an S3 server."""
+"""Maximum number of concurrent connections from a process to an S3 server."""
 _kept: dict[int, Any] = {}
-"""References to the opened filesystems. fsspec drops them in a forked process; closing their connections there would
-remove the sockets from the parent's event loop, which would then wait forever."""
+"""Filesystems kept open, because a forked process must not close connections that its parent still uses."""
 
 
 def shown(url: Url) -> str:
@@ -31,13 +30,13 @@ def shown(url: Url) -> str:
 
 
 def filesystem(url: Url) -> tuple[Any, str]:
-    """Return the filesystem of a URL in this process, and the path in it; `UsageError` if a library is missing.
+    """Return the fsspec filesystem for a URL and the path in the filesystem.
 
-    Call this for every request and do not keep the result: fsspec keeps one filesystem per process, and a filesystem
-    that was opened before a fork cannot be used after it.
+    Raises `UsageError` if a required library is missing. Call this function for every request instead of keeping the
+    filesystem: fsspec caches one per process, and a forked process cannot use the filesystem of its parent.
     """
     extra = EXTRAS[url.scheme]
-    # Otherwise gcsfs opens gRPC channels, which cannot be used after a fork, and requests the type of each bucket.
+    # Keep gcsfs from requesting the type of each bucket and from opening gRPC channels, which break after a fork.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         import fsspec
@@ -45,7 +44,9 @@ def filesystem(url: Url) -> tuple[Any, str]:
         kind = fsspec.get_filesystem_class(url.scheme)
         options = _options(extra, fsspec.config.conf.get(url.scheme, {}))
     except ImportError:
-        raise UsageError(f"{shown(url)}: {url.scheme}:// needs a library; pip install 'chatmill[{extra}]'") from None
+        raise UsageError(
+            f"{shown(url)}: {url.scheme}:// needs a library; run pip install 'chatmill[{extra}]'"
+        ) from None
     if extra == "az":
         # The account is part of abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/NAME.
         options |= kind._get_kwargs_from_urls(url.address)
@@ -59,14 +60,14 @@ def filesystem(url: Url) -> tuple[Any, str]:
 
 
 def _options(extra: str, configured: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that chatmill sets, unless the user's fsspec configuration sets them."""
+    """Return filesystem options; values from the user's fsspec configuration take precedence."""
     if extra == "s3":
         given: dict[str, Any] = {
             "connect_timeout": CONNECT_TIMEOUT,
             "read_timeout": READ_TIMEOUT,
             "max_pool_connections": CONNECTIONS,
         }
-        # S3 sends no checksum for a range; some servers send the checksum of the whole object, which would not match.
+        # Do not validate checksums of byte ranges: some servers send the checksum of the whole object instead.
         given["response_checksum_validation"] = "when_required"
         config = {"retries": {"total_max_attempts": 1}, **given, **configured.get("config_kwargs", {})}
         return {"use_listings_cache": False, "config_kwargs": config}
@@ -80,7 +81,7 @@ def _options(extra: str, configured: dict[str, Any]) -> dict[str, Any]:
             **{name: configured[name] for name in limits if name in configured},
         }
     if extra == "http":
-        # Read proxies and passwords from the environment and from ~/.netrc, like other programs.
+        # Read proxies from the environment and passwords from ~/.netrc.
         client = {"timeout": _web_timeout(), "trust_env": True, **configured.get("client_kwargs", {})}
         return {"client_kwargs": client}
     return {}
@@ -93,7 +94,7 @@ def _web_timeout() -> Any:
 
 
 def _make_one_attempt(extra: str, opened: Any) -> None:
-    """Disable the retries of a library that has no option for it; a test counts the requests."""
+    """Disable retries in storage libraries that do not have an option for it."""
     if extra == "s3":
         opened.retries = 1
     elif extra == "gs" and hasattr(type(opened)._request, "__wrapped__"):
@@ -106,7 +107,7 @@ def _make_one_attempt(extra: str, opened: Any) -> None:
 
 @functools.cache
 def _quiet_loggers() -> None:
-    """Hide errors that a library logs, some with tracebacks, unless the program configured logging."""
+    """Hide errors that storage libraries log, unless the program configured logging."""
     for name in ("fsspec", "s3fs", "gcsfs", "azure", "adlfs", "aiobotocore", "botocore", "asyncio"):
         logging.getLogger(name).addHandler(logging.NullHandler())
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Upload a large file to S3 in parts, each of which is retried separately."""
+"""Upload a large file to S3 in parts, so that a failed part can be retried separately."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 PART_BYTES = 16 << 20
-"""Size of a part in bytes; the last may be smaller. S3 allows at most 10,000 parts of at least 5 MB each."""
+"""Size of each part in bytes, except the last. S3 allows at most 10,000 parts of at least 5 MB each."""
 MOST_PARTS = 10_000
 WORKERS = 4
-"""Maximum number of parts in memory and in transit."""
+"""Maximum number of parts that are in memory and uploaded at the same time."""
 
 
 def upload_in_parts(path: Path, size: int, call: Callable[..., Any]) -> None:
-    """Upload a file through `call(METHOD, **arguments)`; on failure, remove the parts if the server still responds."""
+    """Upload a file with S3 requests `call(METHOD, **arguments)`; if one fails, try to remove the uploaded parts."""
     upload = call("create_multipart_upload")["UploadId"]
     length = max(PART_BYTES, -(-size // MOST_PARTS))
 
@@ -37,7 +37,7 @@ def upload_in_parts(path: Path, size: int, call: Callable[..., Any]) -> None:
                     future.cancel()
         call("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
     except BaseException:
-        # Report the first error.
+        # Raise the original error even if the abort request also fails.
         with suppress(Exception):
             call("abort_multipart_upload", UploadId=upload)
         raise

@@ -1,4 +1,4 @@
-"""Small files and folders that a user names, such as tokenizers; those at a URL are copied to this machine."""
+"""Find small files and folders that a user names, such as tokenizers, and copy them to this machine if remote."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from chatmill.remote.cache import local_copy
 from chatmill.remote.urls import Url, place
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
-"""Extensions of files in model folders that are not copied, because they are large and not needed."""
+"""Extensions of large files in model folders, such as weights, which are not copied because they are not needed."""
 TOKENIZER_LIMIT = 1 << 30
 """Maximum size of a tokenizer file in bytes."""
 _copies: dict[Url, Path] = {}
-"""The copies that this process made, so that it uses only one version of each file."""
+"""Local copies by URL, so that a process uses the same version of a remote file throughout."""
 
 
 def local_file(name: str | Path, *, limit: int = JSON_LIMIT) -> Path:
-    """Return the path of a file or folder that a user named; for a URL, the path of its copy in the cache.
+    """Return the path of a file or folder that a user named; for a URL, copy it to the cache and return the copy.
 
-    Raises `DataError`, without downloading, if a file at a URL has more than `limit` bytes.
+    If a remote file has more than `limit` bytes, raises `DataError` without downloading it.
     """
     path = place(name)
     if isinstance(path, Path):
@@ -30,17 +30,17 @@ def local_file(name: str | Path, *, limit: int = JSON_LIMIT) -> Path:
 
 
 def copies_made() -> dict[Url, Path]:
-    """Return the copies that this process made, to pass to a child process."""
+    """Return the local copies by URL, to pass to `use_copies` in a child process."""
     return dict(_copies)
 
 
 def use_copies(copies: dict[Url, Path]) -> None:
-    """Use copies that another process made."""
+    """Register local copies that another process made."""
     _copies.update(copies)
 
 
 def given_name(path: Path) -> str:
-    """Return a path as the user gave it; for a copy or a file in it, return the URL, which is safe to print."""
+    """Return a path as the user gave it; for a local copy or a file in one, return the URL without secrets."""
     for url, copy in _copies.items():
         if path == copy or copy in path.parents:
             below = path.relative_to(copy).as_posix()

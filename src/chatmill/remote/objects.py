@@ -1,8 +1,8 @@
-"""Read, write, list and remove objects, with retries; every failure is reported as one line without credentials.
+"""Read, write, list and remove objects, with retries. Each error is one line without credentials.
 
-A call is retried after transient errors: a broken connection, a truncated response, "slow down", a server error.
-Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds if there were at least two attempts. Errors that a
-retry cannot fix (a wrong name, permission or credential) are reported immediately.
+A request is retried after transient errors, such as a broken connection, a truncated response, a rate limit or a server
+error. Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds and at least two attempts. Errors that a
+retry cannot fix (a wrong name, permission or credential) are raised immediately.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ __all__ = [
 
 T = TypeVar("T")
 ATTEMPTS = 6
-"""Maximum number of attempts before a transient error is reported."""
+"""Maximum number of attempts before a transient error is raised."""
 TIME_LIMIT = 15.0
-"""Seconds after which a call is not retried, unless there was only one attempt."""
+"""Seconds after which a request is not retried again, if it was attempted at least twice."""
 FIRST_DELAY = 0.2
-"""Seconds before the second attempt; the delay doubles each time, with 50% jitter."""
+"""Seconds before the second attempt; the delay doubles before each further attempt, with 50% jitter."""
 RANGE_BYTES = 8 << 20
-"""Maximum number of bytes per request, so that a broken connection loses little."""
+"""Maximum number of bytes per request, so that little must be read again after a broken connection."""
 VERSIONS = (
     "generation",
     "ETag",
@@ -76,22 +76,22 @@ VERSIONS = (
     "Last-Modified",
     "created",
 )
-"""Keys that identify the version of an object in the various libraries; the first that exists is used."""
+"""Keys under which storage libraries report the version of an object, in order of preference."""
 TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
-"""Keys for the modification time of an object, likewise."""
+"""Keys under which storage libraries report the modification time of an object, in order of preference."""
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
     size: int
     version: str
-    """The object's generation, ETag or time, which changes when it is rewritten; empty if the server sends none."""
+    """The generation, ETag or modification time, which changes if the object is rewritten; empty if unknown."""
     modified: float | None = None
-    """Modification time by the server's clock, in seconds since 1970; None if unknown."""
+    """Modification time according to the server, in seconds since 1970; None if unknown."""
 
 
 def find(url: Url) -> ObjectInfo | None:
-    """Return the size and version of an object; None if the object does not exist or is a folder."""
+    """Return the size and version of an object, or None if the object does not exist or is a folder."""
     try:
         described = _retried(url, "read", lambda opened, path: _fresh(opened).info(path))
     except MissingObjectError:
@@ -99,7 +99,9 @@ def find(url: Url) -> ObjectInfo | None:
     if described.get("type") == "directory":
         return None
     if described.get("size") is None:
-        raise RemoteError(f"{shown(url)}: the server does not report its size; download it, and use the local file")
+        raise RemoteError(
+            f"{shown(url)}: the server does not report the size; download the file, and use the local copy"
+        )
     return _info(described)
 
 
@@ -111,9 +113,9 @@ def _info(described: Mapping[str, Any]) -> ObjectInfo:
 
 
 def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
-    """Return the bytes [start, stop) of an object; read to its end if it is shorter or `stop` is None.
+    """Return the bytes [start, stop) of an object, or fewer if the object is shorter; None means the end.
 
-    Raises an error if the object is replaced while several requests read it, rather than mixing both versions.
+    Raises `RemoteError` if another process replaces the object while it is read, instead of mixing two versions.
     """
     if stop is not None:
         return _read_ranges(url, start, stop)
@@ -123,7 +125,7 @@ def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
         raise missing(url)
     content = _read_ranges(url, start, info.size)
     if len(content) != max(info.size - start, 0) or (len(content) > RANGE_BYTES and find(url) != info):
-        raise RemoteError(f"{shown(url)}: changed while it was read; try again when it is no longer written")
+        raise RemoteError(f"{shown(url)}: changed while it was read; try again after the write is complete")
     return content
 
 
@@ -142,7 +144,7 @@ def _read_ranges(url: Url, start: int, stop: int) -> bytes:
 def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> bytes:
     if EXTRAS[url.scheme] == "http":
         return read_web(opened, path, start, stop)
-    # The Hub's filesystem would read ahead.
+    # Disable read-ahead in the filesystem of the Hugging Face Hub.
     options = {"cache_type": "none"} if url.scheme == "hf" else {}
     try:
         return bytes(opened.cat_file(path, start=start, end=stop, **options))
@@ -156,13 +158,13 @@ def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> byte
 def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = None) -> None:
     """Write an object atomically.
 
-    With `new`, raises `ExistingObjectError` if the object exists; with `replaces`, if it does not have that version.
-    Stores with conditional writes check this themselves, so that one of two concurrent writers fails; see
+    With `new`, raises `ExistingObjectError` if the object exists. With `replaces`, raises it unless the object has that
+    version. If the store supports conditional writes, only one of two concurrent writers succeeds; see
     docs/how-to/remote.md.
     """
     check_writable(url)
     if new or replaces:
-        # Some stores ignore the condition of a write.
+        # Check the condition first, because some stores ignore conditions on writes.
         info = find(url)
         if info is not None if new else (info is None or info.version != replaces):
             raise _exists(url)
@@ -190,7 +192,7 @@ def _write_once(opened: Any, path: str, *, data: bytes, new: bool, replaces: str
 
 
 def upload(url: Url, path: Path) -> None:
-    """Write an object with the bytes of a local file of any size."""
+    """Upload a local file of any size as an object."""
     check_writable(url)
     size = path.stat().st_size
     if EXTRAS[url.scheme] != "s3" or size <= PART_BYTES:
@@ -205,7 +207,7 @@ def upload(url: Url, path: Path) -> None:
         try:
             return _retried(url, "written", send)
         except MissingObjectError:
-            # The server no longer knows the upload if an earlier attempt, whose response was lost, completed it.
+            # If an earlier attempt completed the upload but its response was lost, the upload id no longer exists.
             if method == "complete_multipart_upload" and (info := find(url)) is not None and info.size == size:
                 return None
             raise
@@ -214,7 +216,7 @@ def upload(url: Url, path: Path) -> None:
 
 
 def names_below(url: Url) -> list[Url]:
-    """Return all objects in a folder and its subfolders, sorted; empty if there is no such folder."""
+    """Return the sorted URLs of all objects in a folder and its subfolders; empty if the folder does not exist."""
     _check_listable(url)
     try:
         listed = _retried(url, "listed", lambda opened, path: _fresh(opened).find(path))
@@ -224,7 +226,7 @@ def names_below(url: Url) -> list[Url]:
 
 
 def infos_below(url: Url) -> dict[Url, ObjectInfo]:
-    """Return all objects in a folder and its subfolders, with the information in the listing."""
+    """Return all objects in a folder and its subfolders, each with its size and version."""
     _check_listable(url)
     try:
         listed = _retried(url, "listed", lambda opened, path: _fresh(opened).find(path, detail=True))
@@ -235,13 +237,13 @@ def infos_below(url: Url) -> dict[Url, ObjectInfo]:
 
 
 def first_below(url: Url) -> list[str]:
-    """Return the first names of objects and folders directly in a folder, sorted: one request, at most 1,000 names."""
+    """Return sorted names of objects and subfolders directly in a folder: at most 1,000, with a single request."""
     _check_listable(url)
 
     def call(opened: Any, path: str) -> list[str]:
         if EXTRAS[url.scheme] != "s3":
             return [str(each["name"]) for each in _fresh(opened).ls(path, detail=True)]
-        # If there is no such folder, `ls` would list the whole parent.
+        # Do not use `ls`, which lists the whole parent folder if the folder does not exist.
         bucket, key, _ = opened.split_path(path)
         listed = opened.call_s3("list_objects_v2", Bucket=bucket, Prefix=f"{key}/", Delimiter="/")
         folders = [each["Prefix"] for each in listed.get("CommonPrefixes", [])]
@@ -254,14 +256,14 @@ def first_below(url: Url) -> list[str]:
 
 
 def matches(url: Url) -> list[Url]:
-    """Return the objects that match a glob, sorted."""
+    """Return the sorted URLs of the objects that match a glob pattern."""
     _check_listable(url)
     listed = _retried(url, "listed", lambda opened, path: _fresh(opened).glob(path, detail=True))
     return _urls_of(url, (name for name, described in listed.items() if described.get("type") != "directory"))
 
 
 def remove(urls: Iterable[Url]) -> None:
-    """Remove objects; missing objects are not an error."""
+    """Remove objects, and ignore objects that do not exist."""
     for url in urls:
         check_writable(url)
         try:
@@ -280,7 +282,7 @@ def check_writable(url: Url) -> None:
 
 def _check_listable(url: Url) -> None:
     if EXTRAS[url.scheme] == "http":
-        raise UsageError(f"{shown(url)}: web servers cannot be listed; give each file")
+        raise UsageError(f"{shown(url)}: web servers cannot be listed; give the URL of each file")
 
 
 def missing(url: Url) -> MissingObjectError:
@@ -290,7 +292,7 @@ def missing(url: Url) -> MissingObjectError:
 
 
 def _holder(url: Url) -> str:
-    """Describe the container of an object, such as "the bucket team"."""
+    """Describe the bucket, container or repository of an object, for example "the bucket team"."""
     if url.scheme == "hf":
         return "the repository"
     name = shown(url).partition("://")[2].partition("/")[0].partition("@")[0]
@@ -298,13 +300,13 @@ def _holder(url: Url) -> str:
 
 
 def _exists(url: Url) -> ExistingObjectError:
-    return ExistingObjectError(f"{shown(url)}: already exists, or was replaced in the meantime")
+    return ExistingObjectError(f"{shown(url)}: the object already exists, or was replaced in the meantime")
 
 
 def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
-    """Return the URLs of listed names, without folder placeholders."""
+    """Return the sorted URLs of listed objects, without folder placeholders."""
     objects = _object_names(names)
-    # Names do not include the scheme; names from abfs://CONTAINER@ACCOUNT/… do not include the account.
+    # Listed names lack the scheme and, for abfs://CONTAINER@ACCOUNT/…, the account.
     scheme, _, path = url.address.partition("://")
     host = path.partition("/")[0]
     account = f"@{host.partition('@')[2]}" if "@" in host else ""
@@ -321,7 +323,7 @@ def _object_names(names: Iterable[str]) -> list[str]:
 
 
 def _fresh(opened: Any) -> Any:
-    """Drop the filesystem's cached listings, because other processes also write objects."""
+    """Clear the filesystem's cached listings, because other processes may have written objects."""
     opened.invalidate_cache()
     return opened
 
@@ -334,10 +336,10 @@ def _retried(
     bulk: bool = False,
     is_done: Callable[[], bool] = lambda: False,
 ) -> T | Any:
-    """Return the result of a call, which is retried after transient errors.
+    """Return the result of `call(filesystem, path)`, retried after transient errors.
 
-    A `bulk` call may take a long time, and is tried `ATTEMPTS` times regardless of `TIME_LIMIT`. `is_done` returns
-    whether an earlier attempt, whose response was lost, already made the change that a precondition now refuses.
+    A `bulk` call is tried up to `ATTEMPTS` times regardless of `TIME_LIMIT`. If a precondition fails on a retry,
+    `is_done` returns whether an earlier attempt whose response was lost already made the change.
     """
     delay = FIRST_DELAY
     first = time.monotonic()
@@ -352,9 +354,7 @@ def _retried(
                     return None
                 raise _exists(url) from None
             if is_missing_bucket(error):
-                raise RemoteError(
-                    f"{shown(url)}: {_holder(url)} does not exist; create it, or check its name"
-                ) from None
+                raise RemoteError(f"{shown(url)}: {_holder(url)} does not exist; create it or check its name") from None
             if is_missing(error):
                 raise missing(url) from None
             late = attempt > 0 and not bulk and time.monotonic() - first > TIME_LIMIT

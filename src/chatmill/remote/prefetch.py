@@ -17,13 +17,13 @@ from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Url
 
 THREADS = 8
-"""Maximum number of concurrent downloads: many objects are small and mostly wait for the server."""
+"""Maximum number of concurrent downloads. Downloads of small objects mostly wait for the server."""
 JOIN_SECONDS = 5.0
-"""How long an exiting process waits for requests in progress."""
+"""Maximum time in seconds that an exiting process waits for requests in progress."""
 
 
 class RemoteObject(NamedTuple):
-    """An object that is identified by its hash."""
+    """A remote object with a known size and hash."""
 
     url: Url
     size: int
@@ -31,7 +31,7 @@ class RemoteObject(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Numbers of objects and bytes that are in the cache, and that were requested."""
+    """Number of objects and bytes that were downloaded so far, and in total."""
 
     objects: int
     all_objects: int
@@ -40,15 +40,15 @@ class Progress(NamedTuple):
 
 
 class Prefetch:
-    """Downloads objects in order; `used` reports that an object was used, so that another can take its space.
+    """Downloads objects to the cache in order, while at most `limit` downloaded bytes are unused.
 
-    At most `limit` downloaded bytes may be unused at any time. An object that cannot be downloaded is skipped: its
-    consumer tries again, and reports the error.
+    Call `used` after using an object, so that the next one can be downloaded. An object that cannot be downloaded is
+    skipped: the process that needs it tries again, and raises the error.
     """
 
     def __init__(self, objects: Sequence[RemoteObject], limit: int) -> None:
         self.process = os.getpid()
-        """Threads do not survive a fork: another process needs its own `Prefetch`."""
+        """The process that owns the threads; a forked process needs its own `Prefetch`."""
         self._objects = list(dict.fromkeys(objects))
         self._limit = limit
         self._changed = threading.Condition()
@@ -69,7 +69,7 @@ class Prefetch:
         return Progress(self._done, len(self._objects), self._done_bytes, sum(each.size for each in self._objects))
 
     def used(self, sha256: str) -> None:
-        """Report that an object was used, or that the caller needs it now and downloads it itself."""
+        """Record that an object was used, or that the caller needs the object now and downloads it itself."""
         if sha256 not in self._used:
             with self._changed:
                 self._used.add(sha256)
@@ -77,7 +77,7 @@ class Prefetch:
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """Abort the downloads in progress, and end the threads."""
+        """Abort the downloads in progress, and let the threads end."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -95,7 +95,7 @@ class Prefetch:
             except RemoteError:
                 continue
             except (ChatmillError, OSError, cache.DownloadStoppedError):
-                # Other downloads would probably fail as well, for example because the disk is full.
+                # The cause, such as a full disk, would probably affect the remaining downloads too.
                 self.stop()
                 return
             with self._changed:
@@ -103,7 +103,7 @@ class Prefetch:
                 self._done_bytes += each.size
 
     def _take(self) -> RemoteObject | None:
-        """Return the next object to download once there is space for it; None if no object is left, or after `stop`."""
+        """Wait until the next object may be downloaded, and return it; None after the last object or after `stop`."""
         with self._changed:
             while not self._stopped and self._next < len(self._objects):
                 each = self._objects[self._next]
@@ -121,7 +121,7 @@ _running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
 
 
 def fetch(url: Url, *, size: int, sha256: str) -> Path:
-    """Like `cache.fetch`, but also mark the object as used, so that other objects can be prefetched."""
+    """Return `cache.fetch` of an object, and mark the object as used, so that others can be prefetched."""
     path = cache.fetch(url, size=size, sha256=sha256)
     for each in list(_running):
         each.used(sha256)

@@ -1,4 +1,4 @@
-"""Reusable threads for requests: fsspec libraries create a client per thread, which is slow.
+"""Reusable threads for requests, because storage libraries slowly create a new client for each thread.
 
 A forked process starts its own threads.
 """
@@ -13,22 +13,22 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 THREADS = 8
-"""Maximum number of concurrent requests of this process."""
+"""Maximum number of concurrent requests per process."""
 
 S = TypeVar("S")
 T = TypeVar("T")
 _tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
 _started = _waiting = 0
-"""Number of threads, and of unfinished tasks."""
+"""Numbers of started threads and of unfinished tasks."""
 _counting = threading.Lock()
 _NAME = "chatmill-requests"
 
 
 def submit(task: Callable[[], T]) -> Future[T]:
-    """Run a task in one of the threads, which are started when first needed.
+    """Run a task in one of the request threads, which are started when first needed.
 
-    A task submitted by one of these threads runs immediately, because otherwise all threads could be waiting for such
-    tasks.
+    A task that a request thread submits runs immediately in that thread. Otherwise all threads could wait for tasks in
+    the queue, which would be a deadlock.
     """
     global _started, _waiting
     future: Future[T] = Future()
@@ -39,14 +39,14 @@ def submit(task: Callable[[], T]) -> Future[T]:
         _waiting += 1
         if _started < min(THREADS, _waiting):
             _started += 1
-            # Daemon threads, so that a hanging request does not keep the process from exiting.
+            # Use daemon threads, so that a hanging request does not keep the process from exiting.
             threading.Thread(target=_work, args=(_tasks,), name=_NAME, daemon=True).start()
     _tasks.put((task, future))
     return future
 
 
 def in_threads(call: Callable[[S], T], values: Sequence[S], *, here: bool = False) -> list[T]:
-    """Return the result of a call for each value, in order; calls run concurrently or, with `here`, in this thread."""
+    """Return `call(value)` for each value, in order. Calls run concurrently or, with `here`, in the current thread."""
     if here or len(values) < 2:
         return [call(value) for value in values]
     futures = [submit(lambda value=value: call(value)) for value in values]  # type: ignore[misc]
@@ -74,7 +74,7 @@ def _run(task: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def _after_fork() -> None:
-    """Reset the state in a forked process: threads do not survive, and one of them may hold the lock."""
+    """Reset the state in a forked process, where the threads no longer exist and the lock may stay locked."""
     global _tasks, _started, _waiting, _counting
     _tasks, _started, _waiting, _counting = queue.SimpleQueue(), 0, 0, threading.Lock()
 

@@ -23,12 +23,12 @@ EXTRAS = {
     "https": "http",
     "memory": "remote",
 }
-"""Supported schemes, each with the chatmill extra that installs its library."""
+"""Supported URL schemes, each with the chatmill extra that installs the required library."""
 READ_ONLY = ("hf", "http", "https")
-"""Schemes that chatmill only reads."""
+"""URL schemes from which chatmill can only read."""
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _PATH_OF_URL = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)", re.IGNORECASE)
-"""What `Path` turns a URL into. `c:/x` and `a:b` are local names."""
+"""Matches a URL that was converted to a `Path`, but not the local names `c:/x` and `a:b`."""
 _SIGNATURE = re.compile(r"\?(?=.*\b(sig|signature|x-amz-signature|x-goog-signature|token)=)", re.IGNORECASE)
 
 
@@ -37,7 +37,7 @@ class Url:
     """The URL of an object or of a folder of objects; `str(url)` is safe to print and to store."""
 
     address: str = field(repr=False)
-    """The full URL, including a password or signature; only for the library that opens it."""
+    """The full URL, including any password or signature; pass it only to the library that opens the URL."""
 
     @property
     def scheme(self) -> str:
@@ -54,14 +54,14 @@ class Url:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the URL ends with a slash and is therefore a folder."""
+        """Whether the URL ends with a slash, which means that it is a folder."""
         return self._path().endswith("/")
 
     def __truediv__(self, name: str) -> Url:
         return Url(f"{self._path().rstrip('/')}/{name}{self._query()}")
 
     def __str__(self) -> str:
-        """Return the URL without user name, password and query, which may contain a signature."""
+        """Return the URL without the user name, the password and the query, which may contain a signature."""
         scheme, _, place = self._path().partition("://")
         host, slash, path = place.partition("/")
         user, _, server = host.rpartition("@")
@@ -72,7 +72,7 @@ class Url:
     def __repr__(self) -> str:
         return f"Url({str(self)!r})"
 
-    # Only web servers have queries: `?` and `#` are ordinary characters in object names.
+    # Only http(s) URLs have queries; `?` and `#` are ordinary characters in object names.
 
     def _path(self) -> str:
         return re.split(r"[?#]", self.address, maxsplit=1)[0] if self.scheme in ("http", "https") else self.address
@@ -87,7 +87,7 @@ def without_secrets(text: str) -> str:
 
 
 Place = Path | Url
-"""A location: a local path or a URL."""
+"""A local path or a URL."""
 
 
 def place(name: str | Path | Url) -> Place:
@@ -100,9 +100,7 @@ def place(name: str | Path | Url) -> Place:
     text = str(name)
     if (match := _PATH_OF_URL.match(text)) and match[1].lower() in {*EXTRAS, "file"}:
         if isinstance(name, Path):
-            raise UsageError(
-                f"{match[1]}:/…: is a URL that was converted to a Path; give it as a string, {match[1]}://…"
-            )
+            raise UsageError(f"{match[1]}:/…: is a URL that was converted to a Path; pass the string {match[1]}://…")
         slashes = ":///" if match[1].lower() == "file" else "://"
         meant = one_line(without_secrets(f"{match[1].lower()}{slashes}{text[match.end() :]}"), 1000)
         raise UsageError(f"{match[1]}:/…: has one slash after the scheme; did you mean {meant}?")
@@ -110,10 +108,10 @@ def place(name: str | Path | Url) -> Place:
         return Path(name)
     scheme = match[1].lower()
     if scheme == "file":
-        # `?` and `#` are ordinary characters in file names.
+        # Do not parse `?` and `#`, which are ordinary characters in file names.
         host, slash, path = text[match.end() :].partition("/")
         if host.lower() not in ("", "localhost"):
-            raise UsageError(f"{one_line(text, 1000)}: is a file on another machine; expected file:///PATH")
+            raise UsageError(f"{one_line(text, 1000)}: names a file on another machine; expected file:///PATH")
         return Path(unquote(slash + path, errors="surrogateescape"))
     if scheme not in EXTRAS:
         known = ", ".join(f"{each}://" for each in ("s3", "gs", "az", "hf", "https", "file"))
@@ -131,17 +129,17 @@ def place(name: str | Path | Url) -> Place:
 
 
 def _check_credentials(url: Url) -> None:
-    """Raise `UsageError` for a password or signature that the scheme does not support; it would be part of the name."""
+    """Raise `UsageError` if a URL contains a password or signature that its scheme does not support."""
     host = url.address.partition("://")[2].partition("/")[0]
     if EXTRAS[url.scheme] == "http":
         try:
-            urlsplit(url.address).port  # noqa: B018 (it is checked when it is read)
+            urlsplit(url.address).port  # noqa: B018 (reading the property checks the port)
         except ValueError:
             right = "write / and @ of a password as %2F and %40, and the port as a number"
             raise UsageError(f"{url.scheme}://…: is not a URL; {right}") from None
     elif "@" in host and str(url) != url.address:
         raise UsageError(
-            f"{one_line(without_secrets(url.address), 1000)}: contains a password; set it in the environment"
+            f"{one_line(without_secrets(url.address), 1000)}: contains a password; set credentials in the environment"
         )
     elif match := _SIGNATURE.search(url.address):
         shown = one_line(url.address[: match.start()], 1000)

@@ -1,15 +1,15 @@
-"""Read ranges of files on web servers, some of which do not support ranges."""
+"""Read byte ranges of files on web servers, even if a server does not support range requests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 WHOLE_BYTES = 8 << 20
-"""Maximum size of a file that is read repeatedly from a server that always sends the whole file."""
+"""Maximum size of a file to read in ranges if the server ignores the range and always sends the whole file."""
 
 
 def read_web(opened: Any, address: str, start: int, stop: int | None) -> bytes:
-    """Return the bytes [start, stop) of a file on a web server; read to its end if `stop` is None."""
+    """Return the bytes [start, stop) of a file on a web server; read to the end of the file if `stop` is None."""
     from fsspec.asyn import sync
 
     content: bytes = sync(opened.loop, _get, opened, address, start, stop)
@@ -17,7 +17,7 @@ def read_web(opened: Any, address: str, start: int, stop: int | None) -> bytes:
 
 
 async def _get(opened: Any, address: str, start: int, stop: int | None) -> bytes:
-    # Compressed responses would differ from the file in bytes and length.
+    # Request an uncompressed response, so that byte ranges refer to the bytes of the file.
     headers = {"Accept-Encoding": "identity"}
     if start or stop is not None:
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -30,6 +30,6 @@ async def _get(opened: Any, address: str, start: int, stop: int | None) -> bytes
             return bytes(await answer.read())
         if start and (answer.content_length is None or answer.content_length > WHOLE_BYTES):
             raise NotImplementedError(
-                "the server does not support ranges, and the file is too large to read repeatedly"
+                "the server does not support range requests, and the file is too large to read repeatedly"
             )
         return bytes(await answer.read())[start:stop]

@@ -1,22 +1,22 @@
 """Train on the model's own answers: keep correct objects and append missed ones.
 
-    build_target, Target, PartWeights             one row: the kept prefix, missed objects, the end, and their weights
-    build_answer                                  the true answer as one row
-    serialize_append                              the text that is appended
-    scan_rollout, Scan                            the entries of an answer, and where it may be cut
-    Detection, Fields, Schema                     the form of an entry, parsed strictly and written in one way
+    build_target, Target, PartWeights             a training row from a rollout: its kept prefix and the missed objects
+    build_answer                                  a training row with the true answer
+    serialize_append                              the text that appends missed objects to a prefix
+    scan_rollout, Scan                            find the entries of an answer
+    Detection, Fields, Schema                     parse, check and write the entries of an answer
     match_objects, match_equal, Matching          match predicted objects to true ones
     score_objects, DetectionScore                 recall, precision and F1 of answers
-    open_task, Task, task_prompts, prompt_lists   conversations and true objects in, rows out
-    target_rows, answer_rows, Health              rows of many records, and counts over their rollouts
-    read_truth, read_rollouts, GroundTruth        files of records and of rollouts
-    build_target_dataset, build_answer_dataset    datasets of both
+    open_task, Task, task_prompts, prompt_lists   open a task and render the prompts of its records
+    target_rows, answer_rows, Health              build rows for many records, and count problems of rollouts
+    read_truth, read_rollouts, GroundTruth        read files of ground-truth records and of rollouts
+    build_target_dataset, build_answer_dataset    build datasets of targets or of true answers
     RolloutConfig, train_rollouts, RolloutResult  the training loop
-    RolloutLoss, TermWeights, Axis                its loss, from one forward pass
-    Generator, CompletionServer, TextServer       generates answers: the model itself, or a server
+    RolloutLoss, TermWeights, Axis                the loss on rollout targets
+    Generator, CompletionServer, TextServer       generate answers with the model itself or with a server
     COORDINATES                                   the coordinate tokens <|coord_0|> to <|coord_999|>
 
-Names are imported lazily: building targets and datasets does not need torch.
+Names are imported lazily, so that targets and datasets can be built without torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Complete a kept prefix: append an entry for each missed object and the closing brace, as text and tokens.
+"""Complete the kept prefix of an answer: append an entry for each missed object, and the closing brace.
 
     , "object_3": {"desc": "bird", "bbox_2d": [" | <|coord_1|> | ", " | … | "]}}
     a run of text                                coordinate      a run
 
-A run is the text between two coordinates; it is encoded as a unit. A stretch is a run and the coordinates that follow
-it. Stretches are cached without the values of their coordinates, because answers are repetitive.
+A run is the text between two coordinates, which is encoded as a unit. A stretch is a run and the coordinates after it.
+Encoded stretches are cached without coordinate values, because answers contain the same stretches repeatedly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DETECTION = Detection()
 SPACE = " \t\n\r"
 OPENING, CLOSING = TextPart("{", STRUCTURE), TextPart("}", int(Part.BRACE))
 RANKED = np.array([Part.PREFIX, Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE], dtype=np.uint8)
-"""A token that contains bytes of several parts counts as the last of these parts in this order."""
+"""Parts in ascending precedence: a token with bytes of several parts belongs to the last of them in this order."""
 RANK = np.zeros(256, dtype=np.uint8)
 RANK[RANKED] = range(len(RANKED))
 COORD = bytes([Part.COORD])
@@ -34,7 +34,7 @@ Run = tuple[TextPart, ...]
 
 
 class Stretch(NamedTuple):
-    """A run, the number of coordinates that follow it, and the separators between them, repeated cyclically."""
+    """A run of text, the number of coordinates after it, and the separators between them, repeated cyclically."""
 
     run: Run
     separators: tuple[str, ...] = ()
@@ -42,16 +42,16 @@ class Stretch(NamedTuple):
 
 
 class EncodedStretch(NamedTuple):
-    """An encoded stretch: the text before each coordinate, and its tokens, in which each coordinate has id 0."""
+    """The text before each coordinate of a stretch, and the tokens of the stretch, with id 0 for each coordinate."""
 
     texts: tuple[str, ...]
     ids: bytes
-    """As uint32."""
+    """Token ids as the bytes of uint32 values."""
     parts: bytes
 
 
 class Appended(NamedTuple):
-    """Text, its token ids, and the `Part` of each token as one byte."""
+    """Appended text, its token ids, and the `Part` of each token as one byte."""
 
     text: str
     ids: Ids
@@ -61,10 +61,10 @@ class Appended(NamedTuple):
 def serialize_append(
     objects: Sequence[Mapping[str, Any]], start_index: int, prefix_text: str, *, schema: Schema = DETECTION
 ) -> str:
-    """Return the text that appends these objects to a prefix and closes the answer; raise `DataError` if impossible.
+    """Return the text that appends objects to a prefix and closes the answer; raise `DataError` if impossible.
 
     {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
-    After a comma at least one object is required, or the answer would not be valid JSON.
+    If the prefix ends in a comma, at least one object is required; otherwise the answer would not be valid JSON.
     """
     checked = [schema.check(thing) for thing in objects]
     stretches, coordinates = _stretches(checked, start_index, prefix_text, schema)
@@ -80,9 +80,9 @@ def encode_append(
     *,
     before: str = "",
 ) -> Appended:
-    """Like `serialize_append`, but also return tokens; the schema must have checked the objects.
+    """Return the text of `serialize_append` and its tokens. The schema must have checked the objects.
 
-    `before` is the end of the prefix, if it is encoded together with the appended text; the returned text excludes it.
+    `before` is text at the end of the prefix to encode together with the appended text; the result excludes it.
     """
     stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:
@@ -93,7 +93,7 @@ def encode_append(
 
 
 def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabulary) -> Appended:
-    """Encode a complete answer with these objects, starting with its opening brace."""
+    """Encode a complete answer that contains these objects, from the opening to the closing brace."""
     (first, *others), coordinates = _stretches(objects, 1, OPENING.text, schema)
     return _encode([first._replace(run=(OPENING, *first.run)), *others], coordinates, vocabulary)
 
@@ -101,13 +101,15 @@ def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabul
 def _stretches(
     objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema
 ) -> tuple[list[Stretch], list[int]]:
-    """Return the stretches to append and all their coordinates; the last stretch has no coordinates."""
+    """Return the stretches to append and all coordinates in them; the last stretch has no coordinates."""
     last = prefix_text.rstrip(SPACE)[-1:]
     if last not in ("{", ",", "}"):
         shown = f'"{one_line(prefix_text[-20:])}"'
-        raise DataError(f"cannot append to a prefix that ends in {shown}; expected it to end in {{, a comma or }}")
+        raise DataError(
+            f"cannot append to a prefix that ends in {shown}; expected a prefix that ends in {{, a comma or }}"
+        )
     if last == "," and not objects:
-        raise DataError("a prefix that ends in a comma requires an object to append; cut it before the comma")
+        raise DataError("a prefix that ends in a comma requires an object to append; end the prefix before the comma")
     stretches: list[Stretch] = []
     coordinates: list[int] = []
     before = ", " if last == "}" else ""
@@ -129,7 +131,7 @@ def _key(before: str, number: int) -> TextPart:
 
 
 def _texts(stretch: Stretch) -> list[str]:
-    """Return the text before each coordinate of a stretch; for a stretch without coordinates, only its run."""
+    """Return the text before each coordinate of a stretch; for a stretch without coordinates, only its text."""
     run, separators, count = stretch
     return [_text(run), *(separators[at % len(separators)] for at in range(count - 1))]
 
@@ -154,7 +156,7 @@ def _encode(stretches: Sequence[Stretch], coordinates: Sequence[int], vocabulary
 
 
 def _encode_new(stretches: Sequence[Stretch], vocabulary: Vocabulary) -> None:
-    """Encode stretches and add them to the cache."""
+    """Encode the stretches that are not in the cache, and add them to the cache."""
     known: dict[Stretch, EncodedStretch] = vocabulary.stretches
     if len(known) > CACHED:
         known.clear()
@@ -180,7 +182,7 @@ def _text(run: Run) -> str:
 
 
 def _parts(run: Run, ids: Sequence[int], vocabulary: Vocabulary) -> bytes:
-    """Return the `Part` of each token in a run; a token that contains any byte of a value counts as that value."""
+    """Return the `Part` of each token in a run; a token that contains any byte of a value is part of the value."""
     if not ids:
         return b""
     ranks = np.repeat(RANK[[piece.part for piece in run]], [len(piece.text.encode()) for piece in run])

@@ -1,4 +1,4 @@
-"""The configuration of a rollout run (stage 2): the task, how answers are generated, and how targets are trained."""
+"""The configuration of a rollout run (stage 2): its task, the generation of answers, and the loss."""
 
 from __future__ import annotations
 
@@ -24,64 +24,66 @@ def _is_positive(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig(Config):
-    """Config keys for the task: its ground truth, and how entries are matched and trained."""
+    """Config keys for the task: the ground truth, and how entries are matched and trained."""
 
-    truth: str | None = key(None, ".jsonl file of ground-truth records: id, messages, objects")
+    truth: str | None = key(None, ".jsonl file of ground-truth records, each with id, messages and objects")
     tokenizer: str = key("bytes", "tokenizer that the model was trained with")
     format: str | None = key(
         None,
-        "chat format that the model was trained with; null: the chat template of the tokenizer's folder if it has one, "
-        "else chatml",
+        "chat format that the model was trained with; null uses the chat template in the tokenizer's folder, "
+        "or chatml if the folder has none",
     )
     add_tokens: bool = key(False, "add the control and coordinate tokens that the tokenizer lacks")
     fields: Sequence[str] | None = key(
-        None, "fields of an entry; null: desc and boxes", optional(ValueCheck("a list of names", _are_names))
+        None,
+        "field names of each entry; the default is a description and a box or polygon",
+        optional(ValueCheck("a list of names", _are_names)),
     )
     gate: float = key(GATE, "minimum overlap (IoU) to match two boxes", SHARE)
     train_values: bool = key(True, "also train on the texts of appended entries")
-    train_cut: bool = key(False, "if the cut splits a token, train on the shorter token that remains")
+    train_cut: bool = key(False, "if the kept prefix ends inside a token, train on the shorter tokens that replace it")
     border: Border = key(
-        "shorter", "how tokens are chosen at the start of the appended text: shorter, masked, joined or canonical"
+        "shorter", "how to tokenize the text around the end of the kept prefix: shorter, masked, joined or canonical"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(Config):
-    """Config keys for rollouts: how and how often answers are generated."""
+    """Config keys for the generation of rollouts."""
 
-    rollout_share: float = key(1.0, "share of rows that are rollouts; the others are true answers", SHARE)
-    rollout_every: int = key(1, "training steps per round of generation", integer(1))
+    rollout_share: float = key(1.0, "share of rows that are rollouts; the remaining rows are true answers", SHARE)
+    rollout_every: int = key(1, "number of training steps after which new answers are generated", integer(1))
     max_new_tokens: int = key(512, "maximum answer length in tokens", integer(1))
-    decoding: Literal["greedy", "sample", "beam"] = key("greedy", "how answers are decoded")
+    decoding: Literal["greedy", "sample", "beam"] = key("greedy", "decoding method for answers")
     temperature: float = key(1.0, "sampling temperature", number(0))
     top_k: int = key(0, "sample from the k most likely tokens; 0 disables the limit", integer(0))
-    top_p: float = key(1.0, "sample from the most likely tokens with this total probability (nucleus sampling)", SHARE)
-    beams: int = key(4, "number of beams; the best answer is used", integer(1))
-    generate_batch_size: int = key(64, "prompts per generation batch", integer(1))
-    server: str | None = key(None, "URL of a server that generates answers with its own weights: http://…/v1")
+    top_p: float = key(1.0, "sample from the most likely tokens up to this total probability (nucleus sampling)", SHARE)
+    beams: int = key(4, "number of beams for beam search", integer(1))
+    generate_batch_size: int = key(64, "number of prompts per generation batch", integer(1))
+    server: str | None = key(None, "URL (http://…/v1) of a server that generates answers with its own weights")
     server_model: str | None = key(None, "name of the model on the server")
     server_api: Literal["tokens", "completions", "chat"] = key(
-        "tokens", "what the server receives and returns: token ids, text, or messages and text"
+        "tokens", "server API: tokens exchanges token ids, completions exchanges text, and chat sends messages"
     )
-    server_key_env: str | None = key(None, "environment variable with the API key of the server")
-    replay: str | None = key(None, "rollouts.jsonl of an earlier run to replay instead of generating")
+    server_key_env: str | None = key(None, "name of the environment variable that contains the server's API key")
+    replay: str | None = key(None, "rollouts.jsonl of an earlier run whose answers to reuse instead of generating")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLossConfig(Config):
-    """Config keys for the loss: the weights of its terms."""
+    """Config keys for the weights of the loss terms."""
 
-    text_weight: float = key(1.0, "weight of the cross-entropy loss on text", number(0))
-    soft_weight: float = key(1.0, "weight of the cross-entropy loss to the Gaussian target, on coordinates", number(0))
-    wasserstein_weight: float = key(1.0, "weight of the Wasserstein distance to the target, on coordinates", number(0))
+    text_weight: float = key(1.0, "weight of the cross-entropy loss on text tokens", number(0))
+    soft_weight: float = key(1.0, "weight of the cross entropy of coordinates with their Gaussian target", number(0))
+    wasserstein_weight: float = key(1.0, "weight of the Wasserstein distance of coordinates to their target", number(0))
     outside_weight: float = key(
-        1.0, "weight of the probability outside of coordinate tokens, on coordinates", number(0)
+        1.0, "weight of the penalty for probability on other tokens where a coordinate is expected", number(0)
     )
-    slot_weight: float = key(1.0, "weight of the coordinates of matched objects", number(0))
-    append_weight: float = key(1.0, "weight of the appended objects", number(0))
-    end_weight: float = key(1.0, "weight of the closing brace and EOS", number(0))
+    slot_weight: float = key(1.0, "loss weight of the coordinates of matched objects", number(0))
+    append_weight: float = key(1.0, "loss weight of appended objects", number(0))
+    end_weight: float = key(1.0, "loss weight of the closing brace and EOS", number(0))
     surplus_weight: float = key(
-        0.0, "weight of closing the answer where a rollout continues after the last true object", number(0)
+        0.0, "loss weight of closing the answer where the rollout continues after the last true object", number(0)
     )
     sigma: float = key(2.0, "standard deviation of the Gaussian target", ValueCheck("a number above 0", _is_positive))
 
@@ -93,15 +95,15 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
     max_iters: int = key(1000, "optimizer steps", integer(1))
     learning_rate: float = key(1e-4, "peak learning rate", number(0))
     warmup_iters: int = key(0, "warm-up steps", integer(0))
-    batch_size: int = key(16, "rollouts per optimizer step", integer(1))
-    gradient_accumulation_steps: int = key(1, "micro-batches per step", integer(1))
+    batch_size: int = key(16, "number of rows per optimizer step", integer(1))
+    gradient_accumulation_steps: int = key(1, "number of micro-batches per step", integer(1))
     lora: Mapping[str, Any] | None = key(
         None, "train LoRA adapters on a Hugging Face model with frozen weights", optional(LORA)
     )
 
     @property
     def generation_size(self) -> int:
-        """Number of prompts per call to the generator; they fill whole generation batches."""
+        """Number of prompts per call to the generator, which fill whole generation batches."""
         groups = max(1, self.generate_batch_size // self.beams)
         return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
 
@@ -116,16 +118,16 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
             if getattr(self, name) is None:
                 yield f"{name} is required"
         if self.gate == 0:
-            yield "gate is 0; expected a number above 0, up to 1"
+            yield "gate is 0; expected a number above 0 and at most 1"
         if self.save_interval % self.rollout_every:
-            # Between rounds, the model and optimizer are the complete state of a run; within a round they are not.
+            # Save only between rounds: within a round, the generated answers are also part of the run's state.
             yield f"save_interval {self.save_interval} is not a multiple of rollout_every {self.rollout_every}"
         if self.server is not None and self.server_model is None:
-            yield "server is set, but server_model is not"
+            yield "server is set, but server_model is not; set both"
         for name in ("server_model", "server_api", "server_key_env"):
             if self.server is None and getattr(self, name) not in (None, "tokens"):
-                yield f"{name} is set, but server is not"
+                yield f"{name} is set, but server is not; set both"
         if self.server is not None and self.replay is not None:
-            yield "server and replay are both set; expected one of them"
+            yield "server and replay are both set; set only one of them"
         if self.server is not None and (self.decoding == "beam" or self.top_k):
             yield "a server supports only greedy decoding, temperature and top_p; remove beams and top_k"

@@ -19,7 +19,7 @@ from chatmill.store.publish import building, check_target
 from chatmill.store.write import SplitWriter
 
 CHUNK = 256
-"""Number of rows that are built at a time."""
+"""Number of rows to build at a time."""
 Progress = Callable[[int], None]
 T = TypeVar("T")
 
@@ -34,9 +34,9 @@ def build_target_dataset(
     overwrite: bool = False,
     progress: Progress = lambda count: None,
 ) -> tuple[Metadata, Health]:
-    """Build a dataset of targets from stored rollouts; also return the health counts of the rollouts.
+    """Build a dataset of targets from stored rollouts; return its metadata and the health counts of the rollouts.
 
-    `config` contains shard_tokens, train_values, train_cut and border, and is stored in the dataset.
+    `config` must contain shard_tokens, train_values, train_cut and border, and is stored in the dataset.
     """
     check_target(output, overwrite=overwrite)
     truths = {each.record.id or "": each for each in read_truth(truth)}
@@ -49,7 +49,7 @@ def build_target_dataset(
         for chunk in _chunks(_pairs(rollouts, truths), progress):
             yield target_rows(chunk, task, health, **options)
         if not health.rollouts:
-            raise DataError(f"{shown(place(rollouts))}: contains no rollout; expected at least one")
+            raise DataError(f"{shown(place(rollouts))}: contains no rollouts; expected at least one")
         for reason, count in {"truncated": health.truncated, "broken": health.broken, **health.fallback}.items():
             if count:
                 ledger.add("noted", reason, rows=count)
@@ -68,7 +68,7 @@ def build_answer_dataset(
     overwrite: bool = False,
     progress: Progress = lambda count: None,
 ) -> Metadata:
-    """Build a dataset of the true answers; `config` contains shard_tokens, and is stored in the dataset."""
+    """Build a dataset of true answers. `config` must contain shard_tokens, and is stored in the dataset."""
     ledger = Ledger()
 
     def rows() -> Iterator[Rows]:
@@ -78,7 +78,7 @@ def build_answer_dataset(
                 _note_keys(each, ledger)
             yield answer_rows(chunk, task)
         if chunk is None:
-            raise DataError(f"{shown(place(truth))}: contains no record; expected at least one")
+            raise DataError(f"{shown(place(truth))}: contains no records; expected at least one")
 
     return _write(output, rows(), task, ledger, config=config, reads=local_files([truth]), overwrite=overwrite)
 

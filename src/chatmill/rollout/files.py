@@ -1,9 +1,9 @@
-"""Read rollout and ground-truth files, and the log from which a run can be replayed.
+"""Read rollout and ground-truth files, and replay rollouts from the log of a run.
 
     truth     {"id": "7", "messages": [{"role": "user", "content": "…"}], "objects": [{"desc": …, "bbox_2d": …}]}
     rollouts  {"id": "7", "response_token_ids": [123, 34, …], "prompt_token_ids": [256, …], "step": 0, "row": 3}
 
-A rollout refers to its record by id; its prompt, step and row are optional.
+A rollout refers to its record by `id`; `prompt_token_ids`, `step` and `row` are optional.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from chatmill.remote.urls import Place, place
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """A conversation, and the objects that its answer should contain."""
+    """A conversation, and the objects that the answer should contain."""
 
     record: Record
     objects: tuple[Mapping[str, Any], ...]
 
 
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One generated answer."""
+    """A generated answer, as it is stored in a rollout file."""
 
     id: str
     response_token_ids: list[int]
@@ -57,7 +57,9 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
             objects = record.get("objects")
             parsed = messages.parse({key: value for key, value in record.items() if key != "objects"})
             if id is None:
-                raise RecordError("the record has no id", 'expected "id", by which rollouts refer to it', kind="id")
+                raise RecordError(
+                    "the record has no id", 'expected "id", by which rollouts refer to the record', kind="id"
+                )
             if id in seen:
                 raise RecordError(
                     f"the id is already used in line {seen[id]}", "expected a unique id for every record", kind="id"
@@ -69,10 +71,8 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
                 if not isinstance(thing, dict):
                     raise RecordError(f"object {number} is {named(thing)}", "expected an object", kind="objects")
             if parsed.messages[-1].role == "assistant":
-                right = (
-                    "expected a question at the end, because the model generates the answer and the truth is in objects"
-                )
-                raise RecordError("the last message is an answer", right, kind="answered")
+                right = 'expected a question as the last message, with the true answer in "objects"'
+                raise RecordError("the last message is an answer of the assistant", right, kind="answered")
         except RecursionError:
             fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")
             raise fault.at(name, line) from None
@@ -83,10 +83,10 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
 
 
 def _one(path: str | Path) -> Place:
-    """Return the only file that a path or glob matches."""
+    """Return the file that a path or glob matches; raise `UsageError` if it matches several files."""
     file, *others = expand([path])
     if others:
-        raise UsageError(f"{shown(place(path))}: matches {1 + len(others)} files; expected one")
+        raise UsageError(f"{shown(place(path))}: matches {1 + len(others)} files; expected one file")
     return file
 
 
@@ -105,20 +105,20 @@ def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
 
 
 def log_rollouts(file: BinaryIO, rollouts: Iterable[Rollout]) -> None:
-    """Append rollouts to a run's log, one per line."""
+    """Append rollouts to the log of a run, one per line."""
     file.writelines(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts)
     file.flush()
 
 
 class RolloutReplay:
-    """A `Generator` that returns the answers in a log."""
+    """A `Generator` that returns the answers from the log of an earlier run."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
         self._logged: dict[tuple[int, int], Rollout] = {}
         for line, rollout in read_rollouts(path):
             if rollout.step is None or rollout.row is None:
-                raise DataError(f"{path}:{line}: the rollout has no step or row; expected the log of a run")
+                raise DataError(f"{path}:{line}: the rollout has no step or row; expected rollouts.jsonl of a run")
             self._logged[rollout.step, rollout.row] = rollout
 
     def __call__(
@@ -129,15 +129,17 @@ class RolloutReplay:
             rollout = self._logged.get((step, row))
             if rollout is None:
                 raise DataError(
-                    f"{self._path}: has no rollout for step {step}, row {row}; use the settings of that run"
+                    f"{self._path}: has no rollout for step {step}, row {row}; use the settings of the logged run"
                 )
             if rollout.prompt_token_ids is not None and rollout.prompt_token_ids != list(prompt):
-                raise DataError(f"{self._path}: step {step}, row {row} is for another prompt; use the data of that run")
+                raise DataError(
+                    f"{self._path}: step {step}, row {row} has another prompt; use the data of the logged run"
+                )
             answers.append(rollout.response_token_ids)
         return answers
 
 
 def _name(path: Place) -> str:
-    """Return a file name that does not depend on the location of an absolute path or URL."""
+    """Return a relative path unchanged, and only the file name of an absolute path or URL."""
     is_relative = isinstance(path, Path) and not path.is_absolute()
     return label(path) if is_relative or is_standard_input(path) else path.name

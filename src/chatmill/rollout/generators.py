@@ -1,7 +1,7 @@
-"""Generators answer the prompts of a rollout run: the model itself, a server, or the log of an earlier run.
+"""Generators produce the answers of a rollout run with the model itself, a server, or the log of an earlier run.
 
-A generator maps token ids to token ids; with a chat server, it sends the messages of the records instead. Sampling
-depends only on the seed, the step and the row, so any single step can be generated again.
+A generator receives and returns token ids, but sends messages instead of ids to a chat server. Sampling depends only on
+(seed, step, row), so the answers of any step can be generated again.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ COORDINATE_TEXT = re.compile(r"(<\|coord_(?:0|[1-9][0-9]{0,2})\|>)")
 
 
 class Generator(Protocol):
-    """Generates an answer to each prompt."""
+    """A callable that generates an answer to each prompt."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
     ) -> list[list[int]]:
-        """Return the token ids of an answer to each prompt; prompt i is row `first_row` + i, from `records[i]`."""
+        """Return the token ids of an answer to each prompt; prompt i has row `first_row` + i and `records[i]`."""
 
 
 @dataclass(frozen=True)
 class CompletionServer(Server):
-    """A server that accepts and returns token ids: the OpenAI `completions` API with `return_token_ids`.
+    """A generator that exchanges token ids with a server, through the `completions` API with `return_token_ids`.
 
-    vLLM supports this. Up to `concurrency` requests are sent concurrently; temporary failures are retried.
+    vLLM supports this API. Up to `concurrency` requests are sent concurrently, and temporary failures are retried.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -60,26 +60,26 @@ class CompletionServer(Server):
 
     def _ids(self, answer: ServerAnswer, prompt: list[int]) -> list[int]:
         if answer.prompt_token_ids not in (None, prompt):
-            raise self.fault("the server answered a different prompt than it was sent", "check its tokenizer")
+            raise self.fault("the server answered another prompt than the one sent", "check the server's tokenizer")
         if answer.token_ids is None:
-            right = "expected choices[0].token_ids, as vLLM returns with return_token_ids"
+            right = "expected choices[0].token_ids, which vLLM returns with return_token_ids"
             raise self.fault("the server returned no token ids", f"{right}; {self.advice}")
         return answer.token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextServer(Server):
-    """Any OpenAI-compatible server; it returns text, which the task's tokenizer encodes.
+    """A generator that receives text from an OpenAI-compatible server and encodes it with the task's tokenizer.
 
-    `api` is "completions", which sends the prompt as text, or "chat", which sends the record's messages for the server
-    to render. The server must report the same number of prompt tokens as in training. A complete answer ends with the
-    task's end-of-turn token. The tokens may differ from those that the model generated.
+    With `api` "completions", the prompt is sent as text; with "chat", the record's messages are sent and the server
+    renders them. The server must report the same number of prompt tokens as in training. The end-of-turn token is added
+    to a complete answer. The encoded tokens may differ from the tokens that the model generated.
     """
 
     task: Task
     api: Literal["completions", "chat"]
     counts: Counter[str] = field(default_factory=Counter)
-    """`as_text` counts answers; `retokenized` counts those for which the server reported another number of tokens."""
+    """Number of answers (`as_text`), and of answers whose token count differs from the server's (`retokenized`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,14 +89,14 @@ class TextServer(Server):
             if special is not None:
                 raise UsageError(
                     f"{self.task.tokenizer.name}: marks {special} as special, but servers omit special tokens; "
-                    'set its "special" to false in tokenizer.json, or use server_api "tokens"'
+                    'set "special" of the token to false in tokenizer.json, or use server_api "tokens"'
                 )
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
     ) -> list[list[int]]:
         if self.api == "chat" and len(records) != len(prompts):
-            raise UsageError("a chat server requires messages; pass the record of each prompt")
+            raise UsageError("a chat server requires messages; pass one record per prompt")
         end = vocabulary_of(self.task.tokenizer).text([self.task.eos_id]).decode()
         bodies = [
             {
@@ -110,17 +110,17 @@ class TextServer(Server):
         answers = self.answers(bodies, "chat/completions" if self.api == "chat" else "completions")
         for prompt, answer in zip(prompts, answers, strict=True):
             self._check(prompt, answer)
-        # Some servers include the stop text in the answer.
+        # Remove the stop text, which some servers include in the answer.
         ended = [answer.finish_reason == "stop" for answer in answers]
         texts = [answer.text.removesuffix(end if stop else "") for answer, stop in zip(answers, ended, strict=True)]
         try:
             encoded = encode_answers(texts, self.task)
         except DataError as error:
-            right = "check that it serves a model with this tokenizer"
+            right = "check that the server's model uses this tokenizer"
             raise self.fault(f"an answer cannot be encoded ({error})", right) from None
         ids = [of_text + [self.task.eos_id] * stop for of_text, stop in zip(encoded, ended, strict=True)]
         for answer, mine in zip(answers, ids, strict=True):
-            # Some servers do not count the end-of-turn token.
+            # Allow for servers that do not count the end-of-turn token.
             counted = {len(mine), len(mine) - (answer.finish_reason == "stop"), None}
             self.counts["retokenized"] += answer.completion_tokens not in counted
         self.counts["as_text"] += len(ids)
@@ -134,7 +134,8 @@ class TextServer(Server):
     def _check(self, prompt: Sequence[int], answer: ServerAnswer) -> None:
         if answer.parsed:
             raise self.fault(
-                f"the server moved part of the answer to {answer.parsed}", "turn off its reasoning and tool parsers"
+                f"the server moved part of the answer to {answer.parsed}",
+                "turn off the server's reasoning and tool parsers",
             )
         if not answer.has_text:
             raise self.fault("the reply has no text", "expected choices[0] with text or message.content")
@@ -144,8 +145,8 @@ class TextServer(Server):
         if answer.prompt_tokens not in (None, len(prompt)):
             other = "completions" if self.api == "chat" else "chat"
             raise self.fault(
-                f"the server reports {answer.prompt_tokens} tokens in a prompt that has {len(prompt)} in training",
-                f'use the tokenizer and chat template of the server, or server_api "{other}"',
+                f"the server reports {answer.prompt_tokens} prompt tokens, but training has {len(prompt)}",
+                f'use the same tokenizer and chat template as the server, or server_api "{other}"',
             )
 
 
@@ -176,14 +177,14 @@ def chat_request(record: Record) -> dict[str, Any]:
 
 
 def encode_answers(texts: Sequence[str], task: Task) -> list[list[int]]:
-    """Encode each text. Coordinates become single tokens; any other control token is encoded as ordinary text."""
+    """Encode answers. Each coordinate becomes one token; other control tokens are encoded as ordinary text."""
     vocabulary = vocabulary_of(task.tokenizer)
     coordinates: Mapping[str, int] = {}
     split = [[text] for text in texts]
     if task.schema.uses_coordinates:
         coordinates = dict(zip(COORDINATES, vocabulary.coordinate_ids, strict=True))
         split = [COORDINATE_TEXT.split(text) for text in texts]
-    # `split` returns text and coordinates alternately.
+    # Each list in `split` alternates between text and coordinates, and starts with text.
     encoded = iter(vocabulary.encode([piece for pieces in split for piece in pieces[::2]]))
     return [
         [id for at, piece in enumerate(pieces) for id in ([coordinates[piece]] if at % 2 else next(encoded))]
@@ -192,7 +193,7 @@ def encode_answers(texts: Sequence[str], task: Task) -> list[list[int]]:
 
 
 def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Generator:
-    """Return the generator for a config: a log, a server, or the model with its current weights."""
+    """Return the generator that a config selects: the log of a run, a server, or the model itself."""
     if config.replay is not None:
         return RolloutReplay(config.replay)
     temperature = config.temperature if config.decoding == "sample" else 0.0
@@ -225,18 +226,18 @@ def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Gener
 
 
 def _bearer(variable: str) -> str:
-    """Return the value of the authorization header; the API key in `variable` is never shown or stored."""
+    """Return the Authorization header for the API key in an environment variable."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         state = "is empty" if variable in os.environ else "is not set"
         raise UsageError(
-            f"server_key_env: the environment variable {one_line(variable)} {state}; export the API key in it"
+            f"server_key_env: the environment variable {one_line(variable)} {state}; set it to the API key"
         )
     return f"Bearer {key}"
 
 
 def text_counts(generator: Generator) -> list[int]:
-    """Return how many answers arrived as text since the last call, and how many of them were tokenized differently."""
+    """Return and reset the counts `as_text` and `retokenized` of a `TextServer`; zeros for other generators."""
     if not isinstance(generator, TextServer):
         return [0, 0]
     counts = [generator.counts["as_text"], generator.counts["retokenized"]]

@@ -1,10 +1,10 @@
-"""The rollout training loop: the model generates answers and is trained on targets built from them.
+"""The rollout training loop: the model generates answers, and is trained on targets built from these answers.
 
     every K steps    prompts ── generate ──▶ rollouts ── match, append ──▶ K batches
     every step       batch ──▶ one forward pass, one loss, one backward pass
 
-The order of the prompts is a pure function of the seed, and sampling depends only on (seed, step, row). Every rollout
-is logged, so a run can be replayed from its log.
+The order of the prompts is a pure function of the seed, and sampling depends only on (seed, step, row). All rollouts
+are logged, so a run can be replayed from its log.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from chatmill.train.trackers.reporter import named_trackers
 
 ROLLOUTS = "rollouts.jsonl"
 MAY_CHANGE = {"max_iters", "save_interval", "keep_checkpoints", "log_interval", "device", "replay", "report_to"}
-"""Config keys that may change when a run resumes."""
+"""Config keys whose values may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """The result of a run."""
+    """The result of a rollout training run."""
 
     folder: Path
     checkpoint: Path | None
     step: int
     total: int
     loss: float | None
-    """Loss of the last step."""
+    """Loss of the last training step."""
     health: Health
-    """Counts over all rollouts since the run started or resumed."""
+    """Counts over all rollouts since the run was started or resumed."""
     stopped_by: str | None
 
     def to_json(self) -> dict[str, Any]:
@@ -86,10 +86,10 @@ def train_rollouts(
     generator: Generator | None = None,
     quiet: bool = False,
 ) -> RolloutResult:
-    """Train a model on its own answers, and write the run to `folder`.
+    """Train a model on its own answers, and write checkpoints and logs to `folder`.
 
-    `resume` is `auto` (the newest checkpoint, if any) or the folder of a checkpoint. `model` and `generator` replace
-    those of the config.
+    `resume` is the folder of a checkpoint, or `auto` for the newest checkpoint if one exists. `model` and `generator`
+    override the model and the generator that the config selects.
     """
     local_path(folder)
     trackers = named_trackers(config.report_to)
@@ -97,7 +97,7 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
-        # Rollouts of a round are logged with its first step; checkpoints are written only after its last step.
+        # The log numbers the rollouts of a round by the round's first step; checkpoints are saved after its last step.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
             folder,
@@ -115,7 +115,7 @@ def train_rollouts(
 
 
 class _RolloutRun:
-    """Data, model and counters of a run."""
+    """The data, model and counters of a rollout run."""
 
     def __init__(self, config: RolloutConfig, folder: Path, world: World, model: CausalModel | None) -> None:
         self.config, self.folder, self.world = config, folder, world
@@ -146,23 +146,23 @@ class _RolloutRun:
         truth = place(config.truth or "")
         if isinstance(truth, Url) and str(truth) != truth.address:
             raise UsageError(
-                f"{shown(truth)}: its password or query would be stored with the run; use a URL without them, or a file"
+                f"{shown(truth)}: the password or query in the URL would be stored with the run; remove it"
             )
         self.truths = list(read_truth(config.truth or ""))
         with open_raw(expand([truth])[0]) as file:
             self.truth_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if not self.truths:
-            raise DataError(f"{shown(truth)}: contains no record; expected at least one")
+            raise DataError(f"{shown(truth)}: contains no records; expected at least one")
         self.model = model or _open_model(config, self.task, self.world)
         if self.task.tokenizer.vocab_size > self.model.vocab_size:
             raise UsageError(
-                f"{config.init_from_model}: has {self.model.vocab_size} tokens, "
-                f"the tokenizer {self.task.tokenizer.vocab_size}; "
-                "train it with this tokenizer first, on data of `chatmill rollout answers`"
+                f"{config.init_from_model}: the model has {self.model.vocab_size} tokens, "
+                f"but the tokenizer has {self.task.tokenizer.vocab_size}; "
+                "first train the model with this tokenizer on data from `chatmill rollout answers`"
             )
 
     def resume(self, resume: str | None) -> None:
-        """Load the checkpoint to resume from, if any."""
+        """Load the checkpoint that `resume` selects, if one exists."""
         checkpoint = open_resumed(self.folder, resume, self.world, otherwise="another folder", logs=(ROLLOUTS,))
         if checkpoint is None:
             return
@@ -179,7 +179,7 @@ class _RolloutRun:
         self.step, self.saved = checkpoint.step, checkpoint.path
 
     def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> RolloutResult:
-        """Take all remaining steps; after a signal, only finish the current round, so that the run can be resumed."""
+        """Take all remaining steps. After a signal, stop at the end of the round, so that the run can be resumed."""
         config = self.config
         rows: list[Rows] = []
         with stop_on_signal() as request:
@@ -195,20 +195,20 @@ class _RolloutRun:
                     stop = stops > 0
                 if config.save_interval and (self.step % config.save_interval == 0 or last or stop):
                     self._save()
-        stopped = request.by or "a signal on another rank" if self.step < config.max_iters else None
+        stopped = request.by or "a signal to another rank" if self.step < config.max_iters else None
         run_dir.end("finished" if stopped is None else "stopped")
         return RolloutResult(self.folder, self.saved, self.step, config.max_iters, self.loss, self.health, stopped)
 
     def _round(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> list[Rows]:
-        """Generate answers for the next steps; return the rows of each step."""
+        """Generate the answers for the next `rollout_every` steps; return the rows of each step."""
         config, began = self.config, time.perf_counter()
         steps = min(config.rollout_every, config.max_iters - self.step)
         numbers = self._record_numbers(self.step, self.step + steps)
         all_prompts = prompt_lists(task_prompts([self.truths[number] for number in numbers], self.task))
-        # Skip a prompt that leaves no room for an answer, as is done with targets that are too long.
+        # Skip prompts that leave no room for an answer, like targets that are too long.
         places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
         first_row, share = self.step * config.batch_size, Fraction(str(config.rollout_share))
-        # Spread rollouts evenly: floor(n · share) of the first n rows in a run are rollouts.
+        # Spread rollouts evenly over the run: floor(n · share) of its first n rows are rollouts.
         own = [place for place in places if (first_row + place + 1) * share // 1 > (first_row + place) * share // 1]
         truths, prompts = [self.truths[numbers[place]] for place in own], [all_prompts[place] for place in own]
         answers = self._answers(generator, prompts, [truth.record for truth in truths])
@@ -268,14 +268,14 @@ class _RolloutRun:
         ]
 
     def _record_numbers(self, first: int, last: int) -> list[int]:
-        """Return the records for a range of steps; each epoch has its own order."""
+        """Return the record numbers for a range of steps; the order of records differs between epochs."""
         places = np.arange(first * self.config.batch_size, last * self.config.batch_size)
         epochs, inside = np.divmod(places, len(self.truths))
         numbers = [self.order.at(epoch, inside[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
         return [int(number) for number in np.concatenate(numbers)]
 
     def _train_step(self, rows: Rows, run_dir: RunDir) -> None:
-        """Take one optimizer step on the rows of a batch."""
+        """Take one optimizer step on a batch."""
         config, began = self.config, time.perf_counter()
         parts = self.world.alone(lambda: self._micro_batches(self._own_rows(rows)))
         weight, trained = self.world.sums(
@@ -299,7 +299,7 @@ class _RolloutRun:
         run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
 
     def _own_rows(self, rows: Rows) -> Rows:
-        """Return this rank's rows of a batch, or one untrained row if there are fewer rows than ranks."""
+        """Return this rank's rows of a batch; if it has none, return one untrained row."""
         rank, size = self.world.rank, self.world.size
         own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
         if len(own) or not len(rows):
@@ -321,7 +321,7 @@ class _RolloutRun:
         ]
         for batch in batches:
             if fault := unknown_id(batch, self.model.vocab_size):
-                raise DataError(f"step {self.step + 1}: {fault}; use rollouts of this model")
+                raise DataError(f"step {self.step + 1}: {fault}; use rollouts that this model generated")
         return [part for batch in batches for part in micro_batches(batch, 1, self.world.device)]
 
     def _save(self) -> None:
@@ -353,9 +353,9 @@ class _RolloutRun:
 
 
 def _padded_length(rows: Rows, device: torch.device) -> int | None:
-    """Return the length to pad a batch to; None means the length of its longest row.
+    """Return the length to pad a batch to; None means the length of the longest row in the batch.
 
-    On a GPU, this is a power of two, because FlexAttention is compiled for each length, at most eight times.
+    On a GPU, round the length up to a power of two, because FlexAttention is compiled for at most eight lengths.
     """
     if device.type != "cuda":
         return None
@@ -372,8 +372,8 @@ def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
     ):
         if trained is not None and trained != given:
             raise UsageError(
-                f"{folder}: was trained with a different {what} than in the config; "
-                "use the tokenizer, format and add_tokens that it was trained with"
+                f"{folder}: was trained with a different {what} from the one in the config; "
+                "use the tokenizer, format and add_tokens that the model was trained with"
             )
     compute, adapters = compute_dtype(config.dtype, world.device), config.lora_sizes()
     torch.manual_seed(config.seed)

@@ -1,12 +1,12 @@
-"""The loss of rollout targets, computed from the logits at trained text and coordinate positions.
+"""The loss on rollout targets, computed from the logits at trained positions.
 
-Text is trained with cross entropy. Coordinates are positions on an axis, and their loss has three terms:
+Text tokens use cross entropy. Coordinate tokens are positions on an axis, and use three loss terms:
 
-    soft         cross entropy to a Gaussian around the true position, over coordinates
-    wasserstein  Wasserstein-1 distance to that Gaussian; the length of the axis is 1
-    outside      -log of the total probability of all coordinates
+    soft         cross entropy to a Gaussian around the true position, over the coordinate tokens
+    wasserstein  Wasserstein-1 distance to the same Gaussian, on an axis of length 1
+    outside      -log of the total probability of all coordinate tokens
 
-Functions return sums, not means, so that rows can be packed or split into batches in any way.
+Losses are sums, not means, so that the result does not depend on how rows are packed or split into batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chatmill.train.loss import LMHead, Losses, TrainedPositions, trained_states
 
 @dataclass(frozen=True)
 class TermWeights:
-    """The weight of each term, and the Gaussian's standard deviation in axis positions."""
+    """The weight of each loss term, and the standard deviation of the Gaussian in axis positions."""
 
     text: float = 1.0
     soft: float = 1.0
@@ -41,28 +41,28 @@ class TermWeights:
 
 
 class TermLosses(NamedTuple):
-    """The losses at the trained positions, and their terms."""
+    """The loss at the trained positions: in total, per position and per loss term."""
 
     total: Tensor
-    """Σ weight · (weighted sum of the terms): the training loss."""
+    """The training loss: the weighted sum over all positions and terms."""
     tokens: Tensor
-    """The loss of each position, without gradient."""
+    """The loss at each position, detached from the graph."""
     terms: Tensor
-    """Σ weight · text, soft, wasserstein and outside, each without its term weight and without gradient."""
+    """The sum of each term over all positions, with position weights but without term weights; detached."""
 
 
 TERMS = ("text", "soft", "wasserstein", "outside")
 
 
 class Axis(NamedTuple):
-    """The coordinate tokens in order, and the axis position of every token id (-1 for text)."""
+    """The ids of the coordinate tokens in order, and the axis position of every token id (-1 for text tokens)."""
 
     ids: Tensor
     places: Tensor
 
     @classmethod
     def of(cls, coordinate_ids: list[int], vocab_size: int, device: torch.device | str = "cpu") -> Axis:
-        """`vocab_size` is the model's vocabulary size, which may exceed the tokenizer's."""
+        """Create an axis; `vocab_size` is the model's vocabulary size, which may exceed the tokenizer's."""
         ids = torch.tensor(coordinate_ids, dtype=torch.long)
         places = torch.full((vocab_size,), -1, dtype=torch.long)
         places[ids] = torch.arange(len(ids))
@@ -72,9 +72,9 @@ class Axis(NamedTuple):
 def rollout_loss(
     logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | None, term_weights: TermWeights
 ) -> TermLosses:
-    """Return the loss of logits (positions, vocabulary) for the target ids.
+    """Return the loss of logits with shape (positions, vocabulary) for the target ids.
 
-    Positions whose target is a coordinate on the axis use the coordinate terms; without an axis, all targets are text.
+    Positions whose target is a coordinate token use the coordinate terms. If `axis` is None, all targets are text.
     """
     logits = logits.float()
     log_total = torch.logsumexp(logits, dim=1)
@@ -87,7 +87,7 @@ def rollout_loss(
         log_inside = torch.logsumexp(axis_logits, dim=1)
         logprobs = axis_logits - log_inside[:, None]
         wanted = gaussian(places[chosen], len(axis.ids), term_weights.sigma)
-        # In one dimension, the distance is the integral of the absolute difference between the cumulative
+        # In one dimension, Wasserstein-1 is the integral of the absolute difference between the cumulative
         # distributions.
         distance = (logprobs.exp() - wanted).cumsum(1)[:, :-1].abs().sum(1) / (len(axis.ids) - 1)
         each[1:, chosen] = torch.stack([-(wanted * logprobs).sum(1), distance, log_total[chosen] - log_inside])
@@ -96,7 +96,7 @@ def rollout_loss(
 
 
 class RolloutLoss:
-    """The loss function for rollout targets; it also sums its terms over the forward passes in a step."""
+    """The loss function for rollout targets, which also sums each loss term over the forward passes of a step."""
 
     def __init__(self, axis: Axis | None, weights: TermWeights) -> None:
         self._axis, self._weights = axis, weights
@@ -109,13 +109,13 @@ class RolloutLoss:
         return Losses(losses.total, losses.tokens)
 
     def take_terms(self) -> dict[str, float]:
-        """Return the weighted sum of each term since the last call."""
+        """Return the sum of each loss term since the last call."""
         sums, self._sums = self._sums, None
         return dict(zip(TERMS, [0.0] * len(TERMS) if sums is None else sums.tolist(), strict=True))
 
 
 def gaussian(places: Tensor, size: int, sigma: float) -> Tensor:
-    """Return a Gaussian around each position, normalized over `size` positions: (places, size)."""
+    """Return a Gaussian around each position, normalized over the axis; the shape is (len(places), size)."""
     along = torch.arange(size, device=places.device)
     heights = torch.exp(-0.5 * ((along - places[:, None]) / sigma) ** 2)
     return heights / heights.sum(1, keepdim=True)

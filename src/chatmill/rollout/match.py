@@ -1,7 +1,7 @@
-"""Match predicted objects to true ones.
+"""Match predicted objects to true objects.
 
-Pairs with an overlap below the gate are excluded. The result is the assignment with the largest sum of overlaps. Ties
-go to the assignment that matches the earliest predicted objects to the earliest true ones.
+Pairs with an overlap below the gate are never matched. Of all other assignments, the one with the largest sum of
+overlaps is chosen. Ties are broken in favor of the earliest predicted objects, and then of the earliest true objects.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ except ImportError:  # pragma: no cover
 
 GATE = 0.3
 STEPS = 2**30
-"""Overlaps are rounded to multiples of 1/STEPS: integer sums do not depend on order, so ties are exact."""
+"""Overlaps are rounded to multiples of 1/STEPS and summed as integers, so that ties are detected exactly."""
 
 FEW = 128
-"""Groups of objects with at most this many assignments are solved by brute force."""
-MISSING = "matching requires {}: pip install 'chatmill[rollout]'"
+"""Maximum number of assignments of a group of objects to try by brute force."""
+MISSING = "matching requires {}; run pip install 'chatmill[rollout]'"
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -37,10 +37,10 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Matching:
-    """Indices of predicted and true objects: each is part of a pair, a false positive, or missed."""
+    """Indices of matched objects, of unmatched predictions (`false_positives`) and of unmatched truth (`missed`)."""
 
     pairs: tuple[tuple[int, int], ...]
-    """(predicted, true), in the order of the predicted objects."""
+    """Index pairs (predicted, true), in the order of the predicted objects."""
     false_positives: tuple[int, ...]
     missed: tuple[int, ...]
     gated: int = 0
@@ -52,10 +52,10 @@ def match_objects(
 ) -> Matching:
     """Return the best assignment of predicted to true objects by overlap, ignoring descriptions.
 
-    Objects have `bbox_2d` [x1, y1, x2, y2] or `poly` [x1, y1, x2, y2, …], as integers.
+    Each object has integer coordinates `bbox_2d` [x1, y1, x2, y2] or `poly` [x1, y1, x2, y2, …].
     """
     if not 0 < gate <= 1:
-        raise UsageError(f"gate is {gate:g}; expected a number above 0, up to 1")
+        raise UsageError(f"gate is {gate:g}; expected a number above 0 and at most 1")
     mine, true, overlap = _near_overlaps(predicted, truth)
     feasible = np.flatnonzero(overlap >= gate)
     gated = int(np.count_nonzero(overlap)) - len(feasible)
@@ -64,7 +64,7 @@ def match_objects(
 
 
 def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
-    """Match each predicted object to the first unmatched true object that is equal as JSON."""
+    """Match each predicted object to the first unmatched true object with the same JSON value."""
     left: dict[Any, list[int]] = {}
     for number in range(len(truth) - 1, -1, -1):
         left.setdefault(_identity(truth[number]), []).append(number)
@@ -76,7 +76,7 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Return the IoU of each predicted object with each true one; a shape without area overlaps only equal shapes."""
+    """Return the IoU of each predicted and each true object. Shapes without area overlap only equal shapes."""
     out = np.zeros((len(predicted), len(truth)))
     mine, true, overlap = _near_overlaps(predicted, truth)
     out[mine, true] = overlap
@@ -86,7 +86,7 @@ def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
 def _near_overlaps(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]
 ) -> tuple[Index, Index, Floats]:
-    """Return the pairs whose bounding boxes intersect, in the order of the predicted objects, and their overlaps."""
+    """Return the pairs of objects whose bounding boxes intersect, sorted by predicted object, and their overlaps."""
     (boxes, drawn), (true_boxes, true_drawn) = _bounds(predicted), _bounds(truth)
     mine, true, overlap = _box_overlaps(boxes, true_boxes)
     if drawn or true_drawn:
@@ -99,7 +99,7 @@ def _near_overlaps(
 
 
 def _bounds(things: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
-    """Return the bounding box of each object, and the indices of polygons."""
+    """Return the bounding box of each object, and the indices of the objects that are polygons."""
     boxes: list[Any] = [thing.get("bbox_2d") for thing in things]
     polygons = [number for number, box in enumerate(boxes) if box is None] if None in boxes else []
     for number in polygons:
@@ -133,7 +133,7 @@ def _ratio(shared: Floats, one: Floats, other: Floats, equal: Callable[[], NDArr
     union = one + other - shared
     if (union > 0).all():
         return shared / union
-    # Points and lines have no area; they overlap only if they are equal.
+    # Points and lines have no area, and overlap only if they are equal.
     return np.where(union > 0, shared / np.where(union > 0, union, 1), equal())
 
 
@@ -153,7 +153,7 @@ def _polygon_overlaps(
     corners = np.fromiter(chain.from_iterable(ring for ring, _ in rings), np.float64).reshape(-1, 2)
     shapes = shapely.polygons(shapely.linearrings(corners, indices=of_ring))
     area = shapely.area(shapes)
-    # The area of a self-intersecting polygon follows the even-odd rule.
+    # Apply the even-odd rule to polygons that may intersect themselves.
     doubtful = [at for at, (_, is_simple) in enumerate(rings) if not is_simple or not area[at]]
     if doubtful:
         shapes[doubtful] = shapely.make_valid(shapes[doubtful])
@@ -164,7 +164,7 @@ def _polygon_overlaps(
 
 
 def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-    """Return the corners as x1, y1, x2, y2 …, and whether the shape cannot intersect itself (a box or a triangle)."""
+    """Return the corners of a shape as x1, y1, x2, y2 …, and whether the shape is a box or a triangle."""
     if "poly" in thing:
         points: Sequence[int] = thing["poly"]
         return points, len(points) == 6
@@ -179,7 +179,7 @@ def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, ga
 
 
 def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
-    """Return the pairs of the best assignment, ordered by predicted object; solve independent groups separately."""
+    """Return the pairs of the best assignment, sorted by predicted object; solve independent groups separately."""
     alone = (np.bincount(mine)[mine] == 1) & (np.bincount(true)[true] == 1)
     pairs = list(zip(mine[alone].tolist(), true[alone].tolist(), strict=True))
     if alone.all():
@@ -194,7 +194,7 @@ def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
 
 
 def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split the feasible pairs into groups that have no objects in common."""
+    """Split the feasible pairs into groups such that no object is in two groups."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     of_column: dict[int, list[tuple[int, int]]] = {}
     for row, column in pairs:
@@ -209,7 +209,7 @@ def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
-    """Return the pairs with the largest sum; break ties by giving each row, in order, the first possible column."""
+    """Return the pairs with the largest sum of overlaps; on ties, give each row in order the first possible column."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     for (row, column), worth in steps.items():
         of_row.setdefault(row, []).append((column, worth))
@@ -226,7 +226,7 @@ def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]
 def _first_of_all(
     of_row: Sequence[tuple[int, Sequence[tuple[int, int]]]], at: int, taken: frozenset[int]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Find the best sum over the rows starting at `at`, and its pairs, by brute force."""
+    """Return the largest sum of overlaps over the rows from `at` on, and its pairs, found by brute force."""
     if at == len(of_row):
         return 0, []
     row, options = of_row[at]
@@ -241,7 +241,7 @@ def _first_of_all(
 
 
 def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
-    """Like `_first_of_all`, for a matrix in which -1 marks infeasible pairs; assigns one row at a time."""
+    """Return the same pairs as `_first_of_all`, without brute force; -1 in the matrix marks infeasible pairs."""
     allowed = steps >= 0
     best, chosen = _largest_sum(steps, allowed)
     pairs = []
@@ -258,13 +258,13 @@ def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
             allowed = tried
             pairs.append((row, column))
             break
-        # A row stays unassigned if every column would reduce the sum.
+        # If every column would reduce the sum, leave the row unassigned.
         allowed[row] = False
     return pairs
 
 
 def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[int, int]]:
-    """Return the largest sum of any assignment, and the column of each row in an assignment with that sum."""
+    """Return the largest sum of overlaps of any assignment, and the column of each row in such an assignment."""
     if not allowed.any():
         return 0, {}
     try:
@@ -278,20 +278,20 @@ def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[in
 
 
 def _identity(thing: Any) -> Any:
-    """Return a hashable value that is equal for equal JSON values: true differs from 1, and field order is ignored."""
+    """Return a hashable key that is equal for equal JSON values; true differs from 1, and field order is ignored."""
     if isinstance(thing, Mapping):
         return frozenset((key, _identity(value)) for key, value in thing.items())
     return (type(thing).__name__, thing)
 
 
-# Recall and precision of answers; matching is stricter than in training.
+# Scores of answers. Unlike in training, descriptions must also match.
 
 
 class DetectionScore(NamedTuple):
-    """Object counts, summed over any number of answers."""
+    """Object counts, summed over answers, from which recall, precision and F1 are computed."""
 
     correct: int = 0
-    """Predicted objects that match a true one in description and overlap enough."""
+    """Number of predicted objects that have the same description as a true object and overlap it enough."""
     predicted: int = 0
     true: int = 0
 
@@ -314,7 +314,7 @@ class DetectionScore(NamedTuple):
 def score_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
 ) -> DetectionScore:
-    """Score one answer; objects are matched by overlap, and only with objects of the same description."""
+    """Score one answer. Objects with the same description are matched by overlap."""
     correct = 0
     for desc in {thing["desc"] for thing in truth}:
         mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))

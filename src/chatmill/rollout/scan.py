@@ -1,11 +1,11 @@
-"""Scan the entries of the JSON object in a rollout, in one pass over its bytes.
+"""Find the entries of the JSON object in a rollout, in one pass over its bytes.
 
     {"object_1": {"desc": "cat", …}, "note": 3, "object_2": {"desc": "do
      entry 0, complete               entry 1    entry 2, incomplete
 
-Each token is decoded to bytes separately, so a character may span several tokens. The root object is parsed strictly:
-the scan ends where the text stops being valid JSON. Inside the body of an entry only strings and braces matter, so any
-other error there, such as an unclosed bracket, affects only that entry.
+Tokens are decoded to bytes separately, because a character may span several tokens. The root object is parsed strictly:
+the scan ends at the first byte that is not valid JSON. In the body of an entry, the scan checks only strings and
+braces, so other errors, such as an unclosed bracket, affect only that entry.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ except ImportError:  # pragma: no cover
 
 STOP_TEXTS = ("<|im_end|>",)
 
-# A string with its closing quote, if present, and the colon that makes it a key; or a brace or bracket.
+# Matches a brace, a bracket, or a string with an optional closing quote and an optional colon after it.
 _LEXEME = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+\\?)("?)([ \t\n\r]*+:)?|[{}\[\]]', re.DOTALL)
-# Everything up to the next brace that is not inside a string.
+# Matches everything up to the next brace that is not inside a string.
 _TO_BRACE = re.compile(rb'[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+', re.DOTALL)
 _SCALAR = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _WORD = re.compile(rb"[-+.0-9A-Za-z]*+")
 _SPACE = re.compile(rb"[ \t\n\r]*+")
-# Python refuses to convert much longer digit strings, so longer keys do not count as numbered.
+# Limit the number of digits, because Python refuses to convert much longer digit strings to int.
 _NUMBERED = re.compile(r"object_([0-9]{1,4000})", re.ASCII)
 _COORDINATE = {token.encode(): k for token, k in COORDINATE.items()}
-# A box entry in printable ASCII, formatted exactly as chatmill writes it: number, description and four coordinates.
+# Matches a box entry in printable ASCII with chatmill's exact formatting: number, description, four coordinates.
 _BOX = re.compile(
     rb'"(object_([0-9]{1,9}))": \{"desc": "([ !#-\[\]-~]+)", "bbox_2d": \['
     + b", ".join([rb'"<\|coord_(0|[1-9][0-9]{0,2})\|>"'] * 4)
@@ -47,44 +47,44 @@ _BOX = re.compile(
 _COORD_TEXT = len("<|coord_")
 
 Box = tuple[str, int, int, int, int, int, bool, bool, tuple[str, list[int], list[int]]]
-"""The fields of a `ParsedEntry`."""
+"""The fields of a `ParsedEntry` for a box, as a plain tuple."""
 Ended = Literal["closed", "open", "fault", "no_root"]
 
 
 class ParsedEntry(NamedTuple):
-    """One `key: value` pair of the root object; start, value_start and stop are byte offsets in the rollout."""
+    """A `key: value` pair of the root object; `start`, `value_start` and `stop` are byte offsets in the rollout."""
 
     key: str
     number: int | None
-    """n, if the key is object_{n}."""
+    """The number n if the key is object_{n}; None for any other key."""
     largest: int
-    """The largest n of all keys object_{n} in the entry, including nested ones; -1 if there are none."""
+    """The largest n of all keys object_{n} in the entry, including nested keys; -1 if the entry has none."""
     start: int
     value_start: int
     stop: int
     is_object: bool
-    """Whether the value starts as an object."""
+    """Whether the value starts with a brace."""
     complete: bool
     box: tuple[str, list[int], list[int]] | None = None
-    """The description, coordinates and byte offsets, if the entry is formatted exactly as chatmill writes boxes."""
+    """The description, coordinates and their byte offsets, if the entry is a box with chatmill's exact formatting."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The entries of a rollout."""
+    """The result of scanning a rollout: its bytes and entries."""
 
     data: bytes
-    """The bytes of the tokens before the stop token or text."""
+    """The bytes of the rollout before the stop token or stop text."""
     token_start: Index
-    """The byte offset of each token, followed by the offset of the end."""
+    """The byte offset of each token, followed by the length in bytes."""
     root: int
-    """The byte offset of the opening brace of the root; -1 if there is no root object."""
+    """The byte offset of the root object's opening brace; -1 if the rollout has no root object."""
     entries: tuple[ParsedEntry, ...]
     ended: Ended
-    """How the scan ended: the root was closed, was still open at the end, was not JSON, or is missing."""
+    """How the scan ended: with a closed, an open, an invalid or a missing root object, in the order of `Ended`."""
 
     def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
-        """Return the value and the byte offset of every coordinate in the arrays of an entry."""
+        """Return the values and the byte offsets of all coordinates in the arrays of an entry."""
         if entry.box is not None:
             return entry.box[1:]
         starts: list[int] = []
@@ -100,12 +100,12 @@ class Scan:
         return places, starts
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of tokens that contain a range of bytes."""
+        """Return the range of tokens that contains the bytes [start, stop)."""
         first = int(np.searchsorted(self.token_start, start, side="right")) - 1
         return first, max(first, int(np.searchsorted(self.token_start, stop, side="left")))
 
     def characters(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of characters for a range of bytes; invalid UTF-8 counts as replacement characters."""
+        """Return the range of characters in the bytes [start, stop); invalid UTF-8 counts as U+FFFD characters."""
         first = len(self.data[:start].decode("utf-8", "replace"))
         return first, first + len(self.data[start:stop].decode("utf-8", "replace"))
 
@@ -117,7 +117,7 @@ def scan_rollout(
     stop_ids: Collection[int] = (),
     stop_texts: Sequence[str] = STOP_TEXTS,
 ) -> Scan:
-    """Scan the entries of the JSON object at the start of a rollout, after whitespace.
+    """Find the entries of the JSON object at the start of a rollout, which may be preceded by whitespace.
 
     The rollout ends at a stop token, at a stop text (even inside a string), or at an id outside the vocabulary.
     """
@@ -151,28 +151,28 @@ JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
 def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
-    """Parse standard JSON: UTF-8, without NaN; raise `ValueError` for anything else."""
+    """Parse standard JSON in UTF-8; raise `ValueError` for invalid JSON, NaN and infinities."""
     try:
         return decoder.decode(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def _space(data: bytes, at: int) -> int:
-    """Return the first offset, starting at `at`, that is not whitespace."""
+    """Return the offset of the first byte from `at` on that is not whitespace."""
     match = _SPACE.match(data, at)
     return match.end() if match else at
 
 
 class _EndError(Exception):
-    """Raised to stop the scan, because the tokens end or the text is not JSON."""
+    """Raised to end the scan at the end of the bytes or at invalid JSON."""
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
 
 
 def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
-    """Return the entries after the opening brace, and how the scan ended."""
+    """Return the entries of the root object, whose opening brace is before `at`, and how the scan ended."""
     entries: list[ParsedEntry] = []
     start = _space(data, at)
     if data[start : start + 1] == b"}":
@@ -195,7 +195,7 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
 
 
 def _boxes(data: bytes, at: int) -> list[Box]:
-    """Return consecutive box entries starting at this offset, if they are formatted exactly as chatmill writes them."""
+    """Return the consecutive box entries with chatmill's exact formatting that start at an offset."""
     if _rollout is not None:
         return _rollout.boxes(data, at)
     boxes: list[Box] = []
@@ -212,7 +212,7 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """Return the entry at this offset, if it starts with a quote, and how the scan ended if it cannot continue."""
+    """Return the entry at an offset, or None if it lacks a quote; also return how the scan ended, if it ended."""
     key, value = "", start
     try:
         key, value = _key(data, start)
@@ -232,7 +232,7 @@ def _at_end(data: bytes, at: int) -> Ended:
 
 
 def _key(data: bytes, at: int) -> tuple[str, int]:
-    """Return the key at this offset, and the offset of its value."""
+    """Return the key at an offset, and the offset of the key's value."""
     match = _LEXEME.match(data, at)
     if match is None or match[1] is None:
         raise _EndError(_at_end(data, at))
@@ -246,7 +246,7 @@ def _key(data: bytes, at: int) -> tuple[str, int]:
 
 
 def _value(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Return the end of the value at this offset, whether it is an object, and the largest n of any key object_{n}."""
+    """Return the end of the value at an offset, whether it is an object, and the largest n of its keys object_{n}."""
     first = data[at : at + 1]
     if first == b"{":
         return _body(data, at)
@@ -267,7 +267,7 @@ def _value(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _body(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Parse an object up to the brace that closes it; its content need not be valid JSON."""
+    """Find the closing brace of an object, whose content need not be valid JSON."""
     depth, stop = 0, at
     while True:
         match = _TO_BRACE.match(data, stop)
@@ -280,18 +280,18 @@ def _body(data: bytes, at: int) -> tuple[int, bool, int]:
             if not depth:
                 return stop, True, _largest(data, at, stop)
         else:
-            # The data ends, or a quote is not closed.
+            # The data ends before the closing brace, or a string is not closed.
             raise _EndError("open")
 
 
 def _array(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Parse an array, which must be valid JSON, so that the root object remains parseable."""
+    """Find the end of an array, which must be valid JSON so that the root object can be parsed."""
     stack: list[int] = []
     for match in _LEXEME.finditer(data, at):
         if match[1] is None:
             what = data[match.start()]
             if what in b"{[":
-                stack.append(what + 2)  # character code of the closing bracket
+                stack.append(what + 2)  # code of the matching closing bracket
             elif stack.pop() != what:
                 raise _EndError("fault")
             if not stack:
@@ -306,8 +306,8 @@ def _array(data: bytes, at: int) -> tuple[int, bool, int]:
 
 
 def _largest(data: bytes, start: int, stop: int) -> int:
-    """Return the largest n of all keys object_{n} in a value; -1 if it has no such key."""
-    # Fast path: most values do not contain such a key.
+    """Return the largest n of all keys object_{n} in a value; -1 if the value has no such key."""
+    # Fast path: most values contain neither "object_" nor an escape.
     if data.find(b"object_", start, stop) < 0 and data.find(b"\\", start, stop) < 0:
         return -1
     keys = [match[1] for match in _LEXEME.finditer(data, start, stop) if match[3]]
@@ -315,10 +315,10 @@ def _largest(data: bytes, start: int, stop: int) -> int:
 
 
 def _string(raw: bytes) -> str | None:
-    """Return the value of a JSON string from the bytes between its quotes; None if it is invalid."""
+    """Return the value of a JSON string from the bytes between its quotes; None if the string is invalid."""
     try:
         text = raw.decode()
-        # Fast path for strings without escapes or control characters.
+        # Fast path: strings without escapes and control characters need no parsing.
         return text if "\\" not in text and text.isprintable() else parse_json(f'"{text}"')
     except ValueError:
         return None

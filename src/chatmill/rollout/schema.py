@@ -1,8 +1,8 @@
-"""Schemas define the entries of an answer: how they are parsed, written, and matched to the ground truth.
+"""Schemas that parse, check and write the entries of an answer, and match them to the ground truth.
 
     "object_3": {"desc": "black cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}
 
-Objects are plain data: {"desc": "black cat", "bbox_2d": [1, 2, 3, 4]}, or {"desc": …, "poly": [x1, y1, x2, …]}.
+An object is a dict such as {"desc": "black cat", "bbox_2d": [1, 2, 3, 4]} or {"desc": …, "poly": [x1, y1, x2, …]}.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ Object = dict[str, Any]
 STRUCTURE, VALUE = int(Part.STRUCTURE), int(Part.VALUE)
 KEYS = {"desc", "bbox_2d", "poly"}
 PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}}
-"""Coordinates of true objects, as tokens or numbers."""
+"""Coordinate values by token or number, because true objects may use either."""
 
 
 class TextPart(NamedTuple):
-    """A piece of text and its `Part`."""
+    """A piece of text and the `Part` of its tokens."""
 
     text: str
     part: int
-    """A `Part` as an integer, for fast hashing."""
+    """A `Part` as an integer, which is faster to hash than the enum."""
 
 
 NO_TEXT = TextPart("", STRUCTURE)
 
 
 class EntryText(NamedTuple):
-    """The body of an entry: text, coordinates (one token each) with separators between them, and more text."""
+    """The body of an entry: text, coordinates of one token each with separators between them, and more text."""
 
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()
     separators: tuple[str, ...] = ()
-    """Texts between the coordinates, repeated cyclically."""
+    """Texts to write between coordinates, repeated cyclically."""
     tail: TextPart = NO_TEXT
 
 
 class UnfitError(Exception):
-    """An entry does not fit the schema; `reason` is the name under which it is counted."""
+    """Raised if an entry does not fit the schema; `reason` is the name under which such entries are counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -56,19 +56,19 @@ class UnfitError(Exception):
 
 
 class Schema(Protocol):
-    """How the entries of an answer are parsed, checked, written and matched."""
+    """Parses, checks, writes and matches the entries of an answer."""
 
     @property
     def uses_coordinates(self) -> bool: ...
 
     def read(self, body: Object) -> Object:
-        """Return the object of an entry; raise `UnfitError` if it is not valid."""
+        """Return the object in the parsed body of an entry; raise `UnfitError` if the body does not fit the schema."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Return a true object as it appears in answers; raise `DataError` if it does not fit the schema."""
+        """Return a true object in the form that `read` returns; raise `DataError` if it does not fit the schema."""
 
     def write(self, thing: Object) -> EntryText:
-        """Return the body of an entry."""
+        """Return the text and coordinates of an object, as the body of an entry."""
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
 
@@ -91,7 +91,7 @@ BODY = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=JSON.par
 
 
 def read_body(body: bytes, schema: Schema) -> Object:
-    """Parse the object in the body of an entry; raise `UnfitError` with the reason if it is not valid."""
+    """Parse the body of an entry and return its object; raise `UnfitError` with the reason if it is not valid."""
     try:
         parsed = parse_json(body, BODY)
     except ValueError:
@@ -101,17 +101,17 @@ def read_body(body: bytes, schema: Schema) -> Object:
 
 @dataclass(frozen=True)
 class Detection:
-    """Objects with a description and a box or a polygon, with coordinates from 0 to 999; matched by overlap."""
+    """A schema for objects with a description and a box or polygon, which are matched by overlap."""
 
     gate: float = GATE
-    """Pairs with a smaller overlap are never matched."""
+    """Minimum overlap (IoU) of a matched pair."""
     uses_coordinates = True
 
     def read(self, body: Object) -> Object:
         return self._read(body, COORDINATE)
 
     def read_box(self, desc: str, box: list[int]) -> Object:
-        """Like `read`, for a box entry whose description and coordinates have already been parsed."""
+        """Return the object of a box entry whose description and coordinates have already been parsed."""
         if not desc.strip():
             raise UnfitError("desc")
         if box[0] > box[2] or box[1] > box[3]:
@@ -131,7 +131,7 @@ class Detection:
         return {"desc": desc, "bbox_2d": _box(body["bbox_2d"], places)}
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        """Check a true object; its coordinates may be numbers or tokens."""
+        """Check a true object, whose coordinates may be numbers or tokens."""
         if type(thing) is dict and len(thing) == len(BOX_KEYS) and thing.keys() == BOX_KEYS:
             desc, box = thing["desc"], thing["bbox_2d"]
             if type(desc) is str and type(box) is list and len(box) == 4 and desc.strip():
@@ -142,7 +142,7 @@ class Detection:
         try:
             return self._read(thing, PLACES)
         except UnfitError as error:
-            right = 'expected "desc" and one of "bbox_2d" [x1, y1, x2, y2] and "poly" [x1, y1, …], each from 0 to 999'
+            right = 'expected "desc", and "bbox_2d" [x1, y1, x2, y2] or "poly" [x1, y1, …] with integers from 0 to 999'
             raise DataError(f"a true object does not fit ({_WORDS[error.reason]}): {_shown(thing)}; {right}") from None
 
     def write(self, thing: Object) -> EntryText:
@@ -155,12 +155,12 @@ class Detection:
 
 
 _WORDS = {
-    "other_key": "it has an unknown key",
-    "desc": "its desc is not a string, or is blank",
-    "geometry": "it has no geometry or two",
+    "other_key": "the object has an unknown key",
+    "desc": "desc is blank, or not a string",
+    "geometry": "the object has no geometry, or two",
     "coordinate": "a coordinate is not an integer from 0 to 999",
-    "length": "it has the wrong number of coordinates",
-    "reversed": "the box ends before it starts",
+    "length": "the number of coordinates is wrong",
+    "reversed": "the box has x1 > x2 or y1 > y2",
 }
 
 
@@ -174,7 +174,7 @@ def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """Return a polygon as a flat list x1, y1, x2, y2 …; the input is flat or a list of pairs."""
+    """Return the coordinates of a polygon, given as a flat list or as pairs, as a flat list x1, y1, x2, y2 …"""
     if isinstance(items, list | tuple) and items and all(isinstance(item, list | tuple) for item in items):
         if any(len(item) != 2 for item in items):
             raise UnfitError("length")
@@ -186,7 +186,7 @@ def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """Return the value of each coordinate in a list."""
+    """Return the values of a list of coordinates; raise `UnfitError` if an item is not a coordinate."""
     if not isinstance(items, list | tuple):
         raise UnfitError("coordinate")
     numbers = [places.get(item, -1) if type(item) in (str, int) else -1 for item in items]
@@ -197,7 +197,7 @@ def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Fields:
-    """Entries with fixed fields: strings, numbers, booleans or null. Two entries match if all fields are equal."""
+    """A schema for entries with fixed fields of plain JSON values, which match if all fields are equal."""
 
     names: tuple[str, ...]
     uses_coordinates = False
@@ -205,7 +205,7 @@ class Fields:
     def __post_init__(self) -> None:
         if not self.names or len(set(self.names)) < len(self.names):
             raise UsageError(
-                f"fields are {', '.join(self.names) or '(none)'}; expected at least one, without duplicates"
+                f"fields are {', '.join(self.names) or '(none)'}; expected at least one field, without duplicates"
             )
 
     def read(self, body: Object) -> Object:
@@ -218,7 +218,7 @@ class Fields:
         return {name: body[name] for name in self.names}
 
     def check(self, thing: Mapping[str, Any]) -> Object:
-        right = f"expected the fields {', '.join(self.names)}, each a string, a number, true, false or null"
+        right = f"expected the fields {', '.join(self.names)}, each with a string, a number, true, false or null"
         try:
             json.dumps(thing, allow_nan=False)
             return self.read(dict(thing))
@@ -245,12 +245,12 @@ class Fields:
 
 @lru_cache(CACHED)
 def _head(desc: str, geometry: TextPart) -> tuple[TextPart, ...]:
-    """Return the text before the coordinates."""
+    """Return the text of an entry before its first coordinate."""
     return DESC, TextPart(_inside(desc), VALUE), geometry
 
 
 def _inside(text: str) -> str:
-    """Return a JSON string without its quotes; non-ASCII characters are not escaped."""
+    """Return text escaped as in a JSON string, without the quotes; non-ASCII characters are not escaped."""
     if text.isprintable() and '"' not in text and "\\" not in text:
         return text
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,4 +1,4 @@
-"""Requests to OpenAI-compatible servers: send a JSON body, and receive one answer as JSON or as an event stream."""
+"""Send requests to OpenAI-compatible servers, and parse answers in JSON or event streams."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from chatmill.errors import DataError, UsageError, one_line
 RETRIED = {408, 429, 500, 502, 503, 504}
 """HTTP status codes after which a request is retried."""
 REJECTED = {400, 404, 405, 422}
-"""HTTP status codes with which a server rejects a path or request field that it does not support."""
+"""HTTP status codes that servers return for a path or request field that they do not support."""
 MAX_REPLY_BYTES = 64 << 20
-"""Maximum size of a reply."""
+"""Maximum size of a server's reply in bytes."""
 READ_BYTES = 1 << 16
 
 
 @dataclass
 class ServerAnswer:
-    """The first choice in a reply, and the token counts that the server reports."""
+    """The first choice in a server's reply, and the token counts that the server reports."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -36,17 +36,17 @@ class ServerAnswer:
     finish_reason: str | None = None
     has_text: bool = False
     parsed: str = ""
-    """The field into which the server moved part of the answer: reasoning or tool calls."""
+    """Name of the field for reasoning or tool calls to which the server moved part of the answer, or empty."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Server:
-    """Sends concurrent requests for one model to a server, and retries temporary failures."""
+    """A client that sends concurrent requests for one model to a server, and retries temporary failures."""
 
     url: str
-    """The base URL including the version, such as http://localhost:8000/v1."""
+    """The base URL of the server, including the version, such as http://localhost:8000/v1."""
     model: str
     max_tokens: int
     temperature: float = 0.0
@@ -54,20 +54,20 @@ class Server:
     seed: int = 0
     concurrency: int = 16
     timeout: float = 600.0
-    """Maximum seconds for one answer."""
+    """Maximum time in seconds for one answer."""
     attempts: int = 4
     pause: float = 0.5
-    """Seconds before the first retry; the pause doubles each time."""
+    """Seconds before the first retry; the pause doubles before each further retry."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Headers of every request, such as Authorization. Their values are removed from error messages."""
+    """Headers to send with every request, such as Authorization. Error messages never contain header values."""
     advice: ClassVar[str] = ""
-    """Hint to show if the server rejects a request."""
+    """Advice to show if the server rejects a request."""
 
     def __post_init__(self) -> None:
         check_server_url(self.url)
 
     def sampled(self, step: int, row: int) -> dict[str, Any]:
-        """Return the fields that all requests have in common; the seed depends only on (seed, step, row)."""
+        """Return the request fields for model and sampling; the request's seed depends only on (seed, step, row)."""
         return {
             "model": self.model,
             "max_tokens": self.max_tokens,
@@ -77,7 +77,7 @@ class Server:
         }
 
     def answers(self, bodies: Sequence[Mapping[str, Any]], path: str) -> list[ServerAnswer]:
-        """Return the answer to each request, in order."""
+        """Send the requests concurrently, and return the answers in the same order."""
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(bodies)))) as pool:
             futures = [pool.submit(self._post, path, body) for body in bodies]
             try:
@@ -88,7 +88,7 @@ class Server:
                 raise
 
     def fault(self, what: str, right: str) -> DataError:
-        """Describe a server error in one line, without header values."""
+        """Return an error that describes a server fault in one line, without header values."""
         message = f"{self.url}: {what}; {right}"
         for value in self.headers.values():
             for secret in (value, value.removeprefix("Bearer ")):
@@ -102,7 +102,7 @@ class Server:
             headers={"Content-Type": "application/json", **self.headers},
         )
         for attempt in range(1, self.attempts + 1):
-            right = f"check that the server runs and serves {one_line(self.model)}"
+            right = f"check that the server is running and serves {one_line(self.model)}"
             try:
                 return read_answer(self._read(request))
             except urllib.error.HTTPError as error:
@@ -111,9 +111,9 @@ class Server:
             except (OSError, http.client.HTTPException, _CutError) as error:
                 what, temporary = one_line(str(getattr(error, "reason", error)) or type(error).__name__, 200), True
             except _ReplyError as error:
-                raise self.fault(str(error), f"expected a completion of {one_line(self.model)}{self._advice}") from None
+                raise self.fault(str(error), f"expected a completion by {one_line(self.model)}{self._advice}") from None
             if not temporary or attempt == self.attempts:
-                raise self.fault(f"no answer ({what})", right)
+                raise self.fault(f"the server did not answer ({what})", right)
             time.sleep(self.pause * 2 ** (attempt - 1))
         raise AssertionError
 
@@ -122,7 +122,7 @@ class Server:
         return f"; {self.advice}" if self.advice else ""
 
     def _read(self, request: urllib.request.Request) -> bytes:
-        """Read the body of a reply. `timeout` applies to the whole reply, not only to the time between two reads."""
+        """Return the body of the reply. `timeout` limits the time for the whole reply, not for each read."""
         deadline = time.monotonic() + self.timeout
         data = bytearray()
         with _OPENER.open(request, timeout=self.timeout) as response:
@@ -138,15 +138,15 @@ class Server:
 
 
 def check_server_url(url: str) -> None:
-    """Raise `UsageError` if this is not a server's base URL, or if it contains a password, which would be stored."""
+    """Raise `UsageError` if a string is not the base URL of a server, or contains a password or query."""
     try:
         parts = urlsplit(url)
     except ValueError:
         parts = urlsplit("")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        what = "the URL of the server has a user, a password or a query, which would be stored with the run"
+        what = "the server URL contains a user name, a password or a query, which would be stored with the run"
         raise UsageError(
-            f"{what}; use a URL without them, and set server_key_env to the variable that contains the key"
+            f"{what}; remove it, and set server_key_env to the environment variable that contains the API key"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f'"{one_line(url)}" is not a server URL; expected http://… or https://…')
@@ -161,15 +161,15 @@ def _start_of(error: urllib.error.HTTPError) -> str:
 
 
 class _ReplyError(Exception):
-    """A server's reply is not a completion."""
+    """Raised if a server's reply is not a completion."""
 
 
 class _CutError(Exception):
-    """A stream ended before its answer was complete."""
+    """Raised if an event stream ends before the answer is complete."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects: they would turn the POST into a GET and send the key to another host."""
+    """Refuses redirects, which would turn a POST into a GET request and send the API key to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -179,14 +179,14 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def read_answer(data: bytes) -> ServerAnswer:
-    """Parse the answer in a reply: a single JSON object, or a stream of objects that each contain a part of the answer.
+    """Parse a server's reply: one JSON object, or a stream of objects that each contain part of the answer.
 
-    Chat completions have their text in `message` or `delta`; other completions have it in the choice itself.
+    The text of a chat completion is in `message` or `delta`; the text of other completions is in the choice itself.
     """
     start = data.lstrip()
     streamed = start.startswith((b"data:", b"event:", b":"))
     parts = [_object(part) for part in (_events(start) if streamed else [start])]
-    # A stream may end without any text; a single reply must have text, which may be empty.
+    # A stream may contain no text at all, but a single object must have a text field, which may be empty.
     answer, has_choice = ServerAnswer(has_text=streamed), False
     for part in parts:
         if part.get("error") is not None:
@@ -224,9 +224,9 @@ def _add_choice(answer: ServerAnswer, choice: dict[str, Any], part: dict[str, An
 
 
 def _events(data: bytes) -> list[bytes]:
-    """Return the data of complete server-sent events up to [DONE]; an empty line ends each event.
+    """Return the data of the complete server-sent events before [DONE].
 
-    Only line feeds end a line, because JSON may contain other line breaks.
+    Lines are split only at line feeds, because JSON may contain other line breaks. An empty line ends an event.
     """
     events: list[bytes] = []
     for block in data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:

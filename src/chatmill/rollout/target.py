@@ -1,10 +1,10 @@
-"""Targets: answers to train on, built from the model's own answer and the objects that it missed.
+"""Build targets: answers to train on, made from the model's own answer and the true objects that it missed.
 
     rollout  {"object_1": {…cat…}, "object_2": {…dog…}, "object_3": {"desc": "b
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
              kept: context, except matched coordinates  appended: trained
 
-No token before the cut is changed. A token that the cut splits is replaced by a shorter one.
+Tokens of the kept prefix are never changed. If the prefix ends inside a token, a shorter token replaces it.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from chatmill.rows import Index, Part, Rows
 from chatmill.tokenizer import Tokenizer
 
 ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
-"""Keeps numbers as text, so that their length does not matter."""
+"""A JSON decoder that keeps integers as text, because Python limits the number of digits of an int."""
 NO_SLOTS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Target:
-    """An answer to train on, and how it was built."""
+    """An answer to train on, and details about how it was built."""
 
     ids: list[int]
-    """The kept prefix, the appended tokens, and EOS."""
+    """Ids of the kept prefix, the appended tokens and EOS."""
     prefix_ids: list[int]
-    """The kept tokens, including those that replace a split token."""
+    """Ids of the kept prefix, including shorter tokens that replace a split token."""
     prefix_text: str
-    """The text up to the cut; if `border` is `canonical` or `joined`, it may extend beyond `prefix_ids`."""
+    """Text of the kept prefix; with `border` `canonical` or `joined`, it may extend beyond `prefix_ids`."""
     appended_text: str
     start_index: int
-    """n of the first appended key object_{n}."""
+    """The number n of the first appended key object_{n}."""
     valid_objects: list[Object]
-    """The valid objects in the rollout, in order."""
+    """Valid objects of the rollout, in order."""
     dropped: dict[str, int]
-    """Entries of the rollout that are not valid objects, by reason."""
+    """Number of rollout entries that are not valid objects, by reason."""
     matched: tuple[tuple[int, int], ...]
-    """Pairs of indices: valid object, true object."""
+    """Index pairs (valid object, true object)."""
     missed: tuple[int, ...]
-    """Indices of the true objects that were appended."""
+    """Indices of the true objects that the rollout missed and that were appended."""
     truncated: bool
-    """Whether the rollout ended before its answer was complete."""
+    """Whether the rollout ended before the answer was complete."""
     fallback: str | None
-    """Why no part of the rollout was kept (empty, no_brace, array_root, text_before or no_cut), or None."""
+    """Reason why no part of the rollout was kept: empty, no_brace, array_root, text_before or no_cut; else None."""
     target_is_json: bool
     kept: int
     """Number of rollout tokens that were kept unchanged."""
     slots: int
-    """Number of rollout coordinates with a true value as their target."""
+    """Number of rollout coordinates that are trained with the true value as target."""
     gated: int
-    """Number of pairs of a predicted and a true object with too little overlap to be matched."""
+    """Number of pairs of a predicted and a true object whose overlap is too small for a match."""
     rows: Rows = field(repr=False)
     """The target as one row, without a prompt."""
 
     @property
     def false_positives(self) -> tuple[int, ...]:
-        """Indices of valid objects that match no true object."""
+        """Indices of valid objects that do not match any true object."""
         matched = {number for number, _ in self.matched}
         return tuple(number for number in range(len(self.valid_objects)) if number not in matched)
 
@@ -89,13 +89,13 @@ def build_target(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Target:
-    """Build the target for one rollout, given the true objects that it should contain.
+    """Build the target for one rollout from the true objects that the answer should contain.
 
-    `eos_id` defaults to the end-of-turn token of the format that the tokenizer was opened for, and `stop_ids` to that
-    token. Without `train_values`, the texts of appended entries are not trained. With `train_cut`, tokens that replace
-    a split token, or the whole prefix, are trained as structure. `border` sets how tokens are chosen at the start of
-    the appended text, and `weights` sets the loss weight of each kind of token. Any rollout is accepted; a true object
-    that does not fit the schema raises `DataError`.
+    `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`. Without
+    `train_values`, the values in appended entries are not trained. With `train_cut`, tokens that replace a split token,
+    or the whole prefix, are trained. `border` sets how the text around the end of the prefix is tokenized, and
+    `weights` sets the loss weight of each kind of token. Any rollout is accepted, but a true object that does not fit
+    the schema raises `DataError`.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -143,7 +143,7 @@ def build_target(
         missed=matching.missed,
         truncated=scan.ended == "open",
         fallback=cut.fallback,
-        # Valid objects have already been parsed as JSON.
+        # If all entries are valid objects, they have already been parsed as JSON.
         target_is_json=len(valid) == len(cut.entries) or _is_json(cut.text + appended.text.encode()),
         kept=kept,
         slots=len(slots[0]),
@@ -160,7 +160,7 @@ def build_answer(
     eos_id: int | None = None,
     train_values: bool = True,
 ) -> Rows:
-    """Build a complete answer with these objects, trained in full: the target for SFT before rollouts."""
+    """Build a fully trained row with the complete answer for these objects, for SFT before rollout training."""
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     answer = encode_answer(truth, schema, vocabulary)
@@ -171,39 +171,38 @@ def build_answer(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
-    """Return the id that ends an answer: the `eot` control token of the format that the tokenizer was opened for."""
+    """Return the id of the token that ends an answer: the `eot` control token of the tokenizer's chat format."""
     ids = tokenizer.special_token_ids()
     if "eot" not in ids:
         raise UsageError(f"{tokenizer.name}: was opened without an end-of-turn token (eot); pass eos_id")
     return int(ids["eot"])
 
 
-# Cutting the rollout, and parsing its objects.
+# Select the prefix of the rollout to keep, and parse its objects.
 
 Border = Literal["shorter", "canonical", "joined", "masked"]
-"""How the tokens around the cut are chosen, because tokenizers may merge the end of the prefix with what follows.
+"""How to tokenize the text around the end of the kept prefix, where a tokenizer may merge kept and appended text.
 
-    shorter    the appended text is encoded separately; a token that the cut splits is replaced by a shorter one
-    masked     the same, and the first appended token is not trained
-    joined     the appended text is encoded together with the last token of the prefix
-    canonical  the prefix is cut back to the last token boundary that the tokenizer also has in the whole text,
-               and the tokens of the whole text follow from there
+    shorter    encode the appended text separately; if the prefix ends inside a token, a shorter token replaces it
+    masked     like `shorter`, but do not train the first appended token
+    joined     encode the appended text together with the last token of the prefix
+    canonical  encode the whole text, and use these tokens after the last boundary that they share with the prefix
 """
 
 
 class _KeptPrefix(NamedTuple):
     ids: Index
-    """The prefix."""
+    """Token ids of the prefix."""
     text: bytes
     kept: int
-    """Number of ids that are unchanged rollout tokens."""
+    """Number of prefix tokens that are unchanged rollout tokens."""
     entries: tuple[ParsedEntry, ...]
-    """The entries in the prefix."""
+    """Entries of the rollout that are in the prefix."""
     fallback: str | None
 
 
 def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
-    """Return the prefix up to the last complete object, or up to the opening brace; only `{` if nothing can be kept."""
+    """Return the prefix up to the last complete object or the opening brace; only `{` if nothing can be kept."""
     if scan.root < 0:
         return _nothing_kept(vocabulary, _why_no_root(scan.data))
     count = next((number for number in range(len(scan.entries), 0, -1) if _is_object(scan.entries[number - 1])), 0)
@@ -211,7 +210,7 @@ def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
     stop = int(np.searchsorted(scan.token_start, end, side="left"))
     prefix = ids[:stop]
     if scan.token_start[stop] > end:
-        # The cut splits a token; only this token is replaced.
+        # The prefix ends inside a token; replace only this token.
         stop -= 1
         shorter = vocabulary.cut(scan.data[scan.token_start[stop] : end])
         if shorter is None:
@@ -236,14 +235,14 @@ def _joined(
     encode: Callable[..., Appended],
     vocabulary: Vocabulary,
 ) -> tuple[Index, int, Appended]:
-    """Return the tokens of the prefix, the number of unchanged rollout tokens, and the appended tokens."""
+    """Return the prefix tokens, the number of unchanged rollout tokens in the prefix, and the appended tokens."""
     if border in ("shorter", "masked") or cut.fallback is not None:
         appended = encode()
         if border == "masked":
             appended = appended._replace(parts=bytes([Part.PREFIX]) + appended.parts[1:])
         return cut.ids, cut.kept, appended
     end, starts = len(cut.text), scan.token_start
-    # Tokens up to the last control token are never merged with text.
+    # Start after the last control token, because a tokenizer never merges control tokens with text.
     last = int(np.searchsorted(starts, end, side="left"))
     control = (at + 1 for at in range(last - 1, -1, -1) if vocabulary.is_control(int(ids[at])))
     first = max(next(control, 0), last - 1 if border == "joined" else 0)
@@ -269,7 +268,7 @@ def _why_no_root(data: bytes) -> str:
 
 
 def _read(scan: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntry], list[Object], dict[str, int]]:
-    """Return the valid entries, their objects, and the number of invalid entries by reason."""
+    """Return the valid entries of a rollout, their objects, and the number of invalid entries by reason."""
     entries: list[ParsedEntry] = []
     valid: list[Object] = []
     dropped: Counter[str] = Counter()
@@ -307,7 +306,7 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-# Rollout coordinates for which the true value is known.
+# Find rollout coordinates whose true value is known.
 
 
 def _slots(
@@ -320,10 +319,10 @@ def _slots(
     truth: Sequence[Object],
     vocabulary: Vocabulary,
 ) -> tuple[Index, Index]:
-    """Return the positions of slots among the kept tokens, and the target id of each.
+    """Return the positions of slots in the kept tokens, and the target id of each slot.
 
-    A slot is a coordinate that is a single token, in an object whose geometry has the same type and number of points as
-    the true one.
+    A slot is a coordinate in a single token of a matched object, if the predicted and the true geometry have the same
+    type and number of points.
     """
     starts: list[int] = []
     predicted: list[int] = []
@@ -346,9 +345,9 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """Return the true coordinates in the order of the predicted ones; None if the two shapes differ in kind or length.
+    """Return the true coordinates in the order of the predicted ones; None if the shapes differ in type or length.
 
-    A polygon may start at any corner and go in either direction: the order that is nearest to the prediction is used.
+    Of all start corners and both directions of a polygon, the order nearest to the prediction is used.
     """
     if "bbox_2d" in thing and "bbox_2d" in true:
         box: list[int] = true["bbox_2d"]
@@ -366,11 +365,10 @@ def _aligned(thing: Object, true: Object) -> list[int] | None:
 def _closing(
     scan: Scan, cut: _KeptPrefix, matching: Matching, entries: Sequence[ParsedEntry], vocabulary: Vocabulary
 ) -> tuple[int, int] | None:
-    """Return the index of the token that continues the rollout after the last matched object, and the id that would
-    close it.
+    """Return the index of the token after the last matched object, and the id that would close the answer there.
 
-    Return None if an object was missed, if nothing follows the last matched one, or if no single token closes the
-    answer.
+    Return None if an object was missed, if the prefix ends with the last matched object, or if no single token closes
+    the answer.
     """
     if cut.fallback is not None or matching.missed:
         return None

@@ -1,4 +1,4 @@
-"""Tasks: conversations whose answers list objects, and their prompts, targets and true answers as rows."""
+"""Render the prompts, targets and true answers of a task, whose answers list objects, as rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class Task:
-    """How conversations are rendered, and the schema of answers."""
+    """The renderer of conversations, and the schema of answers."""
 
     renderer: TurnRenderer | TemplateRenderer
     schema: Schema
@@ -51,10 +51,10 @@ def open_task(
     gate: float = GATE,
     add_tokens: bool = False,
 ) -> Task:
-    """Open a task whose entries have these fields; by default, a description and a box or polygon.
+    """Open a task whose answer entries have these fields; by default, a description and a box or polygon.
 
-    The default format is the chat template in the tokenizer's folder if it has one, else chatml. Boxes and polygons
-    require coordinate tokens: a folder whose tokenizer lacks them is refused, because its model also lacks them.
+    The default format is the chat template in the tokenizer's folder, or chatml if the folder has none. Boxes and
+    polygons require coordinate tokens; raises `UsageError` if the tokenizer of a model folder lacks them.
     """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     if (name := resolve_format(format, tokenizer)) == TEMPLATE:
@@ -69,7 +69,7 @@ def open_task(
 
 
 def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
-    """Return the prompt of each record, with the record's key as its origin."""
+    """Return the prompt of each record as a row, with the record's key in its origin."""
     prompts = prompt_rows([truth.record for truth in truths], task.renderer)
     keys = b"".join(record_key(truth.record) for truth in truths)
     prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
@@ -77,17 +77,17 @@ def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
 
 
 def prompt_lists(prompts: Rows) -> list[list[int]]:
-    """Return the ids of each prompt as lists, for generators."""
+    """Return the ids of each prompt as a list, for generators."""
     return [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
 
 
-# Rows of prompts, with the same ids in generation and training.
+# Build prompt rows, which have the same ids in generation and training.
 
 
 def prompt_rows(records: Sequence[Record], renderer: TurnRenderer | TemplateRenderer) -> Rows:
-    """Return one untrained row per record: its messages and the generation prompt.
+    """Return an untrained row per record, with its messages and the generation prompt.
 
-    The ids of a row equal `Renderer.prompt_ids` for its record.
+    The ids of each row equal `Renderer.prompt_ids` of its record.
     """
     if isinstance(renderer, TurnRenderer):
         rows = _turn_prompts(records, renderer)
@@ -112,7 +112,7 @@ def _turn_prompts(records: Sequence[Record], renderer: TurnRenderer) -> Rows:
 
 
 def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
-    """Plan rows of two pieces each, given by `start` and `stop` (rows, 2); row i keeps origin i."""
+    """Plan rows of two pieces each; `start` and `stop` have shape (rows, 2), and row i keeps origin i."""
     numbers = np.arange(len(start) + 1, dtype=np.int64)
     return GatherPlan(
         start=start.ravel(), stop=stop.ravel(), first_piece=2 * numbers, origin=numbers[:-1], first_segment=numbers
@@ -120,14 +120,14 @@ def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
-    """Concatenate each prompt and its answer into one conversation with the prompt's origin."""
+    """Concatenate each prompt with its answer to a conversation that has the origin of the prompt."""
     if len(prompts) != len(answers):
         raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer per prompt")
     source = concat([prompts, *answers])
     count = len(prompts)
     both = np.stack([np.arange(count), np.arange(count) + count], axis=1)
     rows = gather(source, _two_pieces_a_row(source.row_start[:-1][both], source.row_start[1:][both]))
-    # The answer belongs to the message whose header ends the prompt.
+    # The answer belongs to the same message as the header at the end of the prompt.
     opened = prompts.spans["message"][prompts.first_span[1:] - 1]
     of_answer = rows.spans["rule"] != Rule.PROMPT
     rows.spans["message"] = np.where(of_answer, np.repeat(opened, np.diff(rows.first_span)), rows.spans["message"])
@@ -137,48 +137,48 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
 def check_prompts(
     rows: Rows, prompts: Sequence[Sequence[int]], where: Callable[[int], str] = lambda row: f"row {row}"
 ) -> None:
-    """Raise `DataError` unless every row starts with the prompt it was generated from, and the prompt is untrained."""
+    """Raise `DataError` unless each row starts with its generation prompt and the prompt is not trained."""
     mask = rows.mask()
     for row, (start, prompt) in enumerate(zip(rows.row_start[:-1].tolist(), prompts, strict=True)):
         stop = start + len(prompt)
         if rows.ids[start:stop].tolist() != list(prompt):
             raise DataError(
-                f"{where(row)}: the prompt for training differs from the one for generation; "
+                f"{where(row)}: the prompt for training differs from the prompt for generation; "
                 "use the same format, tokenizer and messages"
             )
         if mask[start:stop].any():
             token = int(mask[start:stop].argmax())
-            raise DataError(f"{where(row)}: token {token} of the prompt is trained; expected only the answer")
+            raise DataError(f"{where(row)}: token {token} of the prompt is trained; expected only trained answers")
 
 
 @dataclass
 class Health:
-    """Counts summed over targets."""
+    """Counts that show the quality of rollouts, summed over targets."""
 
     rollouts: int = 0
     valid: int = 0
-    """Valid objects in the rollouts."""
+    """Number of valid objects in the rollouts."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Entries that are not valid objects, by reason."""
+    """Number of entries that are not valid objects, by reason."""
     truncated: int = 0
-    """Rollouts that ended before the answer was complete."""
+    """Number of rollouts that ended before the answer was complete."""
     fallback: Counter[str] = field(default_factory=Counter)
-    """Rollouts of which no part was kept, by reason."""
+    """Number of rollouts of which no part was kept, by reason."""
     broken: int = 0
-    """Targets that are not valid JSON, because they contain a kept entry that is not."""
+    """Number of targets that are not valid JSON, because they keep an invalid entry."""
     matched: int = 0
     missed: int = 0
-    """True objects: `matched` ones, and those that were missed and appended."""
+    """Number of true objects that were missed and appended."""
     false_positives: int = 0
     gated: int = 0
-    """Pairs with too little overlap."""
+    """Number of pairs whose overlap is too small for a match."""
     slots: int = 0
     too_long: int = 0
-    """Prompts and targets longer than the model's maximum sequence length, which are skipped."""
+    """Number of prompts and targets that were skipped because they exceed the model's maximum sequence length."""
     as_text: int = 0
-    """Answers that a server returned as text, which were encoded."""
+    """Number of answers that a server returned as text."""
     retokenized: int = 0
-    """Text answers for which the server reported a different number of tokens."""
+    """Number of text answers whose token count differs from the count that the server reported."""
     rollout_tokens: int = 0
     kept_tokens: int = 0
     target_tokens: int = 0
@@ -208,14 +208,14 @@ class Health:
             setattr(self, name, mine + value)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all counts, with reasons sorted by name."""
+        """Return all counts as a dict, with reasons sorted by name."""
         return {
             name: dict(sorted(value.items())) if isinstance(value, Counter) else value
             for name, value in vars(self).items()
         }
 
 
-# Building rows for many records.
+# Build rows for many records.
 
 
 def target_rows(
@@ -228,7 +228,7 @@ def target_rows(
     border: Border = "shorter",
     weights: PartWeights = EVEN,
 ) -> Rows:
-    """Return rows of prompts with their targets; count every rollout in `health`."""
+    """Return rows of prompts with their targets, and add the counts of all rollouts to `health`."""
     prompts = task_prompts([truth for truth, _ in pairs], task)
     made = []
     for truth, rollout in pairs:

@@ -1,4 +1,4 @@
-"""The row of a target: which tokens are trained, their target ids, and their weights."""
+"""Build the row of a target, with the target id and weight of each trained token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatmill.errors import UsageError
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Index, Part, Role, Rows, Rule, Table
 
 RULES = np.full((2, 256), Rule.MISSED, dtype=np.uint8)
-"""The rule of each part, without and with trained values."""
+"""The rule of each `Part`; the first index is `train_values`."""
 RULES[:, Part.PREFIX], RULES[:, Part.SLOT], RULES[0, Part.VALUE] = Rule.ROLLOUT, Rule.MATCHED, Rule.VALUES_OFF
 IS_TRAINED = np.ones(256, dtype=np.float32)
 IS_TRAINED[[Rule.ROLLOUT, Rule.VALUES_OFF]] = 0
@@ -24,13 +24,13 @@ class PartWeights:
     """The loss weight of each kind of trained token."""
 
     slot: float = 1.0
-    """Coordinates of matched objects, with the true values as targets."""
+    """Weight of the coordinates of matched objects, whose targets are the true values."""
     append: float = 1.0
-    """Objects that the rollout missed."""
+    """Weight of appended objects, which the rollout missed."""
     end: float = 1.0
-    """The closing brace and EOS."""
+    """Weight of the closing brace and EOS."""
     surplus: float = 0.0
-    """The token that closes the answer where the rollout continues although all true objects were found."""
+    """Weight of closing the answer where the rollout continues although all true objects were found."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -56,14 +56,14 @@ def target_row(
     train_values: bool,
     weights: PartWeights,
 ) -> Rows:
-    """Return the row of a target; tokens in `slots` and `closing` have target ids that differ from their own ids."""
+    """Return the row of a target; positions in `slots` and `closing` have target ids other than their own ids."""
     part = np.frombuffer(bytearray(parts), dtype=np.uint8)
     part[slots[0]] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
     target[slots[0]] = slots[1]
     if closing is not None:
         part[closing[0]], target[closing[0]] = Part.BRACE, closing[1]
-    # Slots are never adjacent, because quotes and a comma separate them.
+    # Each slot is its own span, because quotes and a comma separate it from the next slot.
     changes = np.flatnonzero(part[1:] != part[:-1])
     bounds = np.empty(len(changes) + 2, dtype=np.int64)
     bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(ids)
@@ -88,7 +88,7 @@ def _of_parts(train_values: bool, weights: PartWeights) -> tuple[NDArray[np.uint
 
 
 def one_row(ids: Ids, spans: Table) -> Rows:
-    """Return tokens and their spans as one conversation without an origin."""
+    """Return tokens and their spans as a row with one conversation without an origin."""
     origins = np.zeros(1, dtype=ORIGIN)
     origins["file"] = NO_FILE
     return Rows(ids, spans, np.array([0, len(spans)], dtype=np.int64), origins, np.array([0, 1], dtype=np.int64))

@@ -14,11 +14,11 @@ from chatmill.rows import Index, copy_ranges, offsets
 from chatmill.tokenizer import Tokenizer
 
 COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
-"""The tokens of the coordinates 0 to 999."""
+"""The coordinate tokens `<|coord_0|>` to `<|coord_999|>`."""
 CACHED = 1 << 16
-"""Maximum number of texts whose ids are cached."""
+"""Maximum number of texts whose token ids are cached."""
 UNSEEN, MISSING = -1, -2
-"""Markers used as sizes: the id has not been looked up yet, or the tokenizer does not have it."""
+"""Special token sizes for an id that has not been looked up yet, and for an id that the tokenizer lacks."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
@@ -33,32 +33,32 @@ class _TokenBytes(dict[int, bytes | None]):
         try:
             self[id] = self._tokenizer.piece(id) if 0 <= id < self._tokenizer.vocab_size else None
         except DataError:
-            # The vocabulary does not use this id.
+            # The vocabulary has a gap at this id.
             self[id] = None
         return self[id]
 
 
 class Vocabulary:
-    """A tokenizer's tokens as bytes, with caches."""
+    """Maps token ids to bytes and texts to ids that decode to the exact text, with caches."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces = _TokenBytes(tokenizer)
-        # The bytes of all ids seen so far, concatenated, and the offset of each id. One extra id at each end represents
-        # ids outside the vocabulary.
+        # Concatenated bytes of all ids seen so far, with the start and size of each id. Index 0 and the last index
+        # stand for ids outside the vocabulary.
         self._bytes = np.empty(0, dtype=np.uint8)
         self._start = np.zeros(2, dtype=np.int64)
         self._size = np.full(2, MISSING, dtype=np.int64)
         self._exact: dict[str, list[int]] = {}
         self.stretches: dict[Any, Any] = {}
-        """Cache of appended stretches with their tokens."""
+        """Cache of encoded stretches of appended text (`EncodedStretch`)."""
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
         """Return the bytes of each id; None for unknown ids."""
         return list(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Index) -> tuple[bytes, Index]:
-        """Return the bytes of the ids before the first unknown id, and the byte offset of each token and of the end."""
+        """Return the bytes of the ids before the first unknown id, and the byte offset of each token and the end."""
         places = ids + 1
         size = self._size.take(places, mode="clip")
         if size.min(initial=0) < 0:
@@ -72,7 +72,7 @@ class Vocabulary:
         return data.tobytes(), to
 
     def _look_up(self, ids: Index) -> None:
-        """Add the bytes of ids to the table."""
+        """Look up the bytes of new ids, and add them to the table."""
         if (count := self._tokenizer.vocab_size + 2) > len(self._size):
             more = count - len(self._size)
             self._size = np.concatenate([self._size[:-1], np.full(more, UNSEEN), [MISSING]])
@@ -86,19 +86,19 @@ class Vocabulary:
         self._bytes = np.append(self._bytes, np.frombuffer(data, dtype=np.uint8))
 
     def is_control(self, id: int) -> bool:
-        """Return whether an id is a control token, such as a coordinate, which is never produced by text."""
+        """Return whether an id is a control token, such as a coordinate, which ordinary text never produces."""
         piece = self._pieces[id]
         return piece is not None and self._tokenizer.token_id(piece.decode("utf-8", "replace")) == id
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of ids, all of which must be known."""
+        """Return the concatenated bytes of ids, all of which must be known."""
         return b"".join([piece or b"" for piece in self.pieces(ids)])
 
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return ids for each text that decode to exactly its bytes, regardless of the tokenizer's normalization.
+        """Encode each text to ids that decode to exactly the same bytes, even if the tokenizer normalizes text.
 
-        Raises `DataError` if the vocabulary cannot represent a text. Results are cached, because answers are
-        repetitive.
+        Raises `DataError` if the vocabulary cannot represent a text. Results are cached, because answers contain the
+        same texts repeatedly.
         """
         if new := [text for text in dict.fromkeys(texts) if text not in self._exact]:
             if len(self._exact) > CACHED:
@@ -108,26 +108,26 @@ class Vocabulary:
         return [self._exact[text] for text in texts]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Like `exact`, without the cache, for texts that are not repetitive."""
+        """Encode texts like `exact` does, but without the cache."""
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]
-        # Check all texts together first, which is faster, because nearly always all of them are exact.
+        # Fast path: check all texts together, because nearly always all of them are encoded exactly.
         raw = [text.encode() for text in texts]
         if self.text(ids) == b"".join(raw) and np.array_equal(self.starts(ids)[first], sizes_to_starts(raw)):
             return encoded
         return [self._made_exact(of_text, text) for of_text, text in zip(encoded, texts, strict=True)]
 
     def starts(self, ids: Sequence[int]) -> Index:
-        """Return the byte offset of each token, followed by the offset of the end."""
+        """Return the byte offset of each token, followed by the length in bytes."""
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Return ids that encode the first bytes of a token; None if impossible."""
+        """Return ids that encode the kept first bytes of a split token; None if impossible."""
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):
-            # Part of a character can still be represented by single-byte tokens.
+            # Single-byte tokens can represent part of a character.
             return self._segment(kept)
 
     @cached_property
@@ -136,7 +136,7 @@ class Vocabulary:
         ids = [id for token in COORDINATES if (id := self._tokenizer.token_id(token)) is not None]
         if len(ids) < len(COORDINATES):
             missing = next(token for token in COORDINATES if self._tokenizer.token_id(token) is None)
-            raise UsageError(f"{self._tokenizer.name}: the vocabulary lacks {missing}; add the coordinate tokens to it")
+            raise UsageError(f"{self._tokenizer.name}: the vocabulary lacks {missing}; add the coordinate tokens")
         return ids
 
     @cached_property
@@ -149,7 +149,7 @@ class Vocabulary:
         if spelled == wanted:
             return ids
         if spelled == b" " + wanted:
-            # SentencePiece adds a space before a text, which affects only the first token.
+            # SentencePiece adds a leading space, which affects only the first token.
             first = next(at for at, piece in enumerate(self.pieces(ids)) if piece)
             head = self._segment((self.pieces(ids)[first] or b"")[1:])
             if head is not None:
@@ -159,7 +159,7 @@ class Vocabulary:
         raise DataError(f'{self._tokenizer.name}: cannot encode "{one_line(text)}" exactly; use a lossless tokenizer')
 
     def _segment(self, wanted: bytes) -> list[int] | None:
-        """Return the fewest ids that decode to these bytes, preferring longer tokens first; None if impossible."""
+        """Return the fewest ids that decode to `wanted`, preferring longer tokens first; None if impossible."""
         ids, longest = self._by_bytes
         best: list[tuple[int, int] | None] = [None] * len(wanted) + [(0, 0)]
         for start in range(len(wanted) - 1, -1, -1):
@@ -189,7 +189,7 @@ class Vocabulary:
 
 
 def id_array(ids: Sequence[int] | Index) -> Index:
-    """Return ids as an array; -1 for an id that is too large for any tokenizer."""
+    """Return ids as an array, with -1 for ids that are too large for any tokenizer."""
     if isinstance(ids, np.ndarray):
         return ids.astype(np.int64)
     try:
@@ -199,11 +199,11 @@ def id_array(ids: Sequence[int] | Index) -> Index:
 
 
 def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
-    """Return the offset of each piece in the concatenation of all pieces, followed by the offset of the end."""
+    """Return the offset of each piece in the concatenation of all pieces, followed by the total length."""
     return offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
 
 @lru_cache(maxsize=8)
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """Return the vocabulary of a tokenizer; it is created only once, so that its caches are kept."""
+    """Return the vocabulary of a tokenizer, which is created only once so that its caches are reused."""
     return Vocabulary(tokenizer)
