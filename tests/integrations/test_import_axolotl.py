@@ -62,7 +62,7 @@ sequense_len: 9
 """
 RECIPE = """\
 # Converted from the Axolotl config config.yml by `chatmill import`.
-# See keys.txt for a report on each of its keys.
+# See keys.txt for a report on each key.
 tokenizer: "models/Llama-3.2-1B"  # base_model: NousResearch/Llama-3.2-1B
 max_tokens: 2048  # sequence_len: 2048
 fit: "drop"  # sequence_len: 2048
@@ -145,12 +145,13 @@ def test_every_key_of_a_config_is_reported_once_and_with_what_follows():
         "neftune_noise_alpha",
         "special_tokens.pad_token",
     ]
-    assert lines["flash_attention"].endswith("; chatmill chooses attention itself; nothing changes")
+    assert lines["flash_attention"].endswith("; chatmill chooses the attention implementation; the result is the same")
     assert (
-        lines["neftune_noise_alpha"] == "neftune_noise_alpha: 5; no noise is added to embeddings; the loss will differ"
+        lines["neftune_noise_alpha"]
+        == "neftune_noise_alpha: 5; chatmill does not add noise to embeddings; the loss will differ"
     )
     assert lines["micro_batch_size"] == "micro_batch_size: 2 -> batch_size 16; 2 rows × 4 accumulation steps × 2 GPUs"
-    assert lines["tf32"] == "tf32: false; off, as in chatmill"
+    assert lines["tf32"] == "tf32: false; this feature is also off in chatmill"
 
 
 def test_the_next_commands_are_those_of_the_model_the_recipe_and_the_run():
@@ -164,14 +165,14 @@ def test_the_next_commands_are_those_of_the_model_the_recipe_and_the_run():
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"rl": "dpo"}, "rl: dpo: refused, chatmill does SFT only"),
-        ({"rl": "grpo"}, "rl: grpo: refused, chatmill does SFT only"),
+        ({"rl": "dpo"}, "rl: dpo: refused, chatmill supports only SFT"),
+        ({"rl": "grpo"}, "rl: grpo: refused, chatmill supports only SFT"),
         ({"pretraining_dataset": [{"path": "c4"}]}, "not pretraining on a stream of texts"),
-        ({"processor_type": "AutoProcessor"}, "chatmill trains on text only, not on images or audio"),
+        ({"processor_type": "AutoProcessor"}, "chatmill trains only on text, not on images or audio"),
         ({"reward_model": True}, "not reward models"),
-        ({"adapter": "llama-adapter"}, "chatmill trains all weights, or LoRA and QLoRA adapters"),
-        ({"datasets": [{"path": "a.jsonl", "type": "input_output"}]}, "segments with label and text are not supported"),
-        ({"datasets": [{"path": "a.jsonl"}]}, "pretokenized data is not read"),
+        ({"adapter": "llama-adapter"}, "chatmill trains all weights, LoRA adapters or QLoRA adapters"),
+        ({"datasets": [{"path": "a.jsonl", "type": "input_output"}]}, "chatmill does not support labeled segments"),
+        ({"datasets": [{"path": "a.jsonl"}]}, "chatmill does not read pretokenized data"),
         ({"datasets": [{"path": "a.csv", "type": "alpaca"}]}, "convert the file to JSONL"),
         ({"learning_rate": "fast"}, "learning_rate is fast; expected a number"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0; expected a number of at least 1"),

@@ -59,7 +59,7 @@ eval_steps: 200
 """
 RECIPE = """\
 # Converted from the LLaMA-Factory config run.yaml by `chatmill import`.
-# See keys.txt for a report on each of its keys.
+# See keys.txt for a report on each key.
 tokenizer: "models/Qwen3-4B"  # model_name_or_path: Qwen/Qwen3-4B
 max_tokens: 2048  # cutoff_len: 2048
 fit: "exchanges"  # cutoff_len: 2048
@@ -127,7 +127,7 @@ def test_both_files_in_either_order_give_the_same():
     alone = import_llamafactory("run.yaml")
     assert import_llamafactory("data/dataset_info.json", "run.yaml") == alone
     assert import_llamafactory("run.yaml", "data/dataset_info.json") == alone
-    with pytest.raises(UsageError, match=r"expected a dataset_info\.json, the \.yaml of a run, or one of each"):
+    with pytest.raises(UsageError, match=r"expected a dataset_info\.json, the \.yaml file of a run, or one of each"):
         import_llamafactory("run.yaml", "run.yaml")
 
 
@@ -144,9 +144,9 @@ def test_every_key_of_the_run_and_of_its_data_sets_is_reported_once():
     expected = leaves(yaml.safe_load(RUN)) + leaves(used)
     assert sorted(each.key for each in result.results) == sorted(expected)
     notes = {each.key: each for each in result.results}
-    assert (notes["use_badam"].status, notes["use_badam"].note) == ("none", "adamw is used; the loss will differ")
+    assert (notes["use_badam"].status, notes["use_badam"].note) == ("none", "chatmill uses adamw; the loss will differ")
     assert notes["template"].status == "none"
-    others = "3 other data sets of data/dataset_info.json are not used"
+    others = "unused datasets in data/dataset_info.json: 3"
     assert others in [str(each) for each in result.assumptions]
 
 
@@ -154,8 +154,8 @@ def test_dataset_info_alone_takes_what_is_for_sft_and_lists_the_others():
     result = import_llamafactory("data/dataset_info.json", model="m")
     assert [source["name"] for source in result.recipe["sources"]] == ["identity", "tools", "chat"]
     assert {each.key: each.note for each in result.with_status("none")} == {
-        "pairs": "left out: preference pairs; chatmill does SFT only",
-        "pictures": "left out: images, videos or audio; chatmill trains on text only",
+        "pairs": "not imported: the dataset has preference pairs, but chatmill supports only SFT",
+        "pictures": "not imported: the dataset has images, videos or audio, but chatmill trains only on text",
     }
     assert result.recipe["tokenizer"] == result.train["init_from_model"] == "m"
     assert result.recipe["sources"][1] == {
@@ -168,7 +168,7 @@ def test_dataset_info_alone_takes_what_is_for_sft_and_lists_the_others():
 def test_a_data_set_that_is_named_must_be_for_sft():
     one = import_llamafactory("data/dataset_info.json", datasets=["chat"])
     assert [source["name"] for source in one.recipe["sources"]] == ["chat"]
-    with pytest.raises(DataError, match=r"pairs: .* refused, preference pairs"):
+    with pytest.raises(DataError, match=r"pairs: .* refused, the dataset has preference pairs"):
         import_llamafactory("data/dataset_info.json", datasets=["pairs"])
     with pytest.raises(DataError, match='does not contain the data set "chats"'):
         import_llamafactory("data/dataset_info.json", datasets=["chats"])
@@ -177,13 +177,13 @@ def test_a_data_set_that_is_named_must_be_for_sft():
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("stage: dpo", "stage: dpo: refused, chatmill does SFT only"),
+        ("stage: dpo", "stage: dpo: refused, chatmill supports only SFT"),
         ("stage: pt", "not pretraining"),
-        ("finetuning_type: freeze", "chatmill trains all weights, or LoRA adapters"),
+        ("finetuning_type: freeze", "chatmill trains all weights or LoRA adapters"),
         ("image_max_pixels: 262144", "not on images or audio"),
         ("dataset: chats", '"chats" is not in data/dataset_info.json'),
-        ("use_kt: true", "has no counterpart"),
-        ("dataset_dir: elsewhere", "no elsewhere/dataset_info.json here or above the config"),
+        ("use_kt: true", "does not support this engine"),
+        ("dataset_dir: elsewhere", "elsewhere/dataset_info.json does not exist in this folder or above the config"),
         ("dataset_dir: REMOTE:org/data", "download the data"),
     ],
 )

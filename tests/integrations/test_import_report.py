@@ -178,7 +178,7 @@ def test_pyyaml_is_named_where_it_is_missing(monkeypatch):
     Path("config.yaml").write_text("a: 1")
     monkeypatch.setitem(sys.modules, "yaml", None)
     monkeypatch.delitem(sys.modules, "chatmill.prepare.yaml_loader", raising=False)
-    with pytest.raises(DataError, match=r"config\.yaml: YAML needs PyYAML; pip install 'chatmill\[recipe\]'"):
+    with pytest.raises(DataError, match=r"config\.yaml: YAML needs PyYAML; run pip install 'chatmill\[recipe\]'"):
         import_axolotl("config.yaml")
 
 
@@ -236,7 +236,7 @@ def test_the_command_prints_each_key_and_the_next_commands(monkeypatch, capsys):
     code, out, err = run(monkeypatch, capsys, "axolotl", "config.yaml", "-o", "out", "--ranks", "8")
     assert (code, err) == (0, "")
     assert Path("out/keys.txt").read_text() == out[: out.index("\nwrote ")]
-    assert "unknown, and not read (1):\n  odd: 1\n" in out
+    assert "unknown and not used (1):\n  odd: 1\n" in out
     assert out.endswith(
         "next:\n"
         "  hf download m --local-dir models/m\n"
@@ -262,7 +262,7 @@ def test_json_has_the_same_as_data(monkeypatch, capsys):
         "value": 5,
         "status": "none",
         "ours": {},
-        "note": "no noise is added to embeddings; the loss will differ",
+        "note": "chatmill does not add noise to embeddings; the loss will differ",
     }
     assert data["commands"][-1] == "chatmill train --config_file out/train.json --model_name imported"
 
@@ -271,5 +271,5 @@ def test_a_refused_config_ends_the_command_with_one_line(monkeypatch, capsys):
     write_config(rl="dpo")
     code, out, err = run(monkeypatch, capsys, "axolotl", "config.yaml", "-o", "out")
     assert (code, out) == (1, "")
-    assert err == "chatmill: config.yaml: rl: dpo: refused, chatmill does SFT only\n"
+    assert err == "chatmill: config.yaml: rl: dpo: refused, chatmill supports only SFT, not reinforcement learning\n"
     assert not Path("out").exists()

@@ -49,7 +49,7 @@ label_smoothing_factor: 0.1
 """
 RECIPE = """\
 # Converted from the TRL config args.yaml by `chatmill import`.
-# See keys.txt for a report on each of its keys.
+# See keys.txt for a report on each key.
 tokenizer: "models/Mistral-7B-v0.1"  # model_name_or_path: mistralai/Mistral-7B-v0.1
 val_split: 0.01  # dataset_mixture.test_split_size: 1000
 max_tokens: 2048  # max_seq_length: 2048
@@ -128,8 +128,8 @@ def test_every_key_is_reported_once_and_a_token_is_hidden():
     values = {each.key: each.value for each in result.results}
     assert values["hub_token"] == "(hidden)"
     notes = {each.key: each.note for each in result.with_status("none")}
-    assert notes["label_smoothing_factor"] == "labels are not smoothed; the loss will differ"
-    assert notes["packing_strategy"] == "whole conversations are packed by best fit; none is split"
+    assert notes["label_smoothing_factor"] == "chatmill does not smooth labels; the loss will differ"
+    assert notes["packing_strategy"] == "chatmill packs whole conversations by best fit, and does not split them"
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_a_run_that_evaluates_reads_the_test_split_for_validation():
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"beta": 0.1}, "beta: 0.1: refused, for preference or reward training; chatmill does SFT only"),
+        ({"beta": 0.1}, "beta: 0.1: refused, chatmill supports only SFT, not preference or reward training"),
         ({"loss_type": "sigmoid"}, "loss_type: sigmoid: refused"),
         ({"num_generations": 8}, "num_generations: 8: refused"),
         ({"max_length": None}, "max_length is null; expected the maximum length of a row"),
-        ({"datasets": [{"path": "a.jsonl", "fraction": 0}]}, "a fraction of 0 trains nothing; remove the data set"),
+        ({"datasets": [{"path": "a.jsonl", "fraction": 0}]}, "a fraction of 0 trains no rows; remove the dataset"),
     ],
 )
 def test_what_is_no_sft_is_refused(keys, reason):
@@ -184,5 +184,5 @@ def test_environment_variables_are_named_but_not_set_and_not_shown(monkeypatch):
     result = imported(config)
     assert "s3cret" not in "\n".join(result.lines())
     assert [str(each) for each in result.results if each.key == "env"] == [
-        'env: ["WANDB_API_KEY"]; environment variables are not set; export them yourself'
+        'env: ["WANDB_API_KEY"]; chatmill does not set environment variables; export them yourself'
     ]

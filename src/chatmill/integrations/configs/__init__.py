@@ -1,10 +1,10 @@
-"""`chatmill import`: convert configs from other trainers to recipes and train configs.
+"""Convert configs of other trainers to recipes and train configs, for `chatmill import`.
 
     axolotl        an Axolotl config
     llamafactory   LLaMA-Factory's dataset_info.json, and the config of a run
     trl            a config of `trl sft`, or a recipe of the alignment handbook
 
-Each function returns an `ImportedConfig` with a report on every key; `write_import` writes it into a folder.
+Each import function returns an `ImportedConfig` with a report on every key; `write_import` writes it to a folder.
 """
 
 from chatmill.integrations.configs.axolotl import import_axolotl

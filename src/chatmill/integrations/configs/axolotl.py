@@ -1,6 +1,6 @@
-"""`import_axolotl`: converts an Axolotl config to a recipe and a train config.
+"""Convert an Axolotl config to a recipe and a train config.
 
-Follows Axolotl's source at commit 067b021: `utils/schemas`, `prompt_strategies`, `core/builders`.
+The conversion follows Axolotl's source at commit 067b021: `utils/schemas`, `prompt_strategies`, `core/builders`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chatmill.integrations.configs.model_keys import (
     take_sharding,
 )
 from chatmill.integrations.configs.read_config import read_config
-from chatmill.integrations.configs.report import OFF, TheirKeys, Translation
+from chatmill.integrations.configs.report import IS_OFF, OFF, TheirKeys, Translation
 from chatmill.integrations.configs.rows_keys import (
     CUT_AT_THE_END,
     TEXT_CUT,
@@ -55,22 +55,25 @@ RUN = RunNames(
 )
 LORA = LoraNames(rslora="peft_use_rslora", default_rank=8, default_alpha=16.0)
 REFUSED = {
-    "rl": "chatmill does SFT only",
-    "reward_model": "chatmill does SFT only, not reward models",
-    "process_reward_model": "chatmill does SFT only, not reward models",
-    "pretraining_dataset": "chatmill does SFT only, not pretraining on a stream of texts",
-    "processor_type": "chatmill trains on text only, not on images or audio",
-    "diffusion": "chatmill trains models that predict the next token",
-    "image_size": "chatmill trains on text only, not on images or audio",
-    "image_resize_algorithm": "chatmill trains on text only, not on images or audio",
+    "rl": "chatmill supports only SFT, not reinforcement learning",
+    "reward_model": "chatmill supports only SFT, not reward models",
+    "process_reward_model": "chatmill supports only SFT, not reward models",
+    "pretraining_dataset": "chatmill supports only SFT, not pretraining on a stream of texts",
+    "processor_type": "chatmill trains only on text, not on images or audio",
+    "diffusion": "chatmill trains only models that predict the next token",
+    "image_size": "chatmill trains only on text, not on images or audio",
+    "image_resize_algorithm": "chatmill trains only on text, not on images or audio",
 }
-FITS = {"drop": ("drop", "longer rows are dropped, as in Axolotl"), "raise": ("error", "a longer row stops the build")}
+FITS = {
+    "drop": ("drop", "chatmill drops longer rows, like Axolotl"),
+    "raise": ("error", "a longer row stops the build with an error"),
+}
 
 
 def import_axolotl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
-    """Convert an Axolotl config to a recipe and a train config, with a report on each of its keys.
+    """Convert an Axolotl config to a recipe and a train config, with a report on each key.
 
-    `ranks` is the number of GPUs, and `model` is a folder with the base model to use instead of the one in the config.
+    `ranks` is the number of GPUs. `model` is a folder with a base model that replaces the model in the config.
     """
     values = read_config(path, "an Axolotl config in YAML")
     translation = Translation("Axolotl", str(place(path)), ranks=ranks, model=model)
@@ -80,7 +83,7 @@ def import_axolotl(path: str | Path, *, ranks: int | None = None, model: str | N
     layout = Layout()
     take_datasets(translation, keys, "datasets", layout, only_val=False)
     if not translation.sources and not translation.faults:
-        translation.faults.append("no datasets; expected at least one")
+        translation.faults.append("the config has no datasets; expected at least one")
     take_datasets(translation, keys, "test_datasets", layout, only_val=True)
     is_text = _take_layout(translation, keys, layout)
     _take_rows(translation, keys, is_text=is_text, is_chat="chat" in layout.kinds)
@@ -96,7 +99,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
         if value is not None and value not in OFF:
             translation.refuse(keys.path(name), value, reason)
         elif value is not None:
-            translation.default(keys.path(name), value, note="off, as in chatmill")
+            translation.default(keys.path(name), value, note=IS_OFF)
 
 
 def _revision(keys: TheirKeys) -> str:
@@ -104,23 +107,23 @@ def _revision(keys: TheirKeys) -> str:
 
 
 def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> bool:
-    """Choose the rendering: plain text, a chat template, or a prompt style. Return whether it is plain text."""
+    """Set whether rows are plain text or rendered by a chat template or prompt style; return whether they are text."""
     template, jinja = keys.text("chat_template"), keys.text("chat_template_jinja")
     if "text" in layout.kinds and len(layout.kinds) > 1:
         other = layout.kinds.get("chat") or layout.kinds["style"]
         reason = (
-            f"a recipe has either plain text or conversations, and {other} is the other kind; import them separately"
+            f"a recipe has either plain text or conversations, but {other} is the other kind; import them separately"
         )
         translation.refuse(layout.kinds["text"], "completion", reason)
     is_text = "text" in layout.kinds
     if is_text:
-        translation.assume("data sets have the type completion", recipe={"format": "text"})
+        translation.assume("the datasets have the type completion", recipe={"format": "text"})
     elif "chat" not in layout.kinds and layout.style is not None:
         translation.chat_template = layout.style.template()
     if "chat" in layout.kinds and layout.style is not None:
         where = layout.kinds["style"]
         translation.assume(f"{where}: a recipe has one format, so the chat template also renders these rows")
-    unused = "" if "chat" in layout.kinds else "not used, because no data set has the type chat_template"
+    unused = "" if "chat" in layout.kinds else "no dataset has the type chat_template, so this key has no effect"
     named = [(keys.path("chat_template"), template), (keys.path("chat_template_jinja"), jinja)]
     for key, value in named:
         if value is None:
@@ -147,9 +150,11 @@ def _take_template(translation: Translation, key: str, name: str) -> None:
     if name == "chatml":
         translation.take(key, name, recipe={"format": "chatml"})
     elif name.startswith("tokenizer_default") or name == "jinja":
-        translation.default(key, name, note="the template of the tokenizer, or the one that is given")
+        translation.default(
+            key, name, note="the recipe uses the tokenizer's chat template, or chat_template_jinja if it is set"
+        )
     else:
-        note = f"chatmill has no template named {name} and uses the tokenizer's; set chat_template if it differs"
+        note = f"chatmill has no template {name} and uses the tokenizer's; set chat_template if they differ"
         translation.none(key, name, note)
 
 
@@ -176,11 +181,11 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_c
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> None:
-    """Read `train_on_inputs`, which trains the text and end token of all turns, or every token with a prompt style."""
+    """Read `train_on_inputs`, which trains all turns of a conversation, or every token with a prompt style."""
     inputs = keys.switch("train_on_inputs")
     key = keys.path("train_on_inputs")
     if inputs and is_chat:
-        note = "all turns except tool results, without their headers"
+        note = "all turns except tool results are trained, without their headers"
         translation.take(key, inputs, recipe={"train_on": "all"}, train={"use_loss_mask": True}, note=note)
     elif inputs is not None:
         note = "every token is trained" if inputs else "only answers are trained"
@@ -192,14 +197,16 @@ def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> N
 def _take_training(translation: Translation, keys: TheirKeys) -> None:
     take_run(translation, keys, RUN, default_steps=_steps_of_batch_size(translation, keys))
     if "learning_rate" not in translation.train:
-        translation.faults.append("learning_rate is missing")
+        translation.faults.append("learning_rate is missing; expected a number")
     if (share := keys.number("cosine_min_lr_ratio", most=1)) is not None:
         translation.take(keys.path("cosine_min_lr_ratio"), share, train={"min_lr_ratio": share})
     take_seed(translation, keys, 42)
     adapter = keys.text("adapter")
     lora = adapter in ("lora", "qlora")
     if adapter is not None and not lora:
-        translation.refuse(keys.path("adapter"), adapter, "chatmill trains all weights, or LoRA and QLoRA adapters")
+        translation.refuse(
+            keys.path("adapter"), adapter, "chatmill trains all weights, LoRA adapters or QLoRA adapters"
+        )
     elif adapter == "qlora":
         translation.take(keys.path("adapter"), adapter, train={"quantize": "nf4"}, note="with lora")
     elif adapter is not None:
@@ -209,7 +216,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
     take_eight_bits(translation, keys)
     take_precision(translation, keys)
     if (fp8 := keys.switch("fp8")) is not None:
-        note = "float8 is for full fine-tuning only" if lora and fp8 else ""
+        note = "chatmill supports float8 only for full fine-tuning" if lora and fp8 else ""
         translation.take(keys.path("fp8"), fp8, train={"fp8": fp8 and not lora}, note=note)
     if (compiled := keys.pop("torch_compile")) is not None:
         taken = {"compile": None if compiled == "auto" else bool(compiled)}
@@ -220,15 +227,15 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """Derive the accumulation steps from `batch_size`, if the config does not set them."""
+    """Return the accumulation steps that `batch_size` implies; 1 if the config sets them or has no `batch_size`."""
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1
     steps = max(1, rows // micro) if type(micro) is int and micro > 0 else rows
     if keys.peek("gradient_accumulation_steps") is not None:
-        translation.default(keys.path("batch_size"), rows, note="gradient_accumulation_steps is used instead")
+        translation.default(keys.path("batch_size"), rows, note="chatmill uses gradient_accumulation_steps instead")
         return 1
-    note = "divided by micro_batch_size"
+    note = "this is batch_size divided by micro_batch_size"
     translation.take(keys.path("batch_size"), rows, train={"gradient_accumulation_steps": steps}, note=note)
     return steps
 
@@ -238,9 +245,9 @@ def _take_special_tokens(translation: Translation, keys: TheirKeys) -> None:
     if tokens is None:
         return
     table = TheirKeys(tokens, translation, f"{keys.path('special_tokens')}.")
-    stays = "the tokenizer in the model folder is used unchanged; edit its files if this token differs"
+    stays = "chatmill uses the tokenizer in the model folder unchanged; edit its files if this token differs"
     notes = dict.fromkeys(table.left, stays) | {
-        "pad_token": "padding is never trained, whatever its token; nothing changes"
+        "pad_token": "chatmill never trains padding, so the padding token has no effect"
     }
     translation.close(table, notes)
 
@@ -257,9 +264,9 @@ def _take_output(translation: Translation, keys: TheirKeys) -> None:
         without_val(translation)
     if (metric := keys.text("metric_for_best_model")) is not None:
         if metric in ("loss", "eval_loss"):
-            translation.default(keys.path("metric_for_best_model"), metric, note="the loss on val")
+            translation.default(keys.path("metric_for_best_model"), metric, note="chatmill also uses the val loss")
         else:
-            note = "the best checkpoint is the one with the lowest val loss"
+            note = "chatmill selects the best checkpoint by the lowest val loss"
             translation.none(keys.path("metric_for_best_model"), metric, note)
     trackers: list[str] = []
     uses = {}
@@ -270,7 +277,9 @@ def _take_output(translation: Translation, keys: TheirKeys) -> None:
             translation.take(keys.path(name), value, other={"report_to": [tracker]} if value else {})
     if (project := keys.text("wandb_project")) is not None:
         if uses.get("use_wandb") is False:
-            translation.default(keys.path("wandb_project"), project, note="use_wandb is false")
+            translation.default(
+                keys.path("wandb_project"), project, note="use_wandb is false, so this key has no effect"
+            )
         else:
             trackers = list(dict.fromkeys([*trackers, "wandb"]))
             note = f"set WANDB_PROJECT={project} for the run"

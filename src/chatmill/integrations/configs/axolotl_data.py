@@ -13,7 +13,9 @@ from chatmill.integrations.configs.report import TheirKeys, Translation
 
 CHAT_TYPES = ("chat_template", "chat_template.default", "sharegpt", "messages", "messages.chat")
 PREFERENCE_TYPES = ("chatml.", "llama3.", "chat_template.argilla", "bradley_terry", "stepwise_supervised", "zephyr.")
-INPUT_NOTE = "the input follows the instruction, without the line ### Input:"
+INPUT_NOTE = "chatmill writes the input after the instruction, without the line ### Input:"
+NOT_READ = "chatmill does not read this key for this type"
+ENDS = "chatmill trains the end of each trained turn"
 COLUMNS = {
     "gpteacher": {"output": "response"},
     "oasst": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
@@ -21,37 +23,37 @@ COLUMNS = {
     "alpaca_chat.load_qa": {"instruction": "question", "output": "answer"},
     "alpaca_chat.load_camel_ai": {"instruction": "message_1", "output": "message_2"},
 }
-"""Types with one instruction and one answer per record, and the columns that hold them."""
+"""Column names of Axolotl types that have one instruction and one answer per record."""
 NOTES = {
-    "ds_type": "chatmill detects the type of a file from its name",
-    "trust_remote_code": "code from data sets is not run",
-    "preprocess_shards": "chatmill uses its own worker processes; nothing changes",
-    "shards": "the whole data set is read; set max_samples to read a part of it",
-    "shards_idx": "the whole data set is read; set max_samples to read a part of it",
-    "conversation": "names of FastChat formats are not used; the chat template decides",
+    "ds_type": "chatmill detects the file type from the file name",
+    "trust_remote_code": "chatmill does not run code from datasets",
+    "preprocess_shards": "chatmill uses its own worker processes; the result is the same",
+    "shards": "chatmill reads the whole dataset; set max_samples to read part of it",
+    "shards_idx": "chatmill reads the whole dataset; set max_samples to read part of it",
+    "conversation": "chatmill uses the chat template instead of a FastChat format",
     "split_thinking": "chatmill reads reasoning from a separate key, and leaves <think> in the text unchanged",
-    "template_thinking_key": "the chat template gets reasoning as reasoning_content",
-    "drop_system_message": "system messages are kept; the prompts differ",
-    "field_human": "not read by this type",
-    "field_model": "not read by this type",
-    "input_format": "not read by this type",
-    "input_transform": "no function is run on the records",
+    "template_thinking_key": "chatmill passes reasoning to the chat template as reasoning_content",
+    "drop_system_message": "chatmill keeps system messages, so the prompts will differ",
+    "field_human": NOT_READ,
+    "field_model": NOT_READ,
+    "input_format": NOT_READ,
+    "input_transform": "chatmill does not run functions on records",
     "logprobs_field": "chatmill trains on text, not on probabilities",
     "temperature": "chatmill trains on text, not on probabilities",
-    "skip": "the whole data set is read",
-    "text_column": "not read by this type",
+    "skip": "chatmill reads the whole dataset",
+    "text_column": NOT_READ,
 }
 
 
 @dataclass
 class Layout:
-    """How records are rendered; a recipe has one format for all sources."""
+    """How the records of all sources are rendered, because a recipe has only one format."""
 
     kinds: dict[str, str] = field(default_factory=dict)
-    """`text`, `chat` or `style`, each with the config key of the first source of that kind."""
+    """Maps `text`, `chat` and `style` to the config key of the first source of that kind."""
     style: PromptStyle | None = None
     chat_template: tuple[str, Any] | None = None
-    """The key and the value of the first chat template that a dataset sets."""
+    """The config key and value of the first chat template that a dataset sets."""
 
 
 def take_datasets(translation: Translation, keys: TheirKeys, name: str, layout: Layout, *, only_val: bool) -> None:
@@ -73,7 +75,7 @@ def _take_dataset(translation: Translation, keys: TheirKeys, layout: Layout, onl
         _take_user_defined(translation, keys, kind, number, layout)
     elif kind is None or not isinstance(kind, str):
         translation.refuse(
-            keys.path("type"), kind, "pretokenized data is not read; give the data from before tokenization"
+            keys.path("type"), kind, "chatmill does not read pretokenized data; use the data from before tokenization"
         )
     else:
         _take_type(translation, keys, kind, number, layout)
@@ -84,7 +86,7 @@ def _take_dataset(translation: Translation, keys: TheirKeys, layout: Layout, onl
             *("message_field_training_detail", "roles_to_train", "train_on_eos", "train_on_eot"),
             *("chat_template", "chat_template_jinja"),
         ),
-        "not read by this type",
+        NOT_READ,
     )
     translation.close(keys, notes, off={"field": "text"})
 
@@ -94,7 +96,7 @@ def _take_place(translation: Translation, keys: TheirKeys, number: int) -> None:
     text, revision = keys.text("split"), keys.text("revision")
     split = parse_split(text)
     if path is None:
-        translation.faults.append(f"{keys.path('path')}: no path; expected a file or a data set on the Hub")
+        translation.faults.append(f"{keys.path('path')}: the path is missing; expected a file or a dataset on the Hub")
         return
     try:
         inputs = data_inputs(path, files=files, config=config, split=split.name, revision=revision or "")
@@ -107,7 +109,7 @@ def _take_place(translation: Translation, keys: TheirKeys, number: int) -> None:
     if files is not None:
         translation.take(keys.path("data_files"), files, other={"inputs": inputs})
     if config is not None:
-        note = "" if on_hub and not files else "a file is read as it is"
+        note = "" if on_hub and not files else "chatmill reads the file unchanged"
         translation.take(keys.path("name"), config, other={"inputs": inputs}, note=note)
     if text is not None:
         taken = {} if split.first is None else {"max_samples": split.first}
@@ -116,13 +118,17 @@ def _take_place(translation: Translation, keys: TheirKeys, number: int) -> None:
         elif taken:
             translation.take(keys.path("split"), text, source=(number, taken), note=split.note)
         else:
-            note = "in the URL" if on_hub and not files else "a file is read whole"
+            note = "the URL in inputs contains the split" if on_hub and not files else "chatmill reads the whole file"
             translation.default(keys.path("split"), text, note=note)
     if revision is not None:
         if on_hub and files:
             translation.take(keys.path("revision"), revision, other={"inputs": inputs})
         else:
-            translation.none(keys.path("revision"), revision, "the newest revision is read; name files to read another")
+            translation.none(
+                keys.path("revision"),
+                revision,
+                "chatmill reads the newest revision; set data_files to read another revision",
+            )
 
 
 def _names(translation: Translation) -> list[str]:
@@ -148,20 +154,20 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
             taken["columns"] = COLUMNS[kind]
         layout.kinds.setdefault("style", keys.path("type"))
         layout.style = layout.style or STYLES.get(style, INSTRUCT)
-        note = INPUT_NOTE if style in STYLES else f"the style {style} is unknown; ### Instruction: is used"
+        note = INPUT_NOTE if style in STYLES else f"the style {style} is unknown, so chatmill uses ### Instruction:"
         translation.take(keys.path("type"), kind, source=(number, taken), note=note)
     elif kind.startswith(PREFERENCE_TYPES):
-        translation.refuse(keys.path("type"), kind, "chatmill does SFT only, not preferences or rewards")
+        translation.refuse(keys.path("type"), kind, "chatmill supports only SFT, not preferences or rewards")
     elif kind == "input_output":
-        reason = "segments with label and text are not supported; write them as messages with train_ranges"
+        reason = "chatmill does not support labeled segments; write them as messages with train_ranges"
         translation.refuse(keys.path("type"), kind, reason)
     else:
-        reason = "chatmill has no reader for it; expected chat_template, alpaca, completion or a table of fields"
+        reason = "chatmill does not support this type; expected chat_template, alpaca, completion or a table of fields"
         translation.refuse(keys.path("type"), kind, reason)
 
 
 def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
-    """Read the keys of a dataset of messages: the column, the names of keys and roles, and the trained turns."""
+    """Read the keys of a dataset of messages: its column, the names of keys and roles, and the trained turns."""
     is_sharegpt = kind == "sharegpt"
     columns: dict[str, Any] = {}
     translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))
@@ -171,7 +177,7 @@ def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: 
     for theirs, ours in named.items():
         if (column := keys.text(theirs)) is not None:
             if ours == "train_detail" and column not in ("train_detail", "training_detail"):
-                translation.none(keys.path(theirs), column, "only train_detail and training_detail are read")
+                translation.none(keys.path(theirs), column, "chatmill reads only train_detail and training_detail")
             else:
                 _rename(translation, keys.path(theirs), column, ours, columns)
     if (mappings := keys.table("message_property_mappings")) is not None:
@@ -179,7 +185,7 @@ def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: 
         for ours in ("role", "content", "reasoning_content", "tool_calls", "name"):
             if (column := table.text(ours)) is not None:
                 _rename(translation, table.path(ours), column, ours, columns)
-        translation.close(table, dict.fromkeys(table.left, "this property is not read"))
+        translation.close(table, dict.fromkeys(table.left, "chatmill does not read this property"))
     _take_roles(translation, keys, columns)
     if is_sharegpt and not columns.keys() <= {"user", "assistant", "system", "tool"}:
         columns = {"messages": "conversations", "role": "from", "content": "value"} | columns
@@ -190,14 +196,14 @@ def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: 
     for name in ("chat_template", "chat_template_jinja"):
         if (value := keys.text(name)) is not None:
             layout.chat_template = layout.chat_template or (keys.path(name), value)
-            translation.default(keys.path(name), value, note="used as the chat template of the recipe")
+            translation.default(keys.path(name), value, note="the recipe uses it as its chat template")
 
 
 def _rename(translation: Translation, key: str, column: str, ours: str, columns: dict[str, Any]) -> None:
     if column == ours:
-        translation.default(key, column, note="already the expected name")
+        translation.default(key, column, note="chatmill already expects this name")
     elif "," in column or "=" in column or column != column.strip():
-        translation.refuse(key, column, "a column with this name cannot be read")
+        translation.refuse(key, column, "chatmill cannot read a column with this name")
     else:
         columns[ours] = column
         translation.take(key, column, other={f"columns.{ours}": column})
@@ -214,7 +220,9 @@ def _take_roles(translation: Translation, keys: TheirKeys, columns: dict[str, An
             if others:
                 columns[role] = others
             translation.take(table.path(role), names, other={f"columns.{role}": others} if others else {})
-    translation.close(table, dict.fromkeys(table.left, "chatmill has no such role and rejects records that use it"))
+    translation.close(
+        table, dict.fromkeys(table.left, "chatmill does not have this role and rejects records that use it")
+    )
 
 
 def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> None:
@@ -225,25 +233,31 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
             translation.default(keys.path("roles_to_train"), roles, note="train_on assistant")
         elif not names:
             taken = {"train_on": "last"}
-            translation.take(keys.path("roles_to_train"), roles, source=(number, taken), note="only the last turn")
+            translation.take(
+                keys.path("roles_to_train"), roles, source=(number, taken), note="only the last turn is trained"
+            )
         else:
-            note = "all turns except tool results" if names != {"user", "assistant"} else "also system turns"
+            note = (
+                "all turns except tool results are trained"
+                if names != {"user", "assistant"}
+                else "system turns are also trained"
+            )
             translation.take(keys.path("roles_to_train"), roles, source=(number, {"train_on": "all"}), note=note)
     for name in ("train_on_eos", "train_on_eot"):
         if (value := keys.text_or_no(name)) is None:
             continue
         if value == "turn":
-            translation.default(keys.path(name), value, note="the end of each trained turn is trained")
+            translation.default(keys.path(name), value, note=ENDS)
         else:
-            effects = {"all": "ends of other turns are not trained", "last": "the end of each trained turn is trained"}
-            note = effects.get(value, "the end of each trained turn is trained, so the model learns to stop")
+            effects = {"all": "chatmill does not train the ends of other turns", "last": ENDS}
+            note = effects.get(value, "chatmill trains the end of each trained turn, so that the model learns to stop")
             translation.none(keys.path(name), value, note)
 
 
 def _take_user_defined(
     translation: Translation, keys: TheirKeys, kind: Mapping[str, Any], number: int, layout: Layout
 ) -> None:
-    """Read a `type` that is a table of field names and prompt formats."""
+    """Read a `type` that is a table of column names and prompt formats."""
     table = TheirKeys(kind, translation, f"{keys.path('type')}.")
     translation.sources[number]["shape"] = "alpaca"
     columns: dict[str, Any] = {}
@@ -268,6 +282,6 @@ def _take_user_defined(
     )
     for name, value in (("system_prompt", system), ("system_format", around), *texts.items()):
         if value is not None:
-            note = "the input follows the instruction" if name == "format" else ""
+            note = "chatmill writes the input after the instruction" if name == "format" else ""
             translation.take(table.path(name), value, other={"chat_template": "written"}, note=note)
     translation.close(table, {})

@@ -1,16 +1,16 @@
-"""Axolotl keys without a counterpart, and the effect of leaving them out."""
+"""Notes on Axolotl keys without a counterpart in chatmill, with the effect on training."""
 
 from __future__ import annotations
 
-ATTENTION = "chatmill chooses attention itself; nothing changes"
-KERNEL = "affects only speed or memory; the computation does not change"
-UPLOAD = "nothing is uploaded"
+ATTENTION = "chatmill chooses the attention implementation; the result is the same"
+KERNEL = "this key affects only speed or memory, not the result"
+UPLOAD = "chatmill does not upload anything"
 LOSS = "the loss will differ"
-NO_CODE = "third-party code is not run"
-PREFERENCE = "for preference or reward training; chatmill does SFT only"
-TRACKER = "chatmill has no such tracker; report_to takes tensorboard, wandb and mlflow"
-SHARDS = "chatmill distributes rows over ranks, not layers or sequences; memory per GPU differs"
-MOE = "mixture-of-experts layers use the implementation of transformers; speed differs"
+NO_CODE = "chatmill does not run third-party code"
+PREFERENCE = "chatmill supports only SFT, not preference or reward training"
+TRACKER = "chatmill does not support this tracker; report_to takes tensorboard, wandb and mlflow"
+SHARDS = "chatmill distributes rows over ranks, not layers or sequences; the memory per GPU will differ"
+MOE = "chatmill uses the mixture-of-experts layers of transformers; the speed will differ"
 _GROUPS: dict[str, str] = {
     "attn_implementation flash_attention flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp "
     "flash_attn_fuse_qkv flash_optimum xformers_attention sdp_attention s2_attention flex_attention "
@@ -42,74 +42,82 @@ _GROUPS: dict[str, str] = {
     "tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size dp_replicate_size "
     "expert_parallel_size heads_k_stride ring_attn_func": SHARDS,
     "hub_model_id hub_strategy hub_revision push_dataset_to_hub": UPLOAD,
-    "hf_use_auth_token": "URLs of the Hub use HF_TOKEN, or the login of `hf auth login`",
+    "hf_use_auth_token": "chatmill uses HF_TOKEN, or the token that `hf auth login` saved",
     "trust_remote_code": NO_CODE,
-    "trainer_cls": f"{NO_CODE}; chatmill's own training loop is used",
-    "plugins": f"{NO_CODE}; the changes that plugins make to training do not apply",
+    "trainer_cls": f"{NO_CODE}, and uses its own training loop",
+    "plugins": f"{NO_CODE}, so plugins have no effect on training",
     "tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
     "tokenizer_save_jinja_files model_type type_of_model base_model_config cls_model_config "
     "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
-    "base_model_ignore_patterns gptq_model_v1": ("the files in the model folder determine the classes"),
+    "base_model_ignore_patterns gptq_model_v1": (
+        "the files in the model folder determine the classes of model and tokenizer"
+    ),
     "model_config overrides_of_model_config overrides_of_model_kwargs model_kwargs rope_scaling": (
-        "the config.json of the model folder is used unchanged; edit it there"
+        "chatmill uses config.json in the model folder unchanged; edit it there"
     ),
     "model_quantization_config model_quantization_config_kwargs gptq gptq_groupsize gptq_disable_exllama "
-    "gptq_bits": "quantized base models are rejected; use one that is not quantized, with load_in_4bit",
-    "qat quantization": "there is no quantization-aware training; the loss will differ",
-    "use_onebitllms": "there is no 1.58-bit training; the loss will differ",
+    "gptq_bits": "chatmill rejects quantized base models; use an unquantized model with load_in_4bit",
+    "qat quantization": "chatmill does not support quantization-aware training; the loss will differ",
+    "use_onebitllms": "chatmill does not support 1.58-bit training; the loss will differ",
     "tokens added_tokens_overrides resize_token_embeddings_to_32x mean_resizing_embeddings "
     "shrink_embeddings fix_untrained_tokens": (
-        "no tokens are added, and embeddings keep their size; add tokens to the model folder first"
+        "chatmill neither adds tokens nor resizes embeddings; add tokens to the model folder first"
     ),
-    "lora_modules_to_save": "only the adapters are trained, not these modules; the loss will differ",
-    "lora_model_dir": "new adapters are trained; merge the earlier ones into the model first",
+    "lora_modules_to_save": "chatmill trains only the adapters, not these modules; the loss will differ",
+    "lora_model_dir": "chatmill trains new adapters; merge existing adapters into the model first",
     "lora_target_parameters lora_rank_pattern lora_alpha_pattern peft_layers_to_transform "
     "peft_layers_pattern peft_layer_replication peft_trainable_token_indices peft_ensure_weight_tying": (
-        "all target layers get adapters of the same size; the loss will differ"
+        "all target layers have adapters of the same size; the loss will differ"
     ),
-    "lora_fan_in_fan_out": "peft detects this; nothing changes",
+    "lora_fan_in_fan_out": "peft detects this setting; the result is the same",
     "peft_use_dora peft_init_lora_weights peft": (
-        "plain LoRA is trained, with its usual initial weights; the loss will differ"
+        "chatmill trains plain LoRA with the usual initial weights; the loss will differ"
     ),
     "loraplus_lr_ratio loraplus_lr_embedding": (
         "both matrices of an adapter have the same learning rate; the loss will differ"
     ),
     "relora relora_steps relora_prune_ratio relora_prune_method relora_cpu_offload relora_warmup_steps "
     "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": (
-        "adapters are never merged and restarted in a run; the loss will differ"
+        "chatmill does not merge and restart adapters during a run; the loss will differ"
     ),
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": (
-        "all layers are trained in each step; the loss will differ"
+        "chatmill trains all layers in each step; the loss will differ"
     ),
-    "unfrozen_parameters freeze_mm_modules": ("all weights are trained, or the adapters; the loss will differ"),
+    "unfrozen_parameters freeze_mm_modules": ("chatmill trains all weights or only adapters; the loss will differ"),
     "embedding_lr embedding_lr_scale lr_groups": "all weights have the same learning rate; the loss will differ",
     "optim_args optim_target_modules torchdistx_path adam_epsilon2 adam_beta3 adam_eps dion_lr "
     "dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
     "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
-    "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size": ("an option of another optimizer; it has no effect"),
-    "lr_quadratic_warmup lr_div_factor cosine_constant_lr_ratio": (
-        "these changes of the schedule are not applied; the loss will differ"
+    "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size": (
+        "this is an option of another optimizer, and has no effect"
     ),
-    "neftune_noise_alpha noisy_embedding_alpha": "no noise is added to embeddings; the loss will differ",
-    "use_eaft eaft_alpha eaft_k": "the loss is plain cross entropy; it will differ",
-    "loss_watchdog_threshold loss_watchdog_patience": ("a high loss does not stop the run; see metrics.jsonl"),
-    "auto_find_batch_size": "the batch size is not changed; --estimate shows whether it fits",
-    "shuffle_before_merging_datasets": "all rows are shuffled in each epoch",
-    "sample_packing_sequentially curriculum_sampling": ("rows are packed by best fit and shuffled; the order differs"),
-    "dataset_shard_num dataset_shard_idx": "all data is read; set max_samples",
-    "eval_sequence_len": "rows of val have the same length as those of train",
-    "max_packed_sequence_len": "sequence_len is the length of a row",
+    "lr_quadratic_warmup lr_div_factor cosine_constant_lr_ratio": (
+        "chatmill does not support this change to the schedule; the loss will differ"
+    ),
+    "neftune_noise_alpha noisy_embedding_alpha": "chatmill does not add noise to embeddings; the loss will differ",
+    "use_eaft eaft_alpha eaft_k": "chatmill uses plain cross entropy; the loss will differ",
+    "loss_watchdog_threshold loss_watchdog_patience": (
+        "a high loss does not stop the run; check the loss in metrics.jsonl"
+    ),
+    "auto_find_batch_size": "chatmill does not adapt the batch size; --estimate shows whether the run fits in memory",
+    "shuffle_before_merging_datasets": "chatmill shuffles all rows in each epoch",
+    "sample_packing_sequentially curriculum_sampling": (
+        "chatmill packs rows by best fit and shuffles them; the order will differ"
+    ),
+    "dataset_shard_num dataset_shard_idx": "chatmill reads the whole dataset; set max_samples to read part of it",
+    "eval_sequence_len": "rows of val have the same maximum length as rows of train",
+    "max_packed_sequence_len": "chatmill uses sequence_len as the maximum length of packed rows",
     "max_prompt_len": PREFERENCE,
     "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval "
     "bench_dataset bench_split generate_samples num_generation_samples generation_max_new_tokens "
     "generation_temperature generation_top_p generation_top_k generation_prompt_ratio "
-    "generation_do_sample": "evaluation gives the loss and eval_samples answers",
-    "greater_is_better": "the best checkpoint is the one with the lowest val loss",
+    "generation_do_sample": "chatmill evaluates only the loss, and generates eval_samples answers",
+    "greater_is_better": "chatmill selects the best checkpoint by the lowest val loss",
     "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
-    "save_first_step": "the first checkpoint is saved after save_interval steps",
+    "save_first_step": "chatmill saves the first checkpoint after save_interval steps",
     "wandb_entity wandb_run_id wandb_watch wandb_log_model wandb_mode wandb_name mlflow_tracking_uri "
     "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts project_name": (
-        "trackers read the environment variables of their clients, e.g. WANDB_ENTITY, WANDB_NAME, MLFLOW_TRACKING_URI"
+        "set this through the tracker's environment variable, such as WANDB_ENTITY, WANDB_NAME or MLFLOW_TRACKING_URI"
     ),
     "use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode "
     "comet_online comet_experiment_config use_otel_metrics otel_metrics_host otel_metrics_port "
@@ -117,22 +125,22 @@ _GROUPS: dict[str, str] = {
     "swanlab_experiment_name swanlab_description swanlab_mode swanlab_workspace swanlab_log_model "
     "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer": TRACKER,
     "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens "
-    "gradio_temperature": "see `chatmill chat`",
+    "gradio_temperature": "chatmill does not include Gradio; use `chatmill chat` to try the model",
     "trl vllm rl_beta dpo_beta dpo_use_weighting dpo_label_smoothing dpo_loss_type dpo_loss_weights "
     "dpo_padding_free dpo_use_liger_kernel precompute_ref_log_probs orpo_alpha simpo_gamma cpo_alpha "
     "kto_desirable_weight kto_undesirable_weight center_rewards_coefficient num_labels ebft rpo_alpha "
     "dpo_use_logits_to_keep dpo_generate_during_eval dpo_norm_loss": PREFERENCE,
     "auto_resume_from_checkpoints": "add --resume auto to the train command",
-    "resume_from_checkpoint": ("checkpoints of Axolotl cannot be resumed; the run starts from the base model"),
-    "streaming": "the dataset is prepared before the run; the computation does not change",
-    "default_system_message": "no system message is added; the chat template may write its own",
+    "resume_from_checkpoint": ("chatmill cannot resume Axolotl checkpoints; the run starts from the base model"),
+    "streaming": "chatmill prepares the dataset before the run; the result is the same",
+    "default_system_message": "chatmill does not add a system message, but the chat template may write one",
     "eot_tokens": "chatmill finds the end of a turn in the chat template",
-    "llmcompressor": "no sparsity recipe is applied; the loss will differ",
+    "llmcompressor": "chatmill does not apply sparsity recipes; the loss will differ",
     "torch_dtype bfloat16 float16 float32": (
-        "full fine-tuning has float32 weights, or bfloat16 with adamw8bit and adamw_bf16"
+        "chatmill fine-tunes float32 weights, or bfloat16 weights with adamw8bit and adamw_bf16"
     ),
-    "reinit_weights": "the weights in the model folder are used; the loss will differ",
-    "processor_kwargs": "for images and audio; chatmill trains on text only",
-    "full_finetune test_value": "not read by Axolotl either",
+    "reinit_weights": "chatmill uses the weights in the model folder; the loss will differ",
+    "processor_kwargs": "chatmill trains only on text, not on images or audio",
+    "full_finetune test_value": "Axolotl also ignores this key",
 }
 NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()}

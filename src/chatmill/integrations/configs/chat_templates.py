@@ -1,6 +1,7 @@
-"""Chat templates for the prompt styles that other trainers implement in code, such as Alpaca's.
+"""Chat templates for prompt styles, such as Alpaca's, that other trainers implement in code.
 
-A style defines the text before and after a question. The system text, or a default, comes before the first question.
+A prompt style defines the text before and after each question. The system text, or a default text, precedes the first
+question.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ ALPACA_SYSTEM = (
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """The texts around the messages of a conversation; `{}` is replaced by the text of a message."""
+    """The text around each message of a conversation; `{}` is replaced by the text of the message."""
 
     question: str
     system: str = "{}\n\n"
     default_system: str = ""
     after_answer: str = ""
-    """The text between the end token of an answer and the next question."""
+    """Text between the end token of an answer and the next question."""
     ends_messages: bool = False
     """Whether the end token also follows questions and system texts."""
 
@@ -52,7 +53,7 @@ class PromptStyle:
 
 
 def _around(text: str, inner: str, end: str) -> str:
-    """Return `before{}after` as a Jinja expression in which `inner` and the end token, if any, replace `{}`."""
+    """Return `before{}after` as a Jinja expression in which `inner` and an optional end token replace `{}`."""
     before, _, after = text.partition("{}")
     parts = [_quoted(before)] if before else []
     parts += [inner, *([end] if end else []), *([_quoted(after)] if after else [])]
@@ -73,9 +74,9 @@ STYLES = {
     ),
     "phi": PromptStyle("<|user|>\n{}<|end|>\n<|assistant|>\n", "<|system|>\n{}<|end|>\n", ALPACA_SYSTEM),
 }
-"""Axolotl's styles for `type: alpaca` and `alpaca:STYLE`."""
+"""Axolotl's prompt styles for `type: alpaca` and `alpaca:STYLE`."""
 NAMED = {
     "alpaca": PromptStyle("### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM, after_answer="\n\n"),
     "default": PromptStyle("Human: {}\nAssistant:", "System: {}\n", after_answer="\n", ends_messages=True),
 }
-"""LLaMA-Factory templates that only put text around a question."""
+"""Prompt styles for LLaMA-Factory templates that only add text around questions."""

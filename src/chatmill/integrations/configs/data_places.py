@@ -1,9 +1,9 @@
-"""Locations of models and datasets in another trainer's config: paths are kept, Hub names become URLs.
+"""Convert the locations of models and datasets in other trainers' configs: keep paths, and turn Hub names into URLs.
 
     tatsu-lab/alpaca, split train       hf://datasets/tatsu-lab/alpaca@refs/convert/parquet/default/train/*.parquet
     tatsu-lab/alpaca, file a.json       hf://datasets/tatsu-lab/alpaca/a.json
 
-The first URL is the Parquet copy that the Hub keeps of each dataset, with one folder per configuration and split.
+For a dataset without named files, the URL is the Hub's Parquet copy, with a folder per configuration and split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNREAD = (".csv", ".tsv", ".xml", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class DataSplit:
-    """A split of a dataset, and how many of its first rows to read."""
+    """A split of a dataset, and the number of rows to read from its start."""
 
     name: str
     first: int | None
@@ -34,22 +34,22 @@ class DataSplit:
 
 
 def parse_split(text: str | None) -> DataSplit:
-    """Parse a split such as `train[:500]`, the first 500 rows; for other slices, return the whole split and a note."""
+    """Parse a split such as `train[:500]` (the first 500 rows); for other slices, return the whole split and a note."""
     match = _SPLIT.fullmatch(text or "train")
     if match is None:
-        return DataSplit("train", None, f'"{one_line(str(text))}" is not supported; all of train is read')
+        return DataSplit("train", None, f'"{one_line(str(text))}" is not supported; chatmill reads all of train')
     name, part = match[1], match[2]
     if part is None:
         return DataSplit(name, None, "")
     if (rows := re.fullmatch(r":(\d{1,9})", part.strip())) and int(rows[1]):
-        return DataSplit(name, int(rows[1]), "the first rows after filtering")
+        return DataSplit(name, int(rows[1]), "chatmill reads the first rows that pass the filters")
     return DataSplit(
-        name, None, f"the slice [{one_line(part)}] has no counterpart, so all of {name} is read; set max_samples"
+        name, None, f"chatmill does not support the slice [{one_line(part)}] and reads all of {name}; set max_samples"
     )
 
 
 def is_local(path: str) -> bool:
-    """Whether a name is a local path rather than a repository on the Hub."""
+    """Return whether a name is a local path rather than a repository on the Hub."""
     if path.startswith(("/", "./", "../", "~")) or "\\" in path:
         return True
     looks_like_file = path.lower().endswith((*SUFFIXES, *_UNREAD)) or "*" in path
@@ -59,7 +59,7 @@ def is_local(path: str) -> bool:
 def data_inputs(
     path: str, *, files: list[str] | None = None, config: str | None = None, split: str = "train", revision: str = ""
 ) -> list[str]:
-    """Return the `inputs` of a source; raise `DataError` for a file format that chatmill does not read."""
+    """Return the `inputs` of a source; raise `DataError` for a file format that chatmill cannot read."""
     if path in ("json", "parquet", "arrow") and files:
         inputs = files
     elif _URL.match(path):
@@ -78,7 +78,7 @@ def data_inputs(
 
 
 def source_name(path: str, taken: list[str]) -> str:
-    """Return a unique name for a source, derived from its path."""
+    """Return a unique name for a source, derived from the path of its data."""
     name = re.sub(r"[^\w.-]+", "-", path.rstrip("/").split("/")[-1]).strip("-.") or "data"
     for suffix in SUFFIXES:
         name = name.removesuffix(suffix)
@@ -89,42 +89,42 @@ def source_name(path: str, taken: list[str]) -> str:
 
 
 def take_model(translation: Translation, keys: TheirKeys, name: str, revision: str, *, tokenizer: str = "") -> None:
-    """Read the base model and its tokenizer as a local folder; for a Hub model, add the download command."""
+    """Set the local folder of the base model; for a model on the Hub, also add the download command."""
     model, at = keys.text(name), keys.text(revision)
     if model is None:
         if translation.model is not None:
             folder = translation.model
             translation.assume(
-                f"given as --model; the config has no {name}",
+                f"--model is used; the config has no {name}",
                 recipe={"tokenizer": folder},
                 train={"init_from_model": folder},
             )
         else:
-            translation.faults.append(f"no {name}; give the model folder as --model")
+            translation.faults.append(f"the config has no {name}; give the model folder as --model")
     else:
         folder, command = _model_folder(translation, model, at)
-        note = f"given as --model, instead of {model}" if translation.model is not None else ""
+        note = f"--model is used instead of {model}" if translation.model is not None else ""
         if command:
-            note = "download it first; chatmill reads models from folders"
+            note = "download the model first; chatmill reads models only from folders"
             translation.downloads.append(command)
         recipe, train = {"tokenizer": folder}, {"init_from_model": folder}
         translation.take(keys.path(name), model, recipe=recipe, train=train, note=note)
     if at is not None:
-        note = "this revision is downloaded" if model else "no model is named"
+        note = "the download command selects this revision" if model else "the config does not name a model"
         translation.default(keys.path(revision), at, note=note)
     if tokenizer and (other := keys.text(tokenizer)) is not None:
         if other == model or translation.model is not None:
-            translation.default(keys.path(tokenizer), other, note="the tokenizer in the model folder is used")
+            translation.default(keys.path(tokenizer), other, note="chatmill uses the tokenizer in the model folder")
         else:
             folder, command = _model_folder(translation, other, None)
             if command:
                 translation.downloads.append(f"{command} --exclude '*.safetensors' '*.bin'")
-            note = "set check_tokenizer to false if the model folder has another tokenizer"
+            note = "set check_tokenizer to false if the model folder contains another tokenizer"
             translation.take(keys.path(tokenizer), other, recipe={"tokenizer": folder}, note=note)
 
 
 def _model_folder(translation: Translation, model: str, revision: str | None) -> tuple[str, str]:
-    """Return the folder of a model and the command that downloads it, which may be empty."""
+    """Return the local folder of a model, and the command that downloads the model; empty for a local model."""
     if translation.model is not None:
         return translation.model, ""
     if is_local(model):

@@ -1,4 +1,4 @@
-"""Keys of transformers' TrainingArguments, which LLaMA-Factory and TRL share."""
+"""Read the keys of transformers' TrainingArguments, which LLaMA-Factory and TRL share."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _GROUPS: dict[str, str] = {
     "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
     "hub_model_revision": UPLOAD,
     "trackio_space_id trackio_bucket_id trackio_static_space_id": TRACKER,
-    "run_name project": (
-        "trackers read the environment variables of their clients, such as WANDB_NAME and WANDB_PROJECT"
-    ),
-    "optim_args optim_target_modules": "an option of another optimizer; it has no effect",
-    "label_smoothing_factor": "labels are not smoothed; the loss will differ",
-    "neftune_noise_alpha": "no noise is added to embeddings; the loss will differ",
-    "auto_find_batch_size": "the batch size is not changed; --estimate shows whether it fits",
-    "eval_delay eval_on_start": "val is evaluated every eval_interval steps, and at the end",
-    "greater_is_better": "the best checkpoint is the one with the lowest val loss",
+    "run_name project": ("set this through the tracker's environment variable, such as WANDB_NAME or WANDB_PROJECT"),
+    "optim_args optim_target_modules": "this is an option of another optimizer, and has no effect",
+    "label_smoothing_factor": "chatmill does not smooth labels; the loss will differ",
+    "neftune_noise_alpha": "chatmill does not add noise to embeddings; the loss will differ",
+    "auto_find_batch_size": "chatmill does not adapt the batch size; --estimate shows whether the run fits in memory",
+    "eval_delay eval_on_start": "chatmill evaluates val every eval_interval steps and at the end",
+    "greater_is_better": "chatmill selects the best checkpoint by the lowest val loss",
     "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
-    "do_predict": "each evaluation generates eval_samples answers; see `chatmill chat`",
-    "overwrite_output_dir": "a run needs a new name; give another --model_name",
-    "do_train": "`chatmill train` trains; nothing changes",
-    "do_eval": "val is evaluated if it exists; nothing changes",
-    "resume_from_checkpoint": ("checkpoints of other trainers cannot be resumed; the run starts from the base model"),
+    "do_predict": "each evaluation generates eval_samples answers; use `chatmill chat` to generate others",
+    "overwrite_output_dir": "chatmill does not overwrite a run; give each run a new --model_name",
+    "do_train": "`chatmill train` always trains; the result is the same",
+    "do_eval": "chatmill evaluates val if the dataset has it; the result is the same",
+    "resume_from_checkpoint": (
+        "chatmill cannot resume checkpoints of other trainers; the run starts from the base model"
+    ),
 }
 NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()}
 
 
 def take_training_arguments(translation: Translation, keys: TheirKeys, names: RunNames, *, checkpointing: bool) -> bool:
-    """Read all keys of TrainingArguments that have a counterpart; returns whether the run evaluates.
+    """Read all keys of TrainingArguments that have a counterpart; return whether the run evaluates.
 
     `checkpointing` states whether the trainer uses activation checkpointing by default.
     """
@@ -67,7 +67,7 @@ def take_training_arguments(translation: Translation, keys: TheirKeys, names: Ru
     if drop is not None:
         translation.take(keys.path("dataloader_drop_last"), drop, train={"epoch_drop_last": drop})
     else:
-        translation.assume(f"default of {translation.trainer}", train={"epoch_drop_last": False})
+        translation.assume(f"this is the default of {translation.trainer}", train={"epoch_drop_last": False})
     take_output_dir(translation, keys)
     take_logging(translation, keys)
     take_report_to(translation, keys)
@@ -75,8 +75,8 @@ def take_training_arguments(translation: Translation, keys: TheirKeys, names: Ru
     evaluates = take_evaluation(translation, keys, default=False)
     if (metric := keys.text("metric_for_best_model")) is not None:
         if metric in ("loss", "eval_loss"):
-            translation.default(keys.path("metric_for_best_model"), metric, note="the loss on val")
+            translation.default(keys.path("metric_for_best_model"), metric, note="chatmill also uses the val loss")
         else:
-            note = "the best checkpoint is the one with the lowest val loss"
+            note = "chatmill selects the best checkpoint by the lowest val loss"
             translation.none(keys.path("metric_for_best_model"), metric, note)
     return evaluates

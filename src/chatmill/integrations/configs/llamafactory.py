@@ -1,6 +1,7 @@
-"""`import_llamafactory`: converts dataset_info.json and a run config to a recipe and a train config.
+"""Convert LLaMA-Factory's dataset_info.json and run config to a recipe and a train config.
 
-Follows LLaMA-Factory's source at ff6d4d1: `hparams`, and `parser.py`, `converter.py`, `template.py` in `data`.
+The conversion follows LLaMA-Factory's source at commit ff6d4d1: `hparams`, and `parser.py`, `converter.py` and
+`template.py` in `data`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from chatmill.integrations.configs.llamafactory_notes import NOTES, OFF, OTHER_L
 from chatmill.integrations.configs.llamafactory_rows import take_mixing, take_rows
 from chatmill.integrations.configs.model_keys import LoraNames, take_lora
 from chatmill.integrations.configs.read_config import read_config
-from chatmill.integrations.configs.report import TheirKeys, Translation
+from chatmill.integrations.configs.report import IS_OFF, TheirKeys, Translation
 from chatmill.integrations.configs.rows_keys import take_val_size, without_val
 from chatmill.integrations.configs.run_keys import RunNames
 from chatmill.integrations.configs.write_config import ImportedConfig
@@ -35,14 +36,14 @@ LORA = LoraNames(
 )
 DATASET_INFO = "dataset_info.json"
 STAGES = {
-    "pt": "chatmill does SFT only, not pretraining",
-    "rm": "chatmill does SFT only, not reward models",
-    "ppo": "chatmill does SFT only",
-    "dpo": "chatmill does SFT only",
-    "kto": "chatmill does SFT only",
+    "pt": "chatmill supports only SFT, not pretraining",
+    "rm": "chatmill supports only SFT, not reward models",
+    "ppo": "chatmill supports only SFT, not reinforcement learning",
+    "dpo": "chatmill supports only SFT, not preference training",
+    "kto": "chatmill supports only SFT, not preference training",
 }
 PARENTS = 4
-"""How many parent folders of a run's config are searched for its data folder."""
+"""Maximum number of parent folders of a run config in which to look for the data folder."""
 
 
 def import_llamafactory(
@@ -53,21 +54,23 @@ def import_llamafactory(
     ranks: int | None = None,
     model: str | None = None,
 ) -> ImportedConfig:
-    """Convert a dataset_info.json, a run config, or both in any order, with a report on each key.
+    """Convert a dataset_info.json, a run config or both, in any order, with a report on each key.
 
-    If only a run config is given, dataset_info.json is looked up in its `dataset_dir`. If only dataset_info.json is
-    given, the recipe has the named `datasets`, or all datasets for SFT. `ranks` is the number of GPUs, and `model` is a
-    folder with the base model.
+    If only a run config is given, dataset_info.json is read from its `dataset_dir`. If only dataset_info.json is given,
+    the recipe contains the named `datasets`, or all datasets for SFT. `ranks` is the number of GPUs. `model` is a
+    folder with a base model that replaces the model in the config.
     """
     info, run = _which(path, train)
-    values = read_config(run, "a config of LLaMA-Factory in YAML") if run is not None else {}
+    values = read_config(run, "a LLaMA-Factory config in YAML") if run is not None else {}
     translation = Translation("LLaMA-Factory", str(run or info), ranks=ranks, model=model)
     if run is None:
         assert info is not None
         order = _import_info(translation, info, datasets)
         return ImportedConfig.of(translation, order)
     if datasets:
-        raise UsageError("--dataset is for a dataset_info.json alone; the config of the run names its datasets")
+        raise UsageError(
+            "--dataset is only for a dataset_info.json without a run config; set dataset in the run config"
+        )
     keys = TheirKeys(values, translation)
     _refuse(translation, keys)
     take_model(translation, keys, "model_name_or_path", "model_revision")
@@ -79,59 +82,61 @@ def import_llamafactory(
 
 
 def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Place | None]:
-    """Return which of the given files is the dataset_info.json and which is the run config."""
+    """Return the path of the dataset_info.json and the path of the run config; None for a file that is not given."""
     files = [place(each) for each in (path, train) if each is not None]
     info = [each for each in files if each.name.lower().endswith(".json")]
     run = [each for each in files if each.name.lower().endswith((".yaml", ".yml"))]
     if len(info) > 1 or len(run) > 1 or len(info) + len(run) < len(files):
-        raise UsageError(f"{one_line(str(path))}: expected a {DATASET_INFO}, the .yaml of a run, or one of each")
+        raise UsageError(f"{one_line(str(path))}: expected a {DATASET_INFO}, the .yaml file of a run, or one of each")
     return info[0] if info else None, run[0] if run else None
 
 
 def _import_info(translation: Translation, path: Place, names: Sequence[str]) -> list[str]:
-    """Import datasets without a run config; datasets that are not for SFT are reported."""
+    """Import datasets without a run config, and report the datasets that are not for SFT."""
     entries = read_config(path, "a dataset_info.json")
     if unknown := [name for name in names if name not in entries]:
-        raise DataError(f'{path}: does not contain the data set "{one_line(unknown[0])}"')
+        raise DataError(f'{path}: does not contain the dataset "{one_line(unknown[0])}"')
     for name, entry in entries.items():
         if names and name not in names:
             continue
         reason = why_not_sft(entry) if isinstance(entry, dict) else None
         if reason and not names:
-            translation.none(name, entry, f"left out: {reason}")
+            translation.none(name, entry, f"not imported: {reason}")
         else:
             take_entry(translation, name, entry, path.parent)
     if not translation.sources and not translation.faults:
-        translation.faults.append("contains no data set for SFT")
+        translation.faults.append("the file contains no dataset for SFT")
     if names and len(names) < len(entries):
-        translation.assume(f"{len(entries) - len(names)} other data sets of the file are not used")
+        translation.assume(f"unused datasets in the file: {len(entries) - len(names)}")
     train: dict[str, Any] = {"use_loss_mask": True, "block_size": 2048}
-    note = "no config of a run is given: LLaMA-Factory's defaults for rows, and chatmill's for everything else"
+    note = "without a run config, rows use LLaMA-Factory's defaults, and other settings use chatmill's defaults"
     translation.assume(note, recipe={"max_tokens": 2048}, train=train)
     if translation.model is not None:
         ours = {"recipe": {"tokenizer": translation.model}, "train": {"init_from_model": translation.model}}
-        translation.assume("given as --model", **ours)
+        translation.assume("this is the folder from --model", **ours)
     else:
-        translation.assume(
-            "no model is named, so `chatmill train` would train a small new model on bytes; give --model FOLDER"
-        )
+        translation.assume("without --model FOLDER, `chatmill train` trains a small new model on bytes")
     return list(entries)
 
 
 def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if "train_dataset" in keys and "model_name_or_path" not in keys:
-        raise DataError(f"{translation.place}: is for LLaMA-Factory's v1 engine, which is not supported")
+        raise DataError(
+            f"{translation.place}: the config is for LLaMA-Factory's v1 engine, which chatmill does not support"
+        )
     if "compute_environment" in keys and "model_name_or_path" not in keys:
-        raise DataError(f"{translation.place}: is an Accelerate config; give the config of the run, and --ranks")
+        raise DataError(
+            f"{translation.place}: is an Accelerate config; give the run config, and the number of GPUs as --ranks"
+        )
     stage = keys.text("stage")
     if stage in STAGES:
         translation.refuse(keys.path("stage"), stage, STAGES[stage])
     elif stage is not None:
-        translation.default(keys.path("stage"), stage, note="supervised fine-tuning")
+        translation.default(keys.path("stage"), stage, note="chatmill also does supervised fine-tuning")
     kind = keys.peek("finetuning_type")
     if isinstance(kind, str) and kind not in ("lora", "full"):
         keys.pop("finetuning_type")
-        translation.refuse("finetuning_type", kind, "chatmill trains all weights, or LoRA adapters")
+        translation.refuse("finetuning_type", kind, "chatmill trains all weights or LoRA adapters")
     for name in (
         "use_llama_pro",
         "mixture_of_depths",
@@ -142,10 +147,10 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
     ):
         if value := keys.peek(name):
             keys.pop(name)
-            translation.refuse(name, value, "this engine or model modification has no counterpart")
+            translation.refuse(name, value, "chatmill does not support this engine or model modification")
     for name in ("image_max_pixels", "video_max_pixels", "image_min_pixels", "video_min_pixels"):
         if (value := keys.pop(name)) is not None:
-            translation.refuse(keys.path(name), value, "chatmill trains on text only, not on images or audio")
+            translation.refuse(keys.path(name), value, "chatmill trains only on text, not on images or audio")
 
 
 def _take_adapters(translation: Translation, keys: TheirKeys) -> None:
@@ -156,15 +161,15 @@ def _take_adapters(translation: Translation, keys: TheirKeys) -> None:
     take_lora(translation, keys, LORA, used=lora)
     bits = keys.integer("quantization_bit")
     if bits == 4 and lora:
-        note = "NF4 with double quantization"
+        note = "chatmill uses NF4 with double quantization"
         translation.take(keys.path("quantization_bit"), bits, train={"quantize": "nf4"}, note=note)
     elif bits is not None:
-        note = "the base model keeps its stored precision: more memory, and no quantization error"
+        note = "chatmill keeps the stored precision of the base model, which takes more memory"
         translation.none(keys.path("quantization_bit"), bits, note)
 
 
 def _take_training(translation: Translation, keys: TheirKeys) -> bool:
-    """Read TrainingArguments and LLaMA-Factory's own training keys; returns whether the run evaluates."""
+    """Read TrainingArguments and LLaMA-Factory's own training keys; return whether the run evaluates."""
     disabled = keys.switch("disable_gradient_checkpointing")
     checkpoints = {"activation_checkpointing": not disabled}
     if disabled is not None:
@@ -172,29 +177,31 @@ def _take_training(translation: Translation, keys: TheirKeys) -> bool:
     muon = keys.switch("use_muon")
     evaluates = take_training_arguments(translation, keys, RUN, checkpointing=not disabled)
     if muon:
-        note = "updates are scaled to the RMS of AdamW's"
+        note = "chatmill scales the updates to the RMS of AdamW updates"
         translation.take(keys.path("use_muon"), muon, train={"optimizer": "muon"}, note=note)
         if translation.train.get("parallel") == "fsdp":
-            translation.assume("muon needs whole matrices", train={"parallel": "ddp"})
+            translation.assume("muon needs whole matrices, so weights are not sharded", train={"parallel": "ddp"})
     elif muon is not None:
-        translation.default(keys.path("use_muon"), muon, note="off, as in chatmill")
-    for names, note in ((OTHER_OPTIMIZERS, "adamw is used"), (OTHER_LOSSES, "the loss is plain cross entropy")):
+        translation.default(keys.path("use_muon"), muon, note=IS_OFF)
+    for names, note in ((OTHER_OPTIMIZERS, "chatmill uses adamw"), (OTHER_LOSSES, "chatmill uses plain cross entropy")):
         for name in names:
             if value := keys.peek(name):
                 keys.pop(name)
                 translation.none(keys.path(name), value, f"{note}; the loss will differ")
     if (pure := keys.switch("pure_bf16")) is not None:
         taken = {"optimizer": "adamw_bf16"} if pure and "lora" not in translation.train else {}
-        translation.take(keys.path("pure_bf16"), pure, train=taken, note="weights are bfloat16" if taken else "")
+        translation.take(keys.path("pure_bf16"), pure, train=taken, note="the weights are bfloat16" if taken else "")
     if (fp8 := keys.switch("fp8")) is not None:
         lora = "lora" in translation.train
-        note = "float8 is for full fine-tuning only" if lora and fp8 else ""
+        note = "chatmill supports float8 only for full fine-tuning" if lora and fp8 else ""
         translation.take(keys.path("fp8"), fp8, train={"fp8": fp8 and not lora}, note=note)
     patience = keys.integer("early_stopping_steps", least=1)
     if patience is not None and evaluates:
         translation.take(keys.path("early_stopping_steps"), patience, train={"early_stop_patience": patience})
     elif patience is not None:
-        translation.none(keys.path("early_stopping_steps"), patience, "the run does not evaluate")
+        translation.none(
+            keys.path("early_stopping_steps"), patience, "the run does not evaluate, so it cannot stop early"
+        )
     if (shuffles := keys.switch("disable_shuffling")) is not None:
         translation.take(keys.path("disable_shuffling"), shuffles, train={"epoch_shuffle": not shuffles})
     return evaluates
@@ -203,18 +210,18 @@ def _take_training(translation: Translation, keys: TheirKeys) -> bool:
 def _take_data(
     translation: Translation, keys: TheirKeys, info: Place | None, run: Place, *, evaluates: bool
 ) -> list[str]:
-    """Read the datasets of the run and how their rows are built; returns the names of the datasets."""
+    """Read the datasets of a run and the settings for their rows; return the names of the datasets."""
     folder = keys.text("dataset_dir")
     names, others = keys.texts("dataset", separator=","), keys.texts("eval_dataset", separator=",")
     if not names:
-        translation.faults.append("no dataset; expected the names of data sets in dataset_info.json")
+        translation.faults.append("the config has no dataset; expected the names of datasets in dataset_info.json")
         return []
     path = info if info is not None else _find_info(translation, folder, run)
     if path is None:
         return []
     entries = read_config(path, "a dataset_info.json")
     if folder is not None:
-        translation.default(keys.path("dataset_dir"), folder, note=f"{path} is read")
+        translation.default(keys.path("dataset_dir"), folder, note=f"chatmill reads {path}")
     for key, group in (("dataset", names), ("eval_dataset", others)):
         for name in group or []:
             if name not in entries:
@@ -225,13 +232,15 @@ def _take_data(
             sources = [source.get("name") for source in translation.sources]
             translation.take(keys.path(key), group, other={"sources": sources})
     if len(entries) > len(names):
-        translation.assume(f"{len(entries) - len({*names, *(others or [])})} other data sets of {path} are not used")
+        translation.assume(f"unused datasets in {path}: {len(entries) - len({*names, *(others or [])})}")
     take_mixing(translation, keys)
     most = keys.integer("max_samples", least=1)
     if most is not None:
         for source in translation.sources:
             source["max_samples"] = min(most, source.get("max_samples", most))
-        translation.take(keys.path("max_samples"), most, other={"max_samples": most}, note="of each source")
+        translation.take(
+            keys.path("max_samples"), most, other={"max_samples": most}, note="the limit applies to each source"
+        )
     take_rows(translation, keys)
     has_val = take_val_size(translation, keys, "val_size", other_val=bool(others))
     if not has_val:
@@ -244,7 +253,7 @@ def _find_info(translation: Translation, folder: str | None, run: Place) -> Path
     config.
     """
     if folder is not None and (folder.startswith("REMOTE:") or folder == "ONLINE"):
-        translation.faults.append(f"dataset_dir {folder}: download the data, and give its {DATASET_INFO} as well")
+        translation.faults.append(f"dataset_dir is {folder}; download the data, and also give its {DATASET_INFO}")
         return None
     name = Path(folder or "data") / DATASET_INFO
     above = list(run.resolve().parents)[:PARENTS] if isinstance(run, Path) else []
@@ -252,5 +261,5 @@ def _find_info(translation: Translation, folder: str | None, run: Place) -> Path
     for each in places:
         if each.is_file():
             return each
-    translation.faults.append(f"no {name} here or above the config; give the {DATASET_INFO} as well")
+    translation.faults.append(f"{name} does not exist in this folder or above the config; also give the {DATASET_INFO}")
     return None

@@ -22,27 +22,27 @@ TAGS = {
     "function_tag": ("", "function_call"),
     "system_tag": ("system", "system"),
 }
-"""For each tag, chatmill's name and LLaMA-Factory's default."""
-INPUT_NOTE = "the input follows the instruction after an empty line, which LLaMA-Factory does not insert"
+"""For each of LLaMA-Factory's tags, chatmill's name and LLaMA-Factory's default value."""
+INPUT_NOTE = "chatmill writes an empty line between instruction and input, unlike LLaMA-Factory"
 
 
 def why_not_sft(entry: Mapping[str, Any]) -> str | None:
-    """Return why an entry is not for SFT on text or cannot be read; None if it can be used."""
+    """Return why an entry of dataset_info.json cannot be used for SFT on text; None if it can be used."""
     columns = entry.get("columns") if isinstance(entry.get("columns"), dict) else {}
     assert isinstance(columns, dict)
     if entry.get("ranking") or any(columns.get(name) for name in PREFERENCES):
-        return "preference pairs; chatmill does SFT only"
+        return "the dataset has preference pairs, but chatmill supports only SFT"
     if any(columns.get(name) for name in MEDIA):
-        return "images, videos or audio; chatmill trains on text only"
+        return "the dataset has images, videos or audio, but chatmill trains only on text"
     if "script_url" in entry:
-        return "it is loaded by a script; code from data sets is not run"
+        return "a script loads the dataset, but chatmill does not run code from datasets"
     if not any(name in entry for name in ("file_name", "hf_hub_url", "cloud_file_name")):
-        return "neither a file nor on the Hugging Face Hub; download it, and name it as file_name"
+        return "the dataset is neither a file nor on the Hugging Face Hub; download it, and set file_name"
     return None
 
 
 def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *, only_val: bool = False) -> None:
-    """Convert one dataset to a source, or refuse it if it cannot be read."""
+    """Convert one entry of dataset_info.json to a source, or refuse it if the dataset cannot be used."""
     if not isinstance(entry, dict):
         translation.refuse(name, entry, "expected a table as an entry of dataset_info.json")
         return
@@ -77,25 +77,25 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
         note = INPUT_NOTE if formatting == "alpaca" else ""
         translation.take(keys.path("formatting"), formatting, other={"shape": shape}, note=note)
     if (count := keys.integer("num_samples", least=1)) is not None:
-        note = "the first rows; LLaMA-Factory samples at random, and repeats rows of smaller sets"
+        note = "chatmill reads the first rows; LLaMA-Factory samples rows, and repeats the rows of smaller datasets"
         translation.take(keys.path("num_samples"), count, source=(number, {"max_samples": count}), note=note)
     translation.close(
         keys,
         {
             "ranking": "",
-            "ms_hub_url": "the Hugging Face Hub or the file is read",
-            "om_hub_url": "the Hugging Face Hub or the file is read",
+            "ms_hub_url": "chatmill reads the Hugging Face Hub or the file instead",
+            "om_hub_url": "chatmill reads the Hugging Face Hub or the file instead",
         },
     )
 
 
 def _take_place(translation: Translation, keys: TheirKeys, number: int, folder: Place) -> None:
-    """Read the location of the records; if there are several, the Hub takes precedence, as in LLaMA-Factory."""
+    """Read the location of the records. If an entry has several, the Hub takes precedence, like in LLaMA-Factory."""
     values = {name: keys.text(name) for name in ("hf_hub_url", "cloud_file_name", "file_name")}
     subset, split, sub_folder = keys.text("subset"), keys.text("split"), keys.text("folder")
     key, path = next(((name, value) for name, value in values.items() if value is not None), ("file_name", None))
     if path is None:
-        translation.faults.append(f"{keys.path('file_name')}: no file; expected its name")
+        translation.faults.append(f"{keys.path('file_name')}: the file name is missing; expected a path")
         return
     try:
         if key == "file_name":
@@ -108,13 +108,13 @@ def _take_place(translation: Translation, keys: TheirKeys, number: int, folder: 
     translation.take(keys.path(key), path, source=(number, {"inputs": inputs}))
     for name, value in values.items():
         if value is not None and name != key:
-            translation.default(keys.path(name), value, note=f"{key} is used instead")
+            translation.default(keys.path(name), value, note=f"chatmill uses {key} instead")
     on_hub = inputs[0].startswith("hf://")
     for name, value in (("subset", subset), ("split", split)):
         if value is not None and on_hub:
             translation.take(keys.path(name), value, other={"inputs": inputs})
         elif value is not None:
-            translation.none(keys.path(name), value, "a file is read whole")
+            translation.none(keys.path(name), value, "chatmill reads the whole file")
     if sub_folder is not None:
         translation.none(keys.path("folder"), sub_folder, "change the URL in inputs to the files of this folder")
 
@@ -132,7 +132,7 @@ def _take_alpaca(
             _take_column(translation, table, theirs, ours, renamed)
         _close_columns(translation, keys, table, columns)
     if tags is not None:
-        translation.default(keys.path("tags"), tags, note="not read with formatting alpaca")
+        translation.default(keys.path("tags"), tags, note="chatmill does not read this key with formatting alpaca")
     return "alpaca"
 
 
@@ -143,10 +143,10 @@ def _take_messages(
     tags: Mapping[str, Any] | None,
     renamed: dict[str, Any],
 ) -> str:
-    """Return the shape `sharegpt` if the keys have ShareGPT's names, otherwise `messages` with columns."""
+    """Return the shape `sharegpt` if the message keys have ShareGPT's names, otherwise `messages`."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
-    # If only some tags are given, the others are unset, except the two that are always needed.
+    # If `tags` is given, tags that it omits are unset, except `role_tag` and `content_tag`.
     needed = ("role_tag", "content_tag") if tags is not None else tuple(TAGS)
     named = {tag: default if tag in needed else None for tag, (_, default) in TAGS.items()}
     given = TheirKeys(tags or {}, translation, keys.path("tags."))
@@ -181,11 +181,11 @@ def _take_column(translation: Translation, table: TheirKeys, theirs: str, ours: 
     if column is None:
         return
     if column == ours:
-        translation.default(table.path(theirs), column, note="already the expected name")
+        translation.default(table.path(theirs), column, note="chatmill already expects this name")
     elif "," in column or "=" in column or column != column.strip():
-        translation.refuse(table.path(theirs), column, "a column with this name cannot be read")
+        translation.refuse(table.path(theirs), column, "chatmill cannot read a column with this name")
     elif ours in renamed:
-        translation.none(table.path(theirs), column, f"another column is already {ours}")
+        translation.none(table.path(theirs), column, f"another column is already used as {ours}")
     else:
         renamed[ours] = column
         translation.take(table.path(theirs), column, other={f"columns.{ours}": column})
@@ -193,4 +193,4 @@ def _take_column(translation: Translation, table: TheirKeys, theirs: str, ours: 
 
 def _close_columns(translation: Translation, keys: TheirKeys, table: TheirKeys, columns: Mapping[str, Any]) -> None:
     others = (*ALPACA, "messages", "system", "tools", *MEDIA, *PREFERENCES)
-    translation.close(table, dict.fromkeys(others, "not read with this formatting"))
+    translation.close(table, dict.fromkeys(others, "chatmill does not read this key with this formatting"))

@@ -1,4 +1,4 @@
-"""LLaMA-Factory keys that set how rows are built and mixed."""
+"""Read LLaMA-Factory keys that set how rows are built and mixed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ def take_mixing(translation: Translation, keys: TheirKeys) -> None:
     strategy, shares = keys.text("mix_strategy"), keys.texts("interleave_probs", separator=",")
     if strategy is not None:
         if strategy == "concat":
-            translation.default(keys.path("mix_strategy"), strategy, note="each row once per epoch")
+            translation.default(keys.path("mix_strategy"), strategy, note="chatmill trains each row once per epoch")
         elif shares is None:
-            translation.none(keys.path("mix_strategy"), strategy, "each row is trained once per epoch; set weights")
+            translation.none(
+                keys.path("mix_strategy"),
+                strategy,
+                "chatmill trains each row once per epoch; set weights to change this",
+            )
         else:
             note = "an epoch has as many rows as all sources together"
             translation.take(keys.path("mix_strategy"), strategy, other={"weight": shares}, note=note)
@@ -25,10 +29,12 @@ def take_mixing(translation: Translation, keys: TheirKeys) -> None:
     except ValueError:
         numbers = []
     if strategy in (None, "concat"):
-        translation.default(keys.path("interleave_probs"), shares, note="not used with mix_strategy concat")
+        translation.default(
+            keys.path("interleave_probs"), shares, note="this key has no effect with mix_strategy concat"
+        )
     elif len(numbers) != len(trained) or not all(0 < number < 1e6 for number in numbers):
-        translation.faults.append("interleave_probs must have a positive number for each data set")
-        translation.none(keys.path("interleave_probs"), shares, "not understood")
+        translation.faults.append("interleave_probs must have a positive number for each dataset")
+        translation.none(keys.path("interleave_probs"), shares, "this value is not understood")
     else:
         for source, number in zip(trained, numbers, strict=True):
             source["weight"] = number
@@ -39,7 +45,7 @@ def take_rows(translation: Translation, keys: TheirKeys) -> None:
     neat = keys.switch("neat_packing")
     packs = take_packing(translation, keys, "packing")
     if neat is not None:
-        note = "conversations in a row do not attend to each other"
+        note = "conversations in the same row do not attend to each other"
         taken = {"packing": "bins" if neat or packs else "none"}
         translation.take(keys.path("neat_packing"), neat, train=taken, note=note if neat else "")
     take_length(translation, keys, "cutoff_len", 2048, "exchanges", CUT_AT_THE_END)
@@ -68,5 +74,5 @@ def _take_template(translation: Translation, keys: TheirKeys) -> None:
         translation.chat_template = NAMED[name].template()
         translation.take(keys.path("template"), name, other={"chat_template": "written next to the recipe"})
     else:
-        note = f"chatmill has no template named {name} and uses the tokenizer's; set chat_template if it differs"
+        note = f"chatmill has no template {name} and uses the tokenizer's; set chat_template if they differ"
         translation.none(keys.path("template"), name, note)

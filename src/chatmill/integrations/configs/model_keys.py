@@ -1,4 +1,4 @@
-"""Keys that set which weights are trained and how: adapters, quantization, precision, checkpointing, sharding."""
+"""Read keys for adapters, quantization, precision, activation checkpointing and sharding."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from chatmill.integrations.configs.report import OFF, TheirKeys, Translation
+from chatmill.integrations.configs.report import IS_OFF, OFF, TheirKeys, Translation
 
-NF4 = "NF4 with double quantization"
+NF4 = "chatmill uses NF4 with double quantization"
 HEADS = ("lm_head", "embed_out", "output")
-"""Names of output heads, which cannot have adapters in chatmill."""
+"""Names of output heads, for which chatmill does not support adapters."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class LoraNames:
     saved: str = "lora_modules_to_save"
     rslora: str = "use_rslora"
     separator: str | None = None
-    """Separator of module names in a single string."""
+    """Separator between module names in a string; None if names are given as a list."""
     all_linear: str = "all-linear"
-    """The name for all linear layers."""
+    """The trainer's name for all linear layers."""
     default_rank: int = 16
     default_alpha: float | None = 32.0
-    """None means twice the rank."""
+    """Default LoRA alpha; None means twice the rank."""
     default_dropout: float = 0.0
 
 
@@ -42,7 +42,9 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
         given = {names.rank: rank, "lora_alpha": alpha, names.dropout: dropout, names.targets: targets}
         for name, value in {**given, names.rslora: rslora, all_linear: linear}.items():
             if value is not None:
-                translation.default(keys.path(name), value, note="not used, because no adapter is trained")
+                translation.default(
+                    keys.path(name), value, note="the run does not train adapters, so this key has no effect"
+                )
         return
     sizes: dict[str, Any] = {"r": rank or names.default_rank}
     scale = alpha if alpha is not None else names.default_alpha
@@ -50,7 +52,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
     sizes |= {"alpha": scale * math.sqrt(sizes["r"]) if rslora else scale}
     sizes |= {"dropout": float(names.default_dropout if dropout is None else dropout)}
     sizes["targets"], left_out = _targets(targets, names, linear=bool(linear))
-    # The whole table is set here; below, each imported key is reported with its entry.
+    # Set the whole `lora` table; the code below only reports each imported key.
     translation.train["lora"] = sizes
     assumed = []
     for name, value, part in (
@@ -63,30 +65,26 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
         else:
             translation.take(keys.path(name), value, other={f"lora.{part}": sizes[part]})
     if rslora is not None:
-        note = (
-            "alpha is multiplied by the square root of r, which gives the same scale"
-            if rslora
-            else "off, as in chatmill"
-        )
+        note = "chatmill multiplies alpha by the square root of r, which gives the same scale" if rslora else IS_OFF
         translation.default(keys.path(names.rslora), rslora, note=note)
     if targets is not None:
-        note = f"{', '.join(left_out)} is the output head, which gets no adapter" if left_out else ""
+        note = f"chatmill does not support an adapter on the output head ({', '.join(left_out)})" if left_out else ""
         translation.take(keys.path(names.targets), targets, other={"lora.targets": sizes["targets"]}, note=note)
     if linear is not None:
         if linear:
             translation.take(keys.path(all_linear), linear, other={"lora.targets": sizes["targets"]})
         else:
-            translation.default(keys.path(all_linear), linear, note="off")
+            translation.default(keys.path(all_linear), linear, note=IS_OFF)
     if targets is None and not linear:
-        assumed.append(f"targets {sizes['targets']}, which is peft's choice for Llama and Qwen")
+        assumed.append(f"targets {sizes['targets']} (peft's default for Llama and Qwen)")
     if assumed:
-        translation.assume(f"lora: {', '.join(assumed)}: default of {translation.trainer}")
+        translation.assume(f"{translation.trainer} uses these LoRA settings by default: {', '.join(assumed)}")
     origins = f"{names.rank}, lora_alpha, {names.dropout}, {names.targets}"
     translation.origins["lora"] = origins
 
 
 def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tuple[Any, list[str]]:
-    """Return the targets, and the names that are left out."""
+    """Return the LoRA target modules, and the names of output heads, which are left out."""
     if linear or targets in ([names.all_linear], ["all-linear"]):
         return "all-linear", []
     if targets is None:
@@ -95,23 +93,25 @@ def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tu
     kept = [name for name in targets if name not in HEADS]
     if not kept:
         return "all-linear", left_out
-    # peft also treats a single name with these characters as a regular expression.
+    # Like in peft, a single name with one of these characters is a regular expression.
     is_expression = len(kept) == 1 and any(character in kept[0] for character in "\\*+|()[]^$")
     return (kept[0] if is_expression else kept), left_out
 
 
 def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora: bool) -> None:
-    """Read `load_in_4bit` or its counterpart, which needs adapters."""
+    """Read the key for 4-bit weights, which require adapters."""
     value = keys.switch(name)
     if value is None:
         return
     if not value and translation.train.get("quantize") == "nf4":
-        translation.none(keys.path(name), value, "adapter qlora always uses 4 bits")
+        translation.none(keys.path(name), value, "adapter qlora always uses 4-bit weights")
     elif not value:
         translation.take(keys.path(name), value, train={"quantize": "none"})
     elif not lora:
         translation.none(
-            keys.path(name), value, "without adapters nothing is quantized: 4-bit weights cannot be trained"
+            keys.path(name),
+            value,
+            "chatmill quantizes weights only if it trains adapters, because 4-bit weights cannot be trained",
         )
     else:
         translation.take(keys.path(name), value, train={"quantize": "nf4"}, note=NF4)
@@ -120,10 +120,10 @@ def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora
 def take_eight_bits(translation: Translation, keys: TheirKeys, name: str = "load_in_8bit") -> None:
     value = keys.switch(name)
     if value:
-        note = "the base model keeps its stored precision: about twice the memory, and no quantization error"
+        note = "chatmill keeps the stored precision of the base model, which takes about twice the memory"
         translation.none(keys.path(name), value, note)
     elif value is not None:
-        translation.default(keys.path(name), value, note="off, as in chatmill")
+        translation.default(keys.path(name), value, note=IS_OFF)
 
 
 def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf16", fp16: str = "fp16") -> None:
@@ -138,13 +138,13 @@ def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf
             translation.take(keys.path(bf16), brain, train={"dtype": "float32"})
         else:
             translation.faults.append(f"{keys.path(bf16)} is {brain!r}; expected true, false or auto")
-            translation.none(keys.path(bf16), brain, "not understood")
+            translation.none(keys.path(bf16), brain, "this value is not understood")
     if half is not None:
         if half in (True, "true"):
-            note = "chatmill does not compute in float16; bfloat16 is used on a GPU"
+            note = "chatmill does not support float16, and uses bfloat16 on a GPU"
             translation.none(keys.path(fp16), half, note)
         else:
-            translation.default(keys.path(fp16), half, note="off, as in chatmill")
+            translation.default(keys.path(fp16), half, note=IS_OFF)
 
 
 def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bool) -> None:
@@ -152,47 +152,51 @@ def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bo
     value = keys.pop("gradient_checkpointing")
     if value is None:
         if default and "activation_checkpointing" not in translation.train:
-            translation.assume(f"default of {translation.trainer}", train={"activation_checkpointing": True})
+            translation.assume(
+                f"this is the default of {translation.trainer}", train={"activation_checkpointing": True}
+            )
     elif isinstance(value, bool):
         taken = {"activation_checkpointing": value}
         translation.take(keys.path("gradient_checkpointing"), value, train=taken)
     elif isinstance(value, str):
-        note = "layer inputs are kept in host memory" + (", not on a disk" if "disk" in value else "")
+        note = "chatmill keeps layer inputs in host memory" + (", not on disk" if "disk" in value else "")
         taken = {"activation_offload": True}
         translation.take(keys.path("gradient_checkpointing"), value, train=taken, note=note)
     else:
         translation.faults.append(f"{keys.path('gradient_checkpointing')} is {value!r}; expected true or false")
-        translation.none(keys.path("gradient_checkpointing"), value, "not understood")
+        translation.none(keys.path("gradient_checkpointing"), value, "this value is not understood")
     offload = keys.pop("activation_offloading")
     if offload is not None and offload not in OFF:
         translation.take(keys.path("activation_offloading"), offload, train={"activation_offload": True})
     elif offload is not None:
-        translation.default(keys.path("activation_offloading"), offload, note="off, as in chatmill")
+        translation.default(keys.path("activation_offloading"), offload, note=IS_OFF)
 
 
 def take_sharding(translation: Translation, keys: TheirKeys) -> None:
-    """FSDP and ZeRO-3 become `parallel: fsdp`; other ZeRO stages have no counterpart."""
+    """Convert FSDP and ZeRO-3 to `parallel: fsdp`; other ZeRO stages have no counterpart."""
     for name in ("fsdp", "fsdp_config", "deepspeed"):
         value = keys.pop(name)
         if value is None:
             continue
         if value in OFF:
-            translation.default(keys.path(name), value, note="off, as in chatmill")
+            translation.default(keys.path(name), value, note=IS_OFF)
         elif name == "deepspeed" and not _is_stage_3(value):
-            note = "chatmill has no ZeRO-1 or ZeRO-2: each rank keeps the whole optimizer state; consider parallel fsdp"
+            note = "chatmill does not support ZeRO-1 and ZeRO-2; parallel fsdp shards the optimizer state"
             translation.none(keys.path(name), value, note)
         elif translation.train.get("quantize", "none") != "none":
-            translation.none(keys.path(name), value, "chatmill cannot shard 4-bit weights; each rank holds all of them")
+            translation.none(
+                keys.path(name), value, "chatmill cannot shard 4-bit weights, so each rank keeps all of them"
+            )
         elif translation.train.get("optimizer") in ("adafactor", "muon"):
-            note = f"{translation.train['optimizer']} needs whole matrices; each rank holds the whole model"
+            note = f"{translation.train['optimizer']} needs whole matrices, so each rank keeps the whole model"
             translation.none(keys.path(name), value, note)
         else:
-            note = "chatmill chooses how layers are wrapped; parameters are not offloaded"
+            note = "chatmill chooses how to wrap layers, and does not offload parameters"
             translation.take(keys.path(name), value, train={"parallel": "fsdp"}, note=note)
 
 
 def _is_stage_3(value: Any) -> bool:
-    """Return whether a DeepSpeed config, or its file name, is for ZeRO-3."""
+    """Return whether a DeepSpeed config, given as a table or a file name, is for ZeRO-3."""
     if isinstance(value, dict):
         zero = value.get("zero_optimization")
         return isinstance(zero, dict) and zero.get("stage") == 3

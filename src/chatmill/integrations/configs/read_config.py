@@ -1,4 +1,4 @@
-"""Read config files from other trainers: YAML or JSON of limited size, with plain values only."""
+"""Read config files of other trainers, in YAML or JSON, with limits on size and nesting."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from chatmill.remote.named_files import local_file
 from chatmill.remote.urls import Place, place
 
 LIMIT = 1 << 20
-"""Maximum size of a config in bytes."""
+"""Maximum size of a config file in bytes."""
 MOST_VALUES = 100_000
-"""Maximum number of values in a config; the values of an alias count each time it is used."""
+"""Maximum number of values in a config; the values of a YAML alias count each time the alias is used."""
 DEPTH = 50
 
 
 def read_config(path: str | Place, what: str) -> dict[str, Any]:
-    """Read a config from a local file or a URL; `what` describes the expected file in error messages."""
+    """Return the config in a local file or at a URL; `what` describes the expected file in error messages."""
     name = str(place(path))
     try:
         local = local_file(path if isinstance(path, str | Path) else path.address, limit=LIMIT)
         if (size := check_plain(local)) > LIMIT:
-            raise DataError(f"{name}: has {size:,} bytes; {what} has at most {LIMIT:,}")
+            raise DataError(f"{name}: has {size:,} bytes; expected {what} of at most {LIMIT:,}")
         data = read_plain(local, LIMIT)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror}); expected {what}") from None
     table = _parse_json(data, name) if name.lower().endswith(".json") else _parse_yaml(data, name)
     if not isinstance(table, dict):
-        raise DataError(f"{name}: is not a table of keys; expected {what}")
+        raise DataError(f"{name}: the file is not a table of keys; expected {what}")
     _check_size(table, name)
     if wrong := [key for key in table if not isinstance(key, str)]:
         raise DataError(f"{name}: the key {one_line(repr(wrong[0]))} is not a string; expected {what}")
@@ -44,7 +44,7 @@ def _parse_yaml(data: bytes, name: str) -> Any:
         from chatmill.integrations.configs.their_yaml import TrainerYaml
         from chatmill.prepare.yaml_loader import parse_yaml
     except ImportError:
-        raise DataError(f"{name}: YAML needs PyYAML; pip install 'chatmill[recipe]'") from None
+        raise DataError(f"{name}: YAML needs PyYAML; run pip install 'chatmill[recipe]'") from None
     return parse_yaml(data, name, TrainerYaml)
 
 
@@ -59,20 +59,20 @@ def _parse_json(data: bytes, name: str) -> Any:
     try:
         return json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: not JSON: {one_line(str(error), 300)}") from None
+        raise DataError(f"{name}: is not valid JSON ({one_line(str(error), 300)})") from None
 
 
 def _check_size(table: Mapping[Any, Any], name: str) -> None:
-    """Reject values that cannot be printed: alias bombs, deep nesting, non-finite numbers and surrogates."""
+    """Raise `DataError` for too many values, deep nesting, non-finite numbers and lone surrogates."""
     left: list[tuple[Any, int]] = [(table, 0)]
     count = 0
     while left:
         value, depth = left.pop()
         count += 1
         if count > MOST_VALUES:
-            raise DataError(f"{name}: contains more than {MOST_VALUES:,} values, aliases included; expected fewer")
+            raise DataError(f"{name}: contains more than {MOST_VALUES:,} values, including aliases; expected fewer")
         if depth > DEPTH:
-            raise DataError(f"{name}: is nested deeper than {DEPTH} levels; expected fewer")
+            raise DataError(f"{name}: is nested deeper than {DEPTH} levels; expected fewer levels")
         if isinstance(value, float) and not math.isfinite(value):
             raise DataError(f"{name}: contains a number that is not finite; expected finite numbers")
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):

@@ -1,4 +1,4 @@
-"""Report on the keys of another trainer's config: imported, equal to a default, without a counterpart, or unknown."""
+"""Collect a report on each key of another trainer's config while it is converted to chatmill's configs."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from chatmill.train.config import TrainConfig
 Status = Literal["taken", "default", "none", "unknown"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
-"""Values that turn a feature off."""
+"""Values with which a config turns a feature off."""
 UNSET = "not set"
 HIDDEN = "(hidden)"
 _KEYS = {config: keys_of(config) for config in (Job, InputSource, TrainConfig)}
 _SECRET = re.compile("api_key|hub_token|secret|password|webhook", re.IGNORECASE)
 _USER = re.compile("//[^/@\\s]*@")
-IS_OFF = "off, as in chatmill"
+IS_OFF = "this feature is also off in chatmill"
 
 
 @dataclass(frozen=True)
 class KeyResult:
-    """The result for one key."""
+    """The report on one key of an imported config."""
 
     key: str
-    """The path of the key, such as `datasets[0].type`."""
+    """The path of the key in the imported config, such as `datasets[0].type`."""
     value: Any
     status: Status
     ours: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe and train config keys that it sets."""
+    """The recipe and train config keys that the imported key sets."""
     note: str = ""
-    """The effect, or an explanation."""
+    """The effect of the imported key, or an explanation."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _without_secrets(self.key, self.value))
 
     def __str__(self) -> str:
-        """Return the result as one line: `key: value -> ours; note`."""
+        """Return the report on the key as one line: `key: value -> ours; note`."""
         line = f"{self.key}: {shown(self.value)}"
         if self.ours:
             line += " -> " + ", ".join(f"{name} {shown(value)}" for name, value in self.ours.items())
@@ -52,7 +52,7 @@ class KeyResult:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that the imported config does not set, taken from the trainer's default or assumed."""
+    """A value that the imported config does not set, such as a default of the trainer."""
 
     ours: Mapping[str, Any]
     note: str
@@ -63,14 +63,14 @@ class Assumption:
 
 
 def shown(value: Any, longest: int = 80) -> str:
-    """Return a value as one line of JSON, at most `longest` characters; strings without quotes where unambiguous."""
+    """Return a value as one line of JSON of at most `longest` characters; plain strings have no quotes."""
     if isinstance(value, str) and value and value == value.strip() and "\n" not in value:
         return one_line(value, longest)
     return one_line(json.dumps(value, ensure_ascii=False, default=str), longest)
 
 
 def _without_secrets(key: str, value: Any) -> Any:
-    """Return the value with API keys, and user names and passwords in URLs, removed."""
+    """Return a value without API keys, and without user names and passwords in URLs."""
     if value in OFF or isinstance(value, bool):
         return value
     if _SECRET.search(key):
@@ -83,14 +83,14 @@ def _without_secrets(key: str, value: Any) -> Any:
 
 
 class TheirKeys:
-    """A table of the imported config. The rule that reads a key removes it; `left` lists the remaining keys."""
+    """A table of the imported config. Reading a key removes it; `left` lists the keys that were not read."""
 
     def __init__(self, values: Mapping[Any, Any], translation: Translation, prefix: str = "") -> None:
         self._values = {str(name): value for name, value in values.items()}
         self._translation = translation
         self._prefix = prefix
         self.taken_out: dict[str, Any] = {}
-        """The keys that rules have read, by their paths."""
+        """Values of the keys that were read, by the paths of the keys."""
         translation.tables.append(self)
 
     def __contains__(self, name: str) -> bool:
@@ -104,11 +104,11 @@ class TheirKeys:
         return f"{self._prefix}{name}"
 
     def peek(self, name: str) -> Any:
-        """Read a value without removing its key."""
+        """Return the value of a key without removing the key."""
         return self._values.get(name)
 
     def pop(self, name: str) -> Any:
-        """Remove a key and return its value; None if it is absent or null. A null key is reported as not set."""
+        """Remove a key and return its value; None if the key is missing or null. A null key is reported as not set."""
         if name not in self._values:
             return None
         value = self.taken_out[self.path(name)] = self._values.pop(name)
@@ -117,7 +117,7 @@ class TheirKeys:
         return value
 
     def number(self, name: str, *, least: float | None = 0, most: float = 1e300) -> float | None:
-        """Remove a key and return its number, which may be written as a string such as "2e-4"."""
+        """Remove a key and return its value as a number; strings such as "2e-4" are converted."""
         value = self.pop(name)
         if value is None:
             return None
@@ -153,7 +153,7 @@ class TheirKeys:
         )
 
     def text_or_no(self, name: str) -> str | None:
-        """Remove a key and return its string; false is returned as `no`, because YAML reads `no` as false."""
+        """Remove a key and return its string; return `no` for false, because YAML reads `no` as false."""
         value = self.pop(name)
         value = "no" if value is False else value
         return (
@@ -163,7 +163,7 @@ class TheirKeys:
         )
 
     def texts(self, name: str, *, separator: str | None = None) -> list[str] | None:
-        """Remove a key and return its list of strings; a single string is split at the separator, if one is given."""
+        """Remove a key and return its list of strings; a single string is split at `separator`, if given."""
         value = self.pop(name)
         if isinstance(value, str):
             value = [part.strip() for part in value.split(separator)] if separator else [value]
@@ -183,7 +183,7 @@ class TheirKeys:
 
     def _wrong(self, name: str, value: Any, expected: str) -> Any:
         self._translation.faults.append(f"{self.path(name)} is {shown(value)}; expected {expected}")
-        self._translation.none(self.path(name), value, "not understood")
+        self._translation.none(self.path(name), value, "this value is not understood")
         return None
 
 
@@ -196,13 +196,13 @@ class Translation:
         self.sources: list[dict[str, Any]] = []
         self.train: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        """The origin of each chatmill key; keys of sources are written as `sources[0].inputs`."""
+        """The imported key or assumption that sets each chatmill key; keys of sources are named `sources[0].inputs`."""
         self.results: list[KeyResult] = []
         self.assumptions: list[Assumption] = []
         self.faults: list[str] = []
-        """Errors: values of the wrong type, and settings that chatmill does not support."""
+        """Error messages about values of the wrong type and settings that chatmill does not support."""
         self.chat_template: str | None = None
-        """The text of a chat template that the recipe needs."""
+        """Text of the chat template to write next to the recipe; None if the recipe does not need one."""
         self.downloads: list[str] = []
         """Commands that download models from the Hub."""
         self.run_name: str | None = None
@@ -219,9 +219,9 @@ class Translation:
         other: Mapping[str, Any] | None = None,
         note: str = "",
     ) -> None:
-        """Set chatmill keys from an imported key; `other` keys are only reported.
+        """Set recipe, train config and source keys from an imported key; `other` keys are only reported.
 
-        The status is `default` if all values equal chatmill's defaults.
+        The imported key has status `default` if all values equal chatmill's defaults.
         """
         ours = {**(recipe or {}), **(train or {}), **(other or {})}
         origin = f"{key}: {shown(value, 60)}"
@@ -243,15 +243,15 @@ class Translation:
         self.results.append(KeyResult(key, value, "default" if is_default else "taken", ours, note))
 
     def default(self, key: str, value: Any, *, note: str) -> None:
-        """Report a key that needs no change in chatmill."""
+        """Report an imported key that requires no change, because chatmill already behaves that way."""
         self.results.append(KeyResult(key, value, "default", {}, note))
 
     def none(self, key: str, value: Any, note: str) -> None:
-        """Report a key without a counterpart; `note` states the effect."""
+        """Report an imported key without a counterpart in chatmill; `note` states the effect."""
         self.results.append(KeyResult(key, value, "none", {}, note))
 
     def refuse(self, key: str, value: Any, reason: str) -> None:
-        """Report a value that chatmill does not support; the import fails."""
+        """Report a value that chatmill does not support, and let the import fail."""
         self.faults.append(f"{key}: {shown(value)}: refused, {reason}")
         self.results.append(KeyResult(key, value, "none", {}, f"refused, {reason}"))
 
@@ -266,7 +266,7 @@ class Translation:
         self.assumptions.append(Assumption(ours, note))
 
     def close(self, keys: TheirKeys, notes: Mapping[str, str], *, off: Mapping[str, Any] | None = None) -> None:
-        """Report every key that no rule has read, with its note, or as unknown if it has none."""
+        """Report every key that was not read, with its note in `notes`, or as unknown."""
         for name in keys.left:
             if name not in notes:
                 value = keys.peek(name)
@@ -280,38 +280,38 @@ class Translation:
                     self.none(keys.path(name), value, notes[name])
 
     def settle(self) -> None:
-        """Report all remaining keys, read or unread, so that the report is complete."""
+        """Report all keys that are not in the report yet, so that the report is complete."""
         reported = {part for each in self.results for part in _paths(each.key)}
-        # Nested tables come after their parents; reporting one of their keys also covers the parent.
+        # Start with nested tables, because a report on a nested key also covers the parent table.
         for table in reversed(self.tables):
             unread = {table.path(name): table.peek(name) for name in table.left}
             for path, value in {**table.taken_out, **unread}.items():
                 if path in reported:
                     continue
                 if any(_same(value, each) for each in OFF):
-                    self.default(path, value, note="empty")
+                    self.default(path, value, note="the value is empty")
                 else:
-                    self.none(path, value, "not used in combination with the other keys")
+                    self.none(path, value, "this key has no effect in combination with the other keys")
                 reported.update(_paths(path))
 
     def check(self) -> None:
-        """Raise all faults as one error."""
+        """Raise one `DataError` that lists all faults."""
         if self.faults:
             raise DataError(f"{self.place}: " + "; ".join(self.faults))
 
     def ordered(self, order: Iterable[str]) -> list[KeyResult]:
-        """Return the results in the order of the imported file."""
+        """Return the report on each key, in the order of the imported file."""
         rank = {name: number for number, name in enumerate(order)}
         return sorted(self.results, key=lambda result: rank.get(result.key.split("[")[0].split(".")[0], len(rank)))
 
 
 def _paths(key: str) -> list[str]:
-    """Return a path and its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
+    """Return the path of a key and all its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
     return [key, *(key[: match.start()] for match in re.finditer(r"[.\[]", key))]
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal; False and 0 count as different."""
+    """Return whether two values are equal, where False differs from 0."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

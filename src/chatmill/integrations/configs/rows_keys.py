@@ -1,4 +1,4 @@
-"""Keys that set how rows are built: maximum length, truncation, packing, validation split, and chat template."""
+"""Read keys for the maximum row length, truncation, packing, the validation split and the chat template."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
 VAL_SHARE = 0.01
-"""The validation fraction that is used if a config gives a number of rows."""
+"""Validation fraction to assume if a config gives a number of rows."""
 CUT_AT_THE_END = (
-    "the trainer cuts longer rows at the end; chatmill removes whole exchanges from the start, "
+    "the trainer truncates the end of longer rows; chatmill removes whole exchanges from the start, "
     "and drops rows that still do not fit"
 )
-TEXT_CUT = "longer texts are split into several rows, so all of their tokens are trained"
+TEXT_CUT = "chatmill splits longer texts into several rows, so that all tokens are trained"
 
 
 def take_length(translation: Translation, keys: TheirKeys, name: str, default: int, fit: str, note: str) -> None:
@@ -24,44 +24,46 @@ def take_length(translation: Translation, keys: TheirKeys, name: str, default: i
     if length is not None:
         translation.take(keys.path(name), length, recipe=recipe, train=train, note=note)
     else:
-        translation.assume(f"default of {translation.trainer}; {note}", recipe=recipe, train=train)
+        translation.assume(f"{translation.trainer} uses this length by default; {note}", recipe=recipe, train=train)
 
 
 def take_packing(translation: Translation, keys: TheirKeys, name: str) -> bool:
     packs = keys.switch(name)
     if packs is not None:
         taken = {"packing": "bins" if packs else "none"}
-        note = "conversations in a row do not attend to each other" if packs else ""
+        note = "conversations in the same row do not attend to each other" if packs else ""
         translation.take(keys.path(name), packs, train=taken, note=note)
     return bool(packs)
 
 
 def take_val_size(translation: Translation, keys: TheirKeys, name: str, *, other_val: bool) -> bool:
-    """Read the size of the validation split; returns whether there is one."""
+    """Read the size of the validation split; return whether the run has validation data."""
     size = keys.number(name)
     if size is None:
         return other_val
     if other_val:
-        translation.default(keys.path(name), size, note="the config names separate data for evaluation")
+        translation.default(
+            keys.path(name), size, note="the config names separate validation data, so this key has no effect"
+        )
     elif 0 <= size < 1:
         translation.take(keys.path(name), size, recipe={"val_split": float(size)})
     else:
-        note = f"chatmill takes a fraction, not a number of rows; {VAL_SHARE:g} is assumed, so check val_split"
+        note = f"chatmill expects a fraction, not a number of rows, and assumes {VAL_SHARE:g}; check val_split"
         translation.take(keys.path(name), size, recipe={"val_split": VAL_SHARE}, note=note)
     return other_val or bool(size)
 
 
 def without_val(translation: Translation) -> None:
-    """Turn off evaluation if there is no validation data."""
+    """Turn off evaluation, because the run has no validation data."""
     for name in ("early_stop_patience", "keep_best"):
         if translation.train.pop(name, None) is not None:
-            translation.assume(f"{name} is left out: there is no validation data")
+            translation.assume(f"{name} is left out, because the run has no validation data")
     if translation.train.get("eval_interval") != 0:
-        translation.assume("there is no validation data", train={"eval_interval": 0})
+        translation.assume("the run has no validation data", train={"eval_interval": 0})
 
 
 def use_template(translation: Translation, key: str, text: str) -> None:
-    """Use a chat template that is given as text or as a file path."""
+    """Set the chat template of the recipe from a text or a file path."""
     if re.search(r"\{[{%#]", text):
         translation.chat_template = text if text.endswith("\n") else text + "\n"
         translation.take(key, text, other={"format": "template", "chat_template": "written next to the recipe"})
@@ -70,6 +72,6 @@ def use_template(translation: Translation, key: str, text: str) -> None:
 
 
 def template_args(translation: Translation, key: str, values: dict[str, Any]) -> None:
-    """Read the variables of the chat template."""
+    """Set the variables of the chat template in the recipe."""
     taken = [f"{name}={json.dumps(value)}" for name, value in values.items()]
     translation.take(key, values, recipe={"template_args": taken})

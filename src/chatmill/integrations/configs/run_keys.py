@@ -10,25 +10,25 @@ from typing import Any
 
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
-EIGHT_BIT = "weights and adapters are bfloat16 with stochastic rounding, and moments have 8 bits"
-PAGED = "the optimizer state is not paged to the host"
+EIGHT_BIT = "chatmill uses bfloat16 weights and adapters with stochastic rounding, and 8-bit moments"
+PAGED = "chatmill does not page the optimizer state to host memory"
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw", "adamw_torch_xla"), ("adamw", "")
     ),
     "adamw_torch_npu_fused": ("adamw", ""),
-    "flash_adamw": ("adamw", "the fused kernel of torch"),
+    "flash_adamw": ("adamw", "chatmill uses the fused kernel of torch"),
     "paged_adamw": ("adamw", PAGED),
     "paged_adamw_32bit": ("adamw", PAGED),
     **dict.fromkeys(
         ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit", "ao_adamw_fp8"), ("adamw8bit", EIGHT_BIT)
     ),
     "paged_adamw_8bit": ("adamw8bit", f"{EIGHT_BIT}; {PAGED}"),
-    "adamw_anyprecision": ("adamw_bf16", "weights and moments are bfloat16"),
-    "muon": ("muon", "updates are scaled to the RMS of AdamW's"),
+    "adamw_anyprecision": ("adamw_bf16", "chatmill uses bfloat16 weights and moments"),
+    "muon": ("muon", "chatmill scales the updates to the RMS of AdamW updates"),
     "adafactor": (
         "adafactor",
-        "chatmill's learning rate is relative to the RMS of each weight: use one about 30 times higher",
+        "chatmill's learning rate is relative to the RMS of each weight; multiply it by about 30",
     ),
 }
 SCHEDULES = {
@@ -42,7 +42,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class RunNames:
-    """A trainer's names for the keys of a run, and its defaults."""
+    """A trainer's names and defaults for the keys that set batch size, optimizer, schedule and run length."""
 
     micro_batch: str = "per_device_train_batch_size"
     optimizer: str = "optim"
@@ -53,11 +53,11 @@ class RunNames:
     default_epochs: float = 3.0
     default_learning_rate: float | None = 5e-5
     default_warmup: float | None = 0.0
-    """Number of warmup steps; None means 3 percent of the run."""
+    """Default number of warmup steps; None means 3 percent of the run."""
 
 
 def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, default_steps: int = 1) -> None:
-    """Read all keys of `RunNames` and related keys."""
+    """Read the keys for batch size, optimizer, schedule and length of a run."""
     _take_batch(translation, keys, names, default_steps)
     _take_optimizer(translation, keys, names)
     _take_schedule(translation, keys, names)
@@ -65,7 +65,7 @@ def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, defa
 
 
 def _take_batch(translation: Translation, keys: TheirKeys, names: RunNames, default_steps: int) -> None:
-    """Read the rows per step: micro-batch size × accumulation steps × number of GPUs."""
+    """Set the rows per step: micro-batch size × accumulation steps × number of GPUs."""
     micro = keys.integer(names.micro_batch, least=1, most=2**20)
     steps = keys.integer("gradient_accumulation_steps", least=1, most=2**20)
     ranks = translation.ranks or 1
@@ -73,10 +73,10 @@ def _take_batch(translation: Translation, keys: TheirKeys, names: RunNames, defa
     batch = {"batch_size": rows * parts * ranks}
     product = f"{rows} rows × {parts} accumulation steps × {ranks} {'GPU' if ranks == 1 else 'GPUs'}"
     if translation.ranks is None:
-        product += ", 1 is assumed; set it with --ranks N"
+        product += "; set the number of GPUs with --ranks"
     if micro is None:
         default = f"{names.micro_batch} {names.default_micro_batch}"
-        translation.assume(f"default of {translation.trainer} ({default}); {product}", train=batch)
+        translation.assume(f"{translation.trainer} uses {default} by default; {product}", train=batch)
     else:
         translation.take(keys.path(names.micro_batch), micro, train=batch, note=product)
     if steps is not None:
@@ -89,7 +89,7 @@ def _take_optimizer(translation: Translation, keys: TheirKeys, names: RunNames) 
     if name is not None:
         ours, note = OPTIMIZERS.get(name, (None, ""))
         if ours is None:
-            note = f"chatmill has no {name}; adamw is used, and the loss will differ"
+            note = f"chatmill does not support {name} and uses adamw; the loss will differ"
             translation.train["optimizer"] = "adamw"
             translation.none(keys.path(names.optimizer), name, note)
         else:
@@ -107,7 +107,7 @@ def _take_optimizer(translation: Translation, keys: TheirKeys, names: RunNames) 
         if value is not None:
             translation.take(keys.path(theirs), value, train={ours: value})
         elif default is not None and ours not in translation.train:
-            translation.assume(f"default of {translation.trainer}", train={ours: default})
+            translation.assume(f"this is the default of {translation.trainer}", train={ours: default})
 
 
 def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
@@ -121,23 +121,23 @@ def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -
     if kind is None:
         default = SCHEDULES[names.default_schedule]
         translation.assume(
-            f"default of {translation.trainer}", train={"lr_schedule": default, "min_lr_ratio": end or 0.0}
+            f"this is the default of {translation.trainer}", train={"lr_schedule": default, "min_lr_ratio": end or 0.0}
         )
     elif ours is None:
-        note = f"chatmill has no {kind}; cosine to 0 is used, and the loss will differ"
+        note = f"chatmill does not support {kind} and uses cosine decay to 0; the loss will differ"
         translation.train |= {"lr_schedule": "cosine", "min_lr_ratio": end or 0.0}
         translation.none(keys.path(names.schedule), kind, note)
     elif ours == "constant":
         translation.take(keys.path(names.schedule), kind, train={"lr_schedule": ours})
     else:
         taken = {"lr_schedule": ours, "min_lr_ratio": end or 0.0}
-        note = "" if end else f"decays to 0, as in {translation.trainer}"
+        note = "" if end else f"the learning rate decays to 0, like in {translation.trainer}"
         translation.take(keys.path(names.schedule), kind, train=taken, note=note)
     _take_warmup(translation, keys, names, without=kind == "constant")
 
 
 def _end_of_schedule(translation: Translation, keys: TheirKeys, options: Mapping[str, Any] | None) -> float | None:
-    """Read the final learning rate, as a fraction of the peak, from `lr_scheduler_kwargs`."""
+    """Return the final learning rate from `lr_scheduler_kwargs`, as a fraction of the peak learning rate."""
     if options is None:
         return None
     table = TheirKeys(options, translation, f"{keys.path('lr_scheduler_kwargs')}.")
@@ -148,7 +148,7 @@ def _end_of_schedule(translation: Translation, keys: TheirKeys, options: Mapping
     for name, value in (("min_lr_rate", options.get("min_lr_rate")), ("min_lr", options.get("min_lr"))):
         if value is not None:
             translation.take(table.path(name), value, train={"min_lr_ratio": share or 0.0})
-    notes = dict.fromkeys(table.left, "this option of the schedule is not read; the loss will differ")
+    notes = dict.fromkeys(table.left, "chatmill does not support this option of the schedule; the loss will differ")
     translation.close(table, notes)
     return share
 
@@ -163,18 +163,22 @@ def _take_warmup(translation: Translation, keys: TheirKeys, names: RunNames, *, 
         return
     if steps is not None and (steps >= 1 or share is None):
         taken = {"warmup_iters": int(steps)} if steps >= 1 or steps == 0 else {"warmup_pct": steps}
-        note = "" if steps >= 1 or steps == 0 else "a value below 1 is a fraction of the run"
+        note = "" if steps >= 1 or steps == 0 else "a value below 1 means a fraction of the run"
         translation.take(keys.path("warmup_steps"), steps, train=taken, note=note)
         if share is not None:
-            translation.default(keys.path("warmup_ratio"), share, note="warmup_steps is used instead")
+            translation.default(keys.path("warmup_ratio"), share, note="chatmill uses warmup_steps instead")
     elif share is not None:
         translation.take(keys.path("warmup_ratio"), share, train={"warmup_pct": share})
         if steps is not None:
-            translation.default(keys.path("warmup_steps"), steps, note="warmup_ratio is used instead")
+            translation.default(keys.path("warmup_steps"), steps, note="chatmill uses warmup_ratio instead")
     elif names.default_warmup is not None:
-        translation.assume(f"default of {translation.trainer}", train={"warmup_iters": int(names.default_warmup)})
+        translation.assume(
+            f"this is the default of {translation.trainer}", train={"warmup_iters": int(names.default_warmup)}
+        )
     else:
-        translation.assume(f"default of {translation.trainer}, which caps it at 100 steps", train={"warmup_pct": 0.03})
+        translation.assume(
+            f"{translation.trainer} uses this value by default, but at most 100 steps", train={"warmup_pct": 0.03}
+        )
 
 
 def _take_length(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
@@ -183,13 +187,15 @@ def _take_length(translation: Translation, keys: TheirKeys, names: RunNames) -> 
     if steps is not None and steps > 0:
         translation.take(keys.path("max_steps"), steps, train={"max_iters": int(steps)})
         if epochs is not None:
-            translation.default(keys.path(names.epochs), epochs, note="max_steps is used instead")
+            translation.default(keys.path(names.epochs), epochs, note="chatmill uses max_steps instead")
         return
     if steps is not None:
-        translation.default(keys.path("max_steps"), steps, note="the run is measured in epochs")
+        translation.default(keys.path("max_steps"), steps, note="the number of epochs sets the length of the run")
     if epochs:
         translation.take(keys.path(names.epochs), epochs, train={"epochs": epochs})
     else:
         if epochs is not None:
-            translation.none(keys.path(names.epochs), epochs, "a run has at least one step; the default is used")
-        translation.assume(f"default of {translation.trainer}", train={"epochs": names.default_epochs})
+            translation.none(
+                keys.path(names.epochs), epochs, "a run has at least one step, so chatmill uses the default"
+            )
+        translation.assume(f"this is the default of {translation.trainer}", train={"epochs": names.default_epochs})

@@ -1,30 +1,40 @@
-"""Keys for the output and the seeds of a run: checkpoints, evaluations, logs, trackers."""
+"""Read keys for checkpoints, evaluations, logs, trackers and seeds of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from chatmill.integrations.configs.report import TheirKeys, Translation
+from chatmill.integrations.configs.report import IS_OFF, TheirKeys, Translation
 
 ONLY_AT_THE_END = 1_000_000_000
-"""A save_interval longer than any run: only the final checkpoint is written."""
+"""A save_interval longer than any run, so that only the final checkpoint is saved."""
 
 
 def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
-    """Read the output folder; its last part becomes the name of the run."""
+    """Read the output folder, whose last component becomes the name of the run."""
     if (folder := keys.text("output_dir")) is not None:
         translation.run_name = Path(folder).name or None
         name = translation.run_name or "imported"
-        translation.take(keys.path("output_dir"), folder, other={"--model_name": name}, note=f"in checkpoints/{name}")
+        translation.take(
+            keys.path("output_dir"),
+            folder,
+            other={"--model_name": name},
+            note=f"the run is saved in checkpoints/{name}",
+        )
 
 
 def take_saving(translation: Translation, keys: TheirKeys) -> None:
-    """Read the checkpoint interval in steps; fractions of the run or of an epoch have no counterpart."""
+    """Read the checkpoint interval in steps; intervals in epochs or fractions of a run have no counterpart."""
     strategy, steps = keys.text_or_no("save_strategy"), keys.number("save_steps")
     often = keys.number("saves_per_epoch")
     at_the_end = {"save_interval": ONLY_AT_THE_END}
     if strategy == "no":
-        translation.take(keys.path("save_strategy"), strategy, train=at_the_end, note="only at the end of the run")
+        translation.take(
+            keys.path("save_strategy"),
+            strategy,
+            train=at_the_end,
+            note="chatmill saves a checkpoint only at the end of the run",
+        )
     elif strategy is not None:
         _take_strategy(translation, keys, "save_strategy", strategy, "save_interval")
     _take_interval(translation, keys, "save_steps", steps, "save_interval", used=strategy in (None, "steps"))
@@ -36,7 +46,7 @@ def take_saving(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool) -> bool:
-    """Read when the validation split is evaluated; returns whether it is evaluated at all."""
+    """Read when the validation split is evaluated; return whether the run evaluates."""
     theirs = next((name for name in ("eval_strategy", "evaluation_strategy") if name in keys), "eval_strategy")
     strategy, steps, often = keys.text_or_no(theirs), keys.number("eval_steps"), keys.number("evals_per_epoch")
     evaluates = default or steps is not None or bool(often) or strategy not in (None, "no")
@@ -61,25 +71,23 @@ def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool)
         if value is None:
             continue
         if not value:
-            translation.default(keys.path(name), value, note="off, as in chatmill")
+            translation.default(keys.path(name), value, note=IS_OFF)
         elif translation.train.get("eval_interval") == 0 or translation.train.get("save_interval") == 0:
-            translation.none(keys.path(name), value, "nothing is evaluated, so there is no best checkpoint")
+            translation.none(keys.path(name), value, "the run does not evaluate, so it has no best checkpoint")
         else:
-            translation.take(keys.path(name), value, train={ours: value}, note="by the loss on val")
+            translation.take(keys.path(name), value, train={ours: value}, note="chatmill uses the val loss")
     return evaluates
 
 
 def _take_strategy(translation: Translation, keys: TheirKeys, name: str, strategy: str, ours: str) -> None:
     if strategy == "steps":
-        translation.default(keys.path(name), strategy, note=f"as {ours}")
+        translation.default(keys.path(name), strategy, note=f"chatmill uses {ours}")
     elif strategy == "best":
         translation.take(
-            keys.path(name), strategy, train={"keep_best": True}, note="in addition to the newest checkpoints"
+            keys.path(name), strategy, train={"keep_best": True}, note="chatmill also keeps the newest checkpoints"
         )
     else:
-        note = (
-            f"chatmill counts steps, and the steps per epoch are not known yet; {ours} stays {_now(translation, ours)}"
-        )
+        note = f"chatmill needs a number of steps, not of epochs; {ours} stays {_now(translation, ours)}"
         translation.none(keys.path(name), strategy, note)
 
 
@@ -89,16 +97,16 @@ def _take_interval(
     if steps is None:
         return
     if not used:
-        translation.default(keys.path(name), steps, note="not used with this strategy")
+        translation.default(keys.path(name), steps, note="this key has no effect with this strategy")
     elif isinstance(steps, int) and steps >= 1:
         translation.take(keys.path(name), steps, train={ours: min(steps, 2**31)})
     else:
-        note = f"chatmill takes a number of steps, not a fraction of the run; {ours} stays {_now(translation, ours)}"
+        note = f"chatmill needs a number of steps, not a fraction of the run; {ours} stays {_now(translation, ours)}"
         translation.none(keys.path(name), steps, note)
 
 
 def _per_epoch(translation: Translation, keys: TheirKeys, name: str, often: float, ours: str) -> None:
-    note = f"the steps per epoch are known only after the data is prepared; {ours} stays {_now(translation, ours)}"
+    note = f"the steps per epoch are not known before `chatmill prepare`; {ours} stays {_now(translation, ours)}"
     translation.none(keys.path(name), often, note)
 
 
@@ -114,19 +122,21 @@ def take_logging(translation: Translation, keys: TheirKeys) -> None:
         translation.none(
             keys.path("logging_steps"),
             steps,
-            "chatmill takes a number of steps, not a fraction of the run; log_interval stays 10",
+            "chatmill needs a number of steps, not a fraction of the run; log_interval stays 10",
         )
 
 
 def take_seed(translation: Translation, keys: TheirKeys, default: int | None) -> None:
-    """Read the seed for weights, dropout and order. Even with the same seed, trainers order rows differently."""
+    """Read the seeds for weights, dropout and order. With the same seed, trainers still order rows differently."""
     seed, data_seed = keys.integer("seed", most=2**31), keys.integer("data_seed", most=2**31)
-    note = "the order of rows differs from that of the other trainer"
+    note = "with the same seed, the order of rows still differs from the other trainer"
     if seed is not None:
         taken = {"seed": seed} | ({} if data_seed is not None else {"epoch_seed": seed})
         translation.take(keys.path("seed"), seed, train=taken, note=note)
     elif default is not None:
-        translation.assume(f"default of {translation.trainer}", train={"seed": default, "epoch_seed": default})
+        translation.assume(
+            f"this is the default of {translation.trainer}", train={"seed": default, "epoch_seed": default}
+        )
     if data_seed is not None:
         translation.take(keys.path("data_seed"), data_seed, train={"epoch_seed": data_seed}, note=note)
 

@@ -1,7 +1,8 @@
-"""TrainerYaml: YAML as other trainers read it with PyYAML, except that `2e-4` is a number.
+"""Load YAML with the same values as other trainers, which use PyYAML, except that `2e-4` is a number.
 
 Axolotl, LLaMA-Factory and TRL read their configs with PyYAML, where `no`, `yes`, `on`, `off` and `True` are booleans,
-and convert strings such as `2e-4` to numbers afterwards. Imported only for YAML files, because PyYAML is optional.
+and convert strings such as `2e-4` to numbers afterwards. This module is imported only for YAML files, because PyYAML is
+optional.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from chatmill.prepare.yaml_loader import RecipeLoader
 
 
 class TrainerYaml(RecipeLoader):
-    """Load plain values only; reject tags, merge keys and duplicate keys."""
+    """A YAML loader that rejects tags, merge keys and duplicate keys."""
 
 
 for _tag, _words in (("bool", "yes no true false on off"), ("null", "null")):

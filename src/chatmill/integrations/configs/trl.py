@@ -1,7 +1,7 @@
-"""`import_trl`: converts a config for `trl sft`, or from the alignment handbook, to a recipe and a train config.
+"""Convert a config of `trl sft` or of the alignment handbook to a recipe and a train config.
 
-Follows TRL's source at f2cd577 (`trainer/sft_config.py`, `trainer/model_config.py`, `scripts/utils.py`), and the
-alignment handbook at 925acdf.
+The conversion follows TRL's source at commit f2cd577 (`trainer/sft_config.py`, `trainer/model_config.py`,
+`scripts/utils.py`) and the alignment handbook at commit 925acdf.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ NOTES = HF_NOTES | {
     "trust_remote_code": NO_CODE,
     **dict.fromkeys(("dataset_num_proc", "dataset_streaming", "padding_free", "pad_to_multiple_of"), KERNEL),
     **dict.fromkeys(("eval_packing", "ignore_bias_buffers", "bnb_4bit_quant_storage"), KERNEL),
-    "dtype": "full fine-tuning has float32 weights, or bfloat16 with adamw8bit and adamw_bf16",
-    "torch_dtype": "full fine-tuning has float32 weights, or bfloat16 with adamw8bit and adamw_bf16",
-    "model_init_kwargs": "the model is loaded with the settings in its folder",
-    "router_aux_loss_coef": "there is no auxiliary loss that balances the experts; the loss will differ",
-    "shuffle_dataset": "rows are shuffled in each epoch; see epoch_shuffle",
-    "dataset_kwargs": "chatmill adds no token that the chat template does not write",
-    "eos_token": "chatmill finds the end of a turn in the chat template; nothing is added to the tokenizer",
-    "pad_token": "padding is never trained, whatever its token; nothing changes",
+    "dtype": "chatmill fine-tunes float32 weights, or bfloat16 weights with adamw8bit and adamw_bf16",
+    "torch_dtype": "chatmill fine-tunes float32 weights, or bfloat16 weights with adamw8bit and adamw_bf16",
+    "model_init_kwargs": "chatmill loads the model with the settings in the model folder",
+    "router_aux_loss_coef": "chatmill does not use an auxiliary loss to balance experts; the loss will differ",
+    "shuffle_dataset": "chatmill shuffles rows in each epoch; see epoch_shuffle",
+    "dataset_kwargs": "chatmill does not add tokens beyond those that the chat template writes",
+    "eos_token": "chatmill finds the end of a turn in the chat template, and adds no token to the tokenizer",
+    "pad_token": "chatmill never trains padding, so the padding token has no effect",
     "truncation_mode": CUT_AT_THE_END,
-    "lora_modules_to_save": "only the adapters are trained, not these modules; the loss will differ",
-    "lora_target_parameters": "all target layers get adapters; the loss will differ",
-    "lora_task_type": "adapters are for causal language models; nothing changes",
-    "use_dora": "plain LoRA is trained; the loss will differ",
-    "bnb_4bit_quant_type": "4-bit weights are NF4",
-    "use_bnb_nested_quant": "4-bit weights use double quantization, which takes less memory",
+    "lora_modules_to_save": "chatmill trains only the adapters, not these modules; the loss will differ",
+    "lora_target_parameters": "all target layers have adapters; the loss will differ",
+    "lora_task_type": "chatmill trains only causal language models",
+    "use_dora": "chatmill trains plain LoRA; the loss will differ",
+    "bnb_4bit_quant_type": "chatmill uses NF4 for 4-bit weights",
+    "use_bnb_nested_quant": "chatmill uses double quantization for 4-bit weights, which takes less memory",
     "concatenate_chunks": KERNEL,
     "num_of_sequences": KERNEL,
     "chars_per_token": KERNEL,
-    "benchmarks": "no benchmark is run",
+    "benchmarks": "chatmill does not run benchmarks",
     "callbacks": NO_CODE,
 }
 OFF = {"lora_task_type": "CAUSAL_LM", "bnb_4bit_quant_type": "nf4", "truncation_mode": ""}
 
 
 def import_trl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
-    """Convert a `trl sft` config to a recipe and a train config, with a report on each of its keys.
+    """Convert a `trl sft` config to a recipe and a train config, with a report on each key.
 
-    `ranks` is the number of GPUs, and `model` is a folder with the base model to use instead of the one in the config.
+    `ranks` is the number of GPUs. `model` is a folder with a base model that replaces the model in the config.
     """
-    values = read_config(path, "a config of `trl sft` in YAML")
+    values = read_config(path, "a `trl sft` config in YAML")
     translation = Translation("TRL", str(place(path)), ranks=ranks, model=model)
     keys = TheirKeys(values, translation)
     _refuse(translation, keys)
@@ -86,7 +86,9 @@ def import_trl(path: str | Path, *, ranks: int | None = None, model: str | None 
     evaluates = take_training_arguments(translation, keys, RUN, checkpointing=True)
     _take_data(translation, keys, evaluates=evaluates)
     if (names := keys.table("env")) is not None:
-        translation.none("env", sorted(map(str, names)), "environment variables are not set; export them yourself")
+        translation.none(
+            "env", sorted(map(str, names)), "chatmill does not set environment variables; export them yourself"
+        )
     translation.close(keys, NOTES, off=OFF)
     return ImportedConfig.of(translation, list(values))
 
@@ -99,14 +101,14 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
         )
     loss = keys.text("loss_type")
     if loss == "dft":
-        translation.none(keys.path("loss_type"), loss, "the loss is plain cross entropy; it will differ")
+        translation.none(keys.path("loss_type"), loss, "chatmill uses plain cross entropy; the loss will differ")
     elif loss is not None and loss not in SFT_LOSSES:
-        translation.refuse(keys.path("loss_type"), loss, "chatmill does SFT only")
+        translation.refuse(keys.path("loss_type"), loss, "chatmill supports only losses for SFT")
     elif loss is not None:
-        translation.default(keys.path("loss_type"), loss, note="cross entropy, computed in chunks")
+        translation.default(keys.path("loss_type"), loss, note="chatmill computes the same cross entropy in chunks")
     for name in PREFERENCE_KEYS:
         if (value := keys.pop(name)) is not None:
-            translation.refuse(keys.path(name), value, "for preference or reward training; chatmill does SFT only")
+            translation.refuse(keys.path(name), value, "chatmill supports only SFT, not preference or reward training")
 
 
 def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) -> None:
@@ -120,18 +122,18 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
         ours = {"shape": "text", "columns": {"text": column}} if is_text else {}
         translation.take(keys.path("dataset_text_field"), column, other=ours)
     if is_text:
-        translation.assume("records with a single text", recipe={"format": "text"})
+        translation.assume("each record is a single text", recipe={"format": "text"})
     elif not shapes:
         translation.assume(
-            "the shape of records is detected; add `format: text` to the recipe if each is a single text"
+            "chatmill detects the shape of records; add `format: text` to the recipe if each record is a single text"
         )
     packs = take_packing(translation, keys, "packing")
     if (strategy := keys.text("packing_strategy")) is not None:
         if strategy == "bfd" or not packs:
-            note = "best fit; no conversation is cut" if packs else "nothing is packed"
+            note = "chatmill packs whole conversations by best fit" if packs else "rows are not packed"
             translation.default(keys.path("packing_strategy"), strategy, note=note)
         else:
-            note = "whole conversations are packed by best fit; none is split"
+            note = "chatmill packs whole conversations by best fit, and does not split them"
             translation.none(keys.path("packing_strategy"), strategy, note)
     fit, note = ("windows", TEXT_CUT) if is_text else ("exchanges", CUT_AT_THE_END)
     lengths = [name for name in ("max_length", "max_seq_length") if name in keys]
@@ -139,7 +141,7 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
         translation.faults.append(f"{lengths[0]} is null; expected the maximum length of a row")
     take_length(translation, keys, lengths[0] if lengths else "max_length", 1024, fit, note)
     for name in lengths[1:]:
-        translation.default(keys.path(name), keys.pop(name), note="max_length is used instead")
+        translation.default(keys.path(name), keys.pop(name), note="chatmill uses max_length instead")
     _take_mask(translation, keys, shapes, is_text=is_text)
     template, path = keys.text("chat_template"), keys.text("chat_template_path")
     if template is not None:
@@ -148,14 +150,12 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
         if path.endswith((".jinja", ".jinja2", ".txt")) and template is None:
             use_template(translation, keys.path("chat_template_path"), path)
         else:
-            note = "the template in the model folder is used; save this one as a file and set chat_template"
+            note = "chatmill uses the template in the model folder; save this template to a file and set chat_template"
             translation.none(keys.path("chat_template_path"), path, note)
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Read which tokens are trained. By default, TRL trains whole conversations, or only the completion if there is a
-    prompt.
-    """
+    """Set which tokens are trained. By default, TRL trains whole conversations, or only the completion of a prompt."""
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)
@@ -164,12 +164,12 @@ def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, i
             translation.take(keys.path(name), value, train={"use_loss_mask": masks})
     if assistant is None and completion is None and not is_text:
         note = "TRL trains only completions" if pairs else "TRL trains every token unless assistant_only_loss is set"
-        unsure = "" if shapes else "; set it to true if records have prompt and completion"
+        unsure = "" if shapes else "; set use_loss_mask to true if records have prompt and completion"
         translation.assume(note + unsure, train={"use_loss_mask": masks})
 
 
 def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool) -> set[str]:
-    """Read the sources; returns the record shapes that the config determines, if any."""
+    """Convert the datasets to sources; return the record shapes that the config determines."""
     shapes: set[str] = set()
     mixture = keys.table("dataset_mixture")
     entries = keys.tables("datasets")
@@ -180,7 +180,7 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
             one = TheirKeys(entry, translation, f"dataset_mixture.datasets[{number}].")
             _take_entry(translation, one, ("id", "config", "weight"), shapes)
         if (seed := table.integer("seed")) is not None:
-            translation.none("dataset_mixture.seed", seed, "rows are shuffled by epoch_seed")
+            translation.none("dataset_mixture.seed", seed, "chatmill shuffles rows with epoch_seed")
         size = table
     for number, entry in enumerate(entries or []):
         one = TheirKeys(entry, translation, f"datasets[{number}].")
@@ -191,11 +191,11 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
     if translation.sources:
         for key, value in {"dataset_name": name, **given}.items():
             if value is not None:
-                translation.default(keys.path(key), value, note="the mixture is used instead")
+                translation.default(keys.path(key), value, note="chatmill uses the mixture instead")
     elif name is not None:
         _take_named(translation, keys, name, given, evaluates=evaluates)
     else:
-        translation.faults.append("no dataset_name and no datasets; expected one of them")
+        translation.faults.append("the config has neither dataset_name nor datasets; expected one of them")
     has_val = any(source.get("only_val") for source in translation.sources)
     if size is not None:
         has_val = take_val_size(translation, size, "test_split_size", other_val=has_val)
@@ -207,11 +207,13 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
 
 
 def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str, str], shapes: set[str]) -> None:
-    """Convert one dataset of a mixture; its fraction is the part that is trained per epoch."""
+    """Convert one dataset of a mixture; `fraction` becomes the share of the dataset that is trained per epoch."""
     path, config, fraction = keys.text(names[0]), keys.text(names[1]), keys.number(names[2])
     split, files, folder = keys.text("split"), keys.texts("data_files"), keys.text("data_dir")
     if path is None:
-        translation.faults.append(f"{keys.path(names[0])}: no data set; expected one on the Hub, or a path")
+        translation.faults.append(
+            f"{keys.path(names[0])}: the dataset is missing; expected a path or a dataset on the Hub"
+        )
         return
     number = _add_source(translation, keys.path(names[0]), path, config, split, files)
     for name, value in ((names[1], config), ("data_files", files)):
@@ -219,11 +221,11 @@ def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str
             translation.take(keys.path(name), value, other={"inputs": translation.sources[number]["inputs"]})
     _take_split(translation, keys.path("split"), split, number)
     if fraction is not None:
-        note = "" if fraction in (0, 1) else "a different part in each epoch"
+        note = "" if fraction in (0, 1) else "chatmill trains a different part in each epoch"
         if fraction == 1:
-            translation.default(keys.path(names[2]), fraction, note="the whole data set")
+            translation.default(keys.path(names[2]), fraction, note="chatmill trains the whole dataset")
         elif fraction == 0:
-            translation.refuse(keys.path(names[2]), fraction, "a fraction of 0 trains nothing; remove the data set")
+            translation.refuse(keys.path(names[2]), fraction, "a fraction of 0 trains no rows; remove the dataset")
         else:
             translation.take(keys.path(names[2]), fraction, source=(number, {"epochs": fraction}), note=note)
     if (columns := keys.texts("columns")) is not None:
@@ -232,7 +234,7 @@ def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str
             shapes.add(shape)
             translation.take(keys.path("columns"), columns, source=(number, {"shape": shape}))
         else:
-            translation.none(keys.path("columns"), columns, "the shape of records is detected")
+            translation.none(keys.path("columns"), columns, "chatmill detects the shape of records")
     if folder is not None:
         translation.none(keys.path("data_dir"), folder, "change the URL in inputs to the files of this folder")
     translation.close(keys, {})
@@ -252,7 +254,7 @@ def _shape_of(columns: list[str]) -> str | None:
 def _take_named(
     translation: Translation, keys: TheirKeys, name: str, given: dict[str, Any], *, evaluates: bool
 ) -> None:
-    """Convert `dataset_name`: its training split, and its test split if the run evaluates."""
+    """Convert the training split of `dataset_name`, and the test split if the run evaluates."""
     config, split, test = given["dataset_config"], given["dataset_train_split"], given["dataset_test_split"]
     number = _add_source(translation, keys.path("dataset_name"), name, config, split, None)
     if config is not None:
@@ -267,10 +269,12 @@ def _take_named(
         if test is not None:
             translation.take(keys.path("dataset_test_split"), test, other={"only_val": True, "inputs": inputs})
         else:
-            translation.assume(f"a source {source['name']} for validation: TRL evaluates on the split test")
+            translation.assume(
+                f"the source {source['name']} is for validation, because TRL evaluates on the test split"
+            )
     elif test is not None:
         note = (
-            "the run does not evaluate" if not evaluates else "name the files of this split as a source with only_val"
+            "the run does not evaluate" if not evaluates else "add a source with only_val and the files of this split"
         )
         translation.none(keys.path("dataset_test_split"), test, note)
 
@@ -300,4 +304,6 @@ def _take_split(translation: Translation, key: str, text: str | None, number: in
         translation.none(key, text, split.note)
     else:
         on_hub = translation.sources[number]["inputs"][0].startswith("hf://")
-        translation.default(key, text, note="in the URL" if on_hub else "a file is read whole")
+        translation.default(
+            key, text, note="the URL in inputs contains the split" if on_hub else "chatmill reads the whole file"
+        )

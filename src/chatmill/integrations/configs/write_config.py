@@ -1,4 +1,4 @@
-"""Write an imported config: recipe.yaml, train.json, the chat template if there is one, and the report on keys."""
+"""Write an imported config as recipe.yaml, train.json, an optional chat template and the report on its keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TITLES = {
     "taken": "taken",
     "default": "no change needed",
     "none": "without counterpart",
-    "unknown": "unknown, and not read",
+    "unknown": "unknown and not used",
 }
 
 
@@ -33,7 +33,7 @@ class ImportedConfig:
     trainer: str
     place: str
     results: Sequence[KeyResult]
-    """The result for each key, in the order of the imported file."""
+    """The report on each key, in the order of the imported file."""
     assumptions: Sequence[Assumption]
     recipe: dict[str, Any]
     train: dict[str, Any]
@@ -44,7 +44,7 @@ class ImportedConfig:
 
     @classmethod
     def of(cls, translation: Translation, order: Sequence[str]) -> ImportedConfig:
-        """Return the result of a conversion; raise one error that lists all faults."""
+        """Return the result of a conversion; raise one `DataError` that lists all faults."""
         translation.settle()
         translation.check()
         return cls(
@@ -103,9 +103,9 @@ class ImportedConfig:
 
 
 def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: bool = False) -> list[Path]:
-    """Write the files of an import into a folder, all or none; existing files are replaced only with `overwrite`.
+    """Write the files of an import to a folder; existing files are replaced only with `overwrite`.
 
-    Before anything is written, both configs are validated by loading them as `prepare` and `train` do.
+    If `prepare` or `train` could not load a config, no file is written.
     """
     target = local_path(folder)
     texts = _texts(imported, target)
@@ -133,7 +133,7 @@ def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: boo
 
 def _check_target(target: Path, texts: dict[str, str], overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
-        raise UsageError(f"{target}: is not a folder; give a folder for the files")
+        raise UsageError(f"{target}: is not a folder; give the folder to write to")
     there = [file for file in texts if (target / file).exists() or (target / file).is_symlink()]
     if there and not overwrite:
         raise UsageError(f"{target / there[0]}: already exists; add --overwrite, or give another folder")
@@ -158,10 +158,10 @@ def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
 
 
 def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
-    """Return the recipe as YAML, with the origin of each value as a comment. Values are JSON, a subset of YAML 1.2."""
+    """Return the recipe as YAML, with the origin of each value as a comment. Values are written as JSON."""
     lines = [
         f"# Converted from the {imported.trainer} config {one_line(imported.place)} by `chatmill import`.",
-        f"# See {KEYS} for a report on each of its keys.",
+        f"# See {KEYS} for a report on each key.",
     ]
     lines += [_pair(name, value, imported.origins.get(name)) for name, value in recipe.items() if name != "sources"]
     lines.append("sources:")
@@ -174,8 +174,7 @@ def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
 
 def _pair(name: str, value: Any, origin: str | None) -> str:
     comment = f"  # {one_line(origin, 100)}" if origin else ""
-    # JSON may contain characters that YAML rejects or reads as line breaks; the escapes for them are the same in JSON
-    # and YAML.
+    # Escape characters that YAML rejects or reads as line breaks.
     text = "".join(
         character if character.isprintable() else f"\\U{ord(character):08x}"
         for character in json.dumps(value, ensure_ascii=False)
@@ -184,7 +183,7 @@ def _pair(name: str, value: Any, origin: str | None) -> str:
 
 
 def _check_files(imported: ImportedConfig, aside: Path, target: Path) -> None:
-    """Load both files; errors in them are reported as errors in the imported config."""
+    """Load the recipe and the train config; raise `DataError` for the imported config if one is not valid."""
     try:
         load_recipe(aside / RECIPE)
     except ChatmillError as error:
