@@ -346,7 +346,7 @@ def test_a_model_of_another_vocabulary_or_settings_of_another_run_are_refused(fi
     with pytest.raises(UsageError, match="was trained with a different tokenizer"):
         train_rollouts(config_of(files, **trained, tokenizer=str(files / "t.json")), files / "other", quiet=True)
     GPT(GPTSizes(vocab_size=300, n_layer=1, n_embd=16, n_head=2)).save(files / "model")
-    with pytest.raises(UsageError, match="has 300 tokens, the tokenizer 1271"):
+    with pytest.raises(UsageError, match="the model has 300 tokens, but the tokenizer has 1271"):
         train_rollouts(config_of(files), files / "small", quiet=True)
 
 

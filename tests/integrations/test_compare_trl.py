@@ -346,4 +346,4 @@ def test_another_peer_and_a_missing_trl_are_one_line(run, tmp_path, monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "trl" else find(name, *of))
     code, out, err = run(data, "model")
     assert (code, out) == (2, "")
-    assert err == "chatmill: this needs TRL, which is not installed; pip install 'chatmill[trl]'\n"
+    assert err == "chatmill: TRL is not installed; run pip install 'chatmill[trl]'\n"

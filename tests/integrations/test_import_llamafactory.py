@@ -170,7 +170,7 @@ def test_a_data_set_that_is_named_must_be_for_sft():
     assert [source["name"] for source in one.recipe["sources"]] == ["chat"]
     with pytest.raises(DataError, match=r"pairs: .* refused, the dataset has preference pairs"):
         import_llamafactory("data/dataset_info.json", datasets=["pairs"])
-    with pytest.raises(DataError, match='does not contain the data set "chats"'):
+    with pytest.raises(DataError, match='does not contain the dataset "chats"'):
         import_llamafactory("data/dataset_info.json", datasets=["chats"])
 
 

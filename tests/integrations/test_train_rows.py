@@ -278,7 +278,7 @@ def test_no_shuffled_order_is_read_to_its_third_batch(data, seed):
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(rows, 2, shuffle=True, generator=generator, collate_fn=list)
     batches = []
-    with pytest.raises(UsageError, match="the sampler must not shuffle"):
+    with pytest.raises(UsageError, match="use a sampler that does not shuffle"):
         batches.extend(loader)
     assert len(batches) < 3
 
@@ -286,13 +286,13 @@ def test_no_shuffled_order_is_read_to_its_third_batch(data, seed):
 def test_a_second_epoch_is_refused(data):
     rows = TrainRows(data / "a", BASE, epochs=1)
     rows.set_epoch(0)
-    with pytest.raises(UsageError, match="begins its epoch 2, and the dataset is the whole run of 8 steps"):
+    with pytest.raises(UsageError, match="begins epoch 2, but the dataset is the whole run of 8 steps"):
         rows.set_epoch(1)
 
 
 def test_the_length_of_a_run_must_be_clear(data):
     for lengths in ({}, {"epochs": 1, "steps": 2}):
-        with pytest.raises(UsageError, match="give either epochs or steps"):
+        with pytest.raises(UsageError, match="pass either epochs or steps"):
             TrainRows(data / "a", BASE, **lengths)
 
 

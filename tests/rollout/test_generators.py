@@ -83,7 +83,10 @@ def test_a_transient_fault_is_retried():
         (lambda request: (400, {"detail": "prompt must be a string"}), 'status 400.*server_api to "chat"'),
         (lambda request: (422, {"detail": "unexpected: return_token_ids"}), 'status 422.*server_api to "chat"'),
         (lambda request: (200, {"choices": [{"token_ids": ["1"]}]}), "no token ids"),
-        (lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}), "a different prompt"),
+        (
+            lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}),
+            "another prompt than the one sent",
+        ),
     ],
 )
 def test_an_invalid_reply_is_one_error_line(answer, said):

@@ -80,7 +80,7 @@ def test_chat_sends_the_messages_of_the_record():
     prompts, records = question()
     with serving(lambda request: (200, chat("{}"))) as (url, asked):
         text_server(url, "chat")(prompts, step=0, records=records)
-        with pytest.raises(UsageError, match="pass the record of each prompt"):
+        with pytest.raises(UsageError, match="pass one record per prompt"):
             text_server(url, "chat")(prompts, step=0)
     [(path, _, request)] = asked
     assert path == "/v1/chat/completions"
@@ -319,7 +319,9 @@ def test_an_endless_reply_is_not_kept_in_memory(monkeypatch):
 
 def test_special_coordinate_tokens_are_refused_because_servers_omit_them_from_text(tmp_path):
     special = open_task(str(write_folder(tmp_path / "model", "chatml")), None)
-    with pytest.raises(UsageError, match=r'marks <\|coord_0\|> as special.*"special" to false.*server_api "tokens"'):
+    with pytest.raises(
+        UsageError, match=r'marks <\|coord_0\|> as special.*"special" of the token to false.*server_api "tokens"'
+    ):
         text_server("http://x/v1", task=special)
     plain = open_task(str(tmp_path / "model"), None, fields=("name",))
     assert text_server("http://x/v1", task=plain).api == "completions"
@@ -331,8 +333,8 @@ def test_special_coordinate_tokens_are_refused_because_servers_omit_them_from_te
         ("file:///etc", "is not a server URL"),
         ("localhost:8000/v1", "is not a server URL"),
         ("http://[::1/v1", "is not a server URL"),
-        ("http://ada:secret@x/v1", "a user, a password or a query.*server_key_env"),
-        ("http://x/v1?key=secret", "a user, a password or a query"),
+        ("http://ada:secret@x/v1", "a user name, a password or a query.*server_key_env"),
+        ("http://x/v1?key=secret", "a user name, a password or a query"),
     ],
 )
 def test_an_invalid_url_or_one_with_a_secret_is_refused(url, said):

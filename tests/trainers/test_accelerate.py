@@ -233,7 +233,7 @@ def test_a_run_that_began_without_an_audit_log_goes_on_without(weighted, tmp_pat
     runs.saved_at_each_step(weighted, tmp_path, steps=1)
     accelerator = runs.new_accelerator()
     train_loader(accelerator, weighted, PACKED, steps=2, audit_dir=tmp_path / "audit")
-    with pytest.raises(UsageError, match="the run began without an audit log; leave it out to resume"):
+    with pytest.raises(UsageError, match="the run began without an audit log; remove audit_dir to resume"):
         accelerator.load_state(str(tmp_path / "1"))
 
 
@@ -251,9 +251,9 @@ def check_log(dataset, folder) -> None:
 @pytest.mark.parametrize(
     ("accumulation", "config", "length", "message"),
     [
-        (1, PACKED, {}, "give either epochs or steps"),
-        (1, PACKED, {"epochs": 1, "steps": 1}, "give either epochs or steps"),
-        (4, {**PACKED, "gradient_accumulation_steps": 2}, {"steps": 1}, "is 2 in the config and 4 in the accelerator"),
+        (1, PACKED, {}, "pass either epochs or steps"),
+        (1, PACKED, {"epochs": 1, "steps": 1}, "pass either epochs or steps"),
+        (4, {**PACKED, "gradient_accumulation_steps": 2}, {"steps": 1}, "is 2 in the config, but 4 in the accelerator"),
         (3, PACKED, {"steps": 1}, "batch_size 4 cannot be split across 1 ranks with 3 accumulation steps each"),
     ],
 )

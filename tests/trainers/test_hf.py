@@ -225,7 +225,7 @@ def test_a_damaged_or_missing_state_is_one_line(checkpoint, weighted, model_fold
         trainer = make_trainer(hf.TrainRows(weighted, PACKED, steps=4, **options), model_folder, checkpoint.parent)
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
-    with pytest.raises(UsageError, match="has no audit log; leave audit_dir out"):
+    with pytest.raises(UsageError, match="has no audit log; remove audit_dir"):
         resume(audit_dir=tmp_path / "audit")
     state.write_text("{")
     with pytest.raises(UsageError, match=r"chatmill_state\.json: cannot be read"):
@@ -235,7 +235,7 @@ def test_a_damaged_or_missing_state_is_one_line(checkpoint, weighted, model_fold
     with pytest.raises(UsageError, match="is at step 1, but the trainer is at step 2"):
         resume()
     state.unlink()
-    with pytest.warns(UserWarning, match="does not exist, so it is unknown which rows were trained before"):
+    with pytest.warns(UserWarning, match="does not exist, so chatmill cannot check which rows were already trained"):
         resume()
     with pytest.raises(UsageError, match="does not exist"):
         resume(audit_dir=tmp_path / "audit")
@@ -247,14 +247,14 @@ def test_a_damaged_or_missing_state_is_one_line(checkpoint, weighted, model_fold
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"train_sampling_strategy": "random"}, "train_sampling_strategy is 'random', expected 'sequential'"),
-        ({"per_device_train_batch_size": 2}, "per_device_train_batch_size is 2, expected 4"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, expected 1"),
-        ({"num_train_epochs": 2}, "num_train_epochs is 2, expected 1"),
+        ({"train_sampling_strategy": "random"}, "train_sampling_strategy is 'random'; expected 'sequential'"),
+        ({"per_device_train_batch_size": 2}, "per_device_train_batch_size is 2; expected 4"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2; expected 1"),
+        ({"num_train_epochs": 2}, "num_train_epochs is 2; expected 1"),
         ({"max_steps": 11}, "max_steps is 11, but the dataset has 10 steps"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0"),
-        ({"remove_unused_columns": True}, "remove_unused_columns is True, expected False"),
-        ({"use_cache": True}, "use_cache is True, expected False"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1; expected 0"),
+        ({"remove_unused_columns": True}, "remove_unused_columns is True; expected False"),
+        ({"use_cache": True}, "use_cache is True; expected False"),
     ],
 )
 def test_arguments_that_would_train_other_rows_are_refused_before_the_first_step(
@@ -263,7 +263,7 @@ def test_arguments_that_would_train_other_rows_are_refused_before_the_first_step
     trainer = make_trainer(hf.TrainRows(plain, PACKED, steps=10), model_folder, tmp_path, **changes)
     with pytest.raises(UsageError) as refused:
         trainer.train()
-    assert str(refused.value) == f"the trainer would train other rows: {fault}"
+    assert str(refused.value) == f"the trainer's arguments would change the rows or the loss: {fault}"
 
 
 def test_flash_attention_is_refused_where_rows_are_not_flattened(plain, model_folder, tmp_path):
@@ -276,11 +276,14 @@ def test_flash_attention_is_refused_where_rows_are_not_flattened(plain, model_fo
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"train_sampling_strategy": "random"}, "rank 0 of 1 reads rows .* the sampler must not shuffle"),
-        ({"train_sampling_strategy": "random", "dataloader_num_workers": 2}, "the sampler must not shuffle"),
-        ({"train_sampling_strategy": "group_by_length"}, "rank 0 of 1 reads rows .* the sampler must not shuffle"),
+        ({"train_sampling_strategy": "random"}, "rank 0 of 1 reads rows .* use a sampler that does not shuffle"),
+        ({"train_sampling_strategy": "random", "dataloader_num_workers": 2}, "use a sampler that does not shuffle"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "rank 0 of 1 reads rows .* use a sampler that does not shuffle",
+        ),
         ({"per_device_train_batch_size": 2}, "reads batches of 2 rows on 1 ranks; .* is 4 rows a batch"),
-        ({"num_train_epochs": 2}, "begins its epoch 2, and the dataset is the whole run of 3 steps"),
+        ({"num_train_epochs": 2}, "begins epoch 2, but the dataset is the whole run of 3 steps"),
     ],
 )
 def test_without_the_callback_the_dataset_itself_refuses(plain, model_folder, tmp_path, changes, fault):

@@ -71,7 +71,7 @@ def test_the_audit_log_covers_the_rows_of_both_ranks(results, folder):
 def test_wrong_ways_of_reading_are_refused_in_one_line_on_both_ranks(results):
     for rank, result in enumerate(results):
         order = (
-            "which are not its next rows of the run; the sampler must not shuffle, and nothing else may shard the data"
+            "which are not its next rows of the run; use a sampler that does not shuffle, and shard the data only once"
         )
         refusals = result["refusals"]
         first = {"sharded twice": rank * 8 + rank, "sharded twice, row by row": 4 + rank * 3}
@@ -79,7 +79,7 @@ def test_wrong_ways_of_reading_are_refused_in_one_line_on_both_ranks(results):
         for way in first:
             assert refusals[way] == f"rank {rank} of 2 reads rows {first[way]} to {last[way]}, {order}"
         assert refusals["other batches"] == (
-            "the trainer reads batches of 8 rows on 2 ranks; batch_size 8 in 1 accumulation steps is 4 rows a batch"
+            "the trainer reads batches of 8 rows on 2 ranks; expected 4 for batch_size 8 and 1 accumulation steps"
         )
         assert refusals["uneven"] == (
             "batch_size 5 cannot be split across 2 ranks with 1 accumulation steps each; expected a multiple of 2"

@@ -134,7 +134,7 @@ def test_resume_from_a_checkpoint_of_any_step_trains_the_batches_that_would_have
 
 def test_epochs_of_different_lengths_are_trained_by_steps(small, small_windows, tmp_path):
     assert lightning_runs.steps_of_epochs(small, SIX, 3) == [3, 4, 4]
-    line = "the 3 epochs have 11 steps, not all 3, .*; give Trainer max_epochs=-1, max_steps=11"
+    line = "the 3 epochs have 11 steps in total, not 3 each, .*; pass max_epochs=-1 and max_steps=11 to Trainer"
     with pytest.raises(UsageError, match=line):
         train(small, SIX, epochs=3)
     whole = train(small, SIX, epochs=-1, max_steps=11, checkpoints=tmp_path)
@@ -161,7 +161,7 @@ def test_a_checkpoint_between_two_batches_of_a_step_is_refused(small, tmp_path):
 
     train(small, ACCUMULATED, max_steps=2, callbacks=(SaveInsideOfAStep(),))
     with pytest.raises(
-        UsageError, match="1 of 2 batches into step 1, whose gradients are lost; resume from a checkpoint"
+        UsageError, match="after 1 of 2 batches of step 1, and gradients were lost; resume from a checkpoint"
     ):
         train(small, ACCUMULATED, max_steps=4, ckpt_path=tmp_path / "inside.ckpt")
 
@@ -275,7 +275,7 @@ def test_another_accumulation_than_that_of_the_config_is_refused(small):
     data = EpisodeDataModule(small, UNPACKED)
     trainer = make_trainer(max_steps=1, accumulate_grad_batches=2)
     with pytest.raises(
-        UsageError, match="accumulate_grad_batches is 2, and gradient_accumulation_steps of the config is 1"
+        UsageError, match="accumulate_grad_batches is 2, but gradient_accumulation_steps of the config is 1"
     ):
         trainer.fit(Recorder(), data)
 
@@ -295,11 +295,11 @@ def test_an_accumulation_that_changes_in_the_run_is_refused(small):
             {"limit_train_batches": 3, "accumulate_grad_batches": 2},
             "set limit_train_batches to a multiple of 2",
         ),
-        (UNPACKED, {"overfit_batches": 2}, "overfit_batches repeats batches"),
+        (UNPACKED, {"overfit_batches": 2}, "overfit_batches is set"),
         (
             {**UNPACKED, "batch_sampling_mode": "random"},
             {"epochs": 1},
-            "the order random.* has no epochs; give Trainer max_steps",
+            "the order random.* has no epochs; pass max_steps to Trainer",
         ),
     ],
     ids=["limit", "overfit", "endless"],
@@ -328,5 +328,5 @@ def test_the_checkpoint_of_another_dataset_config_or_module_is_refused(small, we
 def test_a_trainer_that_does_not_know_of_all_processes_is_refused(small, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with pytest.raises(UsageError, match=r"the trainer has 1 processes, and torch\.distributed 2"):
+    with pytest.raises(UsageError, match=r"the trainer has 1 processes, but torch\.distributed has 2"):
         train(small, UNPACKED, max_steps=1)

@@ -130,7 +130,7 @@ def test_a_state_of_other_workers_is_refused(weighted):
 
 @pytest.mark.parametrize("state", [{}, {"num_workers": 0}, {"num_workers": 0, "state": 3}])
 def test_what_is_not_a_state_is_refused(weighted, state):
-    with pytest.raises(UsageError, match="not the state of a stateful_loader"):
+    with pytest.raises(UsageError, match="the state is not from a stateful_loader"):
         stateful_loader(weighted, PACKED).load_state_dict(state)
 
 
@@ -139,7 +139,7 @@ def test_what_is_not_a_state_is_refused(weighted, state):
 
 @pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"])
 def test_an_option_that_batches_or_samples_is_refused(weighted, option):
-    with pytest.raises(UsageError, match=f"{option}: chatmill decides which rows are in a batch"):
+    with pytest.raises(UsageError, match=f"{option}: chatmill sets which rows are in a batch"):
         stateful_loader(weighted, PACKED, **{option: None})
 
 
@@ -149,5 +149,5 @@ def test_an_audit_log_is_written_without_workers(weighted, tmp_path):
     audit.close()
     result = verify_log(audit.path, weighted)
     assert (result.fault, result.steps) == (None, 10)
-    with pytest.raises(UsageError, match="num_workers is 2, expected 0"):
+    with pytest.raises(UsageError, match="num_workers is 2; expected 0"):
         stateful_loader(weighted, PACKED, listener=Audit(tmp_path), num_workers=2)

@@ -68,16 +68,16 @@ def test_weights_are_refused_by_the_trainer_that_cannot_count_them(weighted, mod
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, expected 1"),
-        ({"max_length": 64}, "max_length is 64, expected None"),
-        ({"loss_type": "dft"}, "loss_type is 'dft', expected 'nll'"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2; expected 1"),
+        ({"max_length": 64}, "max_length is 64; expected None"),
+        ({"loss_type": "dft"}, "loss_type is 'dft'; expected 'nll'"),
     ],
 )
 def test_arguments_that_would_train_other_rows_are_refused(plain, model_folder, tmp_path, changes, fault):
     trainer = make_trainer(hf.TrainRows(plain, PACKED, steps=4), model_folder, tmp_path, "SFTTrainer", **changes)
     with pytest.raises(UsageError) as refused:
         trainer.train()
-    assert str(refused.value) == f"the trainer would train other rows: {fault}"
+    assert str(refused.value) == f"the trainer's arguments would change the rows or the loss: {fault}"
 
 
 def test_the_weighted_trainer_wants_the_rows_of_a_run(model_folder):

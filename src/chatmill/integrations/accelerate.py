@@ -8,7 +8,8 @@
             optimizer.zero_grad()
 
 Each rank reads its own rows, so do not pass the loader to `accelerator.prepare`. `accelerator.save_state()` saves the
-position after the last batch that the loop received, and `load_state()` restores it on any number of ranks.
+position in the data after the last batch that the loop received, and `load_state()` restores the position on any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def train_loader(
     """Return the batches of a run of `epochs` epochs or `steps` optimizer steps, on the accelerator's device.
 
     `batch_size` is the number of rows in an optimizer step, over all ranks and accumulation steps. `flatten`
-    concatenates the rows of a micro-batch, which FlashAttention needs for packed rows. With an `audit_dir` the run
-    writes an audit log there. The accelerator's checkpoints contain the position and the state of the audit log.
+    concatenates the rows of a micro-batch, which FlashAttention needs for packed rows. With `audit_dir`, the run writes
+    an audit log to this folder. The accelerator's checkpoints contain the position in the data and the state of the
+    audit log.
 
     >>> from accelerate import Accelerator
     >>> from chatmill.integrations.accelerate import train_loader
@@ -66,10 +68,10 @@ def train_loader(
 
 
 class AcceleratorBatches:
-    """The micro-batches of a run on one rank, in Hugging Face's convention.
+    """The micro-batches of a run on one rank, in the Hugging Face convention.
 
-    Each is a dict of the columns from `causal_lm_columns` and `step_weight`. Pass it to `causal_lm_loss` to compute the
-    loss for `accelerator.backward`.
+    A micro-batch is a dict with the columns from `causal_lm_columns` and `step_weight`. `causal_lm_loss` computes the
+    loss of a micro-batch for `accelerator.backward`.
     """
 
     def __init__(
@@ -84,16 +86,16 @@ class AcceleratorBatches:
         audit_dir: str | Path | None,
     ) -> None:
         if (epochs is None) == (steps is None):
-            raise UsageError("the length of the run is missing or ambiguous; give either epochs or steps")
+            raise UsageError("the length of the run is missing or ambiguous; pass either epochs or steps")
         parallel = accelerator.parallelism_config
         if parallel is not None and parallel.non_data_parallel_size > 1:
             raise UsageError(
-                "the accelerator has tensor, context or sequence parallelism, whose ranks share rows; "
-                "train_loader gives every rank different rows"
+                "the accelerator uses tensor, context or sequence parallelism, where several ranks share rows; "
+                "use data parallelism only"
             )
         self._accelerator, self._flatten, self._audit_dir = accelerator, flatten, audit_dir
         self.accumulation = accelerator.gradient_accumulation_steps
-        """Number of micro-batches per step."""
+        """Number of micro-batches per optimizer step."""
         self.loader = EpisodeLoader(
             dataset_dir,
             config,
@@ -106,18 +108,18 @@ class AcceleratorBatches:
         self.steps = len(self.loader) if steps is None else steps
         """Number of optimizer steps in the run."""
         self._parts: list[dict[str, Any]] = []
-        """The remaining micro-batches of the current step."""
+        """Remaining micro-batches of the current step."""
         self._audit: Audit | None = None
         self._audit_state: Mapping[str, Any] | None = None
-        """State of the audit log in the loaded checkpoint, or at the end of the run."""
+        """State of the audit log from the loaded checkpoint, or at the end of the run."""
         self._closed = False
 
     def _check_accumulation(self) -> None:
         config, mine, ranks = self.loader.config, self.accumulation, self.loader.world_size
         if config.gradient_accumulation_steps not in (1, mine):
             raise UsageError(
-                f"gradient_accumulation_steps is {config.gradient_accumulation_steps} in the config and {mine} in the "
-                "accelerator; expected the same"
+                f"gradient_accumulation_steps is {config.gradient_accumulation_steps} in the config, but {mine} in the "
+                "accelerator; expected the same value"
             )
         if self.loader.num_rows % mine:
             raise UsageError(
@@ -126,19 +128,19 @@ class AcceleratorBatches:
             )
 
     def __len__(self) -> int:
-        """Number of micro-batches of the whole run, regardless of the position."""
+        """Return the number of micro-batches of the whole run, regardless of the current position."""
         return self.steps * self.accumulation
 
     @property
     def step(self) -> int:
-        """The step that the next micro-batch belongs to."""
+        """The optimizer step of the next micro-batch."""
         return self.loader.cursor().step - bool(self._parts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the remaining micro-batches of the run."""
         if self._closed:
             raise UsageError(
-                f"the run ended after {self.step} of {self.steps} steps; loop over it once, and give train_loader the "
+                f"the run ended after {self.step} of {self.steps} steps; loop over it once, and pass train_loader the "
                 "epochs or steps of the whole run"
             )
         while self._parts or self.loader.cursor().step < self.steps:
@@ -148,12 +150,12 @@ class AcceleratorBatches:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is the same on all ranks; `accelerator.save_state` calls this on each rank."""
+        """Return the position in the data, which is the same on all ranks, for `accelerator.save_state`."""
         if self._parts:
             done = self.accumulation - len(self._parts)
             raise UsageError(
-                f"save_state is called after micro-batch {done} of {self.accumulation} of step {self.step}, and its "
-                "gradients would be lost; call it where accelerator.sync_gradients is true"
+                f"save_state was called after micro-batch {done} of {self.accumulation} of step {self.step}, whose "
+                "gradients would be lost; call it when accelerator.sync_gradients is true"
             )
         audit = None if self._closed else self._open_audit()
         return {
@@ -162,17 +164,17 @@ class AcceleratorBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved position; `accelerator.load_state` calls this."""
+        """Resume from a saved position, for `accelerator.load_state`."""
         if self._audit_dir is not None and state["audit"] is None:
             raise UsageError(
-                f"audit_dir is {self._audit_dir}, and the run began without an audit log; leave it out to resume"
+                f"audit_dir is {self._audit_dir}, but the run began without an audit log; remove audit_dir to resume"
             )
         self.loader.load_state_dict(state["loader"])
         self.close()
         self._parts, self._audit_state, self._closed = [], state["audit"], False
 
     def close(self) -> None:
-        """Close the audit log and stop the prefetching thread. Called automatically after the last step."""
+        """Close the audit log and stop the prefetching thread; done automatically after the last step."""
         if self._audit is not None:
             self._audit_state = self._audit.checkpoint()
             self._audit.close()
@@ -185,14 +187,14 @@ class AcceleratorBatches:
         weight = batch.weights.sum()
         if self.loader.world_size > 1:
             dist.all_reduce(weight)
-        # Accelerate averages over micro-batches and ranks.
+        # Accelerate averages gradients over micro-batches and ranks.
         weight /= self.accumulation * self.loader.world_size
         padding = self.loader.plan(self.loader.split).pad_token_id
         parts = (causal_lm_columns(part, pad_token_id=padding) for part in batch.split(self.accumulation))
         return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
     def _open_audit(self) -> Audit | None:
-        """Open the audit log on first use, because a checkpoint may be loaded before that."""
+        """Open the audit log on first use, because a checkpoint may be loaded before the first batch."""
         if self._audit is None and self._audit_dir is not None:
             reduce = self._sum if self.loader.world_size > 1 else None
             self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)

@@ -1,11 +1,11 @@
-"""Batches in the Hugging Face convention: labels are aligned with input_ids, and the model shifts them.
+"""Convert batches to the Hugging Face convention, in which labels are aligned with input_ids and the model shifts them.
 
     x          a b c d      input_ids     a b c d e
     y          b c d e      labels        - b c d e      - is -100
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
-Rows have one more token than in `x`: the token that the last position predicts. If that token is not trained, it is
-replaced by padding, which does not affect any trained token.
+A row of `input_ids` has one more token than a row of `x`: the token that the last position predicts. If the last token
+is not trained, padding replaces it, which does not affect any trained token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from chatmill.load.batch import IGNORE_INDEX, Batch
 def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
     """Return the columns `input_ids`, `labels`, `position_ids` and `weights`, each of shape (rows, block_size + 1).
 
-    `weights` are also aligned with the tokens, and 0 for tokens that are not trained. `position_ids` restart at 0 in
-    each segment, which separates the segments of a row.
+    `weights` are aligned with `input_ids`, and are 0 for tokens that are not trained. `position_ids` restart at 0 in
+    each segment, so that models can separate the segments of a packed row.
 
     >>> import numpy as np
     >>> from chatmill.integrations.columns import causal_lm_columns
@@ -46,9 +46,9 @@ def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
 
 
 def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
-    """Return `cu_seq_lens` (int32) for the concatenated rows, and the length of the longest sequence.
+    """Return `cu_seq_lens` (int32) of the concatenated rows, and the length of the longest sequence.
 
-    A sequence begins wherever a position is 0.
+    A sequence starts wherever `position_ids` is 0.
 
     >>> import torch
     >>> from chatmill.integrations.columns import sequence_lengths
@@ -62,9 +62,9 @@ def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def flattened(columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the columns with all rows concatenated into one, plus the sequence boundaries that FlashAttention needs.
+    """Return the columns with all rows concatenated to one row, and the sequence boundaries that FlashAttention needs.
 
-    The boundaries are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
+    The columns for the boundaries are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
 
     >>> import torch
     >>> from chatmill.integrations.columns import flattened
@@ -78,13 +78,13 @@ def flattened(columns: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 ONE = 0x3F800000
-"""The bits of 1.0 as float32."""
+"""The bit pattern of 1.0 in float32."""
 
 
 def weighted_labels(labels: Tensor, weights: Tensor) -> Tensor:
-    """Encode float32 weights into labels, for loss functions that receive only labels; `split_labels` decodes them.
+    """Encode float32 weights in labels, for loss functions that receive only labels; `split_labels` decodes them.
 
-    The upper 32 bits hold the weight, encoded so that labels with weight 1 and the label -100 stay unchanged.
+    The upper 32 bits of a label encode its weight such that labels with weight 1 and the label -100 are unchanged.
 
     >>> import torch
     >>> from chatmill.integrations.columns import split_labels, weighted_labels
@@ -97,7 +97,7 @@ def weighted_labels(labels: Tensor, weights: Tensor) -> Tensor:
 
 
 def split_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the plain labels and their weights; the weight of -100 is 0."""
+    """Return the plain labels and the weight of each label; the weight of the label -100 is 0."""
     trained = labels != IGNORE_INDEX
     weights = ((labels >> 32) ^ ONE).int().view(torch.float32)
     return torch.where(trained, labels & 0xFFFFFFFF, labels), torch.where(trained, weights, 0.0)

@@ -4,8 +4,9 @@
     args = TrainingArguments("run", learning_rate=1e-4, **hf.training_arguments(rows))
     trainer = Trainer(model, args, **hf.trainer_arguments(rows))
 
-The trainer reads the rows of the run in order, and each rank gets the same rows as in `chatmill train`. The loss is
-also the same: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer` see `trl`.
+The trainer reads the rows of the run in order, and each rank trains the same rows as in `chatmill train`. The loss is
+the same as in `chatmill train`: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer`, see
+`chatmill.integrations.trl`.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ __all__ = [
 ]
 
 STATE = "chatmill_state.json"
-"""The file in a checkpoint that stores the position in the data."""
+"""Name of the checkpoint file that stores the position in the data."""
 UNCHANGED = {
     "label_smoothing_factor": 0,
     "ignore_data_skip": False,
     "auto_find_batch_size": False,
-    # With a KV cache, transformers lets the conversations of a packed row attend to each other.
+    # If a KV cache is used, transformers lets the conversations of a packed row attend to each other.
     "use_cache": False,
 }
-"""Defaults of `TrainingArguments` that must not change: other values would change the rows or the loss."""
+"""Required values of `TrainingArguments`; other values would change the rows or the loss."""
 
 
 def training_arguments(rows: TrainRows) -> dict[str, Any]:
     """Return arguments for `TrainingArguments` that make a trainer read the rows of a run once, in order.
 
-    The number of ranks comes from torch.distributed, or from the variables that torchrun or `accelerate launch` set.
+    The number of ranks is read from torch.distributed, or from the environment variables that torchrun and `accelerate
+    launch` set.
     """
     return {
         "per_device_train_batch_size": rows.rows_per_batch,
@@ -70,9 +72,9 @@ def training_arguments(rows: TrainRows) -> dict[str, Any]:
 
 
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
-    """Return arguments for `Trainer`: the rows, their loss, the val split if there is one, and a `RunCallback`.
+    """Return arguments for `Trainer`: the rows, the loss, the val split if the dataset has one, and a `RunCallback`.
 
-    `flatten` is for FlashAttention: see `Collator`.
+    Pass `flatten` if the model uses FlashAttention; see `Collator`.
     """
     rows.weights_in_labels = True
     evaluates = "val" in rows.loader.splits
@@ -88,8 +90,8 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
 class Collator:
     """Stacks rows into a batch.
 
-    With `flatten`, which FlashAttention needs, the rows are concatenated into one, and `cu_seq_lens_q`,
-    `cu_seq_lens_k`, `max_length_q` and `max_length_k` mark the boundaries of its conversations.
+    With `flatten`, which FlashAttention needs, all rows are concatenated to one row, and `cu_seq_lens_q`,
+    `cu_seq_lens_k`, `max_length_q` and `max_length_k` mark the boundaries of conversations.
 
     >>> import torch
     >>> from chatmill.integrations.hf import Collator
@@ -110,47 +112,47 @@ class Collator:
 
 
 def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    """A `compute_loss_func` for labels with encoded weights: Σ weight · cross entropy / labels in the global batch."""
+    """Return Σ weight · cross entropy / labels in the global batch, for labels from `weighted_labels`."""
     ids, weights = split_labels(labels[:, 1:])
     trained = ids != IGNORE_INDEX
-    # Only the logits of trained positions are converted to float32.
+    # Convert only the logits of trained positions to float32.
     losses = F.cross_entropy(outputs["logits"][:, :-1][trained].float(), ids[trained], reduction="none")
     count = trained.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
     return (losses * weights[trained]).sum() / count.to(losses.device).clamp(min=1)
 
 
 class RunCallback(TrainerCallback):
-    """Rejects arguments that would change the rows, saves the data position in checkpoints, and writes the audit log.
+    """Rejects arguments that would change the rows, saves the position in the data, and writes the audit log.
 
-    The position is stored in `chatmill_state.json`. A resumed run must have the same dataset and order; the trainer
-    itself skips the rows that were already trained.
+    Checkpoints store the position in the data in `chatmill_state.json`. A resumed run must use the same dataset and
+    order; the trainer itself skips the rows that were already trained.
     """
 
     def __init__(self, rows: TrainRows, *, flatten: bool = False, expected: Mapping[str, Any] | None = None) -> None:
-        """`flatten` is as in `Collator`; `expected` defaults to `training_arguments(rows)`, the required arguments."""
+        """Set the same `flatten` as for `Collator`; `expected` defaults to `training_arguments(rows)`."""
         self.rows = rows
         self._flatten = flatten
         self._expected = expected
         self._at = Cursor()
-        """Position of the next step."""
+        """Position in the data of the next step."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **others: Any
     ) -> None:
         expected = {**(self._expected or training_arguments(self.rows)), **UNCHANGED}
         faults = [
-            f"{name} is {getattr(args, name)!r}, expected {value!r}"
+            f"{name} is {getattr(args, name)!r}; expected {value!r}"
             for name, value in expected.items()
             if getattr(args, name) != value
         ]
-        # Some of the faults above also change max_steps.
+        # Other wrong arguments may also change max_steps, so check it only if all others are right.
         if state.max_steps > self.rows.steps and not faults:
             faults.append(f"max_steps is {state.max_steps}, but the dataset has {self.rows.steps} steps")
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
         if "flash" in attention and not self._flatten:
-            faults.append(f"{attention} lets conversations of a row attend to each other, expected flatten=True")
+            faults.append(f"{attention} lets conversations of a packed row attend to each other; expected flatten=True")
         if faults:
-            raise UsageError(f"the trainer would train other rows: {'; '.join(faults)}")
+            raise UsageError(f"the trainer's arguments would change the rows or the loss: {'; '.join(faults)}")
         self._at = self.rows.plan.cursor_at(state.global_step)
         saved = self._resume(_checkpoint(args, state)) if state.global_step else None
         if self.rows.audit_dir is not None:
@@ -184,7 +186,7 @@ class RunCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the audit log. The trainer does not call this if a run ends with an exception."""
+        """Close the audit log. Call this method if a run ends with an exception, because the trainer does not."""
         if (audit := self.rows.open_audit) is not None:
             self.rows.open_audit = None
             audit.close()
@@ -196,7 +198,7 @@ class RunCallback(TrainerCallback):
             saved = json.loads(path.read_text("utf-8"))
             loader = saved["loader"]
         except FileNotFoundError:
-            fault = f"{path}: does not exist, so it is unknown which rows were trained before"
+            fault = f"{path}: the file does not exist, so chatmill cannot check which rows were already trained"
             if self.rows.audit_dir is not None:
                 raise UsageError(f"{fault}; resume from a checkpoint in output_dir, or start a new run") from None
             warnings.warn(f"{fault}; the run resumes at the same step of this dataset", stacklevel=2)
@@ -209,7 +211,7 @@ class RunCallback(TrainerCallback):
             raise UsageError(f"{path}: {error}") from None
         if (at := self.rows.loader.cursor()) != self._at:
             raise UsageError(
-                f"{path}: is at step {at.step}, but the trainer is at step {self._at.step}; one of them was changed"
+                f"{path}: is at step {at.step}, but the trainer is at step {self._at.step}; the checkpoint was changed"
             )
         return saved
 
@@ -218,7 +220,7 @@ class RunCallback(TrainerCallback):
         rank, world_size = self.rows.rank_and_world_size
         state = None if saved is None else saved["audit"]
         if saved is not None and state is None:
-            raise UsageError("the resumed run has no audit log; leave audit_dir out, or start a new run")
+            raise UsageError("the resumed run has no audit log; remove audit_dir, or start a new run")
 
         def reduce(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
             tensor = torch.from_numpy(numbers.copy()).to(args.device)
@@ -234,5 +236,5 @@ class RunCallback(TrainerCallback):
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the checkpoint folder of this step."""
+    """Return the checkpoint folder of the current step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

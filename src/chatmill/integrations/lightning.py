@@ -1,10 +1,11 @@
-"""Train on chatmill's batches with Lightning: a `LightningDataModule`.
+"""Train on chatmill's batches with Lightning, through a `LightningDataModule`.
 
     data = EpisodeDataModule("chat_sft", {"batch_size": 8, "use_loss_mask": True})
     Trainer(max_epochs=3).fit(model, data)
 
-Step n of the trainer is step n of `chatmill train`, regardless of epochs and limits. The position in the data is the
-number of batches that were trained, which Lightning's checkpoints store; one more batch may have been prefetched.
+Step n of the trainer has the same rows as step n of `chatmill train`, regardless of epochs and limits. The position in
+the data is the number of trained batches, which Lightning's checkpoints store. A batch that Lightning prefetched is not
+counted.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from chatmill.load.plan import LoadPlan
 from chatmill.remote.urls import Place
 
 AUDIT_STEPS = 100
-"""Maximum number of steps that one digest of the audit log covers."""
+"""Maximum number of steps per digest in the audit log."""
 
 
 class WeightedBatch(NamedTuple):
-    """A chatmill batch, and the weight that its loss is divided by."""
+    """A chatmill batch, and the weight by which to divide its loss."""
 
     batch: Batch
     step_weight: Tensor
@@ -48,14 +49,14 @@ class WeightedBatch(NamedTuple):
 class EpisodeDataModule(LightningDataModule):
     """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
 
-    A batch is a dict of the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is false. Its
-    `step_weight`, by which `causal_lm_loss` divides in `training_step`, is the total weight of the trained tokens of
-    the step, divided by the number of batches that Lightning averages over (ranks times `accumulate_grad_batches`). In
-    validation, which reads every row of `val` once, `step_weight` is the weight of the batch. `flatten` concatenates
-    the rows of a batch, which FlashAttention needs for packed rows.
+    A batch is a dict of the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is false.
+    `causal_lm_loss` divides the loss by the batch's `step_weight`: the total weight of the step's trained tokens,
+    divided by the number of batches that Lightning averages over (ranks times `accumulate_grad_batches`). Validation
+    reads every row of `val` once, with the weight of the batch as `step_weight`. `flatten` concatenates the rows of a
+    batch, which FlashAttention needs for packed rows.
 
-    One trainer epoch is one epoch of the dataset; with `limit_train_batches`, the next trainer epoch continues where
-    the last one stopped. With an `audit_dir`, rank 0 writes an audit log of the trained steps.
+    One trainer epoch is one epoch of the dataset. With `limit_train_batches`, each trainer epoch continues where the
+    previous epoch stopped. With `audit_dir`, rank 0 writes an audit log of the trained steps to this folder.
     """
 
     def __init__(
@@ -70,19 +71,19 @@ class EpisodeDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         if flatten and not columns:
-            raise UsageError("flatten is for columns; leave it out, or columns=False")
+            raise UsageError("flatten requires columns; remove flatten or columns=False")
         self._dataset_dir, self._config, self._columns, self._flatten = dataset_dir, config, columns, flatten
         self._audit_dir, self._audit_steps = audit_dir, audit_steps
         self._loader: EpisodeLoader | None = None
         self._trained: TrainedSteps | None = None
         self._loaded: Mapping[str, Any] | None = None
-        """The state in the checkpoint that this `fit` resumes from."""
+        """State from the checkpoint that `fit` resumes from."""
         self._audit_state: Mapping[str, Any] | None = None
-        """The state of the audit log at the end of the last `fit`."""
+        """State of the audit log at the end of the last `fit`."""
 
     @property
     def loader(self) -> EpisodeLoader:
-        """The loader of this rank."""
+        """The `EpisodeLoader` of this rank."""
         if self._loader is None:
             raise UsageError("an EpisodeDataModule has a loader only inside Trainer.fit and Trainer.validate")
         return self._loader
@@ -93,10 +94,10 @@ class EpisodeDataModule(LightningDataModule):
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if processes != self.trainer.world_size:
             raise UsageError(
-                f"the trainer has {self.trainer.world_size} processes, and torch.distributed {processes}; each would "
-                f"train the rows of others too: set devices and num_nodes of Trainer to {processes} processes"
+                f"the trainer has {self.trainer.world_size} processes, but torch.distributed has {processes}, so rows "
+                f"would be trained several times; set devices and num_nodes of Trainer to {processes} processes"
             )
-        # Count only data parallel ranks; a strategy may also have other ranks.
+        # Count only data parallel ranks, because a strategy may also have other ranks.
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         self._loader = EpisodeLoader(
             self._dataset_dir, self._config, rank=ranks["rank"], world_size=ranks["num_replicas"]
@@ -108,10 +109,10 @@ class EpisodeDataModule(LightningDataModule):
         order, trainer = self.plan.order, self.trainer
         has_end = trainer.max_steps != -1 or trainer.max_epochs == -1 or isinstance(trainer.limit_train_batches, int)
         if order.length is None and not has_end:
-            raise UsageError(f"the order {order.name} has no epochs; give Trainer max_steps")
+            raise UsageError(f"the order {order.name} has no epochs; pass max_steps to Trainer")
         if trainer.ckpt_path and self._loaded is None:
             raise UsageError(
-                f"{trainer.ckpt_path}: has no state of {type(self).__qualname__}; use a checkpoint of its run"
+                f"{trainer.ckpt_path}: has no state of {type(self).__qualname__}; use a checkpoint of a run with it"
             )
         if self._loaded is not None:
             self._check_loaded(self._loaded)
@@ -124,7 +125,7 @@ class EpisodeDataModule(LightningDataModule):
         return ValBatches(self) if "val" in self.loader.splits else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last trained step; it is the same on all ranks."""
+        """Return the position in the data after the last trained step, which is the same on all ranks."""
         step, parts = divmod(self.trained_batches, self.accumulation)
         state = {**self._state_at(step), "gradient_accumulation_steps": self.accumulation, "batches": parts}
         if self._trained is not None:
@@ -147,7 +148,7 @@ class EpisodeDataModule(LightningDataModule):
         if self._loader is not None:
             self._loader.close()
 
-    # The position.
+    # Position in the data.
 
     @property
     def plan(self) -> LoadPlan:
@@ -160,22 +161,22 @@ class EpisodeDataModule(LightningDataModule):
 
     @property
     def trained_batches(self) -> int:
-        """Number of batches that the trainer has trained since the run began."""
+        """Number of batches that the trainer has trained since the start of the run."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        # A batch that a hook skips counts as processed but not as started.
+        # Lightning counts a batch that a hook skips as processed but not as started.
         return min(progress.started, progress.processed)
 
     def num_batches(self) -> int | None:
-        """Number of batches in a trainer epoch, as in the dataset's first epoch; None if the order has no epochs."""
+        """Return the number of batches in the dataset's first epoch; None if the order has no epochs."""
         return None if self.plan.order.length is None else self.plan.num_steps(0) * self.accumulation
 
     def train_batches(self) -> Iterator[Any]:
-        """Yield batches from the current position, indefinitely."""
+        """Yield batches indefinitely, starting at the current position."""
         loader, (step, parts) = self.loader, divmod(self.trained_batches, self.accumulation)
         if parts:
             raise UsageError(
-                f"the trainer is {parts} of {self.accumulation} batches into step {step}, whose gradients are "
-                "lost; resume from a checkpoint between two steps"
+                f"the checkpoint was saved after {parts} of {self.accumulation} batches of step {step}, and gradients "
+                "were lost; resume from a checkpoint at the end of a step"
             )
         if self._trained is not None:
             self._trained.report(step)
@@ -194,7 +195,7 @@ class EpisodeDataModule(LightningDataModule):
                 self._trained.report(self.trained_batches // self.accumulation)
 
     def output(self, batch: Batch, weight: Tensor) -> Any:
-        """Return a batch in the form that the model receives."""
+        """Return a batch in the form that `training_step` receives."""
         if not self._columns:
             return WeightedBatch(batch, weight)
         columns = causal_lm_columns(batch, pad_token_id=self.plan.pad_token_id)
@@ -204,24 +205,24 @@ class EpisodeDataModule(LightningDataModule):
         return {**self.loader.state_dict(), "cursors": {"train": self.plan.cursor_at(step)._asdict()}}
 
     def _check_loaded(self, state: Mapping[str, Any]) -> None:
-        """Raise if the state belongs to another dataset, config or run."""
+        """Raise `UsageError` if a saved state belongs to another dataset or config."""
         self.loader.load_state_dict(state)
         if (saved := state.get("gradient_accumulation_steps")) != self.accumulation:
             raise UsageError(
                 f"the checkpoint was saved with gradient_accumulation_steps {one_line(str(saved))}, now it is "
-                f"{self.accumulation}; Lightning counts its batches, so do not change it"
+                f"{self.accumulation}; use the saved value, because Lightning counts micro-batches"
             )
 
     def _check_trainer(self) -> None:
-        """Raise if the trainer's settings would change the batches of a step."""
+        """Raise `UsageError` if the trainer's settings would change the batches of a step."""
         trainer, batches = self.trainer, self.trainer.num_training_batches
         if trainer.accumulate_grad_batches != self.accumulation:
             raise UsageError(
-                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and gradient_accumulation_steps of the "
-                f"config is {self.accumulation}; set both to the same"
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, but gradient_accumulation_steps of the "
+                f"config is {self.accumulation}; set both to the same value"
             )
         if trainer.overfit_batches:
-            raise UsageError("overfit_batches repeats batches, which this data module does not; use a smaller dataset")
+            raise UsageError("overfit_batches is set, but the data module cannot repeat batches; use a smaller dataset")
         if isinstance(batches, int) and batches % self.accumulation:
             raise UsageError(
                 f"the trainer takes {batches} batches per epoch, in steps of {self.accumulation}; set "
@@ -229,36 +230,36 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_epochs(self) -> None:
-        """Raise if epochs differ in length, because Lightning assumes that all are as long as the first."""
+        """Raise `UsageError` if epochs differ in length, because Lightning assumes that they are equally long."""
         trainer, windows = self.trainer, self.plan.num_windows()
         by_epochs = trainer.max_steps == -1 and not isinstance(trainer.limit_train_batches, int)
-        # With a single window, every epoch has the same number of rows, packed or not.
+        # If the dataset fits in one packing window, all epochs have the same number of rows.
         if not by_epochs or self.loader.config.packing == "none" or windows is None or windows == 1:
             return
         first, epochs = self.plan.num_steps(0), range(1, trainer.max_epochs)
         if any(self.plan.num_steps(epoch) != first for epoch in epochs):
             total = first + sum(map(self.plan.num_steps, epochs))
             raise UsageError(
-                f"the {trainer.max_epochs} epochs have {total} steps, not all {first}, and Lightning's epochs are of "
-                f"one length; give Trainer max_epochs=-1, max_steps={total}"
+                f"the {trainer.max_epochs} epochs have {total} steps in total, not {first} each, as Lightning "
+                f"assumes; pass max_epochs=-1 and max_steps={total} to Trainer"
             )
 
-    # Audit log.
+    # Audit log of the trained steps.
 
     def _open_audit(self, folder: str | Path) -> None:
-        """Start an audit log, or continue the one from the checkpoint or from the last `fit`."""
+        """Start an audit log, or continue the audit log of the checkpoint or of the last `fit`."""
         step = self.trained_batches // self.accumulation
         state = None if self._loaded is None else self._loaded.get("audit")
         if self._loaded is None and step:
             state = self._audit_state
         if step and state is None:
-            raise UsageError(f"audit_dir is {folder}, and the run began without an audit log; leave it out to resume")
+            raise UsageError(f"audit_dir is {folder}, but the run began without an audit log; remove audit_dir")
         audit = Audit(folder, every=self._audit_steps, state=state, reduce=self._sum_over_ranks)
         self._trained = TrainedSteps(audit)
         self.loader.listen(self._trained)
 
     def _audit_checkpoint(self, trained: TrainedSteps) -> Mapping[str, Any]:
-        """Return the state of the audit log after the last trained step, broadcast from rank 0, which writes it."""
+        """Return the state of the audit log after the last trained step, broadcast from rank 0."""
         trained.report(self.trained_batches // self.accumulation)
         return self.trainer.strategy.broadcast(trained.audit.checkpoint())
 
@@ -268,7 +269,7 @@ class EpisodeDataModule(LightningDataModule):
 
 
 class TrainBatches:
-    """Batches of a trainer epoch, from the current position. Lightning ends the epoch after `len` batches."""
+    """The batches of a trainer epoch, from the current position. Lightning ends the epoch after `len` batches."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data
@@ -279,19 +280,19 @@ class TrainBatches:
 
     def __len__(self) -> int:
         if self._num_batches is None:
-            raise TypeError("this order has no epochs, and therefore no length")
+            raise TypeError("the length is unknown, because this order has no epochs")
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state, because the data module saves the position. Marks the loader as resumable."""
+        """Return an empty state; Lightning regards a loader with this method as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Does nothing; see `state_dict`."""
+        """Ignore the state, because the data module restores the position."""
 
 
 class ValBatches:
-    """Batches that contain every row of the `val` split once."""
+    """Batches that together contain every row of the `val` split once."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data

@@ -4,8 +4,8 @@
     for batch in loader: …
     state = loader.state_dict()
 
-Each rank reads its own rows of each batch. The state is the position after the last batch that the loop received, no
-matter how far the workers have prefetched.
+Each rank reads its own rows of each batch. The state is the position in the data after the last batch that the loop
+received, even if workers have prefetched more batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chatmill.load.loader import EpisodeLoader, Listener
 from chatmill.remote.urls import Place
 
 BATCHING = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"}
-"""Options of a data loader that would change which rows are in a batch."""
+"""`StatefulDataLoader` options that would change which rows are in a batch."""
 
 
 def stateful_loader(
@@ -39,11 +39,11 @@ def stateful_loader(
     listener: Listener | None = None,
     **options: Any,
 ) -> StatefulBatches:
-    """Return the batches of one rank: each a `Batch`, or Hugging Face columns. Without `epochs`, the loader never ends.
+    """Return a loader of one rank's batches: `Batch` objects, or Hugging Face columns. Without `epochs`, it never ends.
 
-    `ranks` is (rank, world size) for sharding each batch, by default from torch.distributed or torchrun; pass it if
-    several ranks train the same rows. `listener` may be an audit log. `options` are passed on to `StatefulDataLoader`;
-    options for batching or sampling are rejected.
+    `ranks` is (rank, world size) for sharding each batch, by default from torch.distributed or torchrun; pass `ranks`
+    if several ranks train the same rows. `listener` may be an audit log. `options` are passed to `StatefulDataLoader`,
+    but options for batching or sampling are rejected.
 
     >>> from chatmill.integrations.torchdata import stateful_loader
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -53,9 +53,9 @@ def stateful_loader(
     (4, 64)
     """
     if listener is not None and num_workers:
-        raise UsageError(f"a listener runs in the training process only; num_workers is {num_workers}, expected 0")
+        raise UsageError(f"num_workers is {num_workers}; expected 0, because a listener needs the training process")
     if batching := sorted(BATCHING & options.keys()):
-        raise UsageError(f"{', '.join(batching)}: chatmill decides which rows are in a batch; leave this out")
+        raise UsageError(f"{', '.join(batching)}: chatmill sets which rows are in a batch; remove the option")
     rank, world_size = ranks or rank_and_world_size()
     episodes = EpisodeLoader(dataset_dir, config, rank=rank, world_size=world_size, epochs=epochs, listener=listener)
     if hf_columns:
@@ -64,9 +64,9 @@ def stateful_loader(
 
 
 class StatefulBatches(StatefulDataLoader[Any]):
-    """A `StatefulDataLoader` over an `EpisodeLoader`. A second loop continues where the first one stopped.
+    """A `StatefulDataLoader` over an `EpisodeLoader`, in which a second loop continues where the first loop stopped.
 
-    A plain `StatefulDataLoader` with workers starts again at the first batch, even after loading the state of a
+    A plain `StatefulDataLoader` with workers would restart at the first batch, even after loading the state of a
     finished run.
     """
 
@@ -79,13 +79,13 @@ class StatefulBatches(StatefulDataLoader[Any]):
             self.load_state_dict(self.state_dict())
             if self._ended:
                 raise UsageError(
-                    "all epochs were read; loop once, and give stateful_loader the epochs of the whole run"
+                    "all epochs were read; loop once, and pass stateful_loader the epochs of the whole run"
                 )
         self._begun = True
         return iter(()) if self._ended else super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last returned batch; it is the same on all ranks."""
+        """Return the position in the data after the last returned batch, which is the same on all ranks."""
         return {"num_workers": self.num_workers, "state": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -94,10 +94,8 @@ class StatefulBatches(StatefulDataLoader[Any]):
             workers, state = state_dict["num_workers"], state_dict["state"]
             ended = state["_iterator_finished"]
         except (KeyError, TypeError):
-            raise UsageError(
-                "this is not the state of a stateful_loader; expected the result of its state_dict"
-            ) from None
+            raise UsageError("the state is not from a stateful_loader; expected the result of its state_dict") from None
         if workers != self.num_workers:
-            raise UsageError(f"the state was saved with num_workers {workers}, and this loader has {self.num_workers}")
+            raise UsageError(f"the state was saved with num_workers {workers}, but this loader has {self.num_workers}")
         super().load_state_dict(state)
         self._begun, self._ended = False, ended

@@ -1,11 +1,11 @@
-"""Train on chatmill's batches with torchtitan, through its dataloader protocol.
+"""Train on chatmill's batches with torchtitan, through torchtitan's dataloader protocol.
 
     config.dataloader = EpisodeDataLoader.Config(dataset_path="chat_sft", load={"batch_size": 8, "use_loss_mask": True})
 
     x, y, positions of a batch  ->  ({"input": x, "positions": positions}, y)
 
-Labels are already shifted, as torchtitan expects, and positions restart at 0 in each conversation. torchtitan's flex
-and varlen attention separate the conversations of a packed row by these positions.
+Labels are already shifted, which torchtitan expects. Positions restart at 0 in each conversation, so that torchtitan's
+flex and varlen attention can separate the conversations of a packed row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from chatmill.load.loader import EpisodeLoader
 from chatmill.load.source import DataSource
 
 TitanBatch = tuple[dict[str, Tensor], Tensor]
-"""The inputs of the model by name, and the labels."""
+"""The model inputs by name, and the labels."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,24 +40,23 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
     """Settings of `EpisodeDataLoader`; `dataset_path` is the folder or URL of the dataset."""
 
     load: dict[str, Any] = field(default_factory=dict)
-    """Keys of chatmill's config; `block_size` must equal torchtitan's `seq_len`, and `batch_size` `global_batch_size`.
-    """
+    """Loader config; `block_size` must equal torchtitan's `seq_len`, and `batch_size` its `global_batch_size`."""
     split: str = "train"
     epochs: int | None = None
     """Number of epochs; None repeats the data indefinitely."""
     infinite: bool = True
-    """False reads every row of the split once, in stored order. torchtitan's validator sets it."""
+    """If false, every row of the split is read once, in stored order; torchtitan's validator sets this to false."""
     audit_dir: str | None = None
-    """Folder of the audit log; None writes no log."""
+    """Folder for the audit log; None disables the audit log."""
     audit_steps: int = 100
-    """Maximum number of steps that one digest of the audit log covers."""
+    """Maximum number of steps per digest in the audit log."""
 
 
 class EpisodeDataLoader(BaseDataLoader):
-    """Batches from an `EpisodeLoader` for one data parallel rank in torchtitan.
+    """A torchtitan dataloader that returns the batches of an `EpisodeLoader` for one data parallel rank.
 
-    Its state is the same on all ranks and can be loaded on a different number of ranks. If torchtitan takes an
-    optimizer step after more or fewer rows than `batch_size`, the run stops with an error.
+    The dataloader's state is the same on all ranks, and can be loaded on a different number of ranks. If torchtitan
+    takes an optimizer step after more or fewer rows than `batch_size`, the run stops with an error.
     """
 
     Config = EpisodeDataLoaderConfig
@@ -72,7 +71,7 @@ class EpisodeDataLoader(BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        """Accept the arguments that torchtitan passes; `tokenizer` and `snapshot_every_n_steps` are ignored."""
+        """Accept the arguments that torchtitan passes, but ignore `tokenizer` and `snapshot_every_n_steps`."""
         if not config.dataset_path:
             raise UsageError("dataloader.dataset_path is missing; expected the folder of a dataset")
         load = LoadConfig.from_mapping(config.load)
@@ -90,7 +89,7 @@ class EpisodeDataLoader(BaseDataLoader):
             for source in self._loader.sources:
                 _check_weights(source, config.split)
         self._state = self._loader.state_dict()
-        """The position after the last step whose batches were all returned."""
+        """Position in the data after the last step of which all batches were returned."""
         self._audit: Audit | None = None
         self._audit_state: Mapping[str, Any] | None = None
         self._is_audited = False
@@ -121,7 +120,7 @@ class EpisodeDataLoader(BaseDataLoader):
                     yield _inputs_and_labels(part)
                     if bool(steps) != (number == self._batches):
                         raise UsageError(
-                            f"torchtitan takes {'a' if steps else 'no'} step after {number} batches on each rank, and "
+                            f"torchtitan took {'a' if steps else 'no'} step after {number} batches on each rank, but "
                             f"a step of batch_size {self._loader.config.batch_size} has {self._batches}; set "
                             f"training.global_batch_size to {self._loader.config.batch_size}"
                         )
@@ -129,7 +128,7 @@ class EpisodeDataLoader(BaseDataLoader):
             hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as a JSON string under one key: torchtitan loads only keys that a new loader has."""
+        """Return the state as one JSON string, because torchtitan loads only keys that a new dataloader also has."""
         state = dict(self._state)
         if self._is_audited:
             audits = [None if self._audit is None else self._audit.checkpoint()]
@@ -144,25 +143,25 @@ class EpisodeDataLoader(BaseDataLoader):
             return
         if "chatmill" not in state_dict:
             raise UsageError(
-                "the checkpoint has the state of another dataloader; resume with that one, or do not load it"
+                "the checkpoint has the state of another dataloader; resume with it, or do not load its state"
             )
         state = json.loads(state_dict["chatmill"])
         self._loader.load_state_dict(state)
         self._state, self._audit_state = self._loader.state_dict(), state.get("audit")
 
     def close(self) -> None:
-        """Write the last steps of the audit log and stop the prefetching threads. Call this on all ranks."""
+        """Close the audit log and stop the prefetching threads. All ranks must call this method."""
         if self._audit is not None:
             self._audit.close()
         self._audit, self._is_audited = None, False
         self._loader.close()
 
-    # Audit log.
+    # Audit log of the trained steps.
 
     def _open_audit(self) -> None:
-        """Start an audit log, or continue the one from the checkpoint.
+        """Start an audit log, or continue the audit log of the checkpoint.
 
-        If not all ranks are data parallel, some ranks have the same rows; rank 0 then logs only its own rows.
+        If not all ranks are data parallel, several ranks have the same rows, so rank 0 logs only its own rows.
         """
         config, world_size = self._config, dist.get_world_size() if dist.is_initialized() else 1
         if config.audit_dir is None:
@@ -177,10 +176,10 @@ class EpisodeDataLoader(BaseDataLoader):
 
 
 def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local_batch_size: int) -> int:
-    """Return the number of batches per step on each rank; raise `UsageError` if the sizes are not divisible."""
+    """Return the number of batches per step on each rank; raise `UsageError` if the sizes do not fit together."""
     size, per_rank = load.block_size, load.batch_size // dp_world_size
     if size != seq_len:
-        raise UsageError(f"block_size is {size}, and training.seq_len {seq_len}; set training.seq_len to {size}")
+        raise UsageError(f"block_size is {size}, but training.seq_len is {seq_len}; set training.seq_len to {size}")
     if load.batch_size % dp_world_size:
         raise UsageError(
             f"batch_size is {load.batch_size} on {dp_world_size} ranks; expected a multiple of {dp_world_size}"
@@ -188,20 +187,20 @@ def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local
     batches, remainder = divmod(per_rank, local_batch_size)
     if remainder or not batches:
         raise UsageError(
-            f"batch_size is {load.batch_size}, and local_batch_size {local_batch_size} on {dp_world_size} ranks; set "
-            f"training.local_batch_size to {per_rank} or one of its divisors, and training.global_batch_size to "
+            f"batch_size is {load.batch_size}, but local_batch_size is {local_batch_size} on {dp_world_size} ranks; "
+            f"set training.local_batch_size to {per_rank} or one of its divisors, and training.global_batch_size to "
             f"{load.batch_size}"
         )
     if load.gradient_accumulation_steps not in (1, batches):
         raise UsageError(
-            f"gradient_accumulation_steps is {load.gradient_accumulation_steps}, and batch_size {load.batch_size} "
-            f"takes {batches} batches of {local_batch_size} rows on {dp_world_size} ranks; leave it out"
+            f"gradient_accumulation_steps is {load.gradient_accumulation_steps}, but batch_size {load.batch_size} "
+            f"takes {batches} batches of {local_batch_size} rows on {dp_world_size} ranks; remove the key"
         )
     return batches
 
 
 def _check_weights(source: DataSource, split: str) -> None:
-    """Raise if a trained token has a weight other than 1. Datasets at a URL are checked batch by batch instead."""
+    """Raise `DataError` if a trained token of a local dataset has a weight other than 1."""
     if split not in source or not isinstance(source.path, Path):
         return
     _refuse_fractions(source.weights(split), f"{source.path}: ")
@@ -216,7 +215,7 @@ def _refuse_fractions(weights: NDArray[Any], place: str = "") -> None:
     others = weights[(weights != 0) & (weights != 1)]
     if len(others):
         raise DataError(
-            f"{place}a trained token has the weight {others[0]:g}, and torchtitan's loss has no weights; "
+            f"{place}a trained token has the weight {others[0]:g}, but torchtitan's loss does not support weights; "
             "use chatmill train, or reweigh the dataset to 0 and 1"
         )
 

@@ -1,12 +1,13 @@
-"""The rows of a run as a map-style dataset, for trainers that do their own sharding and batching.
+"""The rows of a run as a map-style dataset, for trainers with their own sharding and batching.
 
     row number     0 1 2 3 4 5 6 7   8 9 …        batch_size 8
     step           0                 1
-    rank           0 0 1 1 0 0 1 1   0 0 …        2 ranks, 2 rows a batch, 2 accumulation steps
-    row of step    0 1 4 5 2 3 6 7   0 1 …        each rank has the rows that an EpisodeLoader gives it
+    rank           0 0 1 1 0 0 1 1   0 0 …        2 ranks, 2 rows per batch, 2 accumulation steps
+    row of step    0 1 4 5 2 3 6 7   0 1 …        each rank has the same rows as with an EpisodeLoader
 
-A trainer that reads the row numbers in order and deals one batch to each rank in turn trains the same rows in each step
-as `chatmill train`. Any other order is rejected: a shuffling sampler or a second sharding would train different rows.
+A trainer that reads the rows in order and assigns batches to ranks in turn trains the same rows in each step as
+`chatmill train`. Any other order is rejected, because a shuffling sampler or a second sharding would change the rows of
+a step.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from chatmill.remote.urls import Place
 from chatmill.rows import Index
 
 ModelInputs = dict[str, Tensor]
-"""`input_ids`, `labels` and `position_ids` of a row."""
+"""The `input_ids`, `labels` and `position_ids` of a row."""
 
 
 class TrainRows(Dataset[ModelInputs]):
     """All rows of `epochs` epochs, or of `steps` steps, in training order.
 
     Each row is a dict of `input_ids`, `labels` and `position_ids`; positions restart at 0 in each conversation. A
-    `DataLoader` must read batches of equal size in order, without shuffling. On several ranks, batch b goes to rank
-    b % world_size, as Accelerate shards them.
+    `DataLoader` must read batches of equal size in order, without shuffling. On several ranks, rank b % world_size
+    reads batch b, which is how Accelerate shards batches.
 
-    Plain labels cannot express token weights other than 1. Rows with such weights are rejected unless
-    `weights_in_labels` is true: each label then encodes its weight, which `hf.weighted_loss` decodes (see
-    `columns.weighted_labels`). The weights of a step are scaled to sum to the number of its labels, because trainers
-    divide by that number.
+    Plain labels cannot express token weights other than 1. Rows with other weights are rejected unless
+    `weights_in_labels` is true; then each label encodes its weight, and `hf.weighted_loss` decodes it (see
+    `columns.weighted_labels`). The weights of a step are scaled such that their sum is the number of labels in the
+    step, because trainers divide by the number of labels.
 
-    With an `audit_dir`, `hf.RunCallback` writes an audit log of the trained steps.
+    With `audit_dir`, `hf.RunCallback` writes an audit log of the trained steps to this folder.
 
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
     >>> _ = chatmill.prepare_dataset(job, "chat_sft")
@@ -72,7 +73,7 @@ class TrainRows(Dataset[ModelInputs]):
         audit_dir: str | Path | None = None,
     ) -> None:
         if (epochs is None) == (steps is None):
-            raise UsageError("the length of the run is missing or ambiguous; give either epochs or steps")
+            raise UsageError("the length of the run is missing or ambiguous; pass either epochs or steps")
         self.loader = EpisodeLoader(dataset_dir, config, epochs=epochs, tensors=False)
         self.config = self.loader.config
         self.steps = len(self.loader) if steps is None else steps
@@ -84,32 +85,32 @@ class TrainRows(Dataset[ModelInputs]):
         self._digests: Tensor | None = None
         if audit_dir is not None:
             batches = self.steps * self.config.gradient_accumulation_steps
-            # The digests are shared with the worker processes that read the rows.
+            # Share the digests with the worker processes that read the rows.
             self._digests = torch.zeros((batches, 3 + len(self.loader.sources)), dtype=torch.int64).share_memory_()
         self._no_counts = np.zeros(len(self.loader.sources), dtype=np.int64)
         self._world: tuple[int, int] | None = None
-        """In a worker process: the rank and world size of its parent process."""
+        """Rank and world size of the parent process, in a worker process; otherwise None."""
         self._next: int | None = None
-        """The first row of the batch after the one that was read last."""
+        """First row of the expected next batch."""
         self._start: int | None = None
-        """The first row since the run started or resumed, until the second batch is read."""
+        """First row that was read since the run started or resumed; None after the second batch."""
         self._step: PlannedStep | None = None
-        """The step that was read last."""
+        """The last step that was read."""
         self._scale = (-1, 1.0)
-        """A step and its weight factor."""
+        """The number of a step, and the factor for its weights."""
 
     def __len__(self) -> int:
         return self.steps * self.config.batch_size
 
     def __getitem__(self, row: int) -> ModelInputs:
-        """Return one row; rows may be read in any order."""
+        """Return a single row. Single rows may be read in any order."""
         if not 0 <= row < len(self):
-            raise IndexError(f"row {row}; the run has {len(self)} rows")
+            raise IndexError(f"row {row} does not exist; the run has {len(self)} rows")
         count = self.rows_per_batch
         return self._inputs(self.read(row - row % count))[row % count]
 
     def __getitems__(self, rows: Sequence[int]) -> list[ModelInputs]:
-        """Return a batch of rows for a `DataLoader`; raise `UsageError` if it is not the next batch of this rank."""
+        """Return a batch of rows for a `DataLoader`; raise `UsageError` unless it is the next batch of this rank."""
         self._check(list(rows))
         first = int(rows[0])
         batch = self.read(first, digest=self._digests is not None)
@@ -121,15 +122,15 @@ class TrainRows(Dataset[ModelInputs]):
         return self._inputs(batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that is pickled for a spawned worker process."""
+        """Return the state to pickle for a spawned worker process."""
         return {**vars(self), "_world": self.rank_and_world_size, "_step": None, "open_audit": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Raise if a second epoch begins, since the dataset covers the whole run. Accelerate calls this each epoch."""
+        """Raise `UsageError` for a second epoch, because the dataset is the whole run. Accelerate calls this method."""
         if epoch:
             raise UsageError(
-                f"the trainer begins its epoch {epoch + 1}, and the dataset is the whole run of {self.steps} steps; "
-                "train one epoch of it, and give the dataset more epochs or steps"
+                f"the trainer begins epoch {epoch + 1}, but the dataset is the whole run of {self.steps} steps; "
+                "set num_train_epochs to 1, and pass TrainRows more epochs or steps"
             )
 
     @property
@@ -138,7 +139,7 @@ class TrainRows(Dataset[ModelInputs]):
 
     @property
     def rows_per_batch(self) -> int:
-        """Return the rows per micro-batch on one rank; raise `UsageError` if batch_size cannot be split evenly."""
+        """The number of rows per micro-batch on one rank; raises `UsageError` if batch_size cannot be split evenly."""
         world_size, accumulation = self.rank_and_world_size[1], self.config.gradient_accumulation_steps
         rows, remainder = divmod(self.config.batch_size, world_size * accumulation)
         if remainder:
@@ -153,7 +154,7 @@ class TrainRows(Dataset[ModelInputs]):
         return self.loader.plan(self.loader.split)
 
     def read(self, first: int, *, digest: bool = False) -> ReadyBatch:
-        """Return the batch that starts at row `first`, which must be the first row of a batch."""
+        """Return the batch with the rows from `first` on, which must be the first row of a batch."""
         count, accumulation = self.rows_per_batch, self.config.gradient_accumulation_steps
         step, row = divmod(first, self.config.batch_size)
         micro_batch, rank = divmod(row // count, self.rank_and_world_size[1])
@@ -163,13 +164,13 @@ class TrainRows(Dataset[ModelInputs]):
         return batch
 
     def digests(self, step: int) -> tuple[Index, Index]:
-        """Return the digest sum of the rows of a step that this rank read, and the number of rows from each source."""
+        """Return the digest of a step's rows on this rank, and the number of rows from each source."""
         assert self._digests is not None
         accumulation = self.config.gradient_accumulation_steps
         read = self._digests[step * accumulation : (step + 1) * accumulation].numpy()
         if not read[:, 0].all():
             raise UsageError(
-                f"step {step} was trained, but its rows were not read from this dataset; audit the other dataset"
+                f"step {step} was trained, but its rows were not read from this dataset; pass the trainer this dataset"
             )
         total = read.sum(axis=0)
         return total[1:3], total[3:]
@@ -190,54 +191,54 @@ class TrainRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, self._scale[1], weights_in_labels=self.weights_in_labels)
 
     def _check(self, rows: list[int]) -> None:
-        """Raise `UsageError` unless these rows are the next batch of this rank."""
+        """Raise `UsageError` unless `rows` are the next batch of this rank."""
         first, count, (rank, world_size) = int(rows[0]), len(rows), self.rank_and_world_size
         if count != self.rows_per_batch:
             raise UsageError(
-                f"the trainer reads batches of {count} rows on {world_size} ranks; batch_size {self.config.batch_size} "
-                f"in {self.config.gradient_accumulation_steps} accumulation steps is {self.rows_per_batch} rows a batch"
+                f"the trainer reads batches of {count} rows on {world_size} ranks; expected {self.rows_per_batch} for "
+                f"batch_size {self.config.batch_size} and {self.config.gradient_accumulation_steps} accumulation steps"
             )
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stride = count * world_size
         is_of_rank = rows == list(range(first, first + count)) and first % stride == rank * count
-        # A run may start or resume at any step. A second jump right afterwards means that the rows are sharded twice.
+        # A run may start or resume at any step, but another jump at the second batch means that rows are sharded twice.
         follows = first == self._next
         starts = (first - number * stride) % self.config.batch_size == rank * count and self._start in (None, first)
         if not is_of_rank or not (follows or starts):
             raise UsageError(
                 f"rank {rank} of {world_size} reads rows {rows[0]} to {rows[-1]}, which are not its next rows of the "
-                "run; the sampler must not shuffle, and nothing else may shard the data"
+                "run; use a sampler that does not shuffle, and shard the data only once"
             )
         self._start = None if follows else first
         self._next = first + stride * workers
 
 
 class EvalRows(Dataset[ModelInputs]):
-    """Every row of the val split once, with empty rows added to complete the last batches.
+    """All rows of the val split, with empty rows added to complete the last batches.
 
-    With `weights_in_labels`, weights are scaled so that the trainer's mean over batches equals the loss over all
-    trained tokens, as in `chatmill train`.
+    With `weights_in_labels`, weights are scaled such that the trainer's mean over batches equals the val loss of
+    `chatmill train`, which is the loss over all trained tokens.
     """
 
     def __init__(self, rows: TrainRows) -> None:
         self.rows = rows
         self.steps = self.plan.num_steps(0)
         self._scales: tuple[int, list[float]] | None = None
-        """Rows of a batch over all ranks, and the weight factor of each batch."""
+        """Number of rows of a batch over all ranks, and the weight factor of each batch."""
 
     def __len__(self) -> int:
         return self.steps * self.rows.config.batch_size
 
     def __getitem__(self, row: int) -> ModelInputs:
-        """Return one row; rows may be read in any order."""
+        """Return a single row. Single rows may be read in any order."""
         if not 0 <= row < len(self):
-            raise IndexError(f"row {row}; val has {len(self)} rows")
+            raise IndexError(f"row {row} does not exist; val has {len(self)} rows")
         count = self.rows.rows_per_batch
         return self._read(row - row % count)[row % count]
 
     def __getitems__(self, rows: Sequence[int]) -> list[ModelInputs]:
-        """Return a batch of rows for a `DataLoader`; raise `UsageError` if it is not a batch of this rank."""
+        """Return a batch of rows for a `DataLoader`; raise `UsageError` unless it is a batch of this rank."""
         first, count, (rank, world_size) = int(rows[0]), self.rows.rows_per_batch, self.rows.rank_and_world_size
         if list(rows) != list(range(first, first + count)) or first % (count * world_size) != rank * count:
             raise UsageError(
@@ -247,7 +248,7 @@ class EvalRows(Dataset[ModelInputs]):
         return self._read(first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned worker process: everything except the plan, which holds caches."""
+        """Return the state to pickle for a spawned worker process, without the plan and its caches."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
     @cached_property
@@ -264,21 +265,21 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """Return the weight factor of the batch that contains row `first`; `size` counts its rows on all ranks."""
+        """Return the weight factor of the batch that contains row `first`; `size` is the batch's rows on all ranks."""
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))
             if not weights.sum():
-                raise UsageError(f"{self.rows.loader.dataset_dir}: val has no trained tokens; leave eval_dataset out")
-            # A trainer divides by the number of labels in each batch, and takes the mean over all batches.
+                raise UsageError(f"{self.rows.loader.dataset_dir}: val has no trained tokens; remove eval_dataset")
+            # Trainers divide the loss by the number of labels in each batch, and take the mean over all batches.
             self._scales = size, (trained * len(trained) / weights.sum()).tolist()
         return self._scales[1][first // size]
 
 
 def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_labels: bool) -> list[ModelInputs]:
-    """Return the rows of a batch for a model, with weights multiplied by `scale`.
+    """Return the model inputs of each row of a batch, with weights multiplied by `scale`.
 
-    A label of weight 1 stays a plain label. Other weights are rejected unless `weights_in_labels` is true.
+    Labels with weight 1 are plain labels. Other weights are rejected unless `weights_in_labels` is true.
     """
     columns = causal_lm_columns(batch, pad_token_id=plan.pad_token_id)
     weights = (columns.pop("weights").double() * scale).float()
@@ -292,7 +293,7 @@ def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_label
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return the rank and world size of this process, from torch.distributed or else from torchrun's variables."""
+    """Return the rank and world size of this process, from torch.distributed or torchrun's environment variables."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -1,4 +1,4 @@
-"""A loader listener that reports a batch after it was trained, not when the trainer prefetched it."""
+"""A loader listener that reports batches to the audit log after they are trained, not when they are prefetched."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 
 class FetchedStep(NamedTuple):
-    """A step that was fetched, and the calls that report it to the audit log."""
+    """A fetched step, and the calls that report the step to the audit log."""
 
     step: int
     calls: list[Callable[[], None]]
 
 
 class TrainedSteps:
-    """Reports trained steps to an audit log; pass it to `EpisodeLoader` as `listener`."""
+    """Reports trained steps to an audit log; pass an instance to `EpisodeLoader` as `listener`."""
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
         self._fetched: deque[FetchedStep] = deque()
         self._epoch_start: list[Callable[[], None]] = []
-        """The call that reports the start of an epoch, together with the next batch."""
+        """The call that reports the start of an epoch, made together with the calls for the next batch."""
 
     def report(self, steps: int) -> None:
-        """Report all fetched steps before step `steps`."""
+        """Report all fetched steps with numbers below `steps`."""
         while self._fetched and self._fetched[0].step < steps:
             for call in self._fetched.popleft().calls:
                 call()
 
     def forget(self) -> None:
-        """Discard the steps that were fetched but not trained, because the loader is rewound."""
+        """Discard the steps that were fetched but not trained, when the loader is rewound."""
         self._fetched.clear()
         self._epoch_start = []
 

@@ -1,4 +1,4 @@
-"""Run transformers' `apply_chat_template`, for comparison. It executes templates, so it runs in a separate process."""
+"""Render records with transformers' `apply_chat_template`, in a separate process because templates are untrusted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESPONSE = msgspec.msgpack.Decoder(list[int] | str | None)
 
 
 class TransformersPeer:
-    """Computes the token ids of records as transformers renders them."""
+    """Returns the token ids of records as rendered by transformers."""
 
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._renderer = renderer
@@ -34,7 +34,7 @@ class TransformersPeer:
         self._arguments = (str(path and path.absolute()), special, now)
         version = None if path is None else self._ask(None)
         self.version = version if isinstance(version, str) else ""
-        """The version of transformers; empty if it is not installed or cannot open the tokenizer."""
+        """The version of transformers; empty if transformers is not installed or cannot open the tokenizer."""
 
     def __call__(self, record: Record, *, null_content: bool = False) -> list[int]:
         given = self._renderer.template_input(record)
@@ -45,7 +45,7 @@ class TransformersPeer:
         source = self._renderer.templates[bool(record.tools)].source
         options = {"tools": given.tools, "chat_template": source, **self._renderer.arguments}
         ids = self._ask([messages, options])
-        # A record that chatmill renders but transformers rejects counts as a difference.
+        # Count a record that chatmill renders but transformers rejects as a difference.
         return ids if isinstance(ids, list) else []
 
     def __enter__(self) -> TransformersPeer:
@@ -57,12 +57,7 @@ class TransformersPeer:
             self._channel.close()
 
     def _ask(self, request: Any) -> list[int] | str | None:
-        """Return the response of the process; None if it does not respond within its limits."""
-        if self._channel is not None and self._owner != os.getpid():
-            # A forked process starts its own; this does not end the process of its parent.
-            self._channel.close()
-            self._channel = None
-        self._owner = os.getpid()
+        """Return the response of the process; None if the process crashes or exceeds its limits."""
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(__name__), MEMORY, *self._arguments)
@@ -77,7 +72,7 @@ class TransformersPeer:
 
 
 def main() -> None:
-    """Run the fork server for processes that run transformers."""
+    """Run the fork server of the processes that run transformers."""
     from chatmill.format.template.process.fork_server import run_server
 
     os.environ.update(ENVIRONMENT)
@@ -108,7 +103,7 @@ def _service(tokenizer: str, special: str, now: str) -> Callable[[bytes], bytes]
 
 
 def set_clock(moment: datetime) -> None:
-    """Make `strftime_now` in templates return the renderer's date."""
+    """Make `strftime_now` in chat templates return the renderer's date."""
     import transformers.utils.chat_template_utils as module
 
     class _FixedClock(datetime):
@@ -121,7 +116,7 @@ def set_clock(moment: datetime) -> None:
 
 
 def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:
-    """Return the tokenizer as transformers loads it, and the transformers version; None for both if loading fails."""
+    """Return the tokenizer that transformers loads, and the transformers version; None for both if loading fails."""
     try:
         import transformers
 
@@ -129,7 +124,7 @@ def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str
             opened: Any = transformers.AutoTokenizer.from_pretrained(str(tokenizer.parent), trust_remote_code=False)
         else:
             opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **special)
-        # transformers imports some modules on first use, and this process cannot import them later.
+        # Render once now, because transformers imports some modules on first use, and this process cannot import later.
         opened.apply_chat_template([{"role": "user", "content": "x"}], chat_template=WARM_UP, tokenize=True)
     except Exception:
         return None, None

@@ -4,7 +4,7 @@
     args = SFTConfig("run", learning_rate=1e-4, **trl.sft_config(rows))
     trainer = trl.WeightedSFTTrainer(model, args, **trl.trainer_arguments(rows))
 
-`SFTTrainer` itself takes the same arguments, for data in which all weights are 1.
+If all weights in the data are 1, `SFTTrainer` can be used with the same arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SFTRows", "TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_
 
 
 def sft_config(rows: TrainRows) -> dict[str, Any]:
-    """Return arguments for `SFTConfig` that make the trainer read the rows of a run once, in order, as they are."""
+    """Return arguments for `SFTConfig` that make the trainer read the rows of a run once, in order and unchanged."""
     return {
         **hf.training_arguments(rows),
         "dataset_kwargs": {"skip_prepare_dataset": True},
@@ -39,9 +39,9 @@ def sft_config(rows: TrainRows) -> dict[str, Any]:
 
 
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
-    """Return arguments for `WeightedSFTTrainer` or `SFTTrainer`: rows, the val split if there is one, and a callback.
+    """Return arguments for `WeightedSFTTrainer` or `SFTTrainer`: rows, the val split if it exists, and a callback.
 
-    `flatten` is for FlashAttention: see `hf.Collator`.
+    Pass `flatten` if the model uses FlashAttention; see `hf.Collator`.
     """
     return {
         "train_dataset": SFTRows(rows),
@@ -55,7 +55,7 @@ class SFTRows(Dataset):
     """The rows of a run or of the val split as a `datasets.Dataset`, the only map-style dataset that `SFTTrainer`
     accepts.
 
-    Rows are read from `TrainRows` or `EvalRows`; the Arrow table is empty.
+    The rows are read from `TrainRows` or `EvalRows`, not from an Arrow table, which is empty.
     """
 
     def __init__(self, rows: TrainRows | EvalRows) -> None:
@@ -75,22 +75,22 @@ class SFTRows(Dataset):
         return self.rows.__getitems__(rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Refuse a second epoch of a run."""
+        """Raise `UsageError` if a second epoch of a run begins."""
         if isinstance(self.rows, TrainRows):
             self.rows.set_epoch(epoch)
 
 
 class WeightedSFTTrainer(SFTTrainer):
-    """An `SFTTrainer` whose loss is Σ weight · cross entropy / Σ weight over the global batch, also in evaluation.
+    """An `SFTTrainer` with the loss Σ weight · cross entropy / Σ weight over the global batch, also in evaluation.
 
-    The weights are encoded in the labels of `SFTRows`. The model runs once, as in `SFTTrainer`; a `compute_loss_func`
-    would make it run twice.
+    The weights are encoded in the labels of `SFTRows`. Unlike with a `compute_loss_func`, the model runs only once per
+    batch.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         dataset = kwargs.get("train_dataset")
         if not isinstance(dataset, SFTRows) or not isinstance(dataset.rows, TrainRows):
-            raise UsageError("WeightedSFTTrainer trains SFTRows; pass **trl.trainer_arguments(rows)")
+            raise UsageError("WeightedSFTTrainer trains only on SFTRows; pass **trl.trainer_arguments(rows)")
         dataset.rows.weights_in_labels = True
         super().__init__(*args, **kwargs)
 
@@ -104,7 +104,7 @@ class WeightedSFTTrainer(SFTTrainer):
         labels, weights = split_labels(inputs["labels"])
         inputs = {**inputs, "labels": labels}
         if num_items_in_batch is None:
-            # In evaluation, SFTTrainer would divide by the number of labels on this rank only.
+            # In evaluation, SFTTrainer would divide only by the number of labels on this rank.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
 
         def weighted_model(**model_inputs: Any) -> Any:

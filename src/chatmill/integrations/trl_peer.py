@@ -1,7 +1,7 @@
-"""Prepare records as TRL's SFTTrainer does, for comparison.
+"""Prepare records with the code of TRL's SFTTrainer, to compare them with chatmill's rows.
 
-TRL executes chat templates, which are untrusted code, so it runs in a separate process (`trl_process`) with limits and
-without access to files or the network.
+TRL executes chat templates, which are untrusted code. Therefore TRL runs in a separate process (`trl_process`) with
+resource limits and without access to files or the network.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5
 MEMORY, RESPONSE = 2 << 30, 1 << 28
 PROCESS = "chatmill.integrations.trl_process"
 MAX_KILLS = 3
-"""After this many processes crashed or were killed at a limit, the comparison is aborted."""
+"""Number of crashed or killed processes after which the comparison is aborted."""
 
 
 def require_trl() -> None:
-    """Raise unless TRL and torch are installed; neither is imported."""
+    """Raise `UsageError` unless TRL and torch are installed, without importing them."""
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")
     if importlib.util.find_spec("trl") is None:
-        raise UsageError("this needs TRL, which is not installed; pip install 'chatmill[trl]'")
+        raise UsageError("TRL is not installed; run pip install 'chatmill[trl]'")
 
 
 class TRLPeer:
-    """Prepares records with TRL."""
+    """Prepares records with TRL in a separate process."""
 
     def __init__(self, renderer: TemplateRenderer, *, assistant_only_loss: bool = True, max_length: int | None = None):
-        """`max_length` is as in SFTConfig; None means its default, and 0 means no limit."""
+        """Set `max_length` as in SFTConfig; None means TRL's default, and 0 means no limit."""
         folder = renderer.folder
         if folder.tokenizer_json is None:
-            name = f"{renderer.tokenizer.name} has no tokenizer.json, which transformers needs"
+            name = f"{renderer.tokenizer.name} has no tokenizer.json, which transformers requires"
             raise UsageError(f"{name}; give a Hugging Face folder or a tokenizer.json")
         self._renderer, self._kills = renderer, 0
         self._channel: Channel | None = None
@@ -59,16 +59,17 @@ class TRLPeer:
         self.setup = self._setup()
 
     def rows(self, record: Record, *, completion: int | None = None) -> tuple[PeerRow | str, PeerRow | str]:
-        """Return the row of a record, and its row with TRL's default loss; a string is the reason why TRL refuses it.
+        """Return the row of a record, and the row with TRL's default loss; a string states why TRL rejects the record.
 
-        `completion` is the index of the first message of the completion, for a dataset of prompts and completions.
+        In a dataset of prompts and completions, `completion` is the index of the first message of the completion.
         """
         turns = only_turns(record)
         style = self._renderer.templates[bool(record.tools)].style
         given = plain_input(turns, style)
         examples = [self._example(record, given, completion)]
         if self.setup.patched and style.arguments_as_text:
-            # TRL's own template takes tool call arguments as objects, even if the model's template takes strings.
+            # TRL's training template requires tool call arguments as objects, even if the model's template takes
+            # strings.
             style = replace(style, arguments_as_text=False)
             examples.insert(0, self._example(record, plain_input(turns, style), completion))
         try:
@@ -84,7 +85,7 @@ class TRLPeer:
             raise self._broken("its process returned something other than rows") from None
 
     def _example(self, record: Record, given: TemplateInput, completion: int | None) -> dict[str, Any]:
-        """Return the record as an example of a TRL dataset."""
+        """Convert a record to an example of a TRL dataset."""
         kwargs = {**self._renderer.arguments, **msgspec.json.decode(record.template_kwargs or "{}")}
         example: dict[str, Any] = {"chat_template_kwargs": kwargs, "tools": given.tools}
         if completion is None:
@@ -111,7 +112,7 @@ class TRLPeer:
         return setup
 
     def _exchange(self, request: Any, seconds: float) -> bytes:
-        """Return the response of the process; raise `EndedError` if it does not respond within its limits."""
+        """Return the response of the process; raise `EndedError` if the process crashes or exceeds its limits."""
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(PROCESS), MEMORY, *self._arguments)
@@ -119,7 +120,7 @@ class TRLPeer:
                     self._channel.exchange(msgspec.json.encode(None), seconds=SECONDS, limit=RESPONSE)
             return self._channel.exchange(msgspec.json.encode(request), seconds=seconds, limit=RESPONSE)
         except (EndedError, EOFError, OSError) as error:
-            reason = str(error) if isinstance(error, EndedError) else "its process crashed or ran out of memory"
+            reason = str(error) if isinstance(error, EndedError) else "the process crashed or ran out of memory"
             if self._channel is not None:
                 self._channel.end()
             self._channel = None
@@ -134,8 +135,8 @@ class TRLPeer:
 
 
 def _no_comparison(fault: str) -> DataError:
-    what = f"TRL cannot be compared; it fails with {one_line(fault, 300)}"
-    return DataError(f"{what}; check the installation of TRL and transformers")
+    what = f"TRL cannot be compared, because it fails with {one_line(fault, 300)}"
+    return DataError(f"{what}; check that TRL and transformers are installed correctly")
 
 
 def _checked(row: PreparedRow | str) -> PeerRow | str:

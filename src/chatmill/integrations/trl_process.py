@@ -1,4 +1,4 @@
-"""The process that runs TRL: the dataset preparation of its SFTTrainer, one record at a time."""
+"""The process that runs the dataset preparation of TRL's SFTTrainer, one record at a time."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ import msgspec
 from chatmill.integrations.transformers_peer import ENVIRONMENT, opened_tokenizer, set_clock
 
 NO_LIMIT = 0
-"""Value of `max_length` that disables truncation."""
+"""The value of `max_length` that disables truncation."""
 NOT_OF_TRL = (ImportError, OSError)
-"""Errors caused by the limits of the process, not by TRL."""
+"""Types of errors that are caused by the limits of the process, not by TRL."""
 SMALL = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
 REFUSING = "{{ raise_exception('x') }}"
 WARM_UP = "{% for m in messages %}{{ m.content }}{% generation %}{{ m.role | tojson }}{% endgeneration %}{% endfor %}"
 
 
 class TRLSetup(msgspec.Struct, frozen=True):
-    """How TRL trains with a given template."""
+    """How TRL trains on conversations with a given chat template."""
 
     version: str
     max_length: int | None
-    """Maximum number of tokens in a row; None for no limit."""
+    """Maximum number of tokens in a row; None means no limit."""
     patched: bool = False
     """Whether TRL renders with its own training template, which has generation tags."""
     no_mask: str = ""
-    """Why TRL cannot mask tokens outside answers with this template; it then trains every token. Empty if it can."""
+    """Why TRL cannot mask tokens outside answers with this template, and trains every token; otherwise empty."""
     end_trained: bool = True
-    """Whether TRL trains the end of an answer; if not, it prints a warning."""
+    """Whether TRL trains the end token of an answer."""
     fault: str = ""
-    """Why TRL cannot be compared; empty if it can."""
+    """Why TRL cannot be compared with chatmill; otherwise empty."""
 
 
 class PreparedRow(msgspec.Struct, frozen=True):
-    """One row: its ids, a mask with 1 for trained tokens, and the number of tokens kept by `max_length`."""
+    """The ids of a row, a mask with 1 for trained tokens, and the number of tokens that `max_length` keeps."""
 
     ids: list[int]
     trained: bytes
@@ -49,22 +49,22 @@ class PreparedRow(msgspec.Struct, frozen=True):
 
 
 class PreparedRecord(msgspec.Struct, frozen=True):
-    """A record prepared with loss on answers only, and with TRL's default loss; a string states why TRL refuses it."""
+    """A record prepared with loss only on answers and with TRL's default loss; a string states why TRL rejects it."""
 
     chosen: PreparedRow | str
     default: PreparedRow | str | None = None
-    """None if it is the same as `chosen`."""
+    """The row with TRL's default loss; None if the row is the same as `chosen`."""
     fault: str = ""
-    """An error caused by the limits of the process, not by the record."""
+    """An error that was caused by the limits of the process, not by the record."""
 
 
 def main() -> None:
-    """Run the fork server for processes that run TRL."""
+    """Run the fork server of the processes that run TRL."""
     from chatmill.format.template.process.fork_server import run_server
 
     os.environ.update(ENVIRONMENT, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
     with suppress(Exception):
-        # Import before any process is forked, because the import is slow.
+        # Import TRL before any process is forked, because the import is slow.
         import trl.trainer.sft_trainer  # noqa: F401
     run_server(_service)
 
@@ -96,7 +96,7 @@ def _service(tokenizer: str, settings: str) -> Callable[[bytes], bytes]:
 
 
 class _Preparation:
-    """The dataset preparation of an SFTTrainer, without a model."""
+    """Runs the dataset preparation of an SFTTrainer, without a model."""
 
     def __init__(self, tokenizer: Path, settings: dict[str, Any]) -> None:
         import trl
@@ -117,7 +117,7 @@ class _Preparation:
         opened.chat_template = named if settings["with_tools"] else settings["template"]
 
     def _import_all(self) -> None:
-        """Use everything once: some modules are imported on first use, and the process cannot import them later."""
+        """Prepare an example, because TRL imports some modules on first use, and the process cannot import later."""
         for template in (REFUSING, WARM_UP):
             self._tokenizer.chat_template = template
             with suppress(Exception):
@@ -126,7 +126,7 @@ class _Preparation:
                 self._rows(SMALL, self._config(True, max_length=1), None)
 
     def setup(self) -> TRLSetup:
-        """Return the choices that SFTTrainer makes before it prepares a dataset. This executes the template."""
+        """Return the settings that SFTTrainer chooses before it prepares a dataset; this executes the template."""
         setup = {"version": self._version, "max_length": self._cut[False].max_length}
         if not self._masked:
             return TRLSetup(**setup)
@@ -140,7 +140,7 @@ class _Preparation:
         return TRLSetup(**setup, patched=self._template is not None, end_trained=end_trained)
 
     def _decide(self) -> tuple[str | None, bool]:
-        """Return the template used instead of the tokenizer's, if any, and whether the end of an answer is trained."""
+        """Return the template that replaces the tokenizer's, or None, and whether the end of answers is trained."""
         from trl import chat_template_utils as templates
 
         is_tagged = templates.has_generation_markers(self._tokenizer.chat_template)
@@ -148,7 +148,7 @@ class _Preparation:
         return template, templates.is_chat_template_stop_token_trained(self._tokenizer, chat_template=template)
 
     def prepare(self, examples: list[dict[str, Any]]) -> PreparedRecord:
-        """Prepare one record; the first example is for the compared template, the last for the model's template."""
+        """Prepare one record: the first example with the compared template, the last with the model's template."""
         default = self._row(examples[-1], False, None)
         if not self._masked:
             return PreparedRecord(default)
@@ -191,7 +191,7 @@ class _Preparation:
 class _PreparedExamples:
     """The part of the `IterableDataset` interface that SFTTrainer needs for preparation.
 
-    `datasets` itself uses shared memory, which this process is not allowed to use.
+    The `datasets` library uses shared memory, which this process is not allowed to use.
     """
 
     column_names = None

@@ -156,11 +156,11 @@ def test_the_validator_reads_every_row_of_val_once(plain):
 @pytest.mark.parametrize(
     ("load", "given", "line"),
     [
-        (UNPACKED, {"seq_len": 64}, "block_size is 128, and training.seq_len 64; set training.seq_len to 128"),
+        (UNPACKED, {"seq_len": 64}, "block_size is 128, but training.seq_len is 64; set training.seq_len to 128"),
         (UNPACKED, {"local_batch_size": 8}, "set training.local_batch_size to 4 or one of its divisors, and .* to 4"),
         (UNPACKED, {"local_batch_size": 3}, "set training.local_batch_size to 4 or one of its divisors"),
         (UNPACKED, {"dp_world_size": 3, "local_batch_size": 1}, "batch_size is 4 on 3 ranks; expected a multiple of 3"),
-        ({**UNPACKED, "gradient_accumulation_steps": 2}, {}, "takes 1 batches of 4 rows on 1 ranks; leave it out"),
+        ({**UNPACKED, "gradient_accumulation_steps": 2}, {}, "takes 1 batches of 4 rows on 1 ranks; remove the key"),
     ],
     ids=["seq_len", "too many rows", "no divisor", "ranks", "accumulation"],
 )
@@ -172,8 +172,8 @@ def test_sizes_that_do_not_agree_are_refused(load, given, line, plain):
 @pytest.mark.parametrize(
     ("local", "whole", "line"),
     [
-        (2, 2, "takes a step after 1 batches on each rank, and a step of batch_size 4 has 2"),
-        (4, 8, "takes no step after 1 batches on each rank, and a step of batch_size 4 has 1"),
+        (2, 2, "took a step after 1 batches on each rank, but a step of batch_size 4 has 2"),
+        (4, 8, "took no step after 1 batches on each rank, but a step of batch_size 4 has 1"),
     ],
     ids=["too few", "too many"],
 )
@@ -184,7 +184,7 @@ def test_another_global_batch_size_stops_the_run(local, whole, line, plain, tmp_
 
 
 def test_a_dataset_with_weights_is_refused(weighted):
-    line = "weighted: a trained token has the weight 0.25, and torchtitan's loss has no weights"
+    line = "weighted: a trained token has the weight 0.25, but torchtitan's loss does not support weights"
     with pytest.raises(DataError, match=line):
         EpisodeDataLoader.Config(dataset_path=str(weighted), load=PACKED).build(**SHORT)
     without_mask = {**PACKED, "use_loss_mask": False}
