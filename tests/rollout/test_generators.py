@@ -85,7 +85,7 @@ def test_a_transient_fault_is_retried():
         (lambda request: (200, {"choices": [{"token_ids": ["1"]}]}), "no token ids"),
         (
             lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}),
-            "another prompt than the one sent",
+            "a prompt that it was not sent",
         ),
     ],
 )

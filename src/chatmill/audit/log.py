@@ -4,7 +4,7 @@
 
 A field value is plain text, or a JSON string in which `|` is also escaped, so a value never contains a separator or a
 line break. The log is append-only: a line truncated by a crash stays in the file, and the next line records the length
-and hash of the truncated one.
+and hash of the truncated line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Clock = Callable[[], datetime]
 
 
 class AuditError(ChatmillError):
-    """Raised if the audit log cannot be written or continued. The error stops the run."""
+    """Raised if the audit log cannot be written or continued, which stops the run."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class AuditLog:
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
-        """Open a log to continue after the line with the hash `head`; return it and the fields of the `resume` line.
+        """Open a log to continue after the line with the hash `head`; return the log and its `resume` fields.
 
         Valid lines after `head` count as abandoned. Abandoned and torn lines stay in the file.
         """

@@ -23,7 +23,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """An audit state from a JSON file, and the JSON object around it, which may also contain the loader state."""
+    """An audit state from a JSON file, and the JSON object that contains it, often with the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]
@@ -46,7 +46,7 @@ def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
         if isinstance(content, dict) and {"files", "sha256", "version"} <= content.keys():
             body = {name: value for name, value in content.items() if name != "sha256"}
             if hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() != content["sha256"]:
-                raise DataError(f"{file}: is damaged; its hash differs from the one it records")
+                raise DataError(f"{file}: is damaged; its hash differs from the hash that it records")
         here = [state for state in _states(content) if state.audit["log"] == log.name]
         states |= {f"{file} ({number})" if number else str(file): state for number, state in enumerate(here)}
     if not states:

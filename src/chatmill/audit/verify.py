@@ -61,7 +61,7 @@ def verify_log(
 ) -> AuditResult:
     """Recompute every line of an audit log from the dataset, and check every byte of the dataset.
 
-    The default dataset is the one that the log names. `heads` maps the name of each checkpoint to the hash that the
+    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to the hash that the
     checkpoint stores. `states`, which `saved_states` returns, maps the name of each checkpoint to its whole audit
     state; every field of a state must match the log. `progress` is called with the number of steps that were just
     verified.
@@ -139,7 +139,7 @@ class _LoggedState(NamedTuple):
 
 
 class _Checker:
-    """Checks a log line by line; raises `MismatchError` for a line that differs from the recomputed one."""
+    """Checks a log line by line; raises `MismatchError` for a line that differs from the recomputed line."""
 
     def __init__(
         self, dataset: str | Place | None, progress: Callable[[int], None] | None, result: AuditResult

@@ -140,7 +140,7 @@ class AcceleratorBatches:
         """Yield the remaining micro-batches of the run."""
         if self._closed:
             raise UsageError(
-                f"the run ended after {self.step} of {self.steps} steps; loop over it once, and pass train_loader the "
+                f"the run ended after {self.step} of {self.steps} steps; loop only once, and pass train_loader the "
                 "epochs or steps of the whole run"
             )
         while self._parts or self.loader.cursor().step < self.steps:
@@ -155,7 +155,7 @@ class AcceleratorBatches:
             done = self.accumulation - len(self._parts)
             raise UsageError(
                 f"save_state was called after micro-batch {done} of {self.accumulation} of step {self.step}, whose "
-                "gradients would be lost; call it when accelerator.sync_gradients is true"
+                "gradients would be lost; call save_state when accelerator.sync_gradients is true"
             )
         audit = None if self._closed else self._open_audit()
         return {

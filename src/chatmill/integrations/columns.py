@@ -4,8 +4,8 @@
     y          b c d e      labels        - b c d e      - is -100
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
-A row of `input_ids` has one more token than a row of `x`: the token that the last position predicts. If the last token
-is not trained, padding replaces it, which does not affect any trained token.
+A row of `input_ids` has one more token than a row of `x`: the token that the last position predicts. Padding replaces
+this last token if it is not trained, which does not affect any trained token.
 """
 
 from __future__ import annotations

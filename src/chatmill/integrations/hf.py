@@ -145,7 +145,7 @@ class RunCallback(TrainerCallback):
             for name, value in expected.items()
             if getattr(args, name) != value
         ]
-        # Other wrong arguments may also change max_steps, so check it only if all others are right.
+        # Check max_steps only if the other arguments are right, because they may also change max_steps.
         if state.max_steps > self.rows.steps and not faults:
             faults.append(f"max_steps is {state.max_steps}, but the dataset has {self.rows.steps} steps")
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
@@ -186,7 +186,7 @@ class RunCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the audit log. Call this method if a run ends with an exception, because the trainer does not."""
+        """Close the audit log. The trainer calls this method at the end of a run, but not after an exception."""
         if (audit := self.rows.open_audit) is not None:
             self.rows.open_audit = None
             audit.close()

@@ -112,7 +112,7 @@ class EpisodeDataModule(LightningDataModule):
             raise UsageError(f"the order {order.name} has no epochs; pass max_steps to Trainer")
         if trainer.ckpt_path and self._loaded is None:
             raise UsageError(
-                f"{trainer.ckpt_path}: has no state of {type(self).__qualname__}; use a checkpoint of a run with it"
+                f"{trainer.ckpt_path}: has no state of {type(self).__qualname__}; resume from another checkpoint"
             )
         if self._loaded is not None:
             self._check_loaded(self._loaded)

@@ -4,7 +4,7 @@
                    = the mean of the losses of its micro-batches on all ranks
 
 The column `step_weight` of a batch, with shape () or (rows, 1), is Σ weight of the whole step, divided by the number of
-micro-batches that the trainer averages over. With this column, each rank can compute its loss without communication.
+micro-batches that the trainer averages over. With `step_weight`, each rank can compute its loss without communication.
 """
 
 from __future__ import annotations

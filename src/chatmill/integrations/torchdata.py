@@ -39,7 +39,7 @@ def stateful_loader(
     listener: Listener | None = None,
     **options: Any,
 ) -> StatefulBatches:
-    """Return a loader of one rank's batches: `Batch` objects, or Hugging Face columns. Without `epochs`, it never ends.
+    """Return a loader of one rank's batches, as `Batch` objects or Hugging Face columns; endless without `epochs`.
 
     `ranks` is (rank, world size) for sharding each batch, by default from torch.distributed or torchrun; pass `ranks`
     if several ranks train the same rows. `listener` may be an audit log. `options` are passed to `StatefulDataLoader`,

@@ -143,14 +143,14 @@ class EpisodeDataLoader(BaseDataLoader):
             return
         if "chatmill" not in state_dict:
             raise UsageError(
-                "the checkpoint has the state of another dataloader; resume with it, or do not load its state"
+                "the checkpoint has the state of another dataloader; use that dataloader, or do not load its state"
             )
         state = json.loads(state_dict["chatmill"])
         self._loader.load_state_dict(state)
         self._state, self._audit_state = self._loader.state_dict(), state.get("audit")
 
     def close(self) -> None:
-        """Close the audit log and stop the prefetching threads. All ranks must call this method."""
+        """Close the audit log and stop the prefetching threads. All ranks must call `close`."""
         if self._audit is not None:
             self._audit.close()
         self._audit, self._is_audited = None, False

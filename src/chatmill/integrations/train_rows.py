@@ -48,7 +48,7 @@ class TrainRows(Dataset[ModelInputs]):
     reads batch b, which is how Accelerate shards batches.
 
     Plain labels cannot express token weights other than 1. Rows with other weights are rejected unless
-    `weights_in_labels` is true; then each label encodes its weight, and `hf.weighted_loss` decodes it (see
+    `weights_in_labels` is true; then labels encode their weights, which `hf.weighted_loss` decodes (see
     `columns.weighted_labels`). The weights of a step are scaled such that their sum is the number of labels in the
     step, because trainers divide by the number of labels.
 
@@ -126,7 +126,7 @@ class TrainRows(Dataset[ModelInputs]):
         return {**vars(self), "_world": self.rank_and_world_size, "_step": None, "open_audit": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Raise `UsageError` for a second epoch, because the dataset is the whole run. Accelerate calls this method."""
+        """Raise `UsageError` for a second epoch, because the dataset is the whole run. Accelerate calls `set_epoch`."""
         if epoch:
             raise UsageError(
                 f"the trainer begins epoch {epoch + 1}, but the dataset is the whole run of {self.steps} steps; "

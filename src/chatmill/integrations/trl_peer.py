@@ -82,7 +82,7 @@ class TRLPeer:
         except EndedError as ended:
             return str(ended), str(ended)
         except (ValueError, TypeError):
-            raise self._broken("its process returned something other than rows") from None
+            raise self._broken("the process returned something other than rows") from None
 
     def _example(self, record: Record, given: TemplateInput, completion: int | None) -> dict[str, Any]:
         """Convert a record to an example of a TRL dataset."""
@@ -104,9 +104,9 @@ class TRLPeer:
         try:
             setup = msgspec.msgpack.decode(self._exchange(None, SECONDS), type=TRLSetup)
         except EndedError as ended:
-            raise self._broken(f"{ended}, on a small conversation") from None
+            raise self._broken(f"the process failed on a small conversation ({ended})") from None
         except (ValueError, TypeError):
-            raise self._broken("its process returned something other than rows") from None
+            raise self._broken("the process returned something other than rows") from None
         if setup.fault:
             raise _no_comparison(setup.fault)
         return setup

@@ -41,7 +41,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DownloadStoppedError(Exception):
-    """Raised if a download was stopped."""
+    """Raised if the caller stops a download."""
 
 
 _held: set[int] = set()
@@ -73,7 +73,7 @@ def open_object(url: Url, *, size: int, sha256: str) -> int:
 
 
 def cached_path(sha256: str) -> Path:
-    """Return the path that a cached object with this hash has; the file need not exist."""
+    """Return the path of the object with this hash in the cache, whether or not the object is cached."""
     return cache_folder() / "objects" / sha256
 
 
@@ -85,7 +85,7 @@ def last_eviction() -> int:
         return 0
 
 
-# Functions for a single object.
+# Check and download a single object.
 
 
 def _is_whole(path: Path, size: int, sha256: str) -> bool:
@@ -187,7 +187,7 @@ def _locked(folder: Path, name: str) -> Iterator[None]:
         except BaseException:
             _release(fd)
             raise
-        # The previous holder of the lock removed the lock file, so try again with a new one.
+        # The previous holder of the lock removed the lock file, so try again with a new file.
         _release(fd)
     try:
         yield

@@ -13,14 +13,14 @@ from chatmill.errors import UsageError, one_line
 from chatmill.plain_file import local_path
 
 FOLDER, SIZE = "CHATMILL_CACHE_DIR", "CHATMILL_CACHE_SIZE"
-"""Environment variables that configure the cache. Child processes inherit them."""
+"""Environment variables that configure the cache, also for child processes."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DEFAULT_SIZE = 64 * 10**9
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def configure(folder: str | None, size: int | str | None) -> None:
-    """Set the folder and maximum size of the cache for this process and its children; None keeps a setting."""
+    """Set the folder and maximum size of the cache for this process and its children; None changes nothing."""
     if folder is not None:
         os.environ[FOLDER] = str(local_path(folder))
     if size is not None:
@@ -51,7 +51,7 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
     try:
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Other chatmill caches are also in the default folder and may have created it group-writable.
+        # The default folder also contains other chatmill caches, and may already be group-writable.
         _check_own(path, may_change=not named)
         for name in parts:
             _check_own(path / name)

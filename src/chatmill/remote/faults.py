@@ -43,7 +43,7 @@ OF_CREDENTIALS = (
     "LocalTokenNotFoundError",
     "GatedRepoError",
 )
-"""Class names of credential errors. The classes cannot be imported, as their libraries may not be installed."""
+"""Class names of credential errors, which cannot be imported because their libraries may not be installed."""
 OF_ARGUMENTS = (
     "ParamValidationError",
     "InvalidURL",
@@ -67,14 +67,14 @@ _SECRET_NAME = re.compile("KEY|SECRET|TOKEN|PASSWORD|SAS|CONNECTION_STRING|CREDE
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that cause, and so on."""
+    """Yield an error and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status in an error of any storage library; None if it has no status."""
+    """Return the HTTP status of an error from any storage library; None if the error has no status."""
     for each in causes(error):
         answer: Any = getattr(each, "response", None)
         if isinstance(answer, dict):

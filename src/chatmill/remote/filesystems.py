@@ -94,7 +94,7 @@ def _web_timeout() -> Any:
 
 
 def _make_one_attempt(extra: str, opened: Any) -> None:
-    """Disable retries in storage libraries that do not have an option for it."""
+    """Disable retries in storage libraries that offer no option to disable them."""
     if extra == "s3":
         opened.retries = 1
     elif extra == "gs" and hasattr(type(opened)._request, "__wrapped__"):

@@ -1,4 +1,4 @@
-"""Read, write, list and remove objects, with retries. Each error is one line without credentials.
+"""Read, write, list and remove objects, with retries. Error messages are one line, and never contain credentials.
 
 A request is retried after transient errors, such as a broken connection, a truncated response, a rate limit or a server
 error. Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds and at least two attempts. Errors that a
@@ -158,9 +158,9 @@ def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> byte
 def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = None) -> None:
     """Write an object atomically.
 
-    With `new`, raises `ExistingObjectError` if the object exists. With `replaces`, raises it unless the object has that
-    version. If the store supports conditional writes, only one of two concurrent writers succeeds; see
-    docs/how-to/remote.md.
+    With `new`, raises `ExistingObjectError` if the object exists. With `replaces`, raises `ExistingObjectError` unless
+    the object has the version `replaces`. If the store supports conditional writes, only one of two concurrent writers
+    succeeds; see docs/how-to/remote.md.
     """
     check_writable(url)
     if new or replaces:
@@ -292,7 +292,7 @@ def missing(url: Url) -> MissingObjectError:
 
 
 def _holder(url: Url) -> str:
-    """Describe the bucket, container or repository of an object, for example "the bucket team"."""
+    """Describe the bucket, container or repository of an object, such as "the bucket NAME"."""
     if url.scheme == "hf":
         return "the repository"
     name = shown(url).partition("://")[2].partition("/")[0].partition("@")[0]

@@ -42,7 +42,7 @@ class Progress(NamedTuple):
 class Prefetch:
     """Downloads objects to the cache in order, while at most `limit` downloaded bytes are unused.
 
-    Call `used` after using an object, so that the next one can be downloaded. An object that cannot be downloaded is
+    Call `used` after using an object, so that the next object can be downloaded. An object that cannot be downloaded is
     skipped: the process that needs it tries again, and raises the error.
     """
 
@@ -95,7 +95,7 @@ class Prefetch:
             except RemoteError:
                 continue
             except (ChatmillError, OSError, cache.DownloadStoppedError):
-                # The cause, such as a full disk, would probably affect the remaining downloads too.
+                # The cause of the error, such as a full disk, would probably affect the remaining downloads too.
                 self.stop()
                 return
             with self._changed:
@@ -121,7 +121,7 @@ _running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
 
 
 def fetch(url: Url, *, size: int, sha256: str) -> Path:
-    """Return `cache.fetch` of an object, and mark the object as used, so that others can be prefetched."""
+    """Return `cache.fetch` of an object, and mark the object as used, so that other objects can be prefetched."""
     path = cache.fetch(url, size=size, sha256=sha256)
     for each in list(_running):
         each.used(sha256)

@@ -1,4 +1,4 @@
-"""Train on the model's own answers: keep correct objects and append missed ones.
+"""Train a model on its own answers: keep correct objects, and append missed objects.
 
     build_target, Target, PartWeights             a training row from a rollout: its kept prefix and the missed objects
     build_answer                                  a training row with the true answer

@@ -25,7 +25,7 @@ DETECTION = Detection()
 SPACE = " \t\n\r"
 OPENING, CLOSING = TextPart("{", STRUCTURE), TextPart("}", int(Part.BRACE))
 RANKED = np.array([Part.PREFIX, Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE], dtype=np.uint8)
-"""Parts in ascending precedence: a token with bytes of several parts belongs to the last of them in this order."""
+"""Parts in ascending precedence: a token with bytes of several parts belongs to the last of these parts."""
 RANK = np.zeros(256, dtype=np.uint8)
 RANK[RANKED] = range(len(RANKED))
 COORD = bytes([Part.COORD])
@@ -80,7 +80,7 @@ def encode_append(
     *,
     before: str = "",
 ) -> Appended:
-    """Return the text of `serialize_append` and its tokens. The schema must have checked the objects.
+    """Return the text of `serialize_append` and its tokens. The objects must come from `schema.check`.
 
     `before` is text at the end of the prefix to encode together with the appended text; the result excludes it.
     """

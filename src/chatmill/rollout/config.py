@@ -73,11 +73,13 @@ class GenerationConfig(Config):
 class RolloutLossConfig(Config):
     """Config keys for the weights of the loss terms."""
 
-    text_weight: float = key(1.0, "weight of the cross-entropy loss on text tokens", number(0))
-    soft_weight: float = key(1.0, "weight of the cross entropy of coordinates with their Gaussian target", number(0))
-    wasserstein_weight: float = key(1.0, "weight of the Wasserstein distance of coordinates to their target", number(0))
+    text_weight: float = key(1.0, "weight of the cross-entropy loss at text tokens", number(0))
+    soft_weight: float = key(1.0, "weight of the cross entropy to the Gaussian target, at coordinates", number(0))
+    wasserstein_weight: float = key(
+        1.0, "weight of the Wasserstein distance to the Gaussian target, at coordinates", number(0)
+    )
     outside_weight: float = key(
-        1.0, "weight of the penalty for probability on other tokens where a coordinate is expected", number(0)
+        1.0, "weight of the penalty on the probability of all other tokens, at coordinates", number(0)
     )
     slot_weight: float = key(1.0, "loss weight of the coordinates of matched objects", number(0))
     append_weight: float = key(1.0, "loss weight of appended objects", number(0))
@@ -123,10 +125,10 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
             # Save only between rounds: within a round, the generated answers are also part of the run's state.
             yield f"save_interval {self.save_interval} is not a multiple of rollout_every {self.rollout_every}"
         if self.server is not None and self.server_model is None:
-            yield "server is set, but server_model is not; set both"
+            yield "server is set, but server_model is missing; set both"
         for name in ("server_model", "server_api", "server_key_env"):
             if self.server is None and getattr(self, name) not in (None, "tokens"):
-                yield f"{name} is set, but server is not; set both"
+                yield f"{name} is set, but server is missing; set both"
         if self.server is not None and self.replay is not None:
             yield "server and replay are both set; set only one of them"
         if self.server is not None and (self.decoding == "beam" or self.top_k):

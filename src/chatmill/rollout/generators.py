@@ -60,7 +60,7 @@ class CompletionServer(Server):
 
     def _ids(self, answer: ServerAnswer, prompt: list[int]) -> list[int]:
         if answer.prompt_token_ids not in (None, prompt):
-            raise self.fault("the server answered another prompt than the one sent", "check the server's tokenizer")
+            raise self.fault("the server answered a prompt that it was not sent", "check the server's tokenizer")
         if answer.token_ids is None:
             right = "expected choices[0].token_ids, which vLLM returns with return_token_ids"
             raise self.fault("the server returned no token ids", f"{right}; {self.advice}")

@@ -97,7 +97,7 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
-        # The log numbers the rollouts of a round by the round's first step; checkpoints are saved after its last step.
+        # Rollouts are logged under the first step of a round, but checkpoints are saved after the last step of a round.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
             folder,
@@ -205,7 +205,7 @@ class _RolloutRun:
         steps = min(config.rollout_every, config.max_iters - self.step)
         numbers = self._record_numbers(self.step, self.step + steps)
         all_prompts = prompt_lists(task_prompts([self.truths[number] for number in numbers], self.task))
-        # Skip prompts that leave no room for an answer, like targets that are too long.
+        # Skip prompts that leave no room for an answer.
         places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
         first_row, share = self.step * config.batch_size, Fraction(str(config.rollout_share))
         # Spread rollouts evenly over the run: floor(n · share) of its first n rows are rollouts.
@@ -299,7 +299,7 @@ class _RolloutRun:
         run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
 
     def _own_rows(self, rows: Rows) -> Rows:
-        """Return this rank's rows of a batch; if it has none, return one untrained row."""
+        """Return this rank's rows of a batch; return one untrained row if a batch has fewer rows than ranks."""
         rank, size = self.world.rank, self.world.size
         own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
         if len(own) or not len(rows):
@@ -372,7 +372,7 @@ def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
     ):
         if trained is not None and trained != given:
             raise UsageError(
-                f"{folder}: was trained with a different {what} from the one in the config; "
+                f"{folder}: was trained with a different {what} than the config names; "
                 "use the tokenizer, format and add_tokens that the model was trained with"
             )
     compute, adapters = compute_dtype(config.dtype, world.device), config.lora_sizes()

@@ -1,7 +1,7 @@
 """Match predicted objects to true objects.
 
-Pairs with an overlap below the gate are never matched. Of all other assignments, the one with the largest sum of
-overlaps is chosen. Ties are broken in favor of the earliest predicted objects, and then of the earliest true objects.
+Pairs with an overlap below the gate are never matched. Objects are assigned such that the sum of overlaps is maximal.
+Ties are broken in favor of the earliest predicted objects, and then of the earliest true objects.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _identity(thing: Any) -> Any:
     return (type(thing).__name__, thing)
 
 
-# Scores of answers. Unlike in training, descriptions must also match.
+# Scores of answers, for which descriptions must also match, unlike in training.
 
 
 class DetectionScore(NamedTuple):

@@ -81,7 +81,7 @@ class Scan:
     """The byte offset of the root object's opening brace; -1 if the rollout has no root object."""
     entries: tuple[ParsedEntry, ...]
     ended: Ended
-    """How the scan ended: with a closed, an open, an invalid or a missing root object, in the order of `Ended`."""
+    """Whether the root object is closed, still open at the end, followed by invalid JSON (`fault`) or missing."""
 
     def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
         """Return the values and the byte offsets of all coordinates in the arrays of an entry."""
@@ -212,7 +212,7 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """Return the entry at an offset, or None if it lacks a quote; also return how the scan ended, if it ended."""
+    """Return the entry at an offset, or None if no key starts there, and how the scan ended, or None."""
     key, value = "", start
     try:
         key, value = _key(data, start)
@@ -246,7 +246,7 @@ def _key(data: bytes, at: int) -> tuple[str, int]:
 
 
 def _value(data: bytes, at: int) -> tuple[int, bool, int]:
-    """Return the end of the value at an offset, whether it is an object, and the largest n of its keys object_{n}."""
+    """Return the end of a value, whether the value is an object, and the largest n of its keys object_{n}."""
     first = data[at : at + 1]
     if first == b"{":
         return _body(data, at)

@@ -91,7 +91,7 @@ BODY = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=JSON.par
 
 
 def read_body(body: bytes, schema: Schema) -> Object:
-    """Parse the body of an entry and return its object; raise `UnfitError` with the reason if it is not valid."""
+    """Parse the body of an entry and return its object; raise `UnfitError` if the body does not fit the schema."""
     try:
         parsed = parse_json(body, BODY)
     except ValueError:
@@ -157,7 +157,7 @@ class Detection:
 _WORDS = {
     "other_key": "the object has an unknown key",
     "desc": "desc is blank, or not a string",
-    "geometry": "the object has no geometry, or two",
+    "geometry": "the object must have either bbox_2d or poly",
     "coordinate": "a coordinate is not an integer from 0 to 999",
     "length": "the number of coordinates is wrong",
     "reversed": "the box has x1 > x2 or y1 > y2",

@@ -146,7 +146,7 @@ def check_server_url(url: str) -> None:
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         what = "the server URL contains a user name, a password or a query, which would be stored with the run"
         raise UsageError(
-            f"{what}; remove it, and set server_key_env to the environment variable that contains the API key"
+            f"{what}; remove these parts, and set server_key_env to the environment variable that contains the API key"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f'"{one_line(url)}" is not a server URL; expected http://… or https://…')

@@ -4,7 +4,7 @@
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
              kept: context, except matched coordinates  appended: trained
 
-Tokens of the kept prefix are never changed. If the prefix ends inside a token, a shorter token replaces it.
+Tokens of the kept prefix are never changed. If the prefix ends inside a token, shorter tokens replace the split token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Target:
     prefix_ids: list[int]
     """Ids of the kept prefix, including shorter tokens that replace a split token."""
     prefix_text: str
-    """Text of the kept prefix; with `border` `canonical` or `joined`, it may extend beyond `prefix_ids`."""
+    """Text of the kept prefix; if `border` is `canonical` or `joined`, the text may extend beyond `prefix_ids`."""
     appended_text: str
     start_index: int
     """The number n of the first appended key object_{n}."""
@@ -202,7 +202,7 @@ class _KeptPrefix(NamedTuple):
 
 
 def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
-    """Return the prefix up to the last complete object or the opening brace; only `{` if nothing can be kept."""
+    """Return the prefix up to the last complete object or the opening brace; if neither exists, return `{`."""
     if scan.root < 0:
         return _nothing_kept(vocabulary, _why_no_root(scan.data))
     count = next((number for number in range(len(scan.entries), 0, -1) if _is_object(scan.entries[number - 1])), 0)
@@ -210,7 +210,7 @@ def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
     stop = int(np.searchsorted(scan.token_start, end, side="left"))
     prefix = ids[:stop]
     if scan.token_start[stop] > end:
-        # The prefix ends inside a token; replace only this token.
+        # The prefix ends inside a token, so replace only this token.
         stop -= 1
         shorter = vocabulary.cut(scan.data[scan.token_start[stop] : end])
         if shorter is None:
@@ -345,7 +345,7 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """Return the true coordinates in the order of the predicted ones; None if the shapes differ in type or length.
+    """Return the true coordinates in the order of the prediction; None if the shapes differ in type or length.
 
     Of all start corners and both directions of a polygon, the order nearest to the prediction is used.
     """

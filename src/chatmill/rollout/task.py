@@ -120,7 +120,7 @@ def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
-    """Concatenate each prompt with its answer to a conversation that has the origin of the prompt."""
+    """Join each prompt and its answer into a conversation with the origin of the prompt."""
     if len(prompts) != len(answers):
         raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer per prompt")
     source = concat([prompts, *answers])

@@ -56,7 +56,7 @@ def target_row(
     train_values: bool,
     weights: PartWeights,
 ) -> Rows:
-    """Return the row of a target; positions in `slots` and `closing` have target ids other than their own ids."""
+    """Return the row of a target; `slots` and `closing` list positions whose target differs from the token there."""
     part = np.frombuffer(bytearray(parts), dtype=np.uint8)
     part[slots[0]] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)

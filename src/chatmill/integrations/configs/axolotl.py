@@ -107,12 +107,12 @@ def _revision(keys: TheirKeys) -> str:
 
 
 def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> bool:
-    """Set whether rows are plain text or rendered by a chat template or prompt style; return whether they are text."""
+    """Choose plain text, a chat template or a prompt style for rendering; return whether rows are plain text."""
     template, jinja = keys.text("chat_template"), keys.text("chat_template_jinja")
     if "text" in layout.kinds and len(layout.kinds) > 1:
         other = layout.kinds.get("chat") or layout.kinds["style"]
         reason = (
-            f"a recipe has either plain text or conversations, but {other} is the other kind; import them separately"
+            f"a recipe has either plain text or conversations, but {other} has another type; import each separately"
         )
         translation.refuse(layout.kinds["text"], "completion", reason)
     is_text = "text" in layout.kinds
@@ -151,7 +151,7 @@ def _take_template(translation: Translation, key: str, name: str) -> None:
         translation.take(key, name, recipe={"format": "chatml"})
     elif name.startswith("tokenizer_default") or name == "jinja":
         translation.default(
-            key, name, note="the recipe uses the tokenizer's chat template, or chat_template_jinja if it is set"
+            key, name, note="the recipe uses chat_template_jinja if it is set, or else the tokenizer's chat template"
         )
     else:
         note = f"chatmill has no template {name} and uses the tokenizer's; set chat_template if they differ"
@@ -227,7 +227,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """Return the accumulation steps that `batch_size` implies; 1 if the config sets them or has no `batch_size`."""
+    """Return the accumulation steps that follow from `batch_size`; 1 if the config already sets the steps."""
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1
@@ -264,7 +264,11 @@ def _take_output(translation: Translation, keys: TheirKeys) -> None:
         without_val(translation)
     if (metric := keys.text("metric_for_best_model")) is not None:
         if metric in ("loss", "eval_loss"):
-            translation.default(keys.path("metric_for_best_model"), metric, note="chatmill also uses the val loss")
+            translation.default(
+                keys.path("metric_for_best_model"),
+                metric,
+                note="chatmill also selects the best checkpoint by the val loss",
+            )
         else:
             note = "chatmill selects the best checkpoint by the lowest val loss"
             translation.none(keys.path("metric_for_best_model"), metric, note)

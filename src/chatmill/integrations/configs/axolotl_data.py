@@ -47,7 +47,7 @@ NOTES = {
 
 @dataclass
 class Layout:
-    """How the records of all sources are rendered, because a recipe has only one format."""
+    """How records are rendered, which is the same for all sources of a recipe."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """Maps `text`, `chat` and `style` to the config key of the first source of that kind."""
@@ -196,7 +196,7 @@ def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: 
     for name in ("chat_template", "chat_template_jinja"):
         if (value := keys.text(name)) is not None:
             layout.chat_template = layout.chat_template or (keys.path(name), value)
-            translation.default(keys.path(name), value, note="the recipe uses it as its chat template")
+            translation.default(keys.path(name), value, note="the recipe uses this chat template")
 
 
 def _rename(translation: Translation, key: str, column: str, ours: str, columns: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ _GROUPS: dict[str, str] = {
         "the files in the model folder determine the classes of model and tokenizer"
     ),
     "model_config overrides_of_model_config overrides_of_model_kwargs model_kwargs rope_scaling": (
-        "chatmill uses config.json in the model folder unchanged; edit it there"
+        "chatmill uses config.json in the model folder unchanged; edit that file"
     ),
     "model_quantization_config model_quantization_config_kwargs gptq gptq_groupsize gptq_disable_exllama "
     "gptq_bits": "chatmill rejects quantized base models; use an unquantized model with load_in_4bit",
@@ -83,7 +83,7 @@ _GROUPS: dict[str, str] = {
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": (
         "chatmill trains all layers in each step; the loss will differ"
     ),
-    "unfrozen_parameters freeze_mm_modules": ("chatmill trains all weights or only adapters; the loss will differ"),
+    "unfrozen_parameters freeze_mm_modules": ("chatmill cannot freeze individual weights; the loss will differ"),
     "embedding_lr embedding_lr_scale lr_groups": "all weights have the same learning rate; the loss will differ",
     "optim_args optim_target_modules torchdistx_path adam_epsilon2 adam_beta3 adam_eps dion_lr "
     "dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "

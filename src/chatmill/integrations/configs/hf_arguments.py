@@ -40,10 +40,10 @@ _GROUPS: dict[str, str] = {
     "eval_delay eval_on_start": "chatmill evaluates val every eval_interval steps and at the end",
     "greater_is_better": "chatmill selects the best checkpoint by the lowest val loss",
     "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
-    "do_predict": "each evaluation generates eval_samples answers; use `chatmill chat` to generate others",
+    "do_predict": "each evaluation generates eval_samples answers; use `chatmill chat` to generate more",
     "overwrite_output_dir": "chatmill does not overwrite a run; give each run a new --model_name",
-    "do_train": "`chatmill train` always trains; the result is the same",
-    "do_eval": "chatmill evaluates val if the dataset has it; the result is the same",
+    "do_train": "`chatmill train` always trains, so this key has no effect",
+    "do_eval": "chatmill evaluates val if the dataset has a val split",
     "resume_from_checkpoint": (
         "chatmill cannot resume checkpoints of other trainers; the run starts from the base model"
     ),
@@ -75,7 +75,11 @@ def take_training_arguments(translation: Translation, keys: TheirKeys, names: Ru
     evaluates = take_evaluation(translation, keys, default=False)
     if (metric := keys.text("metric_for_best_model")) is not None:
         if metric in ("loss", "eval_loss"):
-            translation.default(keys.path("metric_for_best_model"), metric, note="chatmill also uses the val loss")
+            translation.default(
+                keys.path("metric_for_best_model"),
+                metric,
+                note="chatmill also selects the best checkpoint by the val loss",
+            )
         else:
             note = "chatmill selects the best checkpoint by the lowest val loss"
             translation.none(keys.path("metric_for_best_model"), metric, note)

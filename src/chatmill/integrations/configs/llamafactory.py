@@ -113,7 +113,7 @@ def _import_info(translation: Translation, path: Place, names: Sequence[str]) ->
     translation.assume(note, recipe={"max_tokens": 2048}, train=train)
     if translation.model is not None:
         ours = {"recipe": {"tokenizer": translation.model}, "train": {"init_from_model": translation.model}}
-        translation.assume("this is the folder from --model", **ours)
+        translation.assume("--model sets the model folder", **ours)
     else:
         translation.assume("without --model FOLDER, `chatmill train` trains a small new model on bytes")
     return list(entries)
@@ -132,7 +132,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if stage in STAGES:
         translation.refuse(keys.path("stage"), stage, STAGES[stage])
     elif stage is not None:
-        translation.default(keys.path("stage"), stage, note="chatmill also does supervised fine-tuning")
+        translation.default(keys.path("stage"), stage, note="chatmill always does supervised fine-tuning")
     kind = keys.peek("finetuning_type")
     if isinstance(kind, str) and kind not in ("lora", "full"):
         keys.pop("finetuning_type")
@@ -199,9 +199,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> bool:
     if patience is not None and evaluates:
         translation.take(keys.path("early_stopping_steps"), patience, train={"early_stop_patience": patience})
     elif patience is not None:
-        translation.none(
-            keys.path("early_stopping_steps"), patience, "the run does not evaluate, so it cannot stop early"
-        )
+        translation.none(keys.path("early_stopping_steps"), patience, "a run without evaluation cannot stop early")
     if (shuffles := keys.switch("disable_shuffling")) is not None:
         translation.take(keys.path("disable_shuffling"), shuffles, train={"epoch_shuffle": not shuffles})
     return evaluates

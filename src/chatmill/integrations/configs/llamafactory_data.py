@@ -27,7 +27,7 @@ INPUT_NOTE = "chatmill writes an empty line between instruction and input, unlik
 
 
 def why_not_sft(entry: Mapping[str, Any]) -> str | None:
-    """Return why an entry of dataset_info.json cannot be used for SFT on text; None if it can be used."""
+    """Return why an entry of dataset_info.json cannot be used for SFT on text; None for a usable entry."""
     columns = entry.get("columns") if isinstance(entry.get("columns"), dict) else {}
     assert isinstance(columns, dict)
     if entry.get("ranking") or any(columns.get(name) for name in PREFERENCES):
@@ -42,7 +42,7 @@ def why_not_sft(entry: Mapping[str, Any]) -> str | None:
 
 
 def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *, only_val: bool = False) -> None:
-    """Convert one entry of dataset_info.json to a source, or refuse it if the dataset cannot be used."""
+    """Convert one entry of dataset_info.json to a source, or refuse an entry that cannot be used."""
     if not isinstance(entry, dict):
         translation.refuse(name, entry, "expected a table as an entry of dataset_info.json")
         return
@@ -146,7 +146,7 @@ def _take_messages(
     """Return the shape `sharegpt` if the message keys have ShareGPT's names, otherwise `messages`."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
-    # If `tags` is given, tags that it omits are unset, except `role_tag` and `content_tag`.
+    # If an entry has `tags`, omitted tags other than `role_tag` and `content_tag` are unset.
     needed = ("role_tag", "content_tag") if tags is not None else tuple(TAGS)
     named = {tag: default if tag in needed else None for tag, (_, default) in TAGS.items()}
     given = TheirKeys(tags or {}, translation, keys.path("tags."))

@@ -28,7 +28,7 @@ _GROUPS: dict[str, str] = {
         "chatmill neither adds tokens nor resizes embeddings; add tokens to the model folder first"
     ),
     "split_special_tokens": "chatmill always encodes special tokens in messages as ordinary text",
-    "rope_scaling": "chatmill uses config.json in the model folder unchanged; edit it there",
+    "rope_scaling": "chatmill uses config.json in the model folder unchanged; edit that file",
     "moe_aux_loss_coef": "chatmill does not use an auxiliary loss to balance experts; the loss will differ",
     "train_from_scratch": "chatmill uses the weights in the model folder; the loss will differ",
     "quantization_method": ("chatmill quantizes with NF4 of bitsandbytes, and rejects quantized models"),

@@ -93,7 +93,7 @@ def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tu
     kept = [name for name in targets if name not in HEADS]
     if not kept:
         return "all-linear", left_out
-    # Like in peft, a single name with one of these characters is a regular expression.
+    # Like peft, treat a single name that contains one of these characters as a regular expression.
     is_expression = len(kept) == 1 and any(character in kept[0] for character in "\\*+|()[]^$")
     return (kept[0] if is_expression else kept), left_out
 
@@ -111,7 +111,7 @@ def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora
         translation.none(
             keys.path(name),
             value,
-            "chatmill quantizes weights only if it trains adapters, because 4-bit weights cannot be trained",
+            "chatmill quantizes weights only for adapters, because 4-bit weights cannot be trained",
         )
     else:
         translation.take(keys.path(name), value, train={"quantize": "nf4"}, note=NF4)
@@ -185,7 +185,7 @@ def take_sharding(translation: Translation, keys: TheirKeys) -> None:
             translation.none(keys.path(name), value, note)
         elif translation.train.get("quantize", "none") != "none":
             translation.none(
-                keys.path(name), value, "chatmill cannot shard 4-bit weights, so each rank keeps all of them"
+                keys.path(name), value, "chatmill cannot shard 4-bit weights, so each rank keeps all weights"
             )
         elif translation.train.get("optimizer") in ("adafactor", "muon"):
             note = f"{translation.train['optimizer']} needs whole matrices, so each rank keeps the whole model"

@@ -26,7 +26,7 @@ def read_config(path: str | Place, what: str) -> dict[str, Any]:
     try:
         local = local_file(path if isinstance(path, str | Path) else path.address, limit=LIMIT)
         if (size := check_plain(local)) > LIMIT:
-            raise DataError(f"{name}: has {size:,} bytes; expected {what} of at most {LIMIT:,}")
+            raise DataError(f"{name}: has {size:,} bytes; expected {what} of at most {LIMIT:,} bytes")
         data = read_plain(local, LIMIT)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror}); expected {what}") from None

@@ -1,4 +1,4 @@
-"""Collect a report on each key of another trainer's config while it is converted to chatmill's configs."""
+"""Convert the keys of another trainer's config to chatmill's keys, and report on each key."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _without_secrets(key: str, value: Any) -> Any:
 
 
 class TheirKeys:
-    """A table of the imported config. Reading a key removes it; `left` lists the keys that were not read."""
+    """A table of the imported config. Reading removes a key from the table; `left` lists the keys that were not read."""
 
     def __init__(self, values: Mapping[Any, Any], translation: Translation, prefix: str = "") -> None:
         self._values = {str(name): value for name, value in values.items()}

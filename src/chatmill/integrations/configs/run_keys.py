@@ -1,6 +1,4 @@
-"""Keys that Axolotl, LLaMA-Factory and TRL share, partly under other names: batch, optimizer, schedule and length of
-the run.
-"""
+"""Read keys for batch size, optimizer, schedule and run length, which differ only in name between trainers."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "muon": ("muon", "chatmill scales the updates to the RMS of AdamW updates"),
     "adafactor": (
         "adafactor",
-        "chatmill's learning rate is relative to the RMS of each weight; multiply it by about 30",
+        "chatmill's learning rate is relative to the RMS of each weight; use a rate about 30 times higher",
     ),
 }
 SCHEDULES = {
@@ -111,9 +109,7 @@ def _take_optimizer(translation: Translation, keys: TheirKeys, names: RunNames) 
 
 
 def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
-    """Read the learning rate schedule, its final value and the warmup; the `constant` schedule in transformers has no
-    warmup.
-    """
+    """Read the learning rate schedule, the final learning rate and the warmup."""
     kind = keys.text(names.schedule)
     options = keys.table("lr_scheduler_kwargs")
     ours = SCHEDULES.get(kind or names.default_schedule)

@@ -73,9 +73,11 @@ def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool)
         if not value:
             translation.default(keys.path(name), value, note=IS_OFF)
         elif translation.train.get("eval_interval") == 0 or translation.train.get("save_interval") == 0:
-            translation.none(keys.path(name), value, "the run does not evaluate, so it has no best checkpoint")
+            translation.none(keys.path(name), value, "a run without evaluation has no best checkpoint")
         else:
-            translation.take(keys.path(name), value, train={ours: value}, note="chatmill uses the val loss")
+            translation.take(
+                keys.path(name), value, train={ours: value}, note="chatmill compares checkpoints by the val loss"
+            )
     return evaluates
 
 
@@ -127,9 +129,9 @@ def take_logging(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_seed(translation: Translation, keys: TheirKeys, default: int | None) -> None:
-    """Read the seeds for weights, dropout and order. With the same seed, trainers still order rows differently."""
+    """Read the seeds for weights, dropout and order. Even with the same seed, the order of rows differs between trainers."""
     seed, data_seed = keys.integer("seed", most=2**31), keys.integer("data_seed", most=2**31)
-    note = "with the same seed, the order of rows still differs from the other trainer"
+    note = "even with the same seed, the order of rows differs between trainers"
     if seed is not None:
         taken = {"seed": seed} | ({} if data_seed is not None else {"epoch_seed": seed})
         translation.take(keys.path("seed"), seed, train=taken, note=note)

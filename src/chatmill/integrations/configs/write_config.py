@@ -105,7 +105,7 @@ class ImportedConfig:
 def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: bool = False) -> list[Path]:
     """Write the files of an import to a folder; existing files are replaced only with `overwrite`.
 
-    If `prepare` or `train` could not load a config, no file is written.
+    No file is written unless `prepare` and `train` can load the converted configs.
     """
     target = local_path(folder)
     texts = _texts(imported, target)
