@@ -149,7 +149,7 @@ ANSWERED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "
         ("truth.jsonl", lambda lines: lines[0].update(objects=3), "objects is a number"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=[CAT, 3]), "object 1 is a number"),
         ("truth.jsonl", lambda lines: lines[0].update(objects=[{"desc": "x"}]), "(id=1): a true object does not fit"),
-        ("truth.jsonl", lambda lines: lines[0].update(messages=ANSWERED), "the last message is an answer"),
+        ("truth.jsonl", lambda lines: lines[0].update(messages=ANSWERED), "the last message is an assistant message"),
         ("truth.jsonl", lambda lines: lines[0].update(messages=[]), "truth.jsonl:1 (id=1): "),
         ("rollouts.jsonl", lambda lines: lines[0].update(id="9"), "rollouts.jsonl:1 (id=9): the rollout has an"),
         ("rollouts.jsonl", lambda lines: lines[0].pop("response_token_ids"), "rollouts.jsonl:1: is not a rollout"),

@@ -134,7 +134,7 @@ class RunCallback(TrainerCallback):
         self._flatten = flatten
         self._expected = expected
         self._at = Cursor()
-        """Position in the data of the next step."""
+        """Position of the next step in the data."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **others: Any
@@ -211,7 +211,7 @@ class RunCallback(TrainerCallback):
             raise UsageError(f"{path}: {error}") from None
         if (at := self.rows.loader.cursor()) != self._at:
             raise UsageError(
-                f"{path}: is at step {at.step}, but the trainer is at step {self._at.step}; the checkpoint was changed"
+                f"{path}: the data is at step {at.step}, but the trainer is at step {self._at.step}; the checkpoint was changed"
             )
         return saved
 

@@ -225,7 +225,7 @@ class EpisodeDataModule(LightningDataModule):
             raise UsageError("overfit_batches is set, but the data module cannot repeat batches; use a smaller dataset")
         if isinstance(batches, int) and batches % self.accumulation:
             raise UsageError(
-                f"the trainer takes {batches} batches per epoch, in steps of {self.accumulation}; set "
+                f"the trainer reads {batches} batches per epoch, not a multiple of {self.accumulation}; set "
                 f"limit_train_batches to a multiple of {self.accumulation}"
             )
 

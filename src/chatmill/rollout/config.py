@@ -66,7 +66,7 @@ class GenerationConfig(Config):
         "tokens", "server API: tokens exchanges token ids, completions exchanges text, and chat sends messages"
     )
     server_key_env: str | None = key(None, "name of the environment variable that contains the server's API key")
-    replay: str | None = key(None, "rollouts.jsonl of an earlier run whose answers to reuse instead of generating")
+    replay: str | None = key(None, "rollouts.jsonl of an earlier run; its answers replace generation")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
                     raise RecordError(f"object {number} is {named(thing)}", "expected an object", kind="objects")
             if parsed.messages[-1].role == "assistant":
                 right = 'expected a question as the last message, with the true answer in "objects"'
-                raise RecordError("the last message is an answer of the assistant", right, kind="answered")
+                raise RecordError("the last message is an assistant message", right, kind="answered")
         except RecursionError:
             fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")
             raise fault.at(name, line) from None

@@ -76,7 +76,7 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Return the IoU of each predicted and each true object. Shapes without area overlap only equal shapes."""
+    """Return the IoU of each predicted object with each true object. Shapes without area overlap only equal shapes."""
     out = np.zeros((len(predicted), len(truth)))
     mine, true, overlap = _near_overlaps(predicted, truth)
     out[mine, true] = overlap
@@ -284,7 +284,7 @@ def _identity(thing: Any) -> Any:
     return (type(thing).__name__, thing)
 
 
-# Scores of answers, for which descriptions must also match, unlike in training.
+# Scores of answers. Unlike in training, objects match only if their descriptions are equal.
 
 
 class DetectionScore(NamedTuple):

@@ -212,7 +212,7 @@ def _boxes(data: bytes, at: int) -> list[Box]:
 
 
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
-    """Return the entry at an offset, or None if no key starts there, and how the scan ended, or None."""
+    """Return the entry at an offset (None if no key starts there), and how the scan ended (None if it continues)."""
     key, value = "", start
     try:
         key, value = _key(data, start)

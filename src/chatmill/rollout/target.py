@@ -321,8 +321,8 @@ def _slots(
 ) -> tuple[Index, Index]:
     """Return the positions of slots in the kept tokens, and the target id of each slot.
 
-    A slot is a coordinate in a single token of a matched object, if the predicted and the true geometry have the same
-    type and number of points.
+    A slot is a single-token coordinate of a matched object. The predicted and the true geometry must have the same type
+    and number of points.
     """
     starts: list[int] = []
     predicted: list[int] = []

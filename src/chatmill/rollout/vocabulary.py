@@ -1,4 +1,4 @@
-"""The bytes of a tokenizer's tokens, and exact encoding of texts."""
+"""Map token ids to bytes, and encode texts exactly."""
 
 from __future__ import annotations
 

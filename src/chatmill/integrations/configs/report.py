@@ -83,7 +83,7 @@ def _without_secrets(key: str, value: Any) -> Any:
 
 
 class TheirKeys:
-    """A table of the imported config. Reading removes a key from the table; `left` lists the keys that were not read."""
+    """A table of the imported config. Reading a key removes the key; `left` lists the keys that were not read."""
 
     def __init__(self, values: Mapping[Any, Any], translation: Translation, prefix: str = "") -> None:
         self._values = {str(name): value for name, value in values.items()}

@@ -129,7 +129,7 @@ def take_logging(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_seed(translation: Translation, keys: TheirKeys, default: int | None) -> None:
-    """Read the seeds for weights, dropout and order. Even with the same seed, the order of rows differs between trainers."""
+    """Read the seeds for weights, dropout and the order of rows."""
     seed, data_seed = keys.integer("seed", most=2**31), keys.integer("data_seed", most=2**31)
     note = "even with the same seed, the order of rows differs between trainers"
     if seed is not None:
