@@ -136,7 +136,7 @@ class Audit:
     # Methods that the training run calls.
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """Log the run's cursor and sync the log; return the state to save in the checkpoint, or None except on rank 0.
+        """Log the run's cursor and sync the log; return the state to save in the checkpoint (None on other ranks).
 
         If `Audit` was created with `reduce`, all ranks must call `checkpoint` and `close`.
         """

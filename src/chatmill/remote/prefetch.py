@@ -83,7 +83,7 @@ class Prefetch:
             self._changed.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Wait at most this many seconds for the threads to end."""
+        """Wait at most `seconds` seconds for the threads to end."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))

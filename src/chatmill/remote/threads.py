@@ -27,8 +27,8 @@ _NAME = "chatmill-requests"
 def submit(task: Callable[[], T]) -> Future[T]:
     """Run a task in one of the request threads, which are started when first needed.
 
-    A task that a request thread submits runs immediately in that thread. Otherwise all threads could wait for tasks in
-    the queue, which would be a deadlock.
+    A task that a request thread submits runs immediately in that thread, to avoid a deadlock in which all threads wait
+    for queued tasks.
     """
     global _started, _waiting
     future: Future[T] = Future()
