@@ -232,7 +232,7 @@ def test_a_damaged_or_missing_state_is_one_line(checkpoint, weighted, model_fold
         resume()
     saved["loader"]["cursors"]["train"]["step"] = 1
     state.write_text(json.dumps(saved))
-    with pytest.raises(UsageError, match="the data is at step 1, but the trainer is at 2"):
+    with pytest.raises(UsageError, match="is at step 1, but the trainer is at step 2"):
         resume()
     state.unlink()
     with pytest.warns(UserWarning, match="does not exist, so chatmill cannot check which rows were already trained"):

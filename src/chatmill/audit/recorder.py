@@ -136,7 +136,7 @@ class Audit:
     # Methods that the training run calls.
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """Log the run's cursor and sync the log; return the state to save in the checkpoint (None on other ranks).
+        """Log the run's cursor and sync the log; return the state for the checkpoint, or None on ranks other than 0.
 
         If `Audit` was created with `reduce`, all ranks must call `checkpoint` and `close`.
         """

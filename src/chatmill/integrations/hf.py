@@ -211,7 +211,7 @@ class RunCallback(TrainerCallback):
             raise UsageError(f"{path}: {error}") from None
         if (at := self.rows.loader.cursor()) != self._at:
             raise UsageError(
-                f"{path}: the data is at step {at.step}, but the trainer is at {self._at.step}; the checkpoint was changed"
+                f"{path}: is at step {at.step}, but the trainer is at step {self._at.step}; the checkpoint was changed"
             )
         return saved
 
