@@ -187,7 +187,7 @@ def test_a_state_inside_of_a_step_is_refused(weighted, tmp_path):
     accelerator = runs.new_accelerator(2)
     loader = train_loader(accelerator, weighted, PACKED, steps=4)
     list(islice(loader, 3))
-    with pytest.raises(UsageError, match=r"after micro-batch 1 of 2 of step 1, and its gradients would be lost"):
+    with pytest.raises(UsageError, match=r"after micro-batch 1 of 2 of step 1, whose gradients would be lost"):
         accelerator.save_state(str(tmp_path))
 
 
@@ -200,7 +200,7 @@ def test_a_loop_that_was_left_goes_on_with_the_next_micro_batch(weighted):
 def test_a_second_loop_over_a_run_that_ended_is_refused(weighted):
     loader = train_loader(runs.new_accelerator(), weighted, PACKED, steps=2)
     assert len(list(loader)) == 2
-    with pytest.raises(UsageError, match="the run ended after 2 of 2 steps; loop over it once"):
+    with pytest.raises(UsageError, match="the run ended after 2 of 2 steps; loop only once"):
         list(loader)
 
 

@@ -282,7 +282,7 @@ def test_flash_attention_is_refused_where_rows_are_not_flattened(plain, model_fo
             {"train_sampling_strategy": "group_by_length"},
             "rank 0 of 1 reads rows .* use a sampler that does not shuffle",
         ),
-        ({"per_device_train_batch_size": 2}, "reads batches of 2 rows on 1 ranks; .* is 4 rows a batch"),
+        ({"per_device_train_batch_size": 2}, "reads batches of 2 rows on 1 ranks; expected 4 for batch_size 4"),
         ({"num_train_epochs": 2}, "begins epoch 2, but the dataset is the whole run of 3 steps"),
     ],
 )

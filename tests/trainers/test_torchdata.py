@@ -124,7 +124,7 @@ def test_a_state_goes_on_at_another_number_of_ranks(weighted, workers):
 
 def test_a_state_of_other_workers_is_refused(weighted):
     state = stateful_loader(weighted, PACKED, num_workers=2).state_dict()
-    with pytest.raises(UsageError, match="saved with num_workers 2, and this loader has 0"):
+    with pytest.raises(UsageError, match="saved with num_workers 2, but this loader has 0"):
         stateful_loader(weighted, PACKED).load_state_dict(state)
 
 
