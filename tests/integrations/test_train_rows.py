@@ -254,8 +254,8 @@ def test_a_run_starts_and_resumes_at_any_step_and_starts_again(data):
         ([[2, 3, 4, 5]], "rank 0 of 1 reads rows 2 to 5, which are not"),
         ([range(4), range(8, 12)], "rank 0 of 1 reads rows 8 to 11, which are not"),
         ([range(4), range(4, 8), range(12, 16), range(20, 24)], "rank 0 of 1 reads rows 20 to 23, which are not"),
-        ([[0, 1]], "reads batches of 2 rows on 1 ranks; batch_size 4 in 1 accumulation steps is 4 rows a batch"),
-        ([range(8)], "reads batches of 8 rows on 1 ranks; batch_size 4 in 1 accumulation steps is 4 rows a batch"),
+        ([[0, 1]], "reads batches of 2 rows on 1 ranks; expected 4 for batch_size 4 and 1 accumulation steps"),
+        ([range(8)], "reads batches of 8 rows on 1 ranks; expected 4 for batch_size 4 and 1 accumulation steps"),
     ],
 )
 def test_rows_out_of_order_are_refused(data, batches, line):
