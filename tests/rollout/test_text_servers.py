@@ -271,8 +271,8 @@ FAULTS = {
     "3 MB of noise instead of HTTP": (raw(NOISE), "did not answer"),
     "a closed connection": (raw(b""), "did not answer"),
     "fewer bytes than announced": (raw(OK + b"Content-Length: 99\r\n\r\n{}"), "did not answer .*IncompleteRead"),
-    "a chunk that is cut": (raw(OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\n{"), "did not answer .*IncompleteRead"),
-    "a stream that is cut": (reply(stream([completion(BOX, None)], end=b"")), "stream ended before the answer"),
+    "a truncated chunk": (raw(OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\n{"), "did not answer .*IncompleteRead"),
+    "a truncated stream": (reply(stream([completion(BOX, None)], end=b"")), "stream ended before the answer"),
 }  # fmt: skip
 
 
