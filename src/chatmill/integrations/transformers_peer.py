@@ -58,6 +58,11 @@ class TransformersPeer:
 
     def _ask(self, request: Any) -> list[int] | str | None:
         """Return the response of the process; None if the process crashes or exceeds its limits."""
+        if self._channel is not None and self._owner != os.getpid():
+            # A forked process starts its own process, and must not end the process of its parent.
+            self._channel.close()
+            self._channel = None
+        self._owner = os.getpid()
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(__name__), MEMORY, *self._arguments)
