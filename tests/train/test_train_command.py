@@ -231,8 +231,8 @@ def test_shape_flags_are_refused_together_with_init_from_model(place):
         with pytest.raises(UsageError) as error:
             main([*more, "--n_layer", "7", "--max_positions", "5"])
         assert str(error.value) == (
-            "the flags: n_layer, max_positions set the shape of a new model, but init_from_model is "
-            "checkpoints/mine, which has a fixed shape; remove these flags"
+            "--n_layer, --max_positions: cannot change the shape of checkpoints/mine (init_from_model); "
+            "remove these flags"
         )
 
 

@@ -85,7 +85,7 @@ def read_excluded(path: str | None) -> Excluded:
 
 
 def _entry(raw: bytes, where: str) -> tuple[str, int] | str | None:
-    """Parse a line to a file and line number, or to an id; return None for an empty line or a comment."""
+    """Parse a line into a file and line number, or into an id; return None for an empty line or a comment."""
     try:
         text = raw.decode().strip()
         if not text or text.startswith("#"):

@@ -69,7 +69,7 @@ class Chosen:
 
 
 REASONS = ("duplicate", "near_duplicate", "max_samples", "excluded")
-"""Reasons for removing a record that has rows."""
+"""Reasons for removing a record after it was rendered to rows."""
 
 
 @dataclass(frozen=True)

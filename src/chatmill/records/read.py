@@ -37,7 +37,7 @@ CHECKED_RECORDS = 1000
 RETRY_BYTES = 2**16
 """Bytes of lines to parse one by one before trying columns again."""
 SCAN = 2**18
-"""Bytes to read at once when deciding between lines and a stream."""
+"""Bytes per read when detecting whether a transcript file is `transcript-lines` or `transcript-stream`."""
 T = TypeVar("T")
 OnError = Literal["stop", "skip"]
 OnReject = Callable[[RecordError], None]

@@ -88,8 +88,8 @@ class TextServer(Server):
             special = next((token for token in COORDINATES if token not in renderer.text_tokens.ids), None)
             if special is not None:
                 raise UsageError(
-                    f"{self.task.tokenizer.name}: marks {special} as special, but servers omit special tokens; "
-                    'set "special" of the token to false in tokenizer.json, or use server_api "tokens"'
+                    f"{self.task.tokenizer.name}: marks {special} as special, but servers omit special tokens from "
+                    'the response text; set "special": false in tokenizer.json, or use server_api "tokens"'
                 )
 
     def __call__(

@@ -341,7 +341,7 @@ def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> I
 
 @contextmanager
 def locked(path: Path, busy: str, *, opened: Callable[[], int], patience: float = 0) -> Iterator[None]:
-    """Lock the file or folder that `opened` opens; the lock is released when the process ends.
+    """Hold a lock on the file or folder that `opened` opens. If the process is killed, the system releases the lock.
 
     If another process holds the lock for more than `patience` seconds, raise a `DataError` with the text `busy`.
     """

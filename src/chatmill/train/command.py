@@ -230,8 +230,8 @@ def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tupl
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:
         raise UsageError(
-            f"the flags: {', '.join(shape)} set the shape of a new model, but init_from_model is "
-            f"{one_line(str(values['init_from_model']), 300)}, which has a fixed shape; remove these flags"
+            f"{', '.join(f'--{name}' for name in shape)}: cannot change the shape of "
+            f"{one_line(str(values['init_from_model']), 300)} (init_from_model); remove these flags"
         )
     notes = [f"{FILE}: {', '.join(used)}"] if (used := _shown(project, stated)) else []
     config = TrainConfig.from_mapping(values, place="the flags" if file is None else str(place(file)))

@@ -289,7 +289,7 @@ class Translation:
                 if path in reported:
                     continue
                 if any(_same(value, each) for each in OFF):
-                    self.default(path, value, note="the value is empty")
+                    self.default(path, value, note="the value is empty or turns the feature off")
                 else:
                     self.none(path, value, "this key has no effect in combination with the other keys")
                 reported.update(_paths(path))

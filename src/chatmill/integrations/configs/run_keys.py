@@ -127,7 +127,7 @@ def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -
         translation.take(keys.path(names.schedule), kind, train={"lr_schedule": ours})
     else:
         taken = {"lr_schedule": ours, "min_lr_ratio": end or 0.0}
-        note = "" if end else f"the learning rate decays to 0, like in {translation.trainer}"
+        note = "" if end else f"the learning rate decays to 0, as in {translation.trainer}"
         translation.take(keys.path(names.schedule), kind, train=taken, note=note)
     _take_warmup(translation, keys, names, without=kind == "constant")
 
