@@ -1,8 +1,8 @@
 """Count the bytes that a forward pass keeps for the backward pass, without computing or allocating any tensors.
 
 The model runs once on fake tensors, which have shapes and dtypes but no storage, and hooks record each tensor that
-autograd saves. Fake tensors work for any architecture. Layers of the same shape save the same tensors, so only two
-layers of each shape run.
+autograd saves. Fake tensors work for any architecture. Layers of the same shape save the same number of bytes, so at
+most two layers of each shape run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_sca
 """Operators whose results a compiled layer does not recompute, in addition to custom operators."""
 ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
 """Attention operators, whose results a compiled layer does not recompute. On a GPU, a compiled layer also keeps the
-inputs of attention, because a custom operator computes them.
+inputs of attention, which are results of a custom operator.
 """
 OUTSIDE = -1
 """The key for tensors that no layer creates."""
@@ -46,7 +46,7 @@ class LayerBytes:
     eager: int
     """Bytes of activations that autograd saves."""
     compiled: int
-    """Bytes of activations in a compiled layer, which recomputes the results of elementwise operators."""
+    """Bytes of activations that a compiled layer keeps; it recomputes the results of elementwise operators."""
     compiled_inputs: int
     """Like `compiled`, but the inputs of matrix products are also kept, which is torch's default."""
     input: int
@@ -67,15 +67,15 @@ class ActivationBytes:
 
 
 def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: bool) -> ActivationBytes:
-    """Count the bytes that a forward pass over (rows, length) tokens keeps. This function discards the weights of
-    `model`.
+    """Count the bytes that a forward pass over (rows, length) tokens keeps. The weights of `model` are replaced with
+    fake tensors.
 
     With `on_gpu`, assume FlexAttention, which does not materialize the mask.
     """
     blocks = layers_of(model)
     shapes = [_shape_of(block) for block in blocks]
-    # Run two layers of each shape, because the input of the first layer, unlike that of other layers, is not the output
-    # of a layer.
+    # Run two layers of each shape and use the counts of the second: the first layer of the model is a special case,
+    # because its input is not the output of another layer.
     with few_fake_layers(model, of_each=2) as counted, quiet_logs(logging.ERROR):
         recorder = _Recorder(model, [blocks[index] for index in counted], on_gpu=on_gpu)
         with recorder.running():
@@ -109,7 +109,7 @@ def _use_fake_weights(model: nn.Module) -> None:
 
 
 def _shape_of(block: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for layers that keep the same number of bytes."""
+    """Return a key that layers share if they keep the same number of bytes."""
     weights = ((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
     return type(block).__name__, getattr(block, "attention_type", None), *weights
 
@@ -220,7 +220,7 @@ class _Recorder(TorchDispatchMode):
     def _enter(self, number: int) -> Any:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-            # torch.compile materializes the inputs of a compiled layer.
+            # A compiled layer cannot recompute its own inputs.
             self.store_tensors(*tensors)
             if tensors:
                 self._inputs[number] = tensors[0].nbytes

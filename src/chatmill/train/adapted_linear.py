@@ -33,7 +33,7 @@ def use_adapted_linear(module: nn.Module) -> None:
 
 @cache
 def _adapted(peft_class: Any) -> Any:
-    # Use one class for all layers, so that torch.compile compiles it only once.
+    # Use one class for all layers of a peft class, so that torch.compile compiles its forward pass only once.
     class AdaptedLinear(peft_class):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if args or kwargs or self.disable_adapters or self.merged:
@@ -106,7 +106,8 @@ def _unpacked(*packed: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     return unpack(*packed, shape=shape, dtype=dtype)
 
 
-# Use custom operators, which torch.compile does not trace; otherwise it would compute both products and add them.
+# torch.compile does not trace custom operators; it would otherwise compute each product as a separate tensor and add
+# the two.
 @torch.library.custom_op("chatmill::sum_of_products", mutates_args=())
 def sum_of_products(x: Tensor, weight: Tensor, low_rank: Tensor, factor: Tensor) -> Tensor:
     """Compute x · weight + low_rank · factor without a second tensor of the result's size."""

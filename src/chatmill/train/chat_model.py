@@ -135,7 +135,7 @@ def open_chat_model(
     only to adapters; see `open_ready`.
     """
     folder = model_folder(path)
-    # Check the model before the tokenizer and the format: the check is quick, and its error message is clearer.
+    # Check the model first: the check is quick, and its error message is clearer than one about a missing tokenizer.
     check_is_model(folder)
     renderer = _open_renderer(folder, trained_with(folder), tokenizer, format)
     model = open_ready(folder, device, base=base, base_model=base_model)

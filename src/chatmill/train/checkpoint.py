@@ -1,12 +1,12 @@
 """Checkpoints: all state that a run needs to resume, in safetensors and JSON files, published atomically.
 
 step_00000500/
-  model/                             a model folder, ready for use; all ranks write files of a sharded model
-  state-00000-of-00001.safetensors   weights and optimizer state: all from rank 0, or one file from each rank
-  checkpoint.json                    the state of the run; size and hash of every file, and of itself; written last
+  model/                             a model folder that can be loaded directly; if sharded, each rank writes a part
+  state-00000-of-00001.safetensors   weights and optimizer state: one file from rank 0, or one file from each rank
+  checkpoint.json                    run state, size and hash of every other file, and its own hash; written last
 
-The format is safetensors instead of torch.distributed.checkpoint, whose metadata is a pickle, because reading a
-checkpoint must not run code. Only the files that checkpoint.json lists are read.
+torch.distributed.checkpoint is not used: its metadata is a pickle, and reading a checkpoint must not run code. Only the
+files that checkpoint.json lists are read.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tens
 
 
 def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer) -> None:
-    """Load weights and optimizer state into a model and its optimizer; the number of ranks may differ from the saved
-    run.
+    """Load weights and optimizer state into a model and its optimizer; the number of ranks may have changed since the
+    checkpoint was saved.
     """
     stored = ShardedTensors(checkpoint.state_files())
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -168,8 +168,9 @@ def save(
 
     If `sharded` is set, every rank writes its own rows of the weights and optimizer state. `about` contains small files
     for the model folder; if `about` is None, no model folder is written. `save_dtype` is the dtype of the weights in
-    the model folder. The checkpoint `protected`, the checkpoint that the link `best` points to, and checkpoints that
-    contain other files are not removed. `best` is the new target of the link `best`: this checkpoint or an older one.
+    the model folder. The checkpoint `protected`, the checkpoint that the link `best` points to, and checkpoints with
+    files that chatmill did not write are not removed. `best` is the new target of the link `best`: this checkpoint or
+    an older one.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -256,8 +257,8 @@ def _entry(name: str, tensor: Tensor, *, sharded: bool) -> TensorEntry:
 
 
 def _model_weights(model: CausalModel, world: World, save_dtype: str) -> dict[str, Tensor]:
-    """Return the weights for the model folder on rank 0: all weights, or only the adapters if only the adapters are
-    trained.
+    """Gather the weights for the model folder on rank 0: only the trained weights if some weights are frozen, as with
+    adapters; otherwise all weights.
     """
     adapted = not all(parameter.requires_grad for parameter in model.parameters())
     state = model.trained_state() if adapted else model.state_dict(keep_vars=True)
@@ -306,7 +307,7 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     for path in list_checkpoints(folder):
         if step_of(path) > step:
             asides = (path.with_name(f"{path.name}{LEFT}{number or ''}") for number in count())
-            # Replace a checkpoint that an earlier resume renamed, unless that checkpoint contains other files.
+            # Replace a checkpoint that an earlier resume renamed, unless it contains files that chatmill did not write.
             aside = next(each for each in asides if not os.path.lexists(each) or not remove_folder(each, CHECKPOINT))
             files.disk.rename_new(path, aside)
             renamed.append(aside)
@@ -321,8 +322,8 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def choose(folder: Path, resume: str) -> Path | None:
-    """Return the checkpoint that `resume` selects: a folder or, for `auto`, the run's newest checkpoint, if the run has
-    one.
+    """Return the checkpoint that `resume` names; for `auto`, return the newest checkpoint of the run, or None if there
+    is none.
     """
     if resume == "auto":
         newest = list_checkpoints(folder)[-1:]
@@ -375,10 +376,8 @@ def _check(path: Path, info: FileInfo) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Raise `DataError` if the model in a checkpoint was changed; model folders outside checkpoints have no recorded
-    hashes.
-    """
-    # The path of the model folder may contain a link, or be a link itself.
+    """Raise `DataError` if the model in a checkpoint was changed; model folders outside checkpoints are not checked."""
+    # Check the path as given and with its links resolved, because either one can be inside a checkpoint.
     for place in dict.fromkeys((folder.absolute(), folder.resolve())):
         marker = place.parent / MARKER
         if place.name != MODEL or not os.path.lexists(marker):

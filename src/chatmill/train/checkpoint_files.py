@@ -1,7 +1,7 @@
 """File names of runs and checkpoints, and checkpoint.json, which lists a checkpoint's files and stores the run's state.
 
-Only files listed in checkpoint.json are read, and every value is checked before use, because the file may come from an
-untrusted source. This module does not import torch.
+Only files listed in checkpoint.json are read, and every value is checked before use, because a checkpoint may come from
+an untrusted source. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LARGEST = 1 << 31
 """The largest allowed vocabulary size and number of ranks."""
 TOTALS = ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens", "answer_cut", "skipped_steps")
 LATER_TOTALS = {"answer_cut"}
-"""Counts that checkpoints of earlier versions do not have."""
+"""Counts that checkpoints from earlier versions may lack."""
 CURSOR = ("step", "epoch", "window", "row")
 
 
@@ -154,7 +154,7 @@ def _files(body: JsonObject) -> dict[str, FileInfo]:
 
 
 def _check_run(body: JsonObject, step: int) -> None:
-    """Check the types of the values that `chatmill train` stores, and that its counters agree with each other."""
+    """Check the types of the values that `chatmill train` stores, and that the stored counters are consistent."""
     stage, totals, config, loader = (body.table(name) for name in ("stage", "totals", "config", "loader"))
     start = stage.count("start", most=step)
     stage.sha256("dataset_sha256")

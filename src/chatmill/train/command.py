@@ -1,4 +1,4 @@
-"""The command `python train.py`: its flags, and the code that it shares with `chatmill train` to run and to print a
+"""The command `python train.py`: its flags, and the code shared with `chatmill train`, which trains and prints a
 summary.
 """
 
@@ -64,7 +64,7 @@ def main(
 ) -> None:
     """Run the command with these flags; `tokenizer_sha256` returns the hash of the tokenizer set in chatmill.toml.
 
-    `report_page` writes the report page of a dataset, which trackers log.
+    `report_page` writes a dataset's report page for the trackers to log.
     """
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
@@ -203,7 +203,7 @@ def run(
 
 
 def estimate(flags: Mapping[str, str]) -> Fit:
-    """Estimate the memory of a run with these flags, without reading weights."""
+    """Estimate the memory use of a run with these flags, without reading weights."""
     where = _run_flags(flags)
     config, _ = _config_of(flags, where, project_settings())
     return estimate_run(config, gpus=where.gpus, gpu_memory=where.gpu_memory)
@@ -225,7 +225,8 @@ def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tupl
     values = layered(project, stated)
     stops_no_more = bool(base.get("early_stop_patience")) and values.get("early_stop_patience") is None
     if resumes and stops_no_more and values.get("keep_best") is None and values.get("save_interval"):
-        # Set keep_best: its default, null, would now mean false, and the resumed run would remove its best checkpoint.
+        # Set keep_best: without early stopping, its default (null) means false, and the resumed run would no longer
+        # keep its best checkpoint.
         values["keep_best"] = True
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:

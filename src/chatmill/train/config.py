@@ -39,7 +39,7 @@ FIRST_FLAG = "use_loss_mask"
 EXCLUSIVE = (("max_iters", "epochs"), ("warmup_iters", "warmup_pct"))
 """Pairs of mutually exclusive keys; if a later layer of settings has one key of a pair, the other key is removed."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
-"""Values that post_training sets: train the tokens that the loss mask marks, and keep the last incomplete batch."""
+"""Values that post_training sets: train only on tokens marked by the loss mask, and keep the incomplete last batch."""
 
 
 def _are_targets(value: Any) -> bool:
@@ -336,7 +336,8 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     def with_accumulation(self) -> tuple[Self, list[str]]:
         """Replace tokens_per_step with batch_size and gradient_accumulation_steps; also return a note about the result.
 
-        The returned config has tokens_per_step null, so a run that resumes with that config computes the same batches.
+        In the returned config, tokens_per_step is null, so a run that resumes with that config computes the same
+        batches.
 
         >>> config, _ = TrainConfig(tokens_per_step=65_536, batch_size=8, block_size=1024).with_accumulation()
         >>> config.batch_size, config.gradient_accumulation_steps
@@ -352,7 +353,9 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         return replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, tokens_per_step=None), [note]
 
     def warmup_steps(self, total: int) -> int:
-        """Return the number of warmup steps in a run of `total` steps with the same number of tokens each."""
+        """Return the number of warmup steps in a run of `total` steps, assuming that all steps have the same number of
+        tokens.
+        """
         if self.warmup_iters is not None:
             return self.warmup_iters
         return math.ceil((WARMUP if self.warmup_pct is None else self.warmup_pct) * total)
@@ -398,10 +401,10 @@ def with_bare_switches(args: Sequence[str]) -> list[str]:
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of settings; later layers take precedence.
 
-    A layer that sets max_iters removes epochs, and the other way around; warmup_iters and warmup_pct also remove each
-    other. A layer that sets tokens_per_step removes gradient_accumulation_steps; the rows per micro-batch stay the
-    same. A layer that turns post_training on also sets the keys in POST_TRAINING, except those that the layer sets
-    itself.
+    A layer that sets max_iters removes epochs, and vice versa; warmup_iters and warmup_pct also replace each other. A
+    layer that sets tokens_per_step removes gradient_accumulation_steps and divides batch_size by its value, so that
+    micro-batches keep their number of rows. A layer that turns post_training on also sets the keys in POST_TRAINING,
+    except those that the layer sets itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:
@@ -419,7 +422,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the old keys in the config of a run that an earlier version of chatmill wrote."""
+    """Rename old keys in a run's config that was written by an earlier version of chatmill."""
     values = dict(stored)
     if values.pop("tensorboard", False) is True:
         values.setdefault("report_to", ["tensorboard"])

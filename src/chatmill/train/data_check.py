@@ -28,7 +28,7 @@ from chatmill.train.checkpoint_files import step_of
 from chatmill.train.distributed import World
 
 CHUNK = 1 << 20
-"""Number of bytes to read and hash at a time; hashing releases the GIL."""
+"""Number of bytes to read and hash at a time."""
 LOWEST_PRIORITY = 19
 
 
@@ -45,7 +45,7 @@ class DataCheck:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._at_start: Path | None = None
-        """The last checkpoint at the time when the current pass over the data started."""
+        """The last checkpoint when the current pass over the data started."""
         self._epoch = 0
         self.fault: str | None = None
         """Error message about the first file that has changed."""
@@ -68,8 +68,8 @@ class DataCheck:
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
         """Record that a pass has finished on all ranks, and start a new pass in each epoch.
 
-        `saved` is the last checkpoint. If the data order has no epochs, one row per eligible episode counts as an
-        epoch.
+        `saved` is the last checkpoint. If the data order has no epochs, an epoch is as many rows as there are eligible
+        episodes.
         """
         if self._thread is not None and all_done:
             self._thread.join()
@@ -152,8 +152,8 @@ class DataCheck:
 
 
 def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
-    """Return all data files with their recorded hashes; files from other programs have no hash, and the first pass
-    computes it.
+    """Return all data files with their recorded hashes; files from other programs have no recorded hash, so the first
+    pass computes it.
     """
     files: list[tuple[Path, str | None]] = []
     for source in sources:

@@ -1,6 +1,6 @@
-"""Distributed training: the ranks of a run, communication between them, and models with DDP or FSDP.
+"""Distributed training: the ranks of a run, the communication between them, and models wrapped with DDP or FSDP.
 
-Ranks exchange values that the host needs with gloo, separately from GPU communication, so that the host never waits for
+Values that the host needs are exchanged over gloo, separately from GPU communication, so that the host never waits for
 the GPU.
 """
 
@@ -24,7 +24,7 @@ from chatmill.train.model import CausalModel
 
 T = TypeVar("T")
 Values: TypeAlias = Callable[[], Iterator[tuple[Tensor, Any]]]
-"""Yields each parameter on the meta device with its values: a tensor, or an object that returns ranges of its rows.
+"""Yields each parameter on the meta device and its values: a tensor, or an object that can be sliced by rows.
 
 Read the rows of a parameter before requesting the next parameter.
 """
@@ -85,7 +85,7 @@ class World:
         return result  # type: ignore[return-value]
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call a function on this rank; its errors name the rank, because an error may occur on one rank only."""
+        """Call a function on this rank; with several ranks, raise its `DataError` as a `RankError` that names the rank."""
         try:
             return work()
         except DataError as error:
@@ -181,8 +181,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of a tensor's rows on this rank; all shards have the same size, except that the last ones may be
-    shorter.
+    """Return the range of a tensor's rows on this rank; all shards have the same size, but the last ones may be shorter
+    or empty.
     """
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1

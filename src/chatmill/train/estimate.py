@@ -4,9 +4,9 @@
     activations                      counted from a forward pass without memory (activations.py)
     workspace                        the logits of a chunk and their gradients, or the backward pass of one layer
 
-Memory peaks in the loss or in the backward pass of the last layer (all activations, few gradients), in the backward
-pass of the first layer (few activations, all gradients), or in the optimizer step. The estimate is the largest of these
-peaks.
+Memory can peak in the loss, in the backward pass of the last layer (all activations, few gradients) or of the first
+layer (few activations, all gradients), in the gradient of the embedding, or in the optimizer step. The estimate is the
+largest of these peaks.
 """
 
 from __future__ import annotations
@@ -121,12 +121,14 @@ class _Counted:
 
     weights: tuple[WeightShape, ...]
     state: dict[str, tuple[int, int]]
-    """Bytes of optimizer state for each trained weight: tensors with as many rows as the weight, and scalars."""
+    """Bytes of optimizer state for each trained weight: those of tensors, which are sharded like the weight, and those
+    of scalars.
+    """
     layers: tuple[_Layer, ...]
     """Byte counts of each layer for one row."""
     outside: float
     head: WeightShape
-    """The weight of the output head, (vocabulary, width)."""
+    """The weight of the output head, of shape (vocabulary, width)."""
     is_tied: bool
     """Whether the head is tied to the embedding."""
     approximate: str | None
@@ -196,8 +198,8 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Return the bytes that each layer keeps for one row, the bytes kept outside layers, and the reason if these
-    numbers are approximate.
+    """Return the bytes that each layer keeps for one row, the bytes kept outside layers, and, if these numbers are
+    approximate, the reason.
 
     `recompute` is the argument of `CausalModel.compile_blocks`.
     """
@@ -263,7 +265,7 @@ def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int,
     assert shape.model is not None
     sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
     layers = layers_of(shape.model)
-    # Keep all layers for Muon, because it needs the layers of the model.
+    # Keep all layers for Muon, which calls `model.blocks`; that method identifies the layers by their number.
     with few_fake_layers(shape.model, of_each=len(layers) if config.optimizer == "muon" else 1):
         inside = {id(each) for layer in layers for each in layer.parameters()}
         optimizer = make_optimizer(shape.model, config)
@@ -383,9 +385,9 @@ def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
     logits = chunk * counted.vocab_size * (size if on_gpu else size + 4 * ENTROPY_COPIES)
     matrix = counted.vocab_size * counted.width
     cast = matrix * size if counted.head.bytes_each != size else 0.0
-    # Count the float32 sum of the weight gradient, and the weight gradient of a chunk.
+    # Count the weight gradient, which is summed in float32, and the weight gradient of one chunk.
     gradient = matrix * (4 + size) if counted.head.trained else 0.0
-    # Add the selected hidden states, their gradient in float32, and the hidden-state gradient of a chunk.
+    # Add the selected hidden states, their gradient in float32, and the hidden-state gradient of one chunk.
     return logits + cast + gradient + positions * counted.width * (size + 4) + chunk * counted.width * size
 
 

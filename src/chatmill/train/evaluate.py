@@ -67,7 +67,7 @@ class Evaluation(NamedTuple):
             name: {"loss": each.loss, "perplexity": each.perplexity, "trained": each.trained}
             for name, each in self.sources.items()
         }
-        # Add the sources that are used only for validation, because they are not in the mix.
+        # Add the sources that are used only for validation, which `sources` does not contain.
         return {**{source.name: parts.get(source.name) for source in sources}, **parts} if parts else {}
 
 
@@ -80,8 +80,8 @@ def losses_by_source(sources: Mapping[str, Evaluation]) -> str:
 def evaluate(
     module: CausalModel, loader: EpisodeLoader, world: World, *, split: str = "val", batches: int | None = None
 ) -> Evaluation:
-    """Compute the loss on a split, or on the first batches of each source, in file order, without moving the loader's
-    cursors.
+    """Compute the loss on a split, or on the first `batches` batches of each source. Batches are read in file order,
+    and the loader's cursors do not move.
 
     Each source is evaluated separately. The total loss is the mean over the trained tokens of all sources, regardless
     of the mix weights. All ranks must call this function.
@@ -112,7 +112,7 @@ def evaluate(
     }
     mean = sum(losses) / sum(weights) if sum(weights) else None
     if mean is not None:
-        # Use the loss of rank 0, so that all ranks make the same decision.
+        # Use the loss of rank 0, so that all ranks make the same decision about early stopping.
         [mean] = world.sums([mean if world.is_first else 0.0])
     return Evaluation(mean, int(sum(trained)), parts if loader.config.mix is not None else {})
 
@@ -159,8 +159,8 @@ class Samples:
         return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
     def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """Return the fraction of answers that match exactly, and the fraction that reached an end token; empty if no
-        answers are given.
+        """Return the fraction of answers that match exactly, and the fraction that reached an end token; the mapping is
+        empty if there are no answers.
         """
         if not answers:
             return {}
@@ -173,7 +173,7 @@ class Samples:
         """
         lines = []
         for answer in answers:
-            # Decode only the end of a long prompt, because a character takes at most four tokens.
+            # Decode only the end of a long prompt; a character takes at most four tokens, so this is enough to show.
             prompt = text(answer.prompt.prompt[-4 * SHOWN :])
             lines.append(f"  prompt    {prompt if len(prompt) <= SHOWN else '…' + prompt[-SHOWN:]}")
             ended = "" if self._stopped(answer) else f"  (no end token after {len(answer.ids):,} tokens)"

@@ -25,8 +25,7 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES
 from chatmill.train.preflight import data_vocab_size, padding_of
 
 MARGIN = 0.85
-"""A run is refused only if this fraction of its estimate does not fit, because estimates are within 15 percent of
-measured memory.
+"""Fraction of the estimate that must fit into memory, because estimates are within 15 percent of the measured memory.
 """
 MOST_RANKS, SHORTEST_ROW = 1024, 128
 NAMES = {
@@ -77,7 +76,9 @@ class Fit:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the run does not fit, even if the estimate is 15 percent too high."""
+        """Whether the run is refused: it would not fit even with 15 percent less memory than estimated, or its weights,
+        gradients and optimizer state alone do not fit.
+        """
         if self.available is None:
             return False
         return MARGIN * self.estimate.total > self.available or self.estimate.state > self.available
@@ -155,7 +156,7 @@ def fit_run(estimator: Estimator, config: TrainConfig, *, ranks: int, available:
 
 
 def _changes(estimator: Estimator, config: TrainConfig, ranks: int, available: float) -> Iterator[Change]:
-    """Yield single config changes that reduce memory use, cheapest first."""
+    """Yield individual changes that reduce memory use, cheapest first."""
 
     def change(**keys: Any) -> Change | None:
         return _change(estimator, config, keys, ranks)
@@ -232,7 +233,7 @@ def _adapter_keys(config: TrainConfig) -> list[dict[str, Any]]:
 def _more_gpus(
     estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], ranks: int
 ) -> Iterator[Change | None]:
-    """Yield changes that run with FSDP on an increasing number of GPUs."""
+    """Yield changes to FSDP on an increasing number of GPUs."""
     if not estimator.on_gpu or config.quantize != "none" or config.optimizer in ("adafactor", "muon"):
         return
     count = 2 if ranks == 1 or config.parallel == "fsdp" else ranks
@@ -325,16 +326,15 @@ def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None
         estimator = Estimator(on_gpu=on_gpu, vocab_size=vocab_size)
         fit = fit_run(estimator, config, ranks=world.size, available=available)
     except Exception:
-        # Ignore the error: loading the model will report it, and a failed estimate must not refuse a run.
+        # Ignore the error: a failed estimate must not stop a run, and loading the model reports problems with the
+        # model.
         return
     if fit.is_refused:
         raise DoesNotFitError(fit.refusal())
 
 
 def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bool) -> float:
-    """Compute a quick upper bound on the bytes that a run needs from its weight shapes, which is enough to accept most
-    runs.
-    """
+    """Compute an upper bound on the bytes that a run needs, from weight shapes only. Most runs pass this quick check."""
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
@@ -345,7 +345,8 @@ def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bo
         tensors = _stored(model_folder(config.init_from_model))
         count = sum(each.size for each in tensors)
         widths = sum(sum(each.shape[-2:]) for each in tensors if len(each.shape) > 1)
-    # Add four times the float32 inputs and outputs of all matrices, a float32 mask, and the logits on a GPU.
+    # Count 20 bytes per weight, four times the float32 inputs and outputs of all matrices, a float32 mask and, on a
+    # GPU, 3 GiB for the logits.
     tokens = rows * config.block_size
     return 20.0 * count + 16.0 * tokens * widths + 4.0 * tokens * config.block_size + 3.0 * GIB * on_gpu
 

@@ -1,7 +1,7 @@
 """Generate answers: greedy decoding, sampling, and beam search.
 
-A sampled token depends only on the key (seed, step, row) and on its position in the answer, not on the rest of the
-batch, so any single answer can be reproduced.
+The random draw for a token depends only on the key (seed, step, row) and on the token's position in the answer, not on
+the rest of the batch, so any single answer can be reproduced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sampling:
     top_k: int = 0
     """Sample from the k most likely tokens; 0 disables the limit."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities add up to `top_p`."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to at least `top_p`."""
     seed: int = 0
     step: int = 0
 
@@ -79,7 +79,7 @@ def generate_steps(
     first_row: int = 0,
 ) -> Iterator[dict[int, int]]:
     """Generate answers to all prompts in one batch; at each step, yield the next token of every unfinished row."""
-    # `prefill` raises an error if a prompt is too long.
+    # Keep max_tokens at 1 or more: `prefill` raises the error for a prompt that is too long.
     max_tokens = min(max_tokens, max(1, model.max_positions - min(map(len, prompts))))
     rows = np.arange(len(prompts))
     draws = np.stack([_draws(sampling, first_row + row, max_tokens) for row in rows.tolist()])
@@ -120,7 +120,7 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
         probs[:, 0] = ordered.softmax(dim=1)[:, 0]
         cumulative = probs.cumsum(dim=1)
     wanted = torch.from_numpy(draws).to(cumulative.device)[:, None] * cumulative[:, -1:]
-    # If rounding moves a draw past the end, select the last token with nonzero probability.
+    # If rounding moves a draw past the total probability, select the last token with nonzero probability.
     last = (probs > 0).sum(dim=1, keepdim=True) - 1
     place = torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last)
     return ids.gather(1, place).squeeze(1)
@@ -223,7 +223,8 @@ def _search(
                 finished += alive
             ranked = [(beam.score / length**length_penalty, beam.ids) for beam in finished]
             best[row] = max([best[row], *ranked], key=itemgetter(0))
-            # Log-likelihoods only decrease, so a beam's best possible score is at the next token or at max_tokens.
+            # Log-likelihoods only decrease, so a beam reaches its best possible score at the next token or at
+            # max_tokens.
             ends = (length + 1, max_tokens) if length < max_tokens else ()
             if any(alive[0].score / end**length_penalty > best[row][0] for end in ends):
                 kept[row] = alive
@@ -238,8 +239,8 @@ def _search(
 
 
 def _candidates(logits: Tensor, active: dict[int, list[_Beam]], count: int) -> dict[int, list[_Beam]]:
-    """Return the `count` best continuations of each prompt's beams, which are enough to keep all beams even if some
-    end.
+    """Return the `count` best continuations of each prompt's beams; `count` exceeds the number of beams, because some
+    continuations end the answer.
     """
     scores = torch.tensor([[beam.score for beam in beams] for beams in active.values()], dtype=torch.float64)
     logprobs = logits.double().log_softmax(dim=1).unflatten(0, scores.shape) + scores.to(logits.device)[:, :, None]

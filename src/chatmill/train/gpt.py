@@ -154,10 +154,9 @@ class GPT(CausalModel):
 def open_on_meta(
     folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int = 1
 ) -> tuple[GPT, ModelFiles]:
-    """Open a model folder; return the model with parameters on the meta device, and its files, whose tensors were
-    checked.
+    """Open a model folder and check its tensors; return the model with parameters on the meta device, and its files.
 
-    The memory check assumes that a rank needs one of `share` equal parts of the weights.
+    The memory check assumes that the weights are divided equally among `share` ranks.
     """
     if weights == "nf4":
         raise UsageError(f"{folder}: is not a Hugging Face model, which nf4 quantization requires")
@@ -179,7 +178,7 @@ def open_on_meta(
 
 @torch.no_grad()
 def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter of a model with the initial values that a new `GPT` has with this seed."""
+    """Yield each parameter with the initial values that it would have in a new `GPT` created with this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
@@ -196,14 +195,14 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
 
 
 def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight in a model, computed from a one-layer model on the meta device, because all
-    layers have the same shapes.
+    """Return the shape of each weight in a model. All layers have the same shapes, so a one-layer model on the meta
+    device is enough to compute them.
     """
     try:
         with torch.device("meta"):
             one = GPT(replace(sizes, n_layer=1)).state_dict()
     except (OverflowError, RuntimeError) as error:
-        # torch raises this error if a tensor would have more elements than it supports.
+        # torch raises this error if a tensor would have more elements than torch supports.
         raise DataError(f"{folder / CONFIG}: these sizes are not valid ({one_line(str(error))})") from None
     shapes = {name: tuple(tensor.shape) for name, tensor in one.items()}
     layer = {name: shapes.pop(name) for name in list(shapes) if name.startswith("layers.0.")}
@@ -276,8 +275,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        # Use two matrix products instead of one, because concatenating their gradients would cost more than one product
-        # saves.
+        # Use two matrix products: merging them into one would save less time than concatenating their gradients would
+        # cost.
         self.gate = Linear(sizes.n_embd, sizes.ffn)
         self.up = Linear(sizes.n_embd, sizes.ffn)
         self.down = Linear(sizes.ffn, sizes.n_embd)

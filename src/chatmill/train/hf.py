@@ -54,7 +54,9 @@ class HFModel(CausalModel):
         compute: torch.dtype | None = None,
         separates: bool | None = None,
     ) -> None:
-        """`separates` is whether the architecture separates packed conversations; if None, the model is tested."""
+        """`separates` tells whether the architecture separates packed conversations; if it is None, the model is
+        tested.
+        """
         super().__init__()
         self.lm = lm
         self.training = lm.training
@@ -374,7 +376,7 @@ def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _registered_flex() -> str:
-    """Register a FlexAttention that accepts mixed dtypes under autocast; return its name in transformers."""
+    """Register a variant of FlexAttention that accepts mixed dtypes under autocast; return its name in transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.masking_utils import flex_attention_mask
