@@ -64,7 +64,7 @@ def main(
 ) -> None:
     """Run the command with these flags; `tokenizer_sha256` returns the hash of the tokenizer set in chatmill.toml.
 
-    `report_page` writes a dataset's report page for the trackers to log.
+    `report_page` returns a dataset's report page, which the trackers log.
     """
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))

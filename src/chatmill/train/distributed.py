@@ -85,7 +85,9 @@ class World:
         return result  # type: ignore[return-value]
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Call a function on this rank; with several ranks, raise its `DataError` as a `RankError` that names the rank."""
+        """Call a function on this rank. With several ranks, a `DataError` is raised as a `RankError` that names the
+        rank, because it may occur on one rank only.
+        """
         try:
             return work()
         except DataError as error:

@@ -170,7 +170,7 @@ def _endings(spans: Sequence[TrainedSpan], batch: Batch, ends: set[int]) -> Endi
 
 
 def closing_ids(sources: Sequence[DataSource]) -> set[int]:
-    """Return the tokens that can end an answer: the end tokens of all sources and the control tokens of their formats."""
+    """Return the tokens that can end an answer: the end tokens and the control tokens of all sources."""
     ids = set(end_ids(sources))
     for source in sources:
         meta = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata

@@ -334,7 +334,7 @@ def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None
 
 
 def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bool) -> float:
-    """Compute an upper bound on the bytes that a run needs, from weight shapes only. Most runs pass this quick check."""
+    """Compute an upper bound on a run's memory in bytes from weight shapes alone; most runs pass this quick check."""
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)

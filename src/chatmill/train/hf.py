@@ -139,7 +139,7 @@ class HFModel(CausalModel):
 
     @staticmethod
     def layers_of(lm: Any) -> list[nn.Module]:
-        """Return the decoder layers of a transformers model; empty if they cannot be located."""
+        """Return the decoder layers of a transformers model; the list is empty if they cannot be located."""
         depth = lm.config.get_text_config().num_hidden_layers
         lists = (module for module in lm.base_model.modules() if isinstance(module, nn.ModuleList))
         return next((list(module) for module in lists if len(module) == depth), [])
@@ -207,7 +207,7 @@ class HFModel(CausalModel):
         for group in fused if len(parts) < len(saved) else ():
             tensors = self._reverted({name: like[name] for name in group})
             parts.append(SavedPart(group, tuple(tensors), is_converted=True))
-        # List the tensors that transformers would write, without duplicates.
+        # Save in parts only if they contain exactly the tensors that transformers would write, each once.
         written = [name for part in parts for name in part.saved]
         return parts if len(written) == len(set(written)) and set(written) == saved.keys() else None
 
@@ -258,8 +258,8 @@ class HFModel(CausalModel):
                     is_quantized = getattr(self.lm, "is_loaded_in_4bit", False)
                     if is_quantized or not any(map(is_half, self.lm.parameters())):
                         raise
-                    # Convert the model to float32, because some layers read weights of other layers, whose dtype
-                    # differs from the hidden states.
+                    # Convert the model to float32: some layers read the weights of other layers and need them in the
+                    # dtype of the hidden states.
                     self.lm.float()
                     self.is_widened = True
             with widened(self.lm, self._layers()):

@@ -40,9 +40,9 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
     """Load a causal language model with transformers, without running code or reading pickles from the folder.
 
-    The file types, tensor sizes and required memory are first checked from the file headers. A missing weight is an
-    error, because transformers would initialize it at random. With nf4 weights, the model is quantized on a GPU if one
-    is available, and stays on that GPU.
+    First, the file types, the tensor sizes and the required memory are checked, using only the file headers. A missing
+    weight is an error, because transformers would initialize it randomly. With nf4 weights, the model is quantized on a
+    GPU if one is available, and stays on that GPU.
     """
     files = read_model_files(folder)
     check_sizes(files)
@@ -101,11 +101,11 @@ def _check_can_quantize(files: ModelFiles) -> None:
 
 
 def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
-    """Return the dtypes in which to load a model; raise `DataError` if its shapes contradict its config or exceed the
-    memory.
+    """Return the dtypes in which to load a model; raise `DataError` if its weights do not match its config or do not
+    fit into memory.
 
-    For nf4 weights, return the dtypes before quantization. The memory check assumes that a rank needs one of `share`
-    equal parts of the weights.
+    For nf4 weights, return the dtypes before quantization. The memory check assumes that the weights are divided
+    equally among `share` ranks.
     """
     from transformers import AutoModelForCausalLM
 

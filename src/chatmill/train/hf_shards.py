@@ -87,7 +87,9 @@ def _rows(source: TensorSource, target: str, rows: Callable[[str], Rows], dtype:
 
 
 def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int) -> OpenedModel:
-    """Open a Hugging Face model on the meta device; check that memory suffices for one of `share` equal parts."""
+    """Open a Hugging Face model on the meta device; check that its weights, divided equally among `share` ranks, fit
+    into memory.
+    """
     meta = _load_on_meta(folder, weights, share=share)
     # `separates` is set later, when the architecture is tested.
     model = HFModel(meta.lm, source=folder, compute=compute, separates=False)
@@ -127,7 +129,7 @@ def adapters_on_cpu() -> Iterator[None]:
     move, to = BaseTunerLayer._move_adapter_to_device_of_base_layer, nn.Module.to
 
     def move_to_cpu(layer: Any, adapter_name: str, device: Any = None) -> None:
-        # The replaced method also casts adapters to the dtype of the base model.
+        # Call the original method, because it also casts the adapters.
         move(layer, adapter_name, torch.device("cpu"))
 
     def to_unless_meta(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -313,7 +315,9 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Turn off oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` would print a warning."""
+    """Turn off oneDNN, which caches copies of weights. `torch.backends.mkldnn.flags` is not used, because it prints a
+    warning.
+    """
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

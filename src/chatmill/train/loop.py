@@ -321,7 +321,7 @@ class _Loop:
         self.evaluation = evaluation
         more: dict[str, float] = {}
         lines: list[str] = []
-        # Generate only with unsharded models, because a sharded model would need all ranks.
+        # Generate answers only with unsharded models: rank 0 generates alone, and a sharded model would need all ranks.
         if state.world.is_first and state.stepper.is_whole:
             if self._samples is not None:
                 answers = self._samples.answer(model)
@@ -367,11 +367,13 @@ class _Loop:
         return text
 
     def _save(self, *, usable: bool) -> None:
-        """Write a checkpoint, with a model folder if it is full or `usable`; all ranks must call this method."""
+        """Write a checkpoint; it has a model folder if it is not sharded or if `usable` is set. All ranks must call
+        this method.
+        """
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"
-        # Of sharded checkpoints, only the last and the best one have a model folder, because writing it requires
-        # gathering all weights.
+        # Only the last and the best sharded checkpoint have a model folder, because writing one requires sending all
+        # weights between ranks.
         usable = usable or not sharded
         about = about_model(state.loader, step=state.step, base=state.base) if usable else None
         folder, run, world = self.run_dir.folder, state.to_json(), state.world

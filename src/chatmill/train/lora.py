@@ -46,7 +46,7 @@ class LoraModel(HFModel):
         for module in self.lm.modules():
             use_adapted_linear(module)
         if self.compute not in (None, torch.float32):
-            # Disable peft's float32 copy of adapter inputs, because autocast casts them.
+            # Disable peft's float32 copy of adapter inputs, because autocast casts the inputs anyway.
             for module in self.lm.modules():
                 if hasattr(module, "cast_input_dtype_enabled"):
                     module.cast_input_dtype_enabled = False

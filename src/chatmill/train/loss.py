@@ -158,10 +158,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunked_loss(
     hidden: Tensor, head: LMHead, targets: TrainedPositions, *, needed: tuple[bool, bool, bool]
 ) -> tuple[Losses, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Compute the losses at the trained positions, and the required gradients of their sum: for hidden states, weight
-    and bias.
+    """Compute the losses at the trained positions and the gradients of their weighted sum. `needed` tells which
+    gradients to compute: those of the hidden states, the weight and the bias.
 
-    The gradients of a chunk overwrite its logits.
+    The logits of each chunk are overwritten with their gradients.
     """
     matrix = head.weight.to(hidden.dtype)
     bias = None if head.bias is None else head.bias.to(hidden.dtype)

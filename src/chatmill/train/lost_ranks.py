@@ -132,7 +132,7 @@ class RankWatch:
     # Methods called by the main thread.
 
     def close(self, error: BaseException | None) -> None:
-        """Notify the other ranks that this rank has finished, or that it has failed and reports its error."""
+        """Notify the other ranks that this rank has finished or, if it has failed, send them its error."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -140,7 +140,7 @@ class RankWatch:
         self._restore(WAKE)
         message: dict[str, Any] = {"bye": self._rank}
         if error is not None and not isinstance(error, LostRankError):
-            # Errors other than `RankError` occur on all ranks, and only rank 0 prints them.
+            # A `ChatmillError` that is not a `RankError` occurs on all ranks, and only rank 0 prints it.
             silent = isinstance(error, ChatmillError) and not isinstance(error, RankError) and self._rank != 0
             text = one_line(str(error) or type(error).__name__, 1000)
             message = {"failed": self._rank, "host": self._host, "text": text, "silent": silent}
@@ -165,7 +165,7 @@ class RankWatch:
         """Wait briefly for messages from the hubs; return the error that made a collective fail, or None if no rank is
         lost.
         """
-        # Wait, because the hubs detect a broken connection a moment later and then notify all other ranks.
+        # Wait, because a hub may need a moment to detect the broken connection and notify the other ranks.
         if not self._known.wait(GRACE_SECONDS):
             return None
         time.sleep(SETTLE_SECONDS)
@@ -275,7 +275,7 @@ class RankWatch:
             self._note({"lost": peer.rank, "host": peer.host, "how": how})
 
     def _take(self, peer: _Connection, line: bytes) -> bool:
-        """Handle a message; return whether this peer may send it."""
+        """Handle a message; return False if the message is invalid or this peer may not send it."""
         try:
             message = json.loads(line)
             if peer.rank is None:
@@ -328,7 +328,8 @@ class RankWatch:
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
             for peer in peers:
-                # Sending blocks only if the peer has exited, because its receive buffer has space for many messages.
+                # Ignore errors: the peer's receive buffer has space for many messages, so sending fails only if the
+                # peer has exited.
                 with suppress(OSError):
                     peer.connection.send(data)
 
@@ -338,7 +339,7 @@ class RankWatch:
         hubs = [hub for hub in self._hubs if hub not in self._fault.lost]
         reported = bool(hubs) and min(hubs) != self._rank
         if not self._fault.lost and self._fault.failed is not None:
-            # The failed rank has printed the error unless its message is marked "silent"; then rank 0 prints it.
+            # The failed rank prints its own error, unless its message is marked "silent"; rank 0 prints silent errors.
             reported = self._rank != 0 or not self._fault.failed.get("silent")
         return LostRankError(self._fault.text(), reported=reported)
 
@@ -346,7 +347,9 @@ class RankWatch:
         raise self._error()
 
     def _terminate(self, number: int, _: object) -> None:
-        """Delay the SIGTERM that torchrun sends when a rank is lost until this rank has reported the lost rank."""
+        """Ignore the SIGTERM that torchrun sends after a rank is lost, so that this rank can first report the lost
+        rank.
+        """
         end = time.monotonic() + SETTLE_SECONDS
         while not self.has_fault and time.monotonic() < end:
             time.sleep(0.02)

@@ -216,7 +216,7 @@ def _tables(device: torch.device) -> tuple[Tensor, ...]:
         levels = code_levels(is_signed=is_signed)
         edges = torch.cat([levels[:1], (levels[1:] + levels[:-1]) / 2])
         if not is_signed:
-            # Only zero may be rounded to zero, because the square root is a divisor.
+            # Round only zero to zero, because the update divides by the square root of the second moment.
             edges[1] = TINY
         tables += [levels.to(device), edges.to(device)]
     return tuple(tables)

@@ -202,7 +202,7 @@ def _interface(name: str, known: set[str], mine: str) -> CheckRow:
             right = f"{name} set to the interface of {mine}, because other nodes cannot reach {own}"
             return CheckRow(name, f"not set; the host name resolves to {own}", "warn", right)
         return CheckRow(name, "not set")
-    # NCCL accepts prefixes, lists, and ^ for interfaces that it must not use.
+    # NCCL accepts a list of name prefixes; a leading ^ excludes these interfaces.
     wanted = chosen.lstrip("^=").split(",")
     there = not known or chosen.startswith("^") or any(each.startswith(prefix) for prefix in wanted for each in known)
     right = "" if there else f"an interface of this node: {', '.join(sorted(known))}"

@@ -12,7 +12,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory() -> float:
-    """Return the bytes that this process can still use; infinite if the system does not report a limit.
+    """Return the bytes that this process can still use; infinity if the system does not report a limit.
 
     Linux lets a process allocate more memory than is available, and kills the process once it uses that memory. In a
     container, the control group sets the memory limit.
@@ -53,8 +53,8 @@ def _free_in_groups() -> Iterator[float]:
             prefix = "total_"
         else:
             continue
-        # Check the parent control groups, because their limits also apply. In a container, the path of a control group
-        # may exist only on the host.
+        # Also check the parent control groups, because their limits apply too. In a container, the path of a control
+        # group may exist only on the host.
         for folder in [root / inside, *(root / inside).parents]:
             if folder == root.parent:
                 break

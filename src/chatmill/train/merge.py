@@ -79,7 +79,7 @@ def merge_adapters(
 
     Adapters trained on a quantized base model are merged into the dequantized weights that they were trained with. If
     `base` is "original", QLoRA adapters are merged into the stored weights, and the result reports how much the logits
-    differ.
+    differ from those of the quantized model with adapters.
     """
     target = local_path(output)
     folder = model_folder(path)
@@ -126,7 +126,7 @@ def merge_adapters(
 
 
 def _dequantized(base: Path, save_dtype: str) -> Any:
-    """Load the base model, and quantize and dequantize its weights."""
+    """Load the base model in 4 bits and dequantize it, which gives the weights that the adapters were trained with."""
     lm = load_lm(base, weights="nf4")
     from chatmill.train.quantized import dequantize
 

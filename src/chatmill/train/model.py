@@ -130,7 +130,7 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def step(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
-        """Process one more token per row; return the logits (rows, vocabulary) after it."""
+        """Process one more token per row; return the logits (rows, vocabulary) of the next token."""
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:

@@ -2,7 +2,7 @@
 
 Model folders may come from untrusted sources. Only the following files are read:
 
-    config.json                     an object, whose sizes the weights can have
+    config.json                     a JSON object whose sizes are possible for the weights
     model.safetensors               or the files of this folder that model.safetensors.index.json lists
     adapter_model.safetensors       instead, in a folder with adapter_config.json
 
@@ -160,7 +160,7 @@ def _read_index(folder: Path, name: str) -> dict[str, TensorInfo]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of a safetensors file; raise `DataError` unless its tensors cover the file without overlap."""
+    """Read the header of a safetensors file; raise `DataError` if there are gaps or overlaps between its tensors."""
     try:
         size = check_plain(path)
         with open_plain(path) as file:
@@ -252,7 +252,9 @@ def check_sizes(files: ModelFiles) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the layer counts and sizes in a config and its nested configs; null means the transformers default."""
+    """Yield the layer counts and sizes in a config and its nested configs, except null, which stands for a default of
+    transformers.
+    """
     return ((key, value) for key, value in _named(config, LAYER_COUNTS | SIZES) if value is not None)
 
 

@@ -119,7 +119,9 @@ def _hugging_face_shape(
 
 
 def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[int]]:
-    """Build the transformers model; return it with the ids of its 4-bit weights, or None if building fails."""
+    """Build the transformers model on the meta device; return the model (None if this fails) and the ids of its 4-bit
+    weights.
+    """
     check_sizes(files)
     if weights == "nf4" and files.config.get("quantization_config"):
         raise DataError(
@@ -150,7 +152,7 @@ def _lm_on_meta(files: ModelFiles, weights: WeightPrecision) -> tuple[Any, set[i
 
 
 def _adapter_shape(folder: Path, compute: torch.dtype | None) -> ModelShape:
-    """Return the shape of existing adapters with their base model, for further training of the adapters."""
+    """Return the shape of a base model with existing adapters, whose training continues."""
     from chatmill.train.hf import HFModel
     from chatmill.train.lora import LoraModel, base_folder, trained_on
 
@@ -186,7 +188,7 @@ def _of(model: CausalModel, packed: set[int] | None = None) -> ModelShape:
 
 
 def layers_of(model: CausalModel) -> Sequence[nn.Module]:
-    """Return the layers of a model; empty if they cannot be located."""
+    """Return the layers of a model; the sequence is empty if they cannot be located."""
     from chatmill.train.hf import HFModel
 
     return model._layers() if isinstance(model, HFModel) else model.blocks()

@@ -48,13 +48,13 @@ class ActivationOffload:
                 given[index] = tensor
             return function(*given, **kwargs)
 
-        # `checkpoint` installs its own hooks inside, so `_pack` and `_unpack` see only the inputs that `checkpoint`
-        # saves.
+        # `checkpoint` installs its own hooks while `run` executes, so `_pack` and `_unpack` see only the inputs that
+        # `checkpoint` saves.
         with saved_tensors_hooks(self._pack, self._unpack):
             return checkpoint(run, *(args[index] for index in moved), use_reentrant=False)
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedInput:
-        # Skip empty tensors, because torch before 2.13 also saves an empty tensor.
+        # Skip the empty tensor that `checkpoint` also saves in torch before 2.13.
         if tensor.device.type not in self._device_types or not tensor.is_contiguous() or not tensor.numel():
             return tensor
         previous = self._newest()

@@ -14,7 +14,7 @@ from chatmill.train.lost_ranks import RankError
 from chatmill.train.optimizers import OPTIMIZER_BYTES
 
 HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
-"""Substrings of torch's error messages when the host is out of memory, because torch has no error class for this case.
+"""Substrings that identify torch's errors when the host is out of memory; torch has no error class for them.
 """
 
 
@@ -65,7 +65,7 @@ def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfM
 
 
 def _smaller(config: TrainConfig) -> str:
-    """Suggest the optimizer with the least memory if the run fine-tunes all weights with another optimizer."""
+    """Suggest the optimizer with the lowest memory use if the run fine-tunes all weights with another optimizer."""
     if config.lora is not None or config.optimizer == SMALLEST:
         return ""
     mine, other = OPTIMIZER_BYTES[config.optimizer], OPTIMIZER_BYTES[SMALLEST]

@@ -45,7 +45,7 @@ def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | N
     torch.manual_seed(config.seed)
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
-        # Check for float32 weights, because new weights are initialized in float32.
+        # Check the memory for float32 weights, because new weights are initialized in float32.
         if 4 * sizes.num_parameters > available_memory():
             raise MemoryError
         return GPT(sizes, compute=compute).to(getattr(torch, weights_of(config)))
@@ -67,7 +67,7 @@ def weights_hash(folder: Path) -> str:
 
 
 def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *, tokenizer_sha256: str | None) -> None:
-    """Raise `DataError` with all reasons why the model cannot be trained on this data.
+    """Raise a `DataError` that lists all reasons why the model cannot be trained on this data.
 
     `tokenizer_sha256` is the hash of the tokenizer that the model was trained with, if known.
     """
@@ -136,7 +136,9 @@ def _largest(source: DataSource) -> int:
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
-    """Read training.json from a model folder; empty if another program wrote the folder."""
+    """Read training.json from a model folder; return an empty object if the file does not exist, as in models from
+    other programs.
+    """
     path = folder / TRAINING
     training = read_optional(path, "remove the file, or save the model again")
     if not isinstance(training, dict) or not isinstance(training.get("tokenizer_sha256"), str | None):
