@@ -21,7 +21,7 @@ help: ## list the targets
 
 install: $(DEV_STAMP) ## create .venv with pinned versions and an editable install of the package
 
-test: check browser ## install, check, and run all tests except examples and clusters (ARGS="-k words" selects tests)
+test: check browser ## install, check, and run all tests except `examples` and `clusters` (ARGS="-k words" selects tests)
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" $(ARGS)
 
 test-fast: $(DEV_STAMP) ## run the quick test files in tests/fast.txt, in less than a minute on two cores
@@ -33,7 +33,7 @@ examples: $(DEV_STAMP) ## run all examples in the documentation, and the demo wi
 clusters: $(DEV_STAMP) ## run the tests that start ranks, Ray nodes, trackers, servers or TRL, and other slow tests
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
-# Each trainer's library is installed in the version that it needs; --confcutdir skips the conftest.py of the other tests.
+# The trainer libraries have their own environments, so --confcutdir skips the conftest.py of the other tests.
 # --dist loadfile runs each file in one process, so that its ranks start only once.
 PYTEST_TRAINERS := -m pytest -n 2 --dist loadfile --confcutdir=tests/trainers
 test-integrations: $(TRAINERS_STAMP) $(TORCHTITAN_STAMP) ## test the integrations with the real trainer libraries

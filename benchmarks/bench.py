@@ -1,4 +1,4 @@
-"""Run every benchmark, each in a separate process, and write the page of results.
+"""Run every benchmark, each in a separate process, and write the results page.
 
     make bench                        run all benchmarks; write benchmarks.md, its chart and flame graphs
     make bench ARGS=--quick           use small sizes; write the page to benchmarks/.results/quick
@@ -153,7 +153,7 @@ def run(script: str, words: list[object]) -> Any:
     command = [sys.executable, str(HERE / script), *map(str, words)]
     if script != "corpus.py":
         command.append("--json")
-    # Without this setting, the peers look for files on the network.
+    # Without HF_HUB_OFFLINE, the peers look for files on the network.
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | quiet, check=False)
     try:
@@ -171,7 +171,7 @@ def announced(name: str) -> Iterator[None]:
 
 
 def training(files: list[Path], results: Path) -> None:
-    """Store the GPU results from `files`, or from a run on this machine, for this page and later ones."""
+    """Store the GPU results from `files`, or measure them on this machine if there are no files."""
     if not files:
         files = [results / "train.jsonl"]
         with announced("training"):

@@ -1,11 +1,11 @@
-"""Compare the same build with two processes on two cores and with one process per core.
+"""Compare the time of a build with two processes on two cores and with one process per core.
 
     python benchmarks/cores.py                   two cores and all cores of this machine; 500,000 conversations
     python benchmarks/cores.py --cores 2 4 8     these numbers of cores
 
 The input is 50,000 conversations, repeated `--times` times and packed into rows of 4096. Start-up time is excluded. All
-builds write the same bytes. *Serial* is the CPU time of the main process, which is not parallel: it plans the shards,
-collects the results of units and removes the staged files.
+builds write the same bytes. *Serial* is the CPU time of the main process, whose work is not parallel: it plans the
+shards, collects the results of units and removes the staged files.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def build(job: Job, renderer: Renderer, folder: Path, workers: int) -> dict[str, Any]:
-    """Return the seconds of one build, and the CPU time of the main process, in seconds and as a share of all CPU
+    """Time one build; return its seconds, and the CPU time of the main process in seconds and as a share of all CPU
     time.
     """
     shutil.rmtree(folder / "dataset", ignore_errors=True)

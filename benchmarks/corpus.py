@@ -74,7 +74,7 @@ def foreign(rng: random.Random) -> str:
 
 
 def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield multi-turn chats of about 780 tokens each, two thirds of them in assistant turns."""
+    """Yield multi-turn chats of about 780 tokens each; about two thirds of the tokens are in assistant turns."""
     rng = random.Random(seed)
     prose, code = prose_and_code(rng)
 
@@ -157,7 +157,7 @@ def options_of(data: Data) -> list[str]:
 
 
 def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
-    """Write the first `lines` of a file to a new file, repeated `times` times."""
+    """Write the first `lines` lines of a file to a new file, `times` times in a row."""
     out = folder / f"{path.stem}-{lines}x{times}.jsonl"
     with path.open("rb") as file:
         content = b"".join(islice(file, lines))

@@ -1,4 +1,4 @@
-"""Store GPU training results in the repository, because most benchmark runs have no GPU.
+"""Store GPU training results in the repository, because most benchmarks run on machines without a GPU.
 
 python benchmarks/gpu.py FILE ... store the results of benchmarks/train.py and update docs/explanation/benchmarks.md
 """
@@ -18,12 +18,14 @@ GPU, PAGE = HERE / "results" / "gpu.json", HERE.parent / "docs" / "explanation" 
 
 
 def kept() -> dict[str, Found]:
-    """Return the stored results by line name."""
+    """Return the stored results, keyed by the name of the line in the training table."""
     return dict(json.loads(GPU.read_text("utf-8")))
 
 
 def keep(files: list[Path]) -> dict[str, Found]:
-    """Merge the last result of each line in these files into the stored results, and return all of them."""
+    """Add the results in these files to the stored ones, replace older results of the same lines, and return all
+    results.
+    """
     found = kept() | read_results(files)
     GPU.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     return found

@@ -100,7 +100,7 @@ def opening(dataset: Path) -> dict[str, float]:
 
 
 def verifying(dataset: Path) -> dict[str, float]:
-    """Return the seconds of both checks and, for comparison, of only hashing every file."""
+    """Time the quick check, the full check and, for comparison, hashing every file; return the seconds."""
 
     def bare() -> None:
         for path in dataset.rglob("*"):

@@ -1,4 +1,4 @@
-"""Compare the loading of batches with Hugging Face datasets and TRL's collator, and with a plain copy of the bytes.
+"""Compare chatmill's batch loading with Hugging Face datasets and TRL's collator, and with a plain copy of the bytes.
 
     python benchmarks/load.py                           50 000 conversations
     python benchmarks/load.py --conversations 2000      quicker
@@ -7,8 +7,8 @@
 Both sides load shuffled batches of the same rows in one process. For the peer, rows are truncated, packed (best fit
 decreasing) and masked beforehand; chatmill does all of this while it loads. Every field of a batch is created: x, y,
 loss mask, weights, positions, segments and episode ids for chatmill; ids, labels, and the attention mask or the
-positions and sequence lengths for varlen attention for the peer. The benchmark first checks that both give the same
-tokens and labels. The memory of each side is measured in a separate process.
+positions and sequence lengths for varlen attention for the peer. The benchmark first checks that both sides produce the
+same tokens and labels. The memory of each side is measured in a separate process.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def make_dataset(data: Data, folder: Path) -> Path:
 
 
 def peer_rows(dataset: Path, shape: Shape) -> Any:
-    """Return the same conversations as an Arrow table with the columns that TRL prepares: truncated, masked and
-    packed.
+    """Return the dataset's conversations, truncated, masked and packed, as an Arrow table with the columns that TRL
+    prepares.
     """
     import datasets
     import pyarrow as pa
@@ -156,7 +156,7 @@ def config(shape: Shape) -> dict[str, Any]:
 
 
 def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20) -> None:
-    """Exit unless the batches contain the tokens and labels of the episodes whose ids they have."""
+    """Exit if the tokens or labels in a batch differ from those of the episodes that the batch names."""
     episodes = open_dataset(dataset)["train"]
     for _ in range(batches):
         batch = loader.get_batch()
@@ -281,7 +281,7 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
 
 
 def counted_tokens(rows: Any, shape: Shape) -> float:
-    """Return the mean number of tokens in a batch of the peer."""
+    """Return the mean number of tokens per batch of the peer."""
     import pyarrow.compute as pc
 
     return float(pc.mean(pc.list_value_length(rows.data.column("input_ids"))).as_py()) * shape.batch_size

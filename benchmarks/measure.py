@@ -19,7 +19,7 @@ from typing import Any
 
 
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the median seconds of each function; runs alternate, so that a temporary slowdown affects all of them."""
+    """Return the median seconds of each function; runs alternate, so that a slowdown affects every function."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     # Keep the garbage collector from scanning one side's objects while the other side is timed.
     gc.collect()

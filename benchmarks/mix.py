@@ -1,8 +1,8 @@
 """Measure how closely the mixture of sources follows the requested fractions: `python benchmarks/mix.py [--rows N]
 [--json]`.
 
-The default mixture (0.10, 0.70, 0.20) is checked by rows, after every row, and by trained tokens, for sources whose row
-sizes differ by a factor of six. This benchmark measures no time.
+The default mixture is 0.10, 0.70 and 0.20. Shares of rows are checked after every row; shares of trained tokens are
+checked with sources whose row sizes differ by a factor of six. This benchmark measures no time.
 """
 
 from __future__ import annotations

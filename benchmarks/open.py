@@ -39,7 +39,7 @@ taken = time.perf_counter() - started
 status = open("/proc/self/status").read()
 print(json.dumps({"s": taken, "memory": 1024 * int(status.split("VmHWM:")[1].split()[0])}))
 """
-# The floor of opening a dataset: parse the metadata, and map one file of each kind.
+# The least work that opening a dataset can do: parse the metadata, and map one file of each kind.
 BARE = """
 import json, mmap, sys, time
 from pathlib import Path
@@ -146,7 +146,7 @@ def write(folder: Path, rows: Rows, count: int, *, vocab_size: int) -> float:
 
 
 def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
-    """Return the median and the 99th percentile of the microseconds to read one random episode."""
+    """Return the median and the 99th percentile of the time to read one random episode, in microseconds."""
     numbers = np.random.default_rng(1).integers(0, len(episodes), READS).tolist()
     works = {
         "tokens and mask": lambda number: (episodes.tokens(number).sum(), episodes.mask(number).sum()),
@@ -166,7 +166,7 @@ def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
 
 
 def bare_read(store: Path) -> float:
-    """Return the microseconds to sum the same number of tokens and mask bytes of one shard at known offsets."""
+    """Return the median microseconds to sum 8 tokens and 8 mask bytes of one shard at a known offset."""
     shard = store / "train" / "shard_00000"
     tokens = np.asarray(np.memmap(shard / "tokens.bin", dtype="<u2", mode="r"))
     mask = np.asarray(np.memmap(shard / "mask.bin", dtype="u1", mode="r"))

@@ -8,8 +8,8 @@ for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for
 
 1. trains a GPT of 34 M parameters on the sources with adamw: at a constant learning rate until the validation loss has
    not fallen by FALL nats in PATIENCE evaluations, then with the learning rate decaying to zero;
-2. selects a learning rate for adamw, adafactor and muon on the tuning split; adamw8bit, adamw_bf16 and fp8 use that of
-   adamw;
+2. selects a learning rate for adamw, adafactor and muon on the tuning split; adamw8bit, adamw_bf16 and fp8 use adamw's
+   learning rate;
 3. fine-tunes from (1) with each optimizer and three seeds, which set the data order and the rounding;
 4. compares the validation losses with those of adamw with the same seed. The mean difference may be at most MOST nats.
 
@@ -185,7 +185,7 @@ class Training:
         self.models: dict[str, Any] = {}
 
     def model(self, kind: str, weights: dict[str, Any] | None) -> Any:
-        """Return the model of a kind: float32, bfloat16 or fp8."""
+        """Return the model in one precision: float32, bfloat16 or fp8."""
         import torch
 
         from chatmill.train.config import GPTSizes
@@ -219,8 +219,8 @@ class Training:
         from chatmill.train.step import Stepper
 
         plain = name in ("fp8", CONTROL)
-        # The learning rate of adafactor is relative to the weights, and the weight decay is multiplied by the learning
-        # rate.
+        # Weight decay is multiplied by the learning rate, and the learning rates of adafactor are about 30 times as
+        # large.
         decay = 0.1 if name != "adafactor" else 0.003
         settings = OptimizerConfig(optimizer="adamw" if plain else name, learning_rate=lr, weight_decay=decay)
         return Stepper(model, model, World(0, 1, torch.device(self.device)), settings)
@@ -243,7 +243,7 @@ class Training:
         return [MicroBatch(inputs, torch.zeros((len(rows), 1), dtype=torch.int64))]
 
     def train(self, stepper: Any, split: str, step: int, *, lr: float, seed: int) -> Any:
-        """Take one step on windows of a split, which are shuffled by the seed in every epoch."""
+        """Take one optimizer step on windows of a split; the seed sets the order of the windows in each epoch."""
         length, rows = self.size.length, self.size.rows
         count = (len(self.data[split]) - 1) // length
         batches = count // rows
@@ -294,7 +294,7 @@ class Training:
         return weights, about
 
     def finetune(self, name: str, weights: dict[str, Any], *, lr: float, seed: int) -> dict[str, Any]:
-        """Train for at most one epoch, with a short warm-up and cosine decay to a tenth."""
+        """Train for at most one epoch, with a short warm-up and cosine decay to a tenth of the learning rate."""
         import torch
 
         from chatmill.train.step import LRSchedule

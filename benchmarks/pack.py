@@ -108,9 +108,8 @@ SIDES: dict[str, Callable[[int], object]] = {
 def planning(count: int, runs: int, peak: int) -> Comparison:
     """Plan which rows are packed together, from their lengths only.
 
-    TRL cannot plan without packing tokens, so it also copies tokens: zeros of one byte each and, to show the time
-    without copying, tokens of zero bytes. By default, TRL packs each 1000 rows separately; both variants are timed, and
-    the fastest time is used.
+    TRL cannot plan without copying tokens, so it is timed with tokens of one byte and, to exclude the copying, of zero
+    bytes. It is also timed with its default of packing every 1000 rows separately. The fastest time is used.
     """
     lengths = real_shaped(count)
     seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))

@@ -286,7 +286,7 @@ def _training(found: dict[str, Any]) -> list[str]:
 
 
 def _rank(named: tuple[str, Any]) -> tuple[int, int]:
-    """Return the sort key of a line: its model, then the order of declaration."""
+    """Return the sort key of a line: its model, then its position in the declared lines."""
     return list(MODELS).index(TRAIN_LINES[named[0]].model), list(TRAIN_LINES).index(named[0])
 
 
@@ -306,8 +306,7 @@ def with_training(text: str, gpu: dict[str, Any]) -> str:
     return "".join(sections)
 
 
-# The section on where the time goes. Descriptions of earlier optimizations are fixed texts; the figures come from the
-# results.
+# The profiling section. Descriptions of earlier optimizations are fixed texts; the figures come from the results.
 
 SHARES: dict[str, Callable[[Results], float]] = {
     "prepare": lambda results: results["prepare"]["share_of_bare"],

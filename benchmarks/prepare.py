@@ -1,4 +1,4 @@
-"""Compare preparing a dataset with TRL, and with the sum of the bare parts, in one run.
+"""Compare the time to prepare a dataset with TRL's time, and with the time of decoding, encoding and writing alone.
 
     python benchmarks/prepare.py                        50 000 conversations, two processes on both sides
     python benchmarks/prepare.py --conversations 5000   quicker
@@ -75,9 +75,7 @@ def job_of(data: Data, template: str | None) -> Job:
 
 
 def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
-    """Build the dataset and time it, excluding the removal of the previous dataset and the flushing of earlier
-    writes.
-    """
+    """Time a build of the dataset, without the removal of the previous dataset and the flushing of earlier writes."""
     target = folder / "dataset"
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
@@ -140,12 +138,12 @@ class Bare:
         return lambda: self.encode_all(self.texts_of(lines))
 
     def parts(self, runs: int) -> dict[str, float]:
-        """Return the median seconds of each part."""
+        """Return the median seconds that each part takes."""
         works = (self.decode, self.encode, self.write)
         return {work.__name__: statistics.median(forked(work) for _ in range(runs)) for work in works}
 
     def at_once(self, runs: int) -> float:
-        """Return the median seconds of decoding and encoding by two processes at the same time."""
+        """Return the median seconds that two simultaneous processes take to decode and encode."""
         halves = [partial(self.half, number) for number in range(PROCESSES)]
         return statistics.median(forked(*halves) for _ in range(runs))
 
@@ -180,7 +178,7 @@ def forked(*works: Callable[[], Callable[[], object]]) -> float:
 
 
 def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
-    """Run one build as the command does, and time it without start-up."""
+    """Run one build as `chatmill prepare` does, and time it without start-up."""
     started = time.perf_counter()
     job = job_of(data, template)
     renderer = job_renderer(job)
@@ -204,7 +202,7 @@ def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
-    """Return how many conversations are equal on both sides, and how many only one side has."""
+    """Return how many conversations are equal on both sides, and how many are only on one of the sides."""
     mine, other = Counter(ours), Counter(theirs)
     alone_here, alone_there = mine - other, other - mine
     full = sum(count for name, count in alone_there.items() if name.startswith(f"{PACK} "))

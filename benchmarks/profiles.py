@@ -123,7 +123,7 @@ def called(frame: str) -> str:
 
 
 def short(frame: str) -> str:
-    """Shorten the path of a frame: `name (chatmill/rows.py)`, `name (numpy/_core/numeric.py)`."""
+    """Shorten the path in a stack frame: `name (chatmill/rows.py)`, `name (numpy/_core/numeric.py)`."""
     return re.sub(r"\((?:[^()]*/)?(?:site-packages|src|lib/python3\.\d+|benchmarks)/", "(", frame)
 
 

@@ -1,5 +1,4 @@
-"""Measure loading from a bucket, cold over a link of limited speed and warm from the cache, compared with the local
-loader.
+"""Compare loading from a bucket (cold over a slow link, and warm from the cache) with loading a local dataset.
 
     python benchmarks/remote.py                     400 MB at 100 MB/s
     python benchmarks/remote.py --megabytes 100     quicker
@@ -7,8 +6,8 @@ loader.
 `rclone serve s3` serves the dataset behind a proxy that limits the bandwidth. Every run is one shuffled, packed epoch
 in a new process. In cold runs, the cache is empty. The used share of the link's bandwidth is computed from the size of
 the files that the epoch needs, and from the time until the first batch (for which a shuffled epoch needs nearly all
-files) or until the last batch. In warm runs, all files are in the cache, and the time of the batches is compared with
-that of the local dataset. The script exits with 1 if a target is missed.
+files) or until the last batch. In warm runs, all files are in the cache, and the batches are timed against those of the
+local dataset. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def share(value: float, target: float) -> str:
 
 def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, Any]:
     """Measure interleaved runs and return their medians."""
-    # Import by name, because `open` is also a built-in function.
+    # Import the module `open` by its name as a string, because `open` is also a built-in function.
     store = importlib.import_module("open")
     store.write(folder / "served/bucket/v1", store.chunk(20_000, spans=16, longest=97), episodes, vocab_size=VOCABULARY)
     # Flush earlier writes, which would slow down the first download.
@@ -108,7 +107,7 @@ def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, A
     local: list[dict[str, Any]] = []
     warm, cold = list(local), list(local)
     with rclone(folder / "served") as port:
-        # The server hashes files when they are first read.
+        # The server hashes each file on its first read, which would slow down the first run.
         epoch("s3://bucket/v1", folder, port)
         shutil.rmtree(folder / "cache")
         unlimited = epoch("s3://bucket/v1", folder, port)

@@ -105,7 +105,7 @@ def peer_of(data: Data, args: argparse.Namespace) -> Any:
 
 
 def peer_rows(peer: Any, records: list[Record]) -> list[Both]:
-    """Return the ids and assistant mask of each conversation, with one call per row, as users do it."""
+    """Return the ids and assistant mask of each conversation, with one call per row, as most users do it."""
     out = []
     for record in records:
         messages = [{"role": message.role, "content": message.content} for message in record.messages]

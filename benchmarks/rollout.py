@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def fastest(runs: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Return the minimum CPU seconds of each function; runs alternate."""
+    """Return the minimum CPU seconds of each function; runs alternate, so that a slowdown affects every function."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
     gc.freeze()

@@ -1,4 +1,5 @@
-"""Measure a stage-2 step of a 0.6 B model on a GPU: the time for generation, for building targets, and for training.
+"""Measure one rollout-matching (stage-2) step of a 0.6 B model on a GPU: generation, building the targets, and
+training.
 
     PYTHONPATH=examples/detect python benchmarks/rollout_step.py [--steps N] [--json]
 

@@ -81,7 +81,7 @@ def enlarged(content: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def best(runs: int, command: list[str], cache: Path, *, cold: bool = False) -> float:
-    """Return the minimum seconds of a command, after a run that is not counted."""
+    """Return the seconds of the fastest run of a command, after a run that is not counted."""
     environment = os.environ | {"CHATMILL_CACHE_DIR": str(cache)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     taken = []

@@ -1,15 +1,15 @@
-"""Measure training speed and memory on one GPU, compared with the best setup of Hugging Face libraries.
+"""Measure training speed and memory on one GPU, compared with the fastest setup of the Hugging Face libraries.
 
     python benchmarks/train.py --results FILE            every line that FILE does not have yet
     python benchmarks/train.py --results FILE --only 4b  the lines of one model; --list shows all
     python benchmarks/train.py --results FILE --warm     compile all kernels first, several lines at a time
     python benchmarks/train.py --results FILE --report   print the results without measuring
 
-Conversations of lognormal length (mean about 600, at most 4096, about 60 percent trained) pass through chatmill's
-store, loader and training loop in rows of 4096; the peers get the same batches. Each line runs in its own process, and
-its speed and memory come from that one run; the result is immediately appended to FILE as a line of JSON. The script
-requires numpy, torch, safetensors and transformers, and for peers liger_kernel, peft and bitsandbytes. `--small` runs
-the script with tiny models on any machine. The script exits with 1 if a target is missed.
+Conversations of lognormal length (mean about 600 tokens, at most 4096, about 60 percent trained) pass through
+chatmill's store, loader and training loop in rows of 4096; the peers get the same batches. Each line runs in its own
+process, and its speed and memory come from that one run; the result is immediately appended to FILE as a line of JSON.
+The script requires numpy, torch, safetensors and transformers, and for peers liger_kernel, peft and bitsandbytes.
+`--small` runs the script with tiny models on any machine. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         worker = worker or Worker(line, args, folder)
         worker.go()
         if waiting:
-            # Imports take as long as a short line, so the next process imports while this one creates its model.
+            # Importing can take as long as measuring a line, so the next process imports while this one creates its
+            # model.
             ready = Worker(waiting[0], args, folder)
         patience, left = PATIENCE * line.estimate + 120, ends - time.monotonic() + 20
         found = worker.result(min(patience, left))
@@ -130,7 +131,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def fitting(lines: list[TrainLine], ends: float) -> list[TrainLine]:
-    """Return the lines that finish within the budget, if compiling takes a quarter of it."""
+    """Return the lines that fit into three quarters of the remaining budget; one quarter is reserved for compiling."""
     sums = itertools.accumulate(line.estimate for line in lines)
     left = 0.75 * (ends - time.monotonic())
     return [line for line, seconds in zip(lines, sums, strict=True) if seconds <= left]
@@ -297,7 +298,7 @@ def versions() -> dict[str, Any]:
 
 
 def best_product() -> float:
-    """Return the TFLOP/s of the fastest of a few large bf16 matrix products of random numbers."""
+    """Time a few large bf16 matrix products of random numbers; return the highest TFLOP/s."""
     best = 0.0
     for size in (4096, 8192, 16384):
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in "ab")

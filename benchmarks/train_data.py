@@ -1,4 +1,4 @@
-"""Generate the data of benchmarks/train.py: one dataset for all lines, and the FLOPs of its batches."""
+"""Generate the dataset that all lines of benchmarks/train.py share, and compute the FLOPs of its batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK, SMALL_BLOCK = 4096, 64
 VOCABULARY, SMALL_VOCABULARY = 50304, 512
 """Number of token ids in the dataset, within the vocabulary of every model, so that all models share one dataset."""
 STEPS, ROWS = 40, 8
-"""Maximum numbers of steps and rows of any line."""
+"""The largest numbers of steps and rows that any line uses."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Trial:
 
 
 def write_dataset(path: Path, *, small: bool) -> None:
-    """Write conversations of alternating user and assistant turns of random tokens, with lognormal lengths."""
+    """Write conversations of lognormal length, whose user and assistant turns are random tokens."""
     block, vocabulary = (SMALL_BLOCK, SMALL_VOCABULARY) if small else (BLOCK, VOCABULARY)
     rng = np.random.default_rng(0)
     scale = block / BLOCK

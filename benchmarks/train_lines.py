@@ -58,7 +58,7 @@ class TrainLine:
     name: str
     what: str
     side: Literal["chatmill", "peer", "usual"]
-    """`usual` is the setup of most scripts, which is far from a peer's best."""
+    """`usual` is the setup of most scripts, which is much slower than the peer's best setup."""
     model: str
     precision: Precision
     own: bool = False
@@ -187,6 +187,6 @@ def shape_of(line: TrainLine, *, small: bool, layers: int | None = None) -> dict
     shape = {**MODELS[line.model]}
     if small:
         shape = {**SMALL, "tie_weights": shape.get("tie_weights", True), "qk_norm": shape.get("qk_norm", False)}
-    # Many models that only compile share one GPU; compiled kernels do not depend on the vocabulary size.
+    # Save memory, because many models that only compile share one GPU; kernels do not depend on the vocabulary size.
     few = {"n_layer": layers, "vocab_size": min(shape["vocab_size"], 50304)} if layers else {}
     return {**shape, **few}

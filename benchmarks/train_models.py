@@ -50,7 +50,7 @@ def qwen3(shape: dict[str, Any], *, weights: str, block_size: int, device: str, 
 
 
 def quantize(lm: Any, device: str) -> None:
-    """Replace all linear layers except the head by 4-bit layers from bitsandbytes, quantized in place."""
+    """Replace all linear layers except the head with 4-bit layers from bitsandbytes, quantized in place."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for layer in lm.model.layers:

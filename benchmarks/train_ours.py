@@ -1,4 +1,4 @@
-"""Run chatmill's side of benchmarks/train.py with `train_model`, like a user's run."""
+"""Run chatmill's side of benchmarks/train.py with `train_model`, as a user would."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ def make_model(trial: Trial) -> tuple[Any, Any]:
         module = get_peft_model(lm, lora)
         for each in module.modules():
             if hasattr(each, "cast_input_dtype_enabled") and device == "cuda":
-                # autocast casts the input of an adapter; peft would first make a float32 copy of it.
+                # Autocast already casts the input of an adapter; without this setting, peft would first copy the input
+                # to float32.
                 each.cast_input_dtype_enabled = False
     module.train()
     if line.checkpointing:
@@ -149,7 +150,7 @@ def cast(trial: Trial) -> AbstractContextManager[Any]:
 
 
 def synchronized(device: str) -> float:
-    """Return the time after all launched work has finished."""
+    """Wait for all launched GPU work, and return the time."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -15,11 +15,11 @@ Found = dict[str, Any]
 TOKENS, SHARE, WAIT = 135_000, 0.45, 0.01
 LORA_GIB, FULL_GIB, QLORA_GIB, OFFLOAD_GIB = 34.0, 36.0, 24.0, 16.0
 SPEED = 0.9
-"""Minimum speed relative to float32 master weights, at lower memory."""
+"""Minimum speed of full fine-tuning without float32 master weights, relative to its speed with them."""
 
 
 def read_results(files: list[Path]) -> dict[str, Found]:
-    """Return the last result of each line, in the order of declaration."""
+    """Return the last result of each line, in the order of `TRAIN_LINES`."""
     found: dict[str, Found] = {}
     for file in files:
         if file.exists():
