@@ -106,7 +106,7 @@ def integrations_page() -> str:
 
 
 def library_exports(library: str) -> list[str]:
-    """Return the public classes and functions in the source of an integration, whose library may not be installed."""
+    """Parse an integration, whose library may not be installed, and return its public classes and functions."""
     tree = ast.parse((ROOT / "src/chatmill/integrations" / f"{library}.py").read_text("utf-8"))
     names = set()
     for node in tree.body:

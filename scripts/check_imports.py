@@ -2,7 +2,7 @@
 
     python scripts/check_imports.py [PACKAGE_FOLDER]
 
-Prints one line per violation, and exits with 1 if it finds a violation. A part is a module or a folder directly under
+Prints one line per violation, and exits with 1 if there are any. A part is a module or a folder directly under
 the package.
 """
 
@@ -51,7 +51,7 @@ MAY_IMPORT_BESIDES: dict[str, set[str]] = {
     "train/chat_model.py": {"records", "tokenizer", "format"},
     "train/run_dir.py": {"__init__"},
 }
-"""Additional parts that single files may import.
+"""Additional parts that individual files may import.
 
 The viewer compares episodes with the MinHash signatures of prepare/, chat_model.py renders text, and run_dir.py records
 the version.

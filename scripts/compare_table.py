@@ -128,7 +128,9 @@ def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
-    """Yield a table of reasons for differences, summed over both files; templates without a mask are combined."""
+    """Yield a table of reasons for differences, summed over the two data files; templates for which TRL has no mask are
+    combined.
+    """
     sums: dict[tuple[str, str], Counter[str]] = {}
     for trial, _, result in results:
         name = "every token" if result["peer"]["no_mask"] else f"`{trial.name}`"

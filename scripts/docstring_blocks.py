@@ -18,7 +18,7 @@ COLUMNS = re.compile(r"\S {2,}\S")
 
 
 class DocstringBlocks(Extension):
-    """A griffe extension that changes every object that griffe loads."""
+    """A griffe extension that fences examples in docstrings and documents config keys."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if isinstance(obj, Attribute) and is_key(obj.value):

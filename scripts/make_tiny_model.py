@@ -183,8 +183,8 @@ def write_weights(folder: Path, *, vocab_size: int, hidden_size: int, layers: in
     with torch.random.fork_rng():
         model = Qwen3ForCausalLM(config)
     # numpy's uniform random numbers are bit-identical on every processor; torch does not guarantee this for normal
-    # random numbers. Each matrix has the variance 1 / inputs, because with smaller tied embeddings the loss could not
-    # get close to 0.
+    # random numbers. Each matrix has variance 1 / inputs: with smaller tied embeddings, the loss could not get close to
+    # 0.
     random = np.random.default_rng(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):

@@ -1,4 +1,4 @@
-"""Write the memory tables of docs/explanation/models.md: estimates with measurements, and estimates by model.
+"""Write the memory tables of docs/explanation/models.md: estimates compared with measurements, and estimates by model.
 
 python scripts/memory_table.py            print the tables
 python scripts/memory_table.py --write    write them into docs/explanation/models.md
@@ -109,7 +109,7 @@ def compared(folder: Path) -> Iterator[tuple[str, str, float, float]]:
     """Yield the name, title, estimate and measurement in GiB of each measured chatmill run."""
     measured = json.loads(MEASURED.read_text("utf-8"))
     for name, line in TRAIN_LINES.items():
-        # Skip results without a precision, which are from a version whose compiled layers used more memory.
+        # Skip results without a precision: they are from an older version, whose compiled layers used more memory.
         if line.side == "chatmill" and "precision" in measured.get(name, {}):
             estimate = Estimator(on_gpu=True)(line_config(line, folder))
             # Compare only the memory of tensors, because torch does not measure other memory.

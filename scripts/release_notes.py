@@ -1,4 +1,4 @@
-"""Print the section of CHANGELOG.md about this version, for the release notes.
+"""Print the section of CHANGELOG.md for a release, to be used as its release notes.
 
     python scripts/release_notes.py v0.1.0 [--root FOLDER]
 

@@ -63,7 +63,7 @@ class Line(NamedTuple):
     origin: int
     starts: int
     stops: int
-    """Number of answers by origin, and numbers of starts and ends that were also found with prefixes."""
+    """Number of answers derived by origin, and how many starts and ends were also found by comparing prefixes."""
     tagged: str
     """A description of how the tagged version differs."""
 
@@ -138,7 +138,7 @@ def template_file(name: str) -> str:
 
 @cache
 def shared_tokenizer(folder: str) -> Tokenizer:
-    """Create one tokenizer for all templates, because opening a tokenizer takes longer than most templates."""
+    """Create one tokenizer for all templates, because opening a tokenizer takes longer than checking most templates."""
     return open_tokenizer(folder)
 
 
@@ -170,7 +170,7 @@ def peer_ids(
 
 
 def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
-    """Describe how the tagged version's mask differs, for probes that both versions render to the same text."""
+    """Describe how the mask of TRL's tagged version differs, for probes that both versions render to the same text."""
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"
     if not (FOLDER / f"{edition}.jinja").is_file():

@@ -2,10 +2,10 @@
 
     python scripts/try_imports.py CHECKOUT... [--only TEXT] [--work FOLDER] [--markdown]
 
-CHECKOUT is a folder with a checkout of one of the repositories. Every config in a checkout that is not refused is
-prepared and trained for 5 steps on the CPU. Generated samples in the shape of the recipe replace its data, and a tiny
-model with random weights replaces the config's model. Rows have at most 256 tokens, and steps have 8 rows; a validation
-split gets at least a tenth of the samples.
+CHECKOUT is a folder with a checkout of one of the repositories. For every config that `chatmill import` accepts, the
+script prepares the data and trains for 5 steps on the CPU. Generated samples in the shape of the recipe replace its
+data, and a tiny model with random weights replaces the config's model. Rows have at most 256 tokens, and steps have 8
+rows; a validation split gets at least a tenth of the samples.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
     changes |= {"batch_size": ROWS, "gradient_accumulation_steps": steps, "block_size": TOKENS, "parallel": "ddp"}
     changes |= {"max_iters": STEPS, "epochs": None, "report_to": [], "eval_samples": 0, "fp8": False}
     if (lora := imported.train.get("lora")) and not TARGETS.intersection(lora["targets"]):
-        # Replace LoRA targets that name layers of another architecture than the tiny model's.
+        # Replace LoRA targets that name layers which the tiny model does not have.
         changes["lora"] = {**lora, "targets": "all-linear"}
     stage = "prepare"
     try:
