@@ -93,7 +93,7 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Return the blocks after token `at` and the end of the last block, which is partial only if `last` is true."""
+    """Return the blocks from token `at` on, and where the last block ends; it may be partial only if `last` is true."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):
@@ -160,7 +160,7 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
     system[system_length + 2 > block_size] = -1
     injected = 1 + np.where(system >= 0, system_length, 0)
 
-    # This loop runs once per block and uses lists, because numpy is slow for single numbers.
+    # Use lists in the loop, because indexing single elements of numpy arrays is slow.
     user_start, user_stop = states.start[users].tolist(), states.stop[users].tolist()
     row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
     taken: list[tuple[int, int, int]] = []
@@ -260,7 +260,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         ledger.add("repeated", "goes_on_in_next_block", rows=again)
 
     if not len(cuts.start):
-        # Without blocks, count all of these documents as a gap after an empty block.
+        # If no block was made, count all of the documents as a gap after an empty block.
         cuts = _Cuts(*(np.array([value], dtype=np.int64) for value in (at, at, -1, -1, 0)))
         kept = cuts
     next_start = np.append(cuts.start[1:], end)

@@ -30,7 +30,8 @@ class GatherPlan:
     first_segment: Index
     """The first new segment of each new row, followed by the number of new segments."""
     rule: NDArray[np.uint8] | None = None
-    """For each piece, OWN_RULE or the rule that makes the piece context; INJECTED also sets the part of its spans."""
+    """For each piece, OWN_RULE or the rule that makes the piece context; INJECTED also becomes the part of its spans.
+    """
 
 
 def gather(source: Rows, plan: GatherPlan, literals: Rows | None = None) -> Rows:

@@ -10,11 +10,11 @@ from chatmill.rows import Index, Part, Role, Rows
 
 
 def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
-    """Return how many turns of each row fit (including the system turn) and how many tokens; 0 if no answer fits.
+    """Return how many turns (including the system turn) and how many tokens of each row fit; 0 and 0 if no answer fits.
 
         system user asst | user asst | user asst      each part must fit; the first that does not ends the row
 
-    The first exchange must fit together with the system turn; each later exchange must fit separately. EOS at the end
+    The first exchange must fit together with the system turn; each later exchange must fit on its own. EOS at the end
     of a conversation does not count towards the limit.
     """
     if context_length < 1:

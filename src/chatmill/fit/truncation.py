@@ -28,9 +28,9 @@ from chatmill.rows import NO_FILE, Index, Part, Rows, Rule, concat, offsets
 FitRule = Literal["exchanges", "turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
 OVER = "last_exchange_over_max_tokens"
-"""Ledger reason of rows that the rule `exchanges` drops, because it never shortens the last exchange."""
+"""Ledger reason for rows that the rule `exchanges` drops because it never shortens the last exchange."""
 HEADER = "header_of_cut_message"
-"""Ledger reason of rows that keep the header of a removed message; only the rule `exchanges` drops these rows."""
+"""Ledger reason for rows that keep the header of a removed message; only the rule `exchanges` drops these rows."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
 """Minimum average length of runs of unchanged rows for which copying each run in one step is faster."""
@@ -165,7 +165,7 @@ def _plan(cut: Truncation) -> GatherPlan:
 
 
 def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Truncation, NDArray[np.bool_]]:
-    """Truncate the long rows; also return flags (2, rows) for new rows that start or that end inside an answer."""
+    """Truncate the long rows; also return whether each new row starts, and whether it ends, inside an answer."""
     if rule == "error":
         raise _too_long(rows, int(long[0]), capacity)
     few = rows.take(long)
@@ -189,7 +189,8 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
 
 
 def _exchanges(rows: Rows, capacity: int) -> Truncation:
-    """Keep the head and as many complete exchanges from the end as fit; keep a row whose last exchange is too long.
+    """Keep the head and as many complete exchanges from the end as fit; a row whose last exchange is too long stays
+    whole.
 
         system | user asst | user asst tool asst | user asst | user      too long
         system | user asst | user asst tool asst | user asst             remove what follows the last trained exchange
@@ -238,8 +239,8 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
     anchor_start, anchor_stop = np.append(turn.start, 0)[turn.anchor], np.append(turn.stop, 0)[turn.anchor]
     head = turn.head_stop - row_start
 
-    # First drop the oldest exchanges: the tail starts at the first exchange that makes the row fit, or at the exchange
-    # with the last assistant turn.
+    # Step 1: drop the oldest exchanges. The tail starts at the first exchange that makes the row fit, or at the
+    # exchange with the last assistant turn.
     exchange = turn.begins_exchange & (turn.start <= anchor_start[turn.row])
     need = row_stop - row_start - capacity
     fits = exchange & (turn.start - turn.head_stop[turn.row] >= need[turn.row])
@@ -247,11 +248,12 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
     latest = by_row(np.maximum, np.where(exchange, turn.start, -1), turn.row, count)
     earliest = by_row(np.minimum, np.where(fits, turn.start, never), turn.row, count, never)
     tail_start = np.where(latest < 0, turn.head_stop, np.minimum(earliest, latest))
-    # Then drop turns after the last assistant turn, starting with the last turn of the row.
+    # Step 2: if the row is still too long, drop turns after the last assistant turn, starting with the last turn of the
+    # row.
     can_end = (turn.stop >= anchor_stop[turn.row]) & (head[turn.row] + turn.stop - tail_start[turn.row] <= capacity)
     tail_stop = np.maximum(by_row(np.maximum, np.where(can_end, turn.stop, -1), turn.row, count), anchor_stop)
     tail_stop = np.where(row_stop > row_start, tail_stop, row_stop)
-    # Finally, drop tokens from the left.
+    # Step 3: if the row is still too long, drop tokens from the left.
     excess = np.maximum(head + tail_stop - tail_start - capacity, 0)
     head_start = row_start + np.minimum(excess, head)
     return _ranges((head_start, turn.head_stop), (tail_start + np.maximum(excess - head, 0), tail_stop))

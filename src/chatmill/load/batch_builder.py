@@ -32,7 +32,9 @@ The second return value is None, or a function to call when the loader returns a
 
 
 class ReadyBatch(NamedTuple):
-    """A finished batch, with the values that the loader reports and a function to call when it returns the batch."""
+    """A finished batch, with the values that the loader reports, and a function to call when the loader returns the
+    batch.
+    """
 
     step: PlannedStep
     batch: Batch

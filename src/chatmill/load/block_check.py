@@ -41,7 +41,9 @@ def _other_rows(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _trained_on(config: Mapping[str, Any]) -> set[Any]:
-    """Return the values of `train_on` for all files of a dataset; reweighing overrides the values of single files."""
+    """Return all values of `train_on` in a dataset's config; after reweighing, those of individual sources do not
+    apply.
+    """
     chosen = {config.get("train_on")}
     if "reweighed_from" not in config:
         sources = config.get("sources")

@@ -1,8 +1,8 @@
 """Compute digests of the rows of a batch for the audit log, from the arrays and the position of each row.
 
-`sha256_rows` hashes only the data that determines a row, a third of its bytes; `blake2b_rows` hashes all bytes, as in
-logs of earlier versions. `_batch.c` computes the digests of `sha256_rows` while it writes the rows. Digests of several
-rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
+`sha256_rows` hashes only the data that determines a row, which is a third of its bytes; `blake2b_rows` hashes all
+bytes, as in logs of earlier versions. `_batch.c` computes the digests of `sha256_rows` while it writes the rows.
+Digests of several rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chatmill.rows import Index
 
 Digests = NDArray[np.uint64]
 RowDigests = Callable[[Batch, Sequence[int], int], Digests]
-"""Computes digests (rows, 2) from a batch of several steps, the steps, and the first row's global position."""
+"""Computes digests of shape (rows, 2) from a batch of several steps, the steps, and the first row's global position."""
 ONE = int(np.float32(1).view(np.uint32))
 """The bits of 1.0, the weight of most trained tokens."""
 
@@ -27,7 +27,8 @@ def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash each row with its step, its position in the global batch, and its episodes.
 
     The label of a trained position is nearly always the next token, with weight 1. The hash covers the tokens, one bit
-    per position that has a label, and only labels and weights that differ from the next token and 1.
+    per position that has a label, and only those labels that differ from the next token and those weights that differ
+    from 1.
     """
     tokens, labels = batch.x, batch.y
     has_label = labels != IGNORE_INDEX
@@ -86,7 +87,7 @@ def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
 
 
 def _words(batch: Batch) -> NDArray[np.uint32]:
-    """Return x, y and weights as one array of 32-bit words; as an unsigned word, -100 is larger than any token id."""
+    """Return x, y and weights as one array of 32-bit words; the label -100 becomes a word larger than any token id."""
     return np.concatenate(
         (batch.x.astype("<u4"), batch.y.astype("<u4"), batch.weights.astype("<f4").view("<u4")), axis=1
     )

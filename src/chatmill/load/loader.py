@@ -206,7 +206,9 @@ class EpisodeLoader(IterableDataset):
             yield self.get_batch()
 
     def __len__(self) -> int:
-        """Return the number of batches in all `epochs`, regardless of the cursor; `TypeError` if `epochs` is None."""
+        """Return the number of batches in all `epochs`, regardless of the cursor; raise `TypeError` if `epochs` is
+        None.
+        """
         check_length_reader()
         if self.epochs is None:
             raise TypeError("an EpisodeLoader without epochs has no length; set epochs")
@@ -240,7 +242,7 @@ class EpisodeLoader(IterableDataset):
     def prefetch(self, steps: int | None = None, *, split: str | None = None) -> str | None:
         """Start downloading the files that the next `steps` batches (None means an epoch) need from datasets at URLs.
 
-        `get_batch` calls this method if it was not called before. Returns a warning if the cache is too small, else
+        `get_batch` calls this method if the caller has not. Returns a warning if the cache is too small, else
         None.
         """
         name = split or self.split

@@ -255,8 +255,8 @@ class MixedOrder(Order):
     """An infinite order over several sources: the schedule selects a source, and the order of the source selects the
     episode.
 
-    Episodes are numbered over all sources. A source that reaches the end of its epoch starts its next epoch. A source
-    in `random` order uses the draw for the position in the mix.
+    Episodes are numbered over all sources. A source that reaches the end of its epoch starts its next epoch. For a
+    source in `random` order, the episode depends on the position in the mix, not on the position in the source.
     """
 
     length = None

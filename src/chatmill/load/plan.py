@@ -4,7 +4,7 @@
     window   2^16 positions -> rows: one episode each, or packed best fit and permuted by (seed, epoch, window)
     step     batch_size rows: the global batch, the same for any number of ranks, workers and threads
 
-A plan is a pure function of a `Cursor`: the step at a cursor contains the cursor of the next step.
+A plan is a pure function of a `Cursor`, and each step contains the cursor of the next step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class LoadPlan:
     def __init__(
         self, sources: Sequence[DataSource], config: LoadConfig, split: str, *, in_stored_order: bool = False
     ) -> None:
-        """With `in_stored_order`, plan every eligible episode once, in stored order, and keep the last batch."""
+        """With `in_stored_order`, plan every eligible episode once, in stored order, and keep an incomplete last
+        batch.
+        """
         self.sources = tuple(sources)
         self.config = config
         self.split = split
@@ -127,7 +129,9 @@ class LoadPlan:
 
     @cached_property
     def pass_episodes(self) -> int:
-        """Number of episodes in a pass over the data: all eligible ones or, with `mix_epochs`, an epoch of the mix."""
+        """Number of episodes in a pass over the data: all eligible ones or, with `mix_epochs`, those in an epoch of the
+        mix.
+        """
         if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):
             return self.num_eligible
         return sum(epoch_rows(self.config.mix_epochs, self.order.num_rows).values())
@@ -222,7 +226,7 @@ class LoadPlan:
         return sum(self._num_rows(epoch, window) for window in range(self.num_windows() or 0))
 
     def num_steps(self, epoch: int) -> int:
-        """Return the number of batches in an epoch, for orders with epochs; raise `UsageError` if it has none."""
+        """Return the number of batches in an epoch, for orders with epochs; raise `UsageError` if the number is 0."""
         steps, remainder = divmod(self.count_rows(epoch), self.config.batch_size)
         if not self.drop_last:
             return steps + (remainder > 0)

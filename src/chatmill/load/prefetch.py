@@ -16,7 +16,7 @@ from chatmill.load.plan import PlannedStep
 
 T = TypeVar("T")
 POLL_SECONDS = 0.1
-"""Seconds between two checks of a waiting thread for whether its queue was closed."""
+"""Interval, in seconds, at which a waiting thread checks whether its queue was closed."""
 
 
 class Prefetcher(Generic[T]):

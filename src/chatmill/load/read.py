@@ -203,7 +203,7 @@ class EpisodeReader:
         return _without(spans, cut) if cut.any() else spans
 
     def untiled(self, episodes: StoredEpisodes, which: int) -> DataError:
-        """Return the error to raise if the spans of an episode do not have as many tokens as the episode."""
+        """Return the error for an episode whose spans do not cover exactly its tokens."""
         return self._damaged(int(episodes.shard[which]), SPANS, "spans do not tile the tokens of their rows")
 
     def _stored_spans(self, places: Places) -> StoredSpans:

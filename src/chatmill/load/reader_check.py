@@ -1,4 +1,4 @@
-"""Refuse programs that would shard the batches of a loader a second time, or that cannot read its batches.
+"""Refuse libraries that would shard a loader's batches a second time, or that cannot read them.
 
 An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` shards the batches of an iterable
 dataset across the ranks again, in one of two ways, which would silently lose rows:
@@ -6,9 +6,9 @@ dataset across the ranks again, in one of two ways, which would silently lose ro
     IterableDatasetShard   every rank reads its own loader and keeps every n-th batch
     DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
-Both classes call the dataset's `set_epoch` on every rank, in the training process, before they read batches. A dataset
-that wraps a loader hides `set_epoch`; then Accelerate is found on the call stack of the first batch, unless the
-`DataLoader` of a dispatcher has workers.
+Both of Accelerate's classes call the dataset's `set_epoch` on every rank, in the training process, before they read
+batches. A dataset that wraps a loader hides `set_epoch`. In that case, Accelerate is found on the call stack of the
+first batch, unless the `DataLoader` of a dispatcher has workers.
 
 transformers' Trainer, which collates single rows, calls `len` on the dataset first. Both libraries are recognized by
 their module names and are never imported.

@@ -39,7 +39,9 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
 
 
 def episode_tokens(source: DataSource, split: str) -> int:
-    """Count the tokens in episodes of a split; in datasets from other programs, episodes may overlap or have gaps."""
+    """Count the tokens in the episodes of a split; in datasets from other programs, episodes may overlap or have
+    gaps.
+    """
     episodes = source.episodes(split)
     return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens
 
@@ -59,7 +61,7 @@ def marked_tokens(source: DataSource, split: str) -> int:
 
 
 def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Count the tokens in another program's shard that appear in batches.
+    """Count the tokens that appear in batches, in a shard that another program wrote.
 
     With `by_mask`, only trained tokens are counted, without the first token of each row.
     """

@@ -248,7 +248,7 @@ def _part(dataset: Dataset, name: str) -> DataSource:
 
 
 def val_only_sources(sources: Sequence[DataSource]) -> tuple[DataSource, ...]:
-    """Return the dataset's unused sources that have only validation rows; empty if each source is a dataset."""
+    """Return the dataset's unused sources that have only validation rows; none if each source is a separate dataset."""
     whole = sources[0].dataset.whole
     if whole is None:
         return ()
@@ -314,7 +314,7 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
 
 
 def _fingerprint(dataset: Dataset) -> str:
-    """Hash the names, sizes and samples of all files."""
+    """Hash the name, the size and some bytes of every file."""
     digest = hashlib.sha256()
     for split in dataset.splits:
         episodes = dataset[split]

@@ -13,8 +13,8 @@ from chatmill.load.batch import Batch, split_batches
 class Tensors:
     """Converts arrays to tensors. For a GPU, tensors are pinned and copied on a separate stream.
 
-    The function returned with a batch, which the loader calls when it returns the batch, makes the current stream wait
-    for the copy and prevents the memory from being reused before the current stream has finished using it.
+    With each batch comes a function that the loader calls when it returns the batch. The function makes the current
+    stream wait for the copy, and prevents the memory from being reused before the current stream has finished using it.
     """
 
     def __init__(self, device: Any = None, *, pin_memory: bool = False) -> None:
