@@ -65,7 +65,9 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of tokens that both, one or no library trains; a token that is in both rows counts once."""
+    """Numbers of tokens that both libraries, one library or neither trains; a token that is in both rows counts
+    once.
+    """
 
     both: int = 0
     only_chatmill: int = 0
@@ -268,7 +270,7 @@ def _why_ids(row: Rows, peer: PeerRow, ours: tuple[int, int], theirs: tuple[int,
     messages = [clues.record.messages[number] for number in numbers if number < len(clues.record.messages)]
     is_text = ours[0] < ours[1] and bool(np.all(np.isin(spans["rule"], (Rule.ROLE, Rule.FLAG, Rule.RANGE))))
     if is_text:
-        # The alignment may place the control token itself outside the differing range.
+        # Search the whole row, because the alignment may place the control token outside the differing range.
         control, texts = clues.control_ids.intersection(peer.ids.tolist()), [*map(_texts, messages)]
     else:
         control, texts = clues.control_ids.intersection(its_ids), [*clues.record.tools]

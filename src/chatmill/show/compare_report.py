@@ -27,7 +27,7 @@ OTHER_REASONS = "other reasons"
 
 @dataclass(frozen=True)
 class TokenView:
-    """A token of an example: its text, whether it is trained, and whether the two rows differ in it."""
+    """A token of an example: its text, whether it is trained, and whether it differs between the two rows."""
 
     text: str
     trained: bool
@@ -76,7 +76,7 @@ class Comparison:
     reasons: dict[Why, Reason] = field(default_factory=dict)
     weighted: int = 0
     default: Counts = field(default_factory=Counts)
-    """The token counts for a TRL run with its default loss."""
+    """The token counts in a comparison with TRL's default loss."""
 
     @property
     def records(self) -> int:

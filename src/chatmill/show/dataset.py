@@ -30,7 +30,7 @@ class RecordPreview:
     note: str
     """A sentence about which records were read and how they were rendered."""
     faults: tuple[str, ...]
-    """Errors of the first records that cannot be read."""
+    """The errors for the first records that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def open_view(
     """Open a dataset, a cache, or a folder of datasets and caches, with the tokenizer that it was built with.
 
     `tokenizer` must have the hash that the dataset records; by default, the tokenizer is searched for next to the
-    dataset. `token_dtype` is passed to `open_dataset`. `sources` are the names of the sources of a folder to open; the
+    dataset. `token_dtype` is passed to `open_dataset`. `sources` are the names of the sources to open in a folder; the
     default is all sources.
     """
     folder = place(path)

@@ -89,7 +89,8 @@ class SplitIndex:
         self.searched = 0
         """Number of episodes whose text is indexed."""
         self.error: str | None = None
-        # The builder first fills or extends these arrays, and then increases `filtered` and `searched`.
+        # The builder increases `filtered` and `searched` only after filling these arrays, so that a search never reads
+        # an incomplete entry.
         self.columns: NDArray[Any] = np.empty(0, dtype=COLUMNS)
         self.ends: Index = np.zeros(1, dtype=np.int64)
         self.text = -1

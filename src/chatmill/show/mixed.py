@@ -57,7 +57,7 @@ class MixedEpisodes(Episodes):
         rows, known = self._parts[part].rows(numbers - self._part_start[part]), self._file_numbers[part]
         origins = rows.origins.copy()
         has_file = origins["file"] != NO_FILE
-        # If the source records its files, only padding has no file, and keeps NO_FILE.
+        # If the source records its files, only padding has no file, so NO_FILE is kept.
         only = known[0] if not self._parts[part].files else NO_FILE
         origins["file"] = np.where(has_file, known[np.where(has_file, origins["file"], 0)], only)
         return replace(rows, origins=origins, files=self.files)
@@ -94,7 +94,9 @@ class MixedDataset(Dataset):
 
 
 def source_folders(folder: Place) -> list[Path]:
-    """Return the datasets and caches directly inside a folder, by name; empty if the folder is a dataset or a cache."""
+    """Return the datasets and caches directly inside a folder, by name; none if the folder itself is a dataset or a
+    cache.
+    """
     if not isinstance(folder, Path) or not folder.is_dir() or is_cache(folder) or is_dataset(folder):
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and (is_cache(path) or is_dataset(path)))

@@ -63,7 +63,7 @@ class NearDuplicateFinder:
         similarity[(others == EMPTY).all(axis=1)] = 0
         if number < len(others):
             similarity[number] = 0
-        # The sort is stable, so equally similar episodes stay in order.
+        # The sort is stable, so equally similar episodes stay in dataset order.
         best = np.argsort(-similarity, kind="stable")[:LISTED]
         best = best[similarity[best] >= MIN_SIMILARITY]
         return NearDuplicates([NearDuplicate(int(at), float(similarity[at])) for at in best], len(others))

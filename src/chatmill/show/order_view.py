@@ -35,8 +35,8 @@ class OrderView:
 
     def __init__(self, path: Place, config: LoadConfig, sources: Sequence[str] | None = None) -> None:
         """`sources` are the datasets of a folder, mixed according to the config or, by default, with equal weights."""
-        # The order does not depend on padding and the loss mask, which some datasets lack. Keep the last rows of an
-        # epoch even if the loader drops them, so that every episode has a row.
+        # Override padding and the loss mask: some datasets lack them, and the order does not depend on them. Keep the
+        # last rows of an epoch even if the loader drops them, so that every episode has a row.
         self.config = replace(config, pad_token_id=0, use_loss_mask=False, epoch_drop_last=False)
         if sources is None:
             self.config = replace(self.config, mix_sft=None, mix_epochs=None)
@@ -202,7 +202,7 @@ def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
 
 
 def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
-    """Return the tokenizer of the rows: the given tokenizer or `bytes`, or None if the tokenizer is unknown."""
+    """Return the tokenizer of the rows: `spec` or, if it is not given, `bytes`; None if the tokenizer is unknown."""
     source = plan.sources[0]
     built_with, control, besides, name = tokenizer_metadata(source.dataset)
     if built_with is None:
@@ -228,7 +228,7 @@ def step_previews(
     mix_sft: Mapping[str, float] | None,
     token_dtype: str | None = None,
 ) -> list[tuple[str | None, str]]:
-    """Return the origin (file:line, or None if it is unknown) and the first words of conversations of a step.
+    """Return the origin (file:line, or None if it is unknown) and the first words of some conversations of a step.
 
     `places` has, for each conversation, its episode number in the run and its segment number, counted from the end.
     """

@@ -56,7 +56,7 @@ Endpoint = Callable[[Request], Response]
 
 
 class Index(IntegerConvertor):
-    """A number in a path; longer numbers do not match."""
+    """A number of at most 18 digits in a path."""
 
     regex = "[0-9]{1,18}"
 

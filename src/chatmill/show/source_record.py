@@ -1,4 +1,4 @@
-"""Read the record that a segment was rendered from again from its file, and check whether the record has changed."""
+"""Read the record of a segment from its file again, and check whether the record has changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SourceRecord:
         text = self.raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
         with suppress(ValueError, RecursionError):
             text = json.dumps(json.loads(self.raw), indent=2, ensure_ascii=False)
-        # JSON can contain lone surrogates.
+        # JSON can contain lone surrogates, which cannot be encoded as UTF-8.
         text = text.encode("utf-8", "backslashreplace").decode()
         shown, cut = visible(text, keep="\n", limit=MAX_CHARACTERS), len(text) > MAX_CHARACTERS
         return {"text": shown, "as_read": self.as_read, "same": self.same, "cut": cut}

@@ -80,7 +80,7 @@ class SplitStats:
         return self.trained / self.tokens if self.tokens else 0.0
 
     def quantile(self, share: float) -> int:
-        """Return the exact length that is not exceeded by this share of the rows."""
+        """Return the smallest length that at least this share of the rows does not exceed."""
         if not self.rows:
             return 0
         rows_up_to = np.cumsum(self.length_counts)

@@ -114,7 +114,7 @@ def _heading(turn: MessageTurn, name: str) -> Text:
 def _body(row: Rows, turn: MessageTurn, text: TokenText, *, plain: bool) -> Text:
     """Return the text of a turn.
 
-    Adjacent spans with the same weight share brackets, followed by any weight other than 1.
+    Adjacent spans with the same weight share one pair of brackets; a weight other than 1 follows the brackets.
     """
     body, weight = Text(), 0.0
 

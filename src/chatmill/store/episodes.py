@@ -82,7 +82,9 @@ class Episodes:
         return self._mask(self._run(*self._find(number)))
 
     def rows(self, numbers: ArrayLike) -> Rows:
-        """Return episodes by number, in any order and with repetitions, with spans, segments and origins."""
+        """Return the episodes with these numbers (in any order, possibly repeated), with spans, segments and
+        origins.
+        """
         chosen = np.asarray(numbers, dtype=np.int64)
         with reading():
             runs = list(self._runs(chosen.tolist()))
@@ -245,7 +247,7 @@ class Episodes:
         try:
             file = self.stored.map(path)
         except MemoryError:
-            # The process has no more address space or memory maps.
+            # The process has run out of address space or memory maps.
             self.unmap()
             try:
                 file = self.stored.map(path)

@@ -4,7 +4,7 @@ A dataset is replaced by swapping its folder for another folder. `OpenFolder` ke
 while a dataset is opened, and reads all files through this descriptor. Later, `StoredFiles` maps files on demand: each
 time, it opens the folder again and compares the folder with the one that was opened first. `StoredFiles` keeps the
 metadata mapped instead of holding a file descriptor: the inode number of a mapped file is not reused, so it identifies
-the first dataset.
+the dataset that was opened first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OpenFolder:
     """A folder that is kept open by a file descriptor; methods take the usual paths of its files."""
 
     def __init__(self, path: Path, absolute: Path | None = None) -> None:
-        """`absolute` is the absolute path of the folder, because the working directory may have changed."""
+        """`absolute` is the absolute path of the folder, which is still valid if the working directory changes."""
         self.path = path
         self.absolute = path.absolute() if absolute is None else absolute
         self.stamps: dict[Place, Stamp] = {}
@@ -131,7 +131,7 @@ class OpenFolder:
 def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
     """Return the result of `work` on a folder; raise `DataError` with `expected` if the folder does not exist.
 
-    If `work` fails because the folder was replaced, `work` is repeated on the new folder.
+    If `work` fails because the folder was replaced, `work` is retried on the new folder.
     """
     for _ in range(ATTEMPTS):
         try:

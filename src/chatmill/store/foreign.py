@@ -271,7 +271,8 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
     mask_size = folder.stamps[mask].size if folder.is_file(mask) else None
     with reading():
         entries = as_records(folder.map(index), EPISODE, size // EPISODE.itemsize)
-        # If episodes were written in order, the last episode ends at the end of the shard, and no other entry is read.
+        # If episodes were written in order, the last episode ends at the end of the shard, so no other entry has to be
+        # read.
         end = _end(entries[-1:])
         if (2 * end != tokens_size) if mask_size is None else (end != mask_size):
             end = _end(entries)

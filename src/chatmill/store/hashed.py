@@ -116,7 +116,7 @@ def hashed_text(data: Mapping[str, Any]) -> bytes:
 
 
 def read_hashed(path: Path, kind: str, read: Callable[[Path], bytes]) -> bytes:
-    """Read the JSON file that completes a dataset or cache; `kind` names it in errors."""
+    """Read the JSON file whose presence means that a dataset or cache (`kind`) is complete."""
     try:
         return read(path)
     except FileNotFoundError:

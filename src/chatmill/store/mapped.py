@@ -79,7 +79,7 @@ class MappedFile:
     """The mapped bytes of the file that is open as `fd`; `np.asarray` does not copy them. `fd` may be closed
     afterwards.
 
-    `absolute` is the file's absolute path, because the working directory may change.
+    `absolute` is the file's absolute path, which is still valid if the working directory changes.
     """
 
     live = 0
@@ -135,7 +135,7 @@ class MappedFile:
                 self._refuse()
 
     def is_removed(self) -> bool:
-        """Return whether the file was removed or replaced; unmapping it then frees its disk space."""
+        """Return whether the file was removed or replaced; if so, unmapping the file frees its disk space."""
         try:
             status = self._region.absolute.stat()
         except OSError:

@@ -149,7 +149,7 @@ def _to_json(metadata: Metadata) -> dict[str, Any]:
                 # Omit null values, so that shards in a dataset with a single source do not have the key `source`.
                 del shard["source"]
     if metadata.removed is None:
-        # Omit a null value, so that the metadata of datasets without removed records stays unchanged.
+        # Omit a null value, so that datasets without removed records have the same hash as before this key existed.
         del data["removed"]
     schema = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dtype": metadata.dtype.name}
     return {**data, **schema, "ledger": metadata.ledger.to_json()}

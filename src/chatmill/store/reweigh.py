@@ -1,4 +1,5 @@
-"""Derive a dataset with a different mask: spans and mask are rewritten, and all other files of a shard are shared.
+"""Derive a dataset with a different mask: spans and mask are rewritten, and the other files of each shard are shared
+with the original dataset.
 
 The tokens are not read. Weights set by a flag, a header or truncation are kept; see `rows.weigh`.
 """
@@ -36,7 +37,7 @@ SEGMENTS = 1 << 14
 TOKENS = 1 << 22
 """Number of tokens whose mask is computed at a time."""
 WITHOUT_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""System errors if hard links are not possible: across file systems, not supported, or not permitted."""
+"""System errors that mean that a hard link is not possible: across file systems, not supported, or not permitted."""
 
 UNTRAINED: tuple[Bucket, str] = ("noted", "no_trained_tokens")
 

@@ -118,7 +118,9 @@ def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verifi
 def _split_counts(
     dataset: Dataset, faults: list[str], *, full: bool, before: Callable[[Shard], Iterable[str]] = lambda shard: ()
 ) -> dict[str, SplitCounts]:
-    """Check all shards, append faults, and return the counts of each split; a fault from `before` skips the shard."""
+    """Check all shards, append faults, and return the counts of each split; skip a shard if `before` finds a fault in
+    it.
+    """
     splits, metadata = {}, dataset.metadata
     for name in dataset.splits:
         episodes, trained, cover = dataset[name], 0, np.zeros(2, dtype=np.int64)
@@ -169,7 +171,7 @@ def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iter
 def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
     """Check another program's shard; count trained tokens, tokens in no episode, and tokens in several episodes.
 
-    Episodes may have gaps, overlap and be in any order, because each episode has its own index entry.
+    Episodes may overlap, be in any order and leave gaps, because each episode has its own index entry.
     """
     shard, index = episodes.shards[number], episodes.array(number, INDEX)
     size, room = shard.num_tokens, np.uint64(shard.num_tokens)

@@ -1,4 +1,5 @@
-"""Write rows to shards in any number of `append` calls; each file is written once, in order, and hashed on the way.
+"""Write rows to shards in any number of `append` calls; each file is written once, in order, and hashed as it is
+written.
 
 The calling thread converts rows to bytes; another thread hashes and writes them in order, and syncs finished shards.
 """
@@ -82,7 +83,7 @@ class SplitWriter:
                 self._shard = _ShardWriter(self._folder / name, self._dtype, self._thread, source)
             shard = self._shard
             free = self._shard_tokens - shard.num_tokens
-            # Take all rows that fit in the free tokens, but at most one chunk.
+            # Take all rows that fit into the rest of the shard, but at most one chunk.
             stop = int(np.searchsorted(start, start[at] + min(free, CHUNK_TOKENS), side="right")) - 1
             if stop <= at:
                 if shard.num_episodes and start[at + 1] - start[at] > free:
