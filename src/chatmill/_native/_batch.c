@@ -33,9 +33,9 @@ typedef struct {
     uint8_t *mask;
     float *weights;
     int32_t *positions, *segments;
-    int64_t size;     /* length of x and of y, which is the number of tokens in a row minus one */
+    int64_t size;     /* length of x and y: one less than the number of tokens in a row */
     int64_t run;      /* the first token of the current run of tokens with the same weight */
-    uint32_t weight;  /* the bits of the weight of the current run */
+    uint32_t weight;  /* the weight of the current run, as the bits of a float */
     int64_t segment;  /* the first token of the current segment */
     int64_t *counts;
     Message message;
@@ -63,7 +63,7 @@ static inline uint32_t number_at(const uint8_t *from) {
 }
 
 static inline void widen(int64_t *restrict to, const uint8_t *from, int64_t at, int64_t count, int width) {
-    /* Tokens in a cache may be unaligned. */
+    /* Use memcpy, because tokens in a cache may be unaligned. */
     if (width == 2)
         for (int64_t n = 0; n < count; n++) {
             uint16_t id;
@@ -102,8 +102,8 @@ static void put_run(Message *message, int64_t begin, int64_t stop, uint32_t weig
         }
 }
 
-/* Complete the message to hash after the last token of its row. Return a pointer to the start of the message, and set
-   `blocks` to the number of SHA-256 blocks. */
+/* Complete the message to hash, after all tokens of its row have been written. Return a pointer to the start of the
+   message, and set `blocks` to the number of SHA-256 blocks. */
 static uint8_t *end_message(const Row *row, int64_t step, int64_t place, int64_t *blocks) {
     const Message *message = &row->message;
     int64_t last = row->size - 1, labels = row->y[last] != IGNORED ? 2 : 0, episodes = 0, at = 6;
@@ -138,7 +138,8 @@ static void end_run(Row *row, int64_t stop, const uint8_t *from, int64_t at, int
     row->run = stop;
 }
 
-/* Write the positions of the segment that ends before token `stop`; x does not contain the last token of a row. */
+/* Write the positions and number of the segment that ends before token `stop`. The last token of a row is skipped,
+   because x does not contain it. */
 static void end_segment(Row *row, int64_t stop, int32_t number) {
     int64_t begin = row->segment, count = (stop < row->size ? stop : row->size) - begin;
     if (count > 0) {

@@ -1,12 +1,12 @@
 /* Encode many texts with byte-level BPE in one call.
 
-   A text is split into words by the tokenizer's split pattern, and each word is looked up in a table of words that have
-   been merged before. The table contains nearly all words of a typical text. The encoder skips a text if it contains a
+   A text is split into words by the tokenizer's split pattern, and each word is looked up in a table of words with
+   known token ids. The table contains nearly all words of a typical text. The encoder skips a text if it contains a
    word longer than LONGEST, a character of unknown class, a character that must be normalized, or an added token. A
    skipped text gets no ids, and its index is returned in a list, so that the caller can encode it.
 
-   Calls release the GIL, so several threads can encode at once. Each call has a workspace of its own. What the calls
-   share is never written after the encoder was made. */
+   Calls release the GIL, so several threads can encode at once. Each call has a workspace of its own. Data that calls
+   share is not modified after the encoder is created. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -17,7 +17,7 @@
 #include "_encode.h"
 
 #define MOST_IDLE 64     /* maximum number of workspaces to keep for later calls */
-#define SMALL (1u << 14) /* below this many bytes, releasing the GIL costs more than it gains */
+#define SMALL (1u << 14) /* below this many bytes, releasing the GIL takes more time than it saves */
 
 typedef struct {
     PyObject_HEAD
@@ -58,7 +58,8 @@ static PyObject *answer(const Workspace *work) {
                          PyBytes_FromStringAndSize((char *)work->offsets.data, (Py_ssize_t)work->offsets.size), odd);
 }
 
-/* Encode `size` bytes of texts in a workspace, without the GIL if they are not few, and return the answer. */
+/* Encode the texts of a call in a workspace and return the result. Release the GIL if `size`, the number of bytes, is
+   at least SMALL. */
 static PyObject *run_call(Encoder *self, const Call *call, int normal, size_t size) {
     Workspace *work = self->idle;
     if (work) self->idle = work->next, self->num_idle--;
@@ -75,7 +76,7 @@ static PyObject *run_call(Encoder *self, const Call *call, int normal, size_t si
         self->idle = work;
         self->num_idle++;
     } else if (work) {
-        free_workspace(work); /* if memory ran out, some of its words may be missing */
+        free_workspace(work); /* after memory ran out, its table may be incomplete */
     }
     return found;
 }
@@ -114,7 +115,7 @@ PyDoc_STRVAR(encode_columns_doc,
              "encode_columns(data, start, stop, kind, before: list[bytes], after: list[bytes]) -> (ids, offsets, odd)\n\n"
              "Like `encode`, for the UTF-8 texts before[kind] + data[start:stop] + after[kind].");
 
-/* Write where the first bytes objects of a tuple are; return 0 if one of them is another object. */
+/* Set `texts` to the data of the first `count` items of a tuple; return 0 if an item is not a bytes object. */
 static int bytes_of(PyObject *held, Py_ssize_t count, Text *texts) {
     for (Py_ssize_t n = 0; n < count; n++) {
         char *data;

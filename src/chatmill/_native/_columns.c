@@ -29,7 +29,7 @@ typedef struct {
 
 typedef struct {
     const uint8_t *at, *end; /* the remaining input, which is followed by a 0 byte */
-    uint8_t *base, *out;     /* the start of the output, and the position of the next byte */
+    uint8_t *base, *out;     /* the start of the output, and the position of its next byte */
     Column messages, stop;   /* for each record: the number of messages and the end offset in the output */
     Column role, from, to;   /* for each message: the role and the range of the text */
     int no_memory;
@@ -210,7 +210,7 @@ static int take_message(Reader *self) {
             if (role >= 0 || (role = take_role(self)) < 0) return 0;
         } else if (key == CONTENT) {
             if (content) return 0;
-            /* Write the text to its usual position, which is after the role and a three-byte header. */
+            /* Leave room for the role and a three-byte header; the text is moved if they have another size. */
             self->out += 1 + 5 + 1 + (role < 0 ? NAME_SIZE : strlen(ROLES[role])) + 8 + HEADER;
             content = self->out;
             if (!take_string(self)) return 0;
@@ -264,7 +264,7 @@ static int take_messages(Reader *self) {
     return add_number(self, &self->messages, count);
 }
 
-/* Parse and discard the id, which is a string, an integer or null, because record keys do not depend on ids. */
+/* Parse the id (a string, an integer or null) and discard it, because record keys do not depend on ids. */
 static int take_id(Reader *self) {
     uint8_t *out = self->out;
     if (take(self, 'n')) return take_word(self, "ull");
@@ -347,7 +347,7 @@ static PyObject *columns(PyObject *module, PyObject *args) {
 /* Duplicate keys. */
 
 #define MAX_DEPTH 64
-#define MAX_KEYS 64 /* maximum number of keys per object, because keys are compared pairwise */
+#define MAX_KEYS 64 /* maximum number of keys per object; limited because every pair of keys is compared */
 
 typedef struct {
     const uint8_t *name;

@@ -1,7 +1,7 @@
-/* Encode the texts of one call. Nothing here uses Python, so it runs without the GIL.
+/* Encode the texts of one call. This code does not use Python objects, so it can run without the GIL.
 
-   Calls at the same time share a model, which is never written after it was made. Everything that a call writes is in
-   its workspace, also the words that it has merged. */
+   Concurrent calls share a model, which is not modified after its creation. A call writes only to its own workspace,
+   which also stores the words that it has merged. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -11,14 +11,14 @@
 
 typedef struct {
     Cutter cutter;
-    Table table; /* with the initial words, which every workspace starts with */
+    Table table; /* the initial words, which are copied to every new workspace */
     Heap classes;
     Heap added; /* added tokens to search for before splitting, each stored as one length byte followed by its bytes */
 } Model;
 
 typedef struct Workspace {
     Cutter cutter;
-    Table table; /* its `words`, `bytes` and `ids` belong to the workspace, everything else to the model */
+    Table table; /* the workspace owns `words`, `bytes` and `ids`; the model owns everything else */
     Heap text, out, offsets, odd;
     struct Workspace *next;
 } Workspace;
@@ -101,8 +101,8 @@ typedef struct {
 
 typedef struct {
     ptrdiff_t count;
-    const Text *texts; /* of `encode`, or NULL */
-    /* Of `encode_columns`: the columns, and the texts around each kind. */
+    const Text *texts; /* the texts passed to `encode`, or NULL */
+    /* The arguments of `encode_columns`: the columns, and the texts before and after each kind. */
     const uint8_t *data, *start, *stop, *kind;
     int64_t size;
     const Text *before, *after;
@@ -118,8 +118,8 @@ static inline int64_t number_at(const uint8_t *data, size_t n) {
 
 typedef enum { DONE, NO_MEMORY, NO_KIND, OUTSIDE } Result;
 
-/* Copy text `n` of a call to the workspace. The columns may be changed by another thread meanwhile, so every number is
-   read once. */
+/* Copy text `n` of a call to the workspace. Another thread may change the columns during the copy, so every number is
+   read only once. */
 static Result copy_text(const Call *call, ptrdiff_t n, Heap *text, size_t *size) {
     Text parts[3] = {{"", 0}, {"", 0}, {"", 0}};
     if (call->texts) {
@@ -141,7 +141,7 @@ static Result copy_text(const Call *call, ptrdiff_t n, Heap *text, size_t *size)
     return DONE;
 }
 
-/* Encode all texts of a call. Does not need the GIL. */
+/* Encode all texts of a call. The caller does not need to hold the GIL. */
 static Result encode_call(const Model *self, Workspace *work, const Call *call, int normal) {
     work->cutter.normal = normal;
     work->out.size = work->offsets.size = work->odd.size = 0;

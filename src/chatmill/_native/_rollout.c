@@ -117,14 +117,14 @@ static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     return all;
 }
 
-/* Return whether two boxes intersect, and set `ratio` to the intersection over union of boxes that intersect. */
+/* Return whether two boxes intersect. If they do, set `ratio` to their intersection over union. */
 static int overlap(const double *one, const double *other, double *ratio) {
     double x1 = one[0] > other[0] ? one[0] : other[0], y1 = one[1] > other[1] ? one[1] : other[1];
     double width = (one[2] < other[2] ? one[2] : other[2]) - x1, height = (one[3] < other[3] ? one[3] : other[3]) - y1;
     if (width < 0 || height < 0) return 0;
     double shared = width * height;
     double both = (one[2] - one[0]) * (one[3] - one[1]) + (other[2] - other[0]) * (other[3] - other[1]) - shared;
-    /* Points and lines have no area, so two of them overlap only if they are equal. */
+    /* If neither box has an area, the ratio is 1 for equal boxes and otherwise 0. */
     *ratio = both > 0 ? shared / both : !memcmp(one, other, 4 * sizeof(double));
     return 1;
 }

@@ -14,11 +14,11 @@
 static const uint64_t ONE = 1;
 
 typedef struct {
-    /* one bit set for each class of ASCII characters */
+    /* for each class of ASCII characters: one bit per byte of the window */
     uint64_t letter, upper, number, space, blank, line, other, control, quote, slash;
-    uint64_t inside; /* the bytes of the window that belong to the text */
-    int known;       /* number of ASCII bytes before the first non-ASCII byte */
-    int ends;        /* whether the text ends in the window */
+    uint64_t inside; /* the bytes that belong to the text and precede the first non-ASCII byte */
+    int known;       /* number of bytes before the first non-ASCII byte, or 64 */
+    int ends;        /* whether the rest of the text is ASCII and shorter than 62 bytes */
 } Window;
 
 static inline uint64_t below(int bit) { return bit < 64 ? (ONE << bit) - 1 : ~(uint64_t)0; }
@@ -49,8 +49,8 @@ static ALWAYS_INLINE Window window_at(const uint8_t *at, size_t left, int patter
     return window;
 }
 
-/* `fill_up` extends each marked character to the later adjacent characters in `through`, `fill_down` to the earlier
-   ones. */
+/* `fill_up` also marks each run of characters in `through` that directly follows a marked character; `fill_down` also
+   marks each run that directly precedes one. */
 static inline uint64_t fill_up(uint64_t marked, uint64_t through) {
     for (int step = 1; step < 64; through &= through << step, step *= 2) marked |= through & marked << step;
     return marked;
@@ -62,8 +62,9 @@ static inline uint64_t fill_down(uint64_t marked, uint64_t through) {
 }
 
 /* Return the word starts that do not depend on text after the window. A word start is certain only if the window
-   contains three characters of a contraction, two characters of the last word, and the whole of a run of spaces. The
-   result includes the end of the text, but not the first byte of the window, which is always a word start. */
+   contains all text that may change it: the next character, a whole contraction, or a whole run of spaces. If the text
+   ends in the window, the result includes the end. The first byte of the window is always a word start and is not
+   included. */
 static inline uint64_t certain(const Window *window, uint64_t starts, size_t left) {
     if (window->ends) return ((starts & window->inside) | ONE << left) & ~ONE;
     int known = window->known;

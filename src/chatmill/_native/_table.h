@@ -11,11 +11,11 @@
 #endif
 
 #define LONGEST 512           /* maximum length of a word in bytes, which must be a power of two */
-#define MERGES (1u << 22)     /* the rank of a merge and a position in a word must fit into 32 bits together */
+#define MERGES (1u << 22)     /* limit on merges, so that a merge rank and a position in a word fit into 32 bits */
 #define SHORT 15
 #define FEW 3
 #define MOST (1u << 16)       /* maximum number of words in addition to those of the vocabulary */
-#define MOST_BYTES (1u << 25) /* maximum number of additional bytes for words that do not fit into the table */
+#define MOST_BYTES (1u << 25) /* maximum number of additional bytes for words with the flag ELSEWHERE */
 #define ELSEWHERE (1u << 31)  /* flag in `count`: the bytes and ids of a word are stored outside the table */
 
 /* The lookup key of a word. For a short word, `low` and `high` contain the bytes of the word, and the top byte of
@@ -151,7 +151,6 @@ static __attribute__((noinline)) Key long_key(const uint8_t *word, size_t size) 
     return key;
 }
 
-/* Return the lookup key of a word. */
 static inline Key key_of(const uint8_t *word, size_t size) {
     static const uint8_t KEPT[31] = {255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255};
     if (size > SHORT) return long_key(word, size);
@@ -226,7 +225,7 @@ static int begin(Table *self, int with_vocabulary) {
 
 static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
     uint32_t ids[LONGEST];
-    /* Reset a full table to bound its memory use, and restore the vocabulary if its words need no merging. */
+    /* Reset a full table to limit its memory use. Add the vocabulary again only if its words need no merging. */
     int full = self->num_words >= self->most_words || self->bytes.size + self->ids.size >= self->most_bytes;
     if (full && !begin(self, self->whole)) return 0;
     return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
@@ -259,7 +258,7 @@ static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint6
 }
 
 /* Write the token ids of the words that start at `at` and at each bit of `starts`; the highest bit marks the end of the
-   last word. All table entries are prefetched first, because memory latency dominates the run time. */
+   last word. Prefetch all table entries before reading any of them, because memory latency dominates the run time. */
 static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t starts, uint32_t *out) {
     struct Asked {
         Key key;

@@ -1,5 +1,5 @@
-/* Split a text of any characters into words, one word at a time, with the same result as the tokenizer's regular
-   expression. `_starts.h` splits 64 bytes at a time and must give the same words. */
+/* Split any text into words, one word at a time, with the same result as the tokenizer's regular expression.
+   `_starts.h` splits 64 bytes at a time and must give the same words. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -32,8 +32,8 @@ static inline uint8_t ascii_class(int pattern, int c) {
     return pattern == DEEPSEEK && (c < ' ' || c == 0x7F) ? CONTROL : OTHER;
 }
 
-/* Return the class of a multi-byte character. Invalid UTF-8 returns END, which stops splitting before any byte after
-   the text is read. */
+/* Return the class of a multi-byte character. For invalid UTF-8, return END, so that splitting stops before any byte
+   after the text is read. */
 static inline uint8_t wide(Cutter *self, const uint8_t *at, int *size) {
     uint32_t c = *at;
     int more = c < 0xE0 ? 1 : c < 0xF0 ? 2 : 3;
@@ -102,8 +102,8 @@ static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
     return first == 'l' && second == 'l' ? at + 3 : NULL;
 }
 
-/* Like `contraction`, but ignore case and return NULL if `at` is not an apostrophe. Leave texts with a long s (U+017F),
-   which also matches s, to the caller. */
+/* Like `contraction`, but ignore case and return NULL if `at` is not an apostrophe. If a long s (U+017F) follows the
+   apostrophe, let the caller encode the text, because a long s also matches s. */
 static inline const uint8_t *contraction_folded(Cutter *self, const uint8_t *at) {
     if (*at != '\'') return NULL;
     if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;

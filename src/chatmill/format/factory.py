@@ -23,7 +23,7 @@ from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 TEMPLATE = "template"
 """The format name that selects the chat template of the tokenizer folder."""
 DEFAULT_FORMAT = "chatml"
-"""The format that is used if neither a format nor a chat template is given."""
+"""The format to use if no format is given and no chat template is found."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def control_tokens_from_json(stored: Any) -> dict[str, str]:
 
 
 def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> TurnRenderer | TemplateRenderer:
-    """Restore a renderer from the result of its `to_json`, or from a preset name, with a tokenizer opened from `spec`.
+    """Restore a renderer from a preset name or from the result of `to_json`. `tokenizer` was opened from `spec`.
 
     The returned renderer produces exactly the same rows as the stored renderer. Raise `DataError` if the stored
     renderer cannot be restored.
@@ -176,7 +176,7 @@ def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: s
         if isinstance(error, ChatmillError):
             raise
         raise DataError(f"{where}: cannot read the stored format; set the format with --format") from None
-    # The date `now` is stored only if the template uses the date.
+    # Do not compare `now`, because it is stored only if the template uses the date.
     if not isinstance(stored, str) and {**renderer.to_json(), "now": stored.get("now")} != {"now": None, **stored}:
         shown = one_line(str(stored.get("name")))
         raise DataError(

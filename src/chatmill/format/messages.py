@@ -120,7 +120,8 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
 def split_bodies(
     bodies: Sequence[Body], flat: Ids, text_start: Index, tokenizer: Tokenizer, control_start: Mapping[str, int]
 ) -> tuple[Index, Index, NDArray[np.uint8]]:
-    """Return the start, length and part of each piece of `bodies`, whose text runs are the last encoded texts.
+    """Return the start, length and part of each piece of `bodies`. The text runs of `bodies` must be the last texts in
+    `flat`.
 
     The ids of control tokens follow the ids of the encoded texts, at the offsets `control_start`. If the tokenizer
     normalizes the text of a run, the boundaries between its pieces are unknown. If the boundaries are unknown, the

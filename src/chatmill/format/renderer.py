@@ -19,7 +19,7 @@ from chatmill.tokenizer import Tokenizer
 Mask = Literal["derived", "tags"]
 """How to compute the loss mask for a chat template: from its output, or from its `{% generation %}` tags."""
 TextTokens = Literal["as-transformers", "never"]
-"""How to encode message text that contains an added token, such as `<think>`, that is not special or a turn marker."""
+"""How to encode added tokens in message text, such as `<think>`, that are neither special nor turn markers."""
 OnReject = Callable[[RecordError], None]
 
 
@@ -56,7 +56,7 @@ class Renderer(Protocol):
     ) -> Iterator[Record]:
         """Yield the records that can be rendered.
 
-        Pass the errors of other records to `on_reject`, or raise the first error if `on_reject` is None.
+        If a record cannot be rendered, pass the error to `on_reject`, or raise it if `on_reject` is None.
 
         With `last_only`, only the last assistant message is trained, so the answer boundaries of earlier messages need
         not be exact.
@@ -93,7 +93,7 @@ class Renderer(Protocol):
             yield self.render(batch, train_on=train_on, ledger=ledger)
 
     def prompt_ids(self, record: Record) -> list[int]:
-        """Return the prompt for the next answer as token ids, which are the same in training and inference."""
+        """Return the token ids of the prompt for the next answer, which are the same in training and inference."""
 
 
 def apply_record_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:

@@ -1,7 +1,7 @@
 """Render a long list of records in slices, on several threads.
 
-The compiled tokenizer and most of numpy release the GIL, so the slices run at the same time. A slice always has the
-same records, whatever the number of threads: rows, counts and errors do not depend on it.
+The compiled tokenizer and most of numpy release the GIL, so the slices run at the same time. The number of threads does
+not change which records are in a slice, so it does not affect rows, counts or errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Render = Callable[[Sequence[R], Ledger | None], Rows]
 def render_slices(render: Render[R], records: Sequence[R], *, ledger: Ledger | None, threads: int | None) -> Rows:
     """Render records in order; `threads` is the number of threads, or None for one per usable core.
 
-    Raise the error of the first slice that has one.
+    If rendering fails, raise the error of the first slice that failed.
     """
     if len(records) <= SLICE or isinstance(records, ChatColumns):
         return render(records, ledger)

@@ -43,7 +43,7 @@ class LaidOut(NamedTuple):
     expected: ExpectedAnswers | None
     """The headers that must precede the answers, or None if generation tags mark the answers."""
     char_weights: CharWeights | None = None
-    """The weight of each character of the rendering according to `train_ranges`, or None without ranges."""
+    """The weight of each rendered character according to `train_ranges`, or None if the record has no ranges."""
 
 
 class LaidOutRecord(Record, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ def encode_rows(
 
 
 def _apply_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
-    """Apply the weights that records set for single messages, which override the weights of roles."""
+    """Apply the weights of individual messages, which override the weights of roles."""
     if isinstance(records, ChatColumns):
         return
     for row, record in enumerate(records):
@@ -180,7 +180,7 @@ class _RowEncoder:
     ) -> _Sections:
         """Encode the sections of all rows.
 
-        `numbers` contains the table index of each section, `num_sections` the count per row.
+        `numbers` contains the table index of each section, `num_sections` the number of sections in each row.
         """
         in_columns = np.array([one.slots is None for one in laid_out], dtype=bool)
         of_columns = np.repeat(in_columns, num_sections)
@@ -214,7 +214,7 @@ class _RowEncoder:
         return _Sections(ids, first, last, size, literal_bytes, stripped)
 
     def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
-        """Replace the layouts of rows whose texts contain text tokens with layouts that have cells for the tokens.
+        """For rows whose texts contain text tokens, use layouts in which each text token has its own cell.
 
         Also return which rows must be encoded as a whole, because a text token spans a boundary or the tokenizer
         normalizes the text before it searches for tokens. Texts in columns never contain text tokens.
@@ -330,7 +330,7 @@ class _RowEncoder:
 
 
 def _section_texts(laid_out: Sequence[LaidOut]) -> list[str]:
-    """Return the texts of all sections, for rows that are not stored in columns."""
+    """Return the texts of all sections in rows that are not stored in columns."""
     texts: list[str] = []
     for layout, slots, *_ in laid_out:
         if slots is not None:

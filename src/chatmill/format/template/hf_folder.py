@@ -14,7 +14,7 @@ from chatmill.format.template.template_input import SPECIAL_NAMES
 from chatmill.remote.named_files import TOKENIZER_LIMIT, given_name, local_file
 
 TOOL_USE = "tool_use"
-"""The name of the chat template for conversations with tools in a folder with several templates."""
+"""In a folder with several chat templates, the name of the template for conversations with tools."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class HFFolder:
     special: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by name, such as `bos_token` and `eos_token`."""
     stops: tuple[int, ...] | None = None
-    """Ids at which a server stops, from generation_config.json, or None if the file is missing."""
+    """Ids at which a server stops, from `eos_token_id` in generation_config.json, or None if the key is missing."""
     tokenizer_json: Path | None = None
     marked_special: frozenset[str] = frozenset()
     """The tokens that tokenizer_config.json and special_tokens_map.json mark as special."""

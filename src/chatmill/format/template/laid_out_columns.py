@@ -1,4 +1,7 @@
-"""Lay out conversations in columns. Conversations of one shape share a layout, and few are converted to `Record`s."""
+"""Lay out conversations that are stored in columns.
+
+Conversations with the same roles share a layout, so few of them are converted to `Record`s.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +78,8 @@ def lay_out_columns(
     """Lay out the conversations as columns, or as a list of records if one of them is rejected.
 
     If a conversation is rejected, only the records before it are laid out. `holding` contains the rows whose texts
-    contain control tokens. `plain` returns the trace that all other rows of a shape follow, `confirm` compares a trace
-    with the template, and `lay_out` lays out a conversation without a plain trace.
+    contain control tokens. `plain` returns the trace for rows of a shape without control tokens, `confirm` compares a
+    trace with the template, and `lay_out` lays out a single conversation.
     """
     has_empty = columns.start == columns.stop
     odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}

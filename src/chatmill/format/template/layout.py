@@ -157,7 +157,7 @@ def token_layout(
 def split_text_tokens(
     layout: TokenLayout, slots: list[str], sections: Sequence[int], tokens: ControlTokens, encoder: ControlEncoder
 ) -> tuple[TokenLayout, list[str]] | None:
-    """Return a layout in which each text token in `sections` is a cell, and the texts for its slots.
+    """Move each text token in `sections` to its own cell. Return the new layout and the texts for its slots.
 
     Return None if a text token, including the whitespace that its lstrip/rstrip removes, spans a boundary.
     """

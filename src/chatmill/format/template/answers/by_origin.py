@@ -70,10 +70,10 @@ def answers_by_origin(
 ) -> list[AnswerSpan]:
     """Return the answer of each message in `assistants`. `ends` contains the tokens at which a server stops, if known.
 
-    `prompts` lists message counts; the usual assistant header is taken from the prompt after that many messages.
+    For each n in `prompts`, the prompt after n messages is searched for the usual assistant header until one is found.
 
-    With `prompt_ends`, a prompt is not traced if an earlier prompt ends with the same literals and the same literals
-    precede its answer.
+    With `prompt_ends`, a prompt is not traced if it ends with the same literals as an earlier prompt and the same
+    literals precede both answers.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]
@@ -107,7 +107,7 @@ class _OriginSearch:
         self.known_starts: dict[str, tuple[str, int]] = {}
         """Maps the literals before an answer to the end of its prompt and the length of their common prefix."""
         self.known_closings: dict[str, int] = {}
-        """Maps the literals after an answer, from a control token on, to the number of characters that close it."""
+        """Maps the literals after an answer, starting at a control token, to the length of the part that closes it."""
 
     def answer(self, message: int) -> AnswerSpan:
         start = self._start(message)
@@ -194,7 +194,7 @@ class _OriginSearch:
         return prompt_end.lstrip() if at is None else prompt_end[at:]
 
     def _opening(self, header: str) -> str:
-        """Return a header up to the end of its first control token, or the whole header without a control token."""
+        """Return a header up to the end of its first control token, or the whole header if it has no control token."""
         matches = self.tokens.find(header)
         return header[: matches[0].end()] if matches else header.rstrip()
 
@@ -283,7 +283,7 @@ class _OriginSearch:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """Return the literals after `begin` from the loop iteration of this message; None without a message loop."""
+        """Return the literals after `begin` in the loop iteration of this message, or None without a message loop."""
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""
@@ -339,7 +339,7 @@ class _OriginSearch:
 
 
 def _tail(rendering: Rendering, *, of: int | None = None) -> tuple[FieldPath | None, str]:
-    """Return the last field of a rendering, or of the message `of` in it, and the text after that field."""
+    """Return the last field of a rendering, or of the message `of` if given, and the text after that field."""
     texts: list[str] = []
     for piece in reversed(rendering.pieces):
         if piece.source is not None and (of is None or piece.source.message == of):

@@ -37,8 +37,8 @@ def answers_by_prefix(
 ) -> list[PrefixAnswer]:
     """Return the answer of each message in `assistants`, with None for positions that no prefix determines.
 
-    `ends` contains the tokens at which a server stops. `prompts` lists message counts; the usual assistant header is
-    taken from the prompt after that many messages.
+    `ends` contains the tokens at which a server stops. For each n in `prompts`, the prompt after n messages is searched
+    for the usual assistant header until one is found.
     """
     token = token_pattern(tokens)
 
@@ -112,7 +112,7 @@ def token_pattern(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def header_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
-    """Return the text that a generation prompt adds, starting at the beginning of a control token that differs."""
+    """Return the text that a generation prompt adds, without splitting a control token."""
     parting = (at for at, (one, other) in enumerate(zip(prompt, before, strict=False)) if one != other)
     common = len(before) if prompt.startswith(before) else next(parting, len(prompt))
     split = [match.start() for match in token.finditer(prompt) if match.start() < common < match.end()]

@@ -61,13 +61,13 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
         prompt = plain(1, True)
         header = _added(prompt, plain(1, False), token)
         if words[0] in header:
-            # With a generation prompt, the text before the first message may also differ, for example the system
-            # message.
+            # The generation prompt also changes text before the first message, for example the system message, so
+            # compare the ends of two prompts.
             after_question, after_answer = prompt.rsplit(words[0], 1)[1], plain(2, True).rsplit(words[1], 1)[1]
             header = _common_end(after_question, after_answer, token).lstrip()
         if not header:
-            # If a template ignores add_generation_prompt and ends every rendering with the assistant header, the text
-            # after an answer changes if a user message follows.
+            # The template may ignore add_generation_prompt and end every rendering with the assistant header. If so,
+            # the text after the last answer differs from the text between an answer and a user message.
             after_question, after_answer = (
                 plain(1, False).rsplit(words[0], 1)[1],
                 plain(2, False).rsplit(words[1], 1)[1],
@@ -120,7 +120,7 @@ class ContextFinder:
         return context, tuple(notes)
 
     def repeated_header(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Return the start and stop of the next assistant header inside an answer, or None without such a header."""
+        """Return the start and stop of the next assistant header inside an answer, or None if there is none."""
         header = self.headers.assistant
         core = header[: self._core(header)]
         at = self.literals.find(core, start, stop) if core else -1
@@ -222,7 +222,7 @@ class ContextFinder:
 
 
 def _added(prompt: str, without: str, token: re.Pattern[str]) -> str:
-    """Return the text that a prompt adds, from the start of a control token that differs, without leading space."""
+    """Return the text that a prompt adds, without leading whitespace and without splitting a control token."""
     return prompt[common_prefix(prompt, without, token) :].lstrip()
 
 

@@ -88,7 +88,7 @@ def derive(
             return False
 
     assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
-    # The prompts from which the usual assistant header is taken, for an answer whose own prompt lacks a header.
+    # If the prompt for an answer lacks a header, the usual assistant header is taken from one of these prompts.
     prompts = (*assistants, count)
     if last_only and mask == "derived":
         assistants = assistants[-1:]
@@ -108,8 +108,8 @@ def derive(
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
         prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends, eos)
         for answer, prefix in zip(answers, prefixes, strict=True):
-            # Skip the comparison if a message quotes a control token, because plain text cannot distinguish it from the
-            # template's.
+            # Skip the comparison if a message quotes a control token, because in plain text, the quoted token looks
+            # like a token of the template.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)
@@ -180,14 +180,14 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """Return the length of the common prefix of `prompt_only` and the answer's own text, and add guards."""
+    """Return the length of the common prefix of `prompt_only` and the answer's own text, and add guards on it."""
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)
         if place <= answer.start:
             continue
         if begins < answer.start:
-            # The answer starts inside a piece of the rendering.
+            # Do not move the start of an answer that starts inside a piece.
             break
         own = piece.source is not None and piece.source.message == answer.message
         if begins != answer.start + common:
@@ -269,7 +269,7 @@ def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[Answer
 
 
 def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
-    """Remove empty pieces from a rendering, and add a guard for each slot that records whether its text is empty."""
+    """Remove empty pieces from a rendering. For each slot, add a guard on whether its text is empty."""
     for piece in rendering.pieces:
         if piece.slot is not None:
             trace.guard("bool", (piece.slot,), expected=bool(piece.text))

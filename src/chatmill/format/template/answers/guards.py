@@ -1,7 +1,7 @@
-"""Guards that ensure that the derivation by prefix gives the same result for every conversation that reuses a trace.
+"""Add guards to a trace, so that the derivation by prefix is also valid for other conversations that reuse the trace.
 
-Usually the literals of two renderings determine whether one is a prefix of the other. If the text in a slot matters, a
-guard is added.
+Usually the literals of two renderings determine whether one is a prefix of the other. If the result depends on the text
+in a slot, a guard is added.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def guard_prefixes(
 
 
 def _split_end(items: Items) -> tuple[Items, str]:
-    """Return `items` without the literal at the end, and that literal."""
+    """Split off the literal at the end of `items`, and return the other items and the literal."""
     return (items[:-1], items[-1]) if items and isinstance(items[-1], str) else (items, "")
 
 
@@ -82,7 +82,7 @@ def _items(rendering: Rendering) -> Items:
 
 
 def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:
-    """Add a guard for whether `prefix` is a prefix of `whole`, unless the literals alone determine the answer."""
+    """Add a guard on whether `prefix` is a prefix of `whole`, unless the literals alone determine this."""
     whole, prefix = _without_common(whole, prefix)
     if not prefix or not whole or (isinstance(whole[0], str) and isinstance(prefix[0], str)):
         return
@@ -95,8 +95,8 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
     """Return the arguments of `Trace.evaluate` that test whether `whole` begins with `prefix`."""
     literals = [item for item in prefix if isinstance(item, str)]
     if len(literals) == len(prefix):
-        # Keep only the items of `whole` that are compared with `prefix`. Each slot counts as one character, because no
-        # text is empty.
+        # Keep only the items of `whole` that are compared with `prefix`. Count each slot as one character, because its
+        # text is not empty.
         size = 0
         for number, item in enumerate(whole):
             size += len(item) if isinstance(item, str) else 1

@@ -29,9 +29,9 @@ def certify(
     peer_name: str = "",
     in_order: InOrder = map,
 ) -> list[Finding]:
-    """Return the lines of the certificate, in order. `peer_name` is the name of the peer library in the lines.
+    """Return the lines of the certificate, in order. The lines refer to the peer library as `peer_name`.
 
-    `in_order` observes chunks of records: `map`, or a function like it that runs in several processes.
+    `in_order` applies a function to chunks of records: `map`, or an equivalent that uses several processes.
     """
     seen = Observations(renderer, peer, peer_name)
     seen.read(records, in_order)

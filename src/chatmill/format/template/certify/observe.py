@@ -29,7 +29,7 @@ class Peer(Protocol):
     def __call__(self, record: Record, *, null_content: bool = False) -> Sequence[int]:
         """Return the token ids of a record, or an empty sequence if the library rejects it.
 
-        With `null_content`, pass empty content next to tool calls as null.
+        With `null_content`, the empty content of a message with tool calls is passed as null.
         """
 
 
@@ -69,7 +69,7 @@ class OwnRecords:
         return self.rendered + len(self.refused)
 
     def add(self, other: OwnRecords) -> None:
-        """Add the observations of later records."""
+        """Add the results for later records."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
@@ -122,7 +122,10 @@ class Observations:
         return Rendered(record, text_of(len(record.messages), False), rows, answers, notes)
 
     def differs(self, one: Rendered) -> bool:
-        """Whether the peer returns different ids. Rows whose message texts contain control tokens are not compared."""
+        """Whether the peer and the renderer return different ids.
+
+        Rows whose message texts contain control tokens are not compared.
+        """
         return (
             self.peer is not None
             and CONTROL_TEXT not in one.notes
@@ -135,7 +138,7 @@ class Observations:
     def read(self, records: Iterable[Record], in_order: InOrder = map) -> None:
         """Render the user's records and add the results to `own`.
 
-        `in_order` is `map`, or a function like it that runs in several processes.
+        `in_order` is `map`, or an equivalent that uses several processes.
         """
         stream = iter(records)
         chunks = iter(lambda: list(islice(stream, CHUNK)), [])

@@ -240,7 +240,7 @@ class PlainCheck:
         return "differs", False
 
     def _goes_on(self, before: str) -> Relation:
-        """Return the relation of a later turn of an answer, which must follow an assistant header."""
+        """Return the relation for a later turn of the same answer, which must follow an assistant header."""
         opener = self._mark(self._opener(self.header))
         gap = before[before.rindex(opener) :] if opener and opener in before else None
         return "differs" if gap is None or _WORD.search(gap.removeprefix(opener)) else "several_turns"
@@ -279,7 +279,7 @@ class PlainCheck:
         return size >= len(self._opener(header)) and not inside
 
     def _added(self, prompt: str, without: str) -> str:
-        """Return the text that a generation prompt adds, starting at the beginning of a control token that differs."""
+        """Return the text that a generation prompt adds, without splitting a control token."""
         common = _common(prompt, without)
         split = [match.start() for match in self._tokens.find(prompt) if match.start() < common < match.end()]
         return prompt[split[0] if split else common :]
@@ -313,7 +313,7 @@ class PlainCheck:
             yield f"continues after {shown(self._tokenizer.decode([inner]))}, which ends a turn"
 
     def _lost(self, message: Message, trained: str) -> Iterator[str]:
-        """Yield a fault if the last word of the content or a word of a tool call is not trained."""
+        """Yield a fault if the last word of the content or a word in tool call arguments is not trained."""
         last_words = [] if "<think" in message.content else _WORD.findall(message.content)[-1:]
         for word in (*last_words, *(word for call in message.tool_calls for word in _WORD.findall(call.arguments))):
             if word.casefold() not in trained.casefold():
@@ -332,7 +332,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
-    """Whether `before` and the prompt end with the same text, ignoring whitespace that the answer does not continue."""
+    """Whether `before` ends like the prompt, ignoring trailing whitespace in the prompt that the answer lacks."""
     space, own = (text[len(text.rstrip()) :] for text in (prompt, before))
     goes_on = own + after[: len(after) - len(after.lstrip())]
     same = _common(space, goes_on) == len(own)

@@ -35,7 +35,7 @@ def _plain_refused(seen: Observations, line: str) -> Finding | None:
 
 
 def reason(seen: Observations, record: Record, fault: RecordError) -> str:
-    """Return why a probe is rejected and how to fix the template, with the template line that should end the answer."""
+    """Return why a probe is rejected and how to fix this. If an end token is missing, also quote the template line."""
     text = f"{fault.what}; {fault.right}"
     if fault.kind != "no_end_token":
         return text
@@ -62,7 +62,7 @@ def ids(seen: Observations) -> Finding:
 def answers(seen: Observations) -> Finding:
     if (refused := _plain_refused(seen, "answers")) is not None:
         return refused
-    # If the template has generation tags, its author decides which text is trained, so check only the role.
+    # With generation tags, the template decides which text is trained, so check only the role.
     is_derived = seen.renderer.mask == "derived"
     faults = [
         f"message {answer.message} of {probe.place} {text}"
