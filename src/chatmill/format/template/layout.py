@@ -35,7 +35,7 @@ PARTS = {"content": Part.CONTENT, "reasoning": Part.REASONING, "tool_calls": Par
 
 
 MAX_SECTION = 2**13
-"""Maximum number of cells in a section. Encoding time is quadratic in the number of cells."""
+"""Maximum number of cells in a section. The time to lay out a section is quadratic in the number of its cells."""
 MAX_SPLITS = 8
 """Maximum number of cached layouts with text tokens for each trace."""
 
@@ -119,7 +119,7 @@ class TokenLayout:
     simple: SimpleSections | None = None
     """The sections of a layout for a trace, if every section has exactly one slot."""
     splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
-    """Cached layouts in which some cells are split at text tokens, by the list of pieces."""
+    """Cached layouts in which some cells are split at text tokens; the keys are the pieces."""
 
 
 @dataclass
@@ -290,9 +290,9 @@ class _CellSplitter:
         self.edges = {edge for answer in self.answers for edge in (answer.start, answer.stop)}
         self.answered = {answer.message for answer in derived.answers}
         self.written: set[int] = set()
-        """The messages that already have at least one field in the rendering."""
+        """The messages of the fields that have been processed."""
         self.last = OUTSIDE
-        """The message that the last field belongs to."""
+        """The message of the last field that has been processed."""
         self.fields = [at for at, piece in enumerate(self.pieces) if piece.source is not None]
 
     def cells(self) -> Iterator[_Cell]:
@@ -336,7 +336,7 @@ class _CellSplitter:
     def _kind(self, number: int, place: int, token_stop: int | None) -> SpanKind:
         """Return the kind of the characters at `place`.
 
-        `token_stop` is the end of a control token that starts at `place`.
+        `token_stop` is the end of the control token at `place`, or None if the characters are text.
         """
         source, owner = self.pieces[number].source, self.pieces[number].owner
         at = bisect_right(self.starts, place) - 1
@@ -363,9 +363,9 @@ class _CellSplitter:
         return SpanKind(self.roles[message], part, Rule.EARLIER_ROW if context else Rule.HEADER, message)
 
     def _part(self, number: int, answer: AnswerSpan) -> int:
-        """Return the part of a piece of an answer.
+        """Return the `Part` of one piece of an answer.
 
-        A literal has the part of the next field, or of the previous field.
+        A literal has the `Part` of the next field of the same message, or otherwise of the previous field.
         """
         after = bisect_left(self.fields, number)
         for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):

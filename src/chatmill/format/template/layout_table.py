@@ -91,7 +91,10 @@ class LayoutTable:
 
 
 _Kept = tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]
-"""A table, and the number of each layout in it, by its `id`. The layouts are held, so that ids stay unique."""
+"""A table, and a mapping from the `id` of each layout to its index in the table and the layout itself.
+
+Storing the layouts keeps their ids unique.
+"""
 
 
 class LayoutTables:
@@ -103,7 +106,7 @@ class LayoutTables:
     def rows(self, layouts: Sequence[TokenLayout]) -> RowCells:
         """Return the cells of rows that have the given layouts, in order."""
         by_id = {id(layout): layout for layout in layouts}
-        # Another thread may replace the kept table meanwhile, so read it once.
+        # Read `_kept` only once, because another thread may replace it at any time.
         kept = self._kept
         if kept is None or not by_id.keys() <= kept[1].keys():
             self._kept = kept = _with(kept, by_id)
@@ -184,7 +187,7 @@ class RowCells:
         return ragged_index(first[self.which], counts), counts
 
     def rows(self, lengths: Index, ids: Ids) -> Rows:
-        """Build rows with one conversation each from the lengths of all cells. The origins of the rows stay empty."""
+        """Build one row per conversation from the lengths of all cells. The origins of the rows stay empty."""
         table = self.table
         numbers, counts = self.items(table.first_span)
         spans = table.spans.take(numbers)

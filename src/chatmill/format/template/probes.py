@@ -1,6 +1,6 @@
 """Small conversations that show how a chat template behaves, with one conversation for each record shape.
 
-The words of every message are unique, so that checks detect text that appears in the wrong message.
+In most conversations, the words of each message are unique, so that checks detect text in the wrong message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Apply `train_ranges` to chat templates, by mapping characters of the content to the rendering and then to tokens."""
+"""Apply `train_ranges` with a chat template: map the characters of the content to the rendering and then to tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LEAVE_OUT = "remove train_ranges, or use a template that renders the content unc
 def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | None:
     """Return the weight of each character of the rendering, or None if no answer has ranges.
 
-    Raise `RecordError` if the template changes or drops a character in a range. Only whitespace at the ends of the
-    content may be dropped.
+    Raise `RecordError` if the template changes or drops a character in a range. Only whitespace at the start and end of
+    the content may be dropped.
     """
     answers = {answer.message for answer in derived.answers}
     by_message = {at: char_weights(record.messages[at]) for at in answers if record.messages[at].train_ranges}
@@ -56,7 +56,7 @@ def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | N
 
 
 def _lost(content: str, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
-    """Return the index of the first missing character that is not whitespace at the ends of the content."""
+    """Return the index of the first missing character, ignoring whitespace at the start and end of the content."""
     trimmed = np.ones(len(content), dtype=bool)
     trimmed[len(content) - len(content.lstrip()) : len(content.rstrip())] = False
     lost = np.flatnonzero(missing & ~trimmed)

@@ -69,10 +69,11 @@ class TemplateRenderer:
         strip_prompt_space: bool = False,
         kwargs: str = "",
     ) -> None:
-        """`text_tokens` contains the added tokens that may come from text. None means that the tokens are learned.
+        """`text_tokens` contains the added tokens that may come from text. If `text_tokens` is None, the tokens are
+        learned.
 
-        `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must contain the
-        same values.
+        `kwargs` contains the `chat_template_kwargs` of the records to render, as JSON. `arguments` must include the
+        values in `kwargs`.
         """
         self.folder, self.mask, self.now = folder, mask, now
         self.allow_no_end, self.strip_prompt_space = allow_no_end, strip_prompt_space
@@ -195,7 +196,8 @@ class TemplateRenderer:
         if isinstance(records, LaidOutColumns):
             return self._encode(records, records.laid_out, ledger=ledger or Ledger(), **options)
         batch = list(map(self.lay_out, records))
-        # The renderers of other arguments are created and dropped while they are used, so only one thread uses them.
+        # Use only one thread for records with `chat_template_kwargs`, because their renderers are created and evicted
+        # during rendering.
         has_kwargs = any(map(_KWARGS, batch))
 
         def render(part: Sequence[LaidOutRecord], counts: Ledger | None) -> Rows:
@@ -210,15 +212,15 @@ class TemplateRenderer:
         return self._encode(batch, [record.laid_out for record in batch], **options)
 
     def _encode_variants(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
-        """Encode the records with each renderer separately, then restore the order of the batch."""
+        """Encode the records of each renderer together, and return the rows in the order of the batch."""
         renderers = [self._for_record(record) for record in batch]
         order: list[int] = []
         parts: list[Rows] = []
         for renderer in dict.fromkeys(renderers):
             chosen = [at for at, each in enumerate(renderers) if each is renderer]
             for with_tools in {bool(batch[at].tools) for at in chosen}:
-                # Create the turn marks for the row check, because the renderer may be newer than the layouts of its
-                # records.
+                # Create the turn marks that the row check needs, because a renderer that was evicted and created again
+                # has none.
                 renderer.turn_marks(with_tools)
             parts.append(renderer._encode_batch([batch[at] for at in chosen], **options))
             order += chosen

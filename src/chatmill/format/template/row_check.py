@@ -28,7 +28,7 @@ MAX_TAIL = 256
 
 
 NEARBY = 64
-"""If the ids of all control tokens are within this range, they are found with one comparison per token."""
+"""If the ids of all turn marks differ by less than this value, one comparison per token finds them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class ExpectedAnswers:
 def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
     """Return the headers that must precede the answers, as token ids.
 
-    `rewrites` means that the tokenizer normalizes text, so that the bytes of the tokens differ from the text. `strips`
+    `rewrites` means that the tokenizer normalizes text, so the bytes of the tokens may differ from the text. `strips`
     means that some control tokens remove the whitespace before the token (lstrip).
     """
     headers, tails = [], []
@@ -102,7 +102,7 @@ class RowCheck:
             raise _fault(records[other[0]], "the answers in the row differ from the derived answers", "foreign_text")
         if not len(answers.row):
             return
-        # For each answer in the rows, its index in the concatenated answers of the distinct `expected`.
+        # For each answer in the rows, its index in the concatenated answers of `distinct`.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
         ids, places = rows.ids, self._places(rows.ids)
         for broken, what, kind in (

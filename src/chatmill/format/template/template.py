@@ -29,7 +29,7 @@ FAILS_ALWAYS = "change the template, which fails even for one question and one a
 
 
 class ChatTemplate:
-    """A chat template and its variables, which renders a conversation or its first messages."""
+    """A chat template with its variables. Renders a conversation or its first messages."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ Render = Callable[[Record, int, bool], str | None]
 MAX_WORDS = 2
 """Maximum number of words between two tokens of a header.
 
-A token that is separated by more words is part of a sentence.
+A token that follows more words is part of a sentence.
 """
 
 PUNCTUATION = frozenset(".,;:!?")
@@ -114,7 +114,10 @@ class _Turns:
         return between[:size], between[size:]
 
     def _ends(self, closing: Sequence[str]) -> list[str]:
-        """Return the tokens that end a turn. Tokens before a special token are tags, as in `</response><|im_end|>`."""
+        """Return the tokens after the last special token, because they end the turn.
+
+        Tokens before a special token are tags, as in `</response><|im_end|>`.
+        """
         last = max((at for at, token in enumerate(closing) if token in self.special), default=-1)
         return [*closing[last + 1 :]]
 
@@ -133,7 +136,7 @@ class _Turns:
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
 
     def _word_before(self, text: str, number: int) -> bool:
-        """Whether words precede token `number` of a text, after the previous token."""
+        """Whether there are words between token `number` of a text and the token before it."""
         matches = self.tokens.find(text)
         return bool(text[matches[number - 1].end() if number else 0 : matches[number].start()].strip())
 
@@ -150,13 +153,13 @@ class _Turns:
         return set.intersection(*({*self._names(text)} for text in openings)) if openings else set()
 
     def _reasoning_tags(self) -> set[str]:
-        """Return the tokens around the reasoning of an answer that do not precede a plain answer."""
+        """Return the tokens around the reasoning of an answer, except tokens that also precede a plain answer."""
         row = self.render(_REASONING, 2, False)
         opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(self.opening)}
         return opening | {*self._names(_between(row, "QzReasoning", "QzAssistant1"))}
 
     def _call_tags(self) -> set[str]:
-        """Return the tokens around the tool call of an answer that do not precede a plain answer."""
+        """Return the tokens around the tool call of an answer, except tokens that also precede a plain answer."""
         row = self.render(_CALLS, 2, False)
         around = _between(row, "QzUser0", "QzAssistant1"), _after(row, "QzAssistant1")
         return {token for text in around for token in self._names(text)} - {*self._names(self.opening)}

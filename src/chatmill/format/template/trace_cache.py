@@ -1,4 +1,4 @@
-"""A cache of rendering traces, by the shape of the conversations that may reuse them."""
+"""A cache of rendering traces, keyed by the shape of the conversations that can reuse them."""
 
 from __future__ import annotations
 

@@ -94,9 +94,9 @@ _servers_lock = threading.Lock()
 
 
 def fork_server(module: str) -> ForkServer:
-    """Return the fork server for a module, starting the server if needed. Forked processes share the server.
+    """Return the fork server for a module, starting the server if needed.
 
-    The fork server starts in the background.
+    The fork server starts in the background. Children that this process forks share the server.
     """
     with _servers_lock:
         if module not in _servers:
@@ -117,7 +117,7 @@ atexit.register(stop_servers)
 
 
 class Channel:
-    """A process of a fork server that may use `memory` additional bytes.
+    """A process that was forked by a fork server. The process may use at most `memory` additional bytes.
 
     `arguments` are passed to the start function of the process.
     """

@@ -1,8 +1,8 @@
-"""The client of a template process, which starts the process, sends requests, and kills it when it reaches a limit.
+"""The client of a template process: starts the process, sends requests, and kills a process that reaches a limit.
 
-The client enforces the limits on a request (CPU time, response size and memory) independently of the process. A process
-is started with a memory limit that fits the conversation. A process that reaches a limit is killed and replaced. After
-a few kills, the client sends no more requests for the template.
+The limits on CPU time, response size and memory also hold if a malicious template takes over its process. The memory
+limit of a process depends on the size of the conversation. A process that reaches a limit is killed and replaced. After
+a few kills, the client raises an error about the template instead of the record.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from chatmill.format.renderer import Mask
 
 SECONDS = 3.0
-"""CPU seconds for a small conversation. A normal template needs a few milliseconds."""
+"""CPU time limit for a small conversation, in seconds. A normal template needs a few milliseconds."""
 SECONDS_PER_CHARACTER = 2e-6
 SECONDS_PER_PAIR = 5e-4
-"""CPU seconds added per pair of messages, because a template may visit all messages of every prefix."""
+"""CPU seconds added to the limit per pair of messages, because a template may visit all messages of every prefix."""
 MEMORY = 512 << 20
 MEMORY_PER_BYTE = 64
 MEMORY_PER_MESSAGE = 4
-"""Bytes of memory added per byte and per message of the conversation, because every prefix is rendered."""
+"""For each message, bytes of memory added per byte of the conversation, because every prefix is rendered."""
 RESPONSE = 16 << 20
 RESPONSE_PER_BYTE = 64
 MAX_KILLS = 3
@@ -127,7 +127,7 @@ class TemplateProcess:
         last_only: bool = False,
         text_tokens: Iterable[str] = (),
     ) -> DerivedAnswers:
-        """Derive the answers of a record with `texts` texts.
+        """Derive the answers of a record. `texts` is the number of texts in the record.
 
         `text_tokens` contains the tokens that may come from text.
         """
@@ -190,8 +190,8 @@ class TemplateProcess:
             except (EOFError, OSError):
                 code = self._end()
                 if code in (None, -signal.SIGKILL, -signal.SIGXCPU) and not attempt:
-                    # Retry once if the process was killed from outside, by the out-of-memory killer or at its total CPU
-                    # limit.
+                    # Retry once if the process was killed from outside, by the out-of-memory killer, or for reaching
+                    # its total CPU limit.
                     continue
                 raise EndedError(f"the process ended with {_shown_exit(code)}") from None
             except BaseException:

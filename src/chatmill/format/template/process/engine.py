@@ -104,8 +104,8 @@ class TemplateEngine:
         except RecordError:
             if not request.cacheable:
                 raise
-            # Try again without guards, because recording guards renders more prompts, which must not change why a
-            # record is rejected.
+            # Try again without guards, because recording guards renders additional prompts, whose errors must not
+            # reject the record.
             derived = attempt(False)
         steps = derived.steps
         if steps is not None:

@@ -1,10 +1,10 @@
 """A fork server, which is a fresh interpreter that forks locked-down processes on request.
 
 The server imports all modules that its processes need and never reads untrusted data. The standard input of the server
-is a Unix socket. For each byte that the server receives, together with two socket descriptors, it forks a process. The
-first socket is the channel for requests and responses of the new process. The second socket is the leash, which stays
-in the server: when the renderer closes the other end or exits, the server kills the process. When the process exits,
-the server writes its exit code to the leash.
+is a Unix socket. For each byte that the server receives together with two socket descriptors, the server forks a
+process. The first socket is the channel for requests and responses of the new process. The second socket is the leash,
+which stays in the server: when the renderer closes the other end or exits, the server kills the process. When the
+process exits, the server writes its exit code to the leash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Service = Callable[[bytes], bytes]
 
 
 def run_server(start: Callable[..., Service]) -> None:
-    """Fork a process for every byte on standard input until the renderer closes its end.
+    """Fork a process for every byte on standard input until the renderer closes its end of the socket.
 
     Each process calls `start` to create its service and is locked down before it reads a request.
     """

@@ -1,7 +1,7 @@
 """Restrict the privileges of a template process before it reads a template. Root access is not required.
 
 Each protection is applied if the system supports it; `lock_down` returns the names of the active protections. The
-system call filter (seccomp) allows only the system calls for memory, locks, clocks, and the existing socket. A
+system call filter (seccomp) allows only a few system calls, mainly for memory, locks, clocks and the existing socket. A
 restricted process cannot open files, create sockets, start programs or see other processes.
 """
 
@@ -29,7 +29,7 @@ NUMBER, ARCHITECTURE, THIRD_ARGUMENT = 0, 4, 32
 """Offsets of the fields in `seccomp_data`, which is the input of a filter."""
 PROT_EXEC = 4
 X32 = 0x40000000
-"""System call numbers from this value on belong to the x32 ABI of x86-64."""
+"""System call numbers greater than or equal to this value belong to the x32 ABI of x86-64."""
 
 SYSTEM_CALLS: dict[str, tuple[int, dict[str, int]]] = {
     "x86_64": (

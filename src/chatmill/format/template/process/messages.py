@@ -111,7 +111,7 @@ class RecordFault(msgspec.Struct, tag="record", frozen=True):
 
 
 class TemplateFault(msgspec.Struct, tag="template", frozen=True):
-    """An error response for a template that cannot be used, which the renderer raises as a `DataError`."""
+    """The response if a template cannot be used. The renderer raises a `DataError`."""
 
     what: str
 
@@ -183,12 +183,11 @@ def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:
 
 
 def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], texts: int) -> bool:
-    """Whether replaying the steps takes memory proportional to the size of the conversation."""
+    """Whether the memory needed to replay the steps is at most proportional to the size of the conversation."""
     if len(steps) > MAX_STEPS:
         return False
-    # `copies` contains, for each slot, how many times the slot may contain each text of the conversation and, under the
-    # key -1, how many characters of the template it may contain. `grown` also counts the characters that functions may
-    # add.
+    # For each slot, `copies` contains the maximum number of copies of each text of the conversation. The key -1 stands
+    # for the number of template characters. `grown` also counts the characters that functions may add.
     copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
     grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 
