@@ -1,9 +1,9 @@
-"""One setting of the example: its data, its model, the fine-tuning before rollouts, and two ways to continue training.
+"""One setting of the example: its data, its model, the fine-tuning before rollouts, and two ways to continue.
 
     further   the same fine-tuning for more steps: rows are true answers
     matching  rollout matching: a share of the rows are the model's own answers, completed
 
-Both use `train_rollouts`, with the same number of steps and rows, loss and learning rate.
+Both ways use `train_rollouts` with the same number of steps, loss and learning rate.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ class Setting:
     """Maximum number of objects in a scene."""
     order_1: Order = "reading"
     order: Order = "random"
-    """The order of the objects in the true answers of both stages."""
+    """Order of the objects in the true answers of stage 2; `order_1` is that of stage 1."""
     tokens: Literal["split", "fused"] = "split"
     """Whether the tokenizer merges braces, brackets and commas with adjacent characters."""
     scenes: int = 12_000
-    """Number of scenes in each stage."""
+    """Number of training scenes in each stage."""
     stage_1: float = 0.5
-    """The fraction of the first fine-tuning that is done before the two ways diverge."""
+    """Fraction of `first` after which the second stage starts."""
     first: int = 2000
-    """Number of steps of the whole first fine-tuning."""
+    """Number of steps in a complete first stage."""
     saves: int = 4
-    """Number of checkpoints of the first fine-tuning."""
+    """Number of checkpoints saved in the first stage."""
     then: int = 300
-    """Number of steps after the first fine-tuning."""
+    """Number of steps in the second stage."""
     width: int = 128
     layers: int = 4
     rate: float = 2e-3
-    """Learning rate of the first fine-tuning."""
+    """Learning rate of the first stage."""
     rate_then: float = 3e-4
     share: float = 1.0
-    """Fraction of the rows of a step that are rollouts."""
+    """Fraction of each step's rows that are rollouts."""
     rows: int = 16
     """Rows per step."""
     temperature: float = 0.0
@@ -87,7 +87,7 @@ class Setting:
     append: float = 1.0
     end: float = 1.0
     surplus: float = 0.0
-    """Weights of parts of a target."""
+    """`slot`, `append`, `end` and `surplus` are loss weights for parts of a target."""
 
     @property
     def first_steps(self) -> int:
@@ -103,13 +103,13 @@ class Scores(NamedTuple):
     duplicates: float
     """Duplicate objects per true object."""
     json: float
-    """Share of answers that are valid JSON and complete."""
+    """Share of answers that are complete and valid JSON."""
     count_error: float
-    """Mean difference between the number of predicted and true objects."""
+    """Mean absolute difference between the numbers of predicted and true objects."""
 
 
 def prepare(folder: Path, setting: Setting, seed: int, held_out: int = 300) -> Path:
-    """Write the data of a setting and train its stage 1 model, unless the folder is complete already."""
+    """Write the data of a setting and train its stage 1 model, unless an earlier call has completed the folder."""
     if (folder / "ready").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def prepare(folder: Path, setting: Setting, seed: int, held_out: int = 300) -> P
 
 
 def train_on(folder: Path, setting: Setting, seed: int, name: str) -> Path:
-    """Continue training from stage 1 with a fraction of rollouts; return the run."""
+    """Continue training from a stage 1 checkpoint, with the share of rollouts in `setting`; return the run folder."""
     start = folder / "stage1" / f"step_{setting.first_steps:08d}" / "model"
     config = RolloutConfig.from_mapping(
         {
@@ -200,7 +200,7 @@ def score(model_or_run: Path, folder: Path) -> Scores:
         objects = target.valid_objects
         of_answer = score_objects(objects, truth.objects)
         total = total.plus(of_answer)
-        # Count the boxes that would be correct if each object were matched on its own.
+        # Boxes that are correct only when each object is matched alone duplicate a matched box.
         alone = sum(score_objects([thing], truth.objects).correct for thing in objects)
         duplicates += alone - of_answer.correct
         valid += answer[-1] == task.eos_id and is_json(task.tokenizer.decode(answer[:-1]))
@@ -216,10 +216,10 @@ def score(model_or_run: Path, folder: Path) -> Scores:
 
 
 def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
-    """Cut held-out answers in the middle, and measure how often targets continue them as the model would.
+    """Cut true answers of held-out scenes in the middle, and measure how well their targets fit the cut.
 
-    `same`: the target has the same tokens as the whole answer. `likely`: after the tokens that were kept, the model's
-    most likely next token is the target's next token.
+    `same`: share of targets with exactly the tokens of the uncut answer. `likely`: share of targets whose next token
+    after the kept tokens is the most likely one for the model.
     """
     task = task_of(folder)
     model = open_model(model_folder(run)).to("cuda" if torch.cuda.is_available() else "cpu")
@@ -227,7 +227,7 @@ def border_agreement(run: Path, folder: Path, border: str) -> dict[str, float]:
     same = likely = 0
     for truth, prompt in zip(truths, prompt_lists(task_prompts(truths, task)), strict=True):
         answer = build_answer(truth.objects, tokenizer=task.tokenizer, eos_id=task.eos_id).ids.tolist()
-        # Keep the complete objects up to the middle and append the others: the text stays the same.
+        # The target keeps the objects that are complete at the cut and appends the others: its text is the answer.
         target = build_target(
             answer[: len(answer) // 2 + 3],
             truth.objects,
@@ -252,7 +252,7 @@ def longest_row(folder: Path, task: Task) -> int:
 
 
 def longest_answer(folder: Path, task: Task) -> int:
-    """Maximum number of tokens in an answer, which is more than any true answer has."""
+    """Maximum number of generated tokens: 25 % more than the longest true answer has."""
     truths = list(read_truth(folder / "held_out.jsonl"))
     prompts = task_prompts(truths, task)
     return round(1.25 * int((answer_rows(truths, task).lengths - prompts.lengths).max()))

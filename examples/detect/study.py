@@ -1,11 +1,11 @@
-"""When does rollout matching pay off? Each setting changes one factor; the control is further fine-tuning.
+"""When does rollout matching pay off? Each setting changes one factor; its control continues the fine-tuning.
 
     python examples/detect/study.py run --out runs/study --seeds 0 1 2 --processes 14
     python examples/detect/study.py run --out runs/shown --seeds 3 4 5 6 7 --processes 14 --shown
     python examples/detect/study.py table runs/study/results.jsonl [--seeds 3 4 5 6 7]
 
-`run` can be restarted: it keeps existing results. A setting and its control share data, stage 1 and seed, so
-that differences are paired by seed.
+`run` can be restarted: it keeps existing results. A setting and its control share data, stage 1 and seed, so that
+differences can be paired by seed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SETTINGS = {
     "40 objects": replace(BASE, objects=40),
     "60 objects": replace(BASE, objects=60),
 }
-"""Each setting changes one factor; the setting to show was chosen from these, on seeds 0 to 2."""
+"""Settings that change one factor of `BASE`; the best one was chosen with seeds 0 to 2."""
 FEW = SETTINGS["5 objects"]
 FEW_FUSED = replace(FEW, tokens="fused")
 SHOWN = {
@@ -69,26 +69,28 @@ SHOWN = {
     "5 objects, order reading": replace(FEW, order="reading"),
     "5 objects, stage 1 at 100 %": replace(FEW, stage_1=1.0),
 }
-"""The chosen setting, and the same with one part left out at a time, on seeds that were not used to choose it."""
+"""The chosen setting and its variants, for seeds that were not used to choose it."""
 ALL = SETTINGS | SHOWN
 PARTS_OF_STAGE_1 = ("objects", "order_1", "order", "tokens", "scenes", "first", "width", "layers", "rate")
 PARTS_OF_CONTROL = (*PARTS_OF_STAGE_1, "stage_1", "then", "rate_then", "every")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="When rollout matching pays.")
+    parser = argparse.ArgumentParser(description="Measure when rollout matching pays off.")
     commands = parser.add_subparsers(required=True, dest="command")
     run = commands.add_parser("run", help="train and score settings")
-    run.add_argument("--out", type=Path, required=True, help="folder of all runs, and of results.jsonl")
+    run.add_argument("--out", type=Path, required=True, help="folder for all runs and results.jsonl")
     run.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     run.add_argument("--only", nargs="+", choices=ALL, metavar="SETTING")
-    run.add_argument("--shown", action="store_true", help="the chosen setting and its ablations instead of all")
+    run.add_argument("--shown", action="store_true", help="run the chosen setting and its variants instead of all")
     run.add_argument("--processes", type=int, default=1)
-    run.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="values of every setting, as then=20")
-    table = commands.add_parser("table", help="the paired differences as Markdown")
+    run.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to all settings, such as then=20"
+    )
+    table = commands.add_parser("table", help="print the paired differences as a Markdown table")
     table.add_argument("results", type=Path)
     table.add_argument("--seeds", type=int, nargs="+")
-    table.add_argument("--by", default="f1", choices=Scores._fields, help="what is compared")
+    table.add_argument("--by", default="f1", choices=Scores._fields, help="metric to compare")
     args = parser.parse_args()
     if args.command == "table":
         print("\n".join(table_lines(read_results(args.results), args.by, args.seeds)))
@@ -107,14 +109,14 @@ def main() -> None:
     sys.exit(any(worker.exitcode for worker in workers))
 
 
-# Jobs: stage 1 of each kind, then the control and the settings that start from it.
+# Jobs.
 
 Job = tuple[str, Setting, int]
-"""Name, setting and seed; the names `stage 1` and `control` are those of shared jobs."""
+"""Name, setting and seed; jobs named `stage 1` or `control` are shared by several settings."""
 
 
 def all_jobs(settings: dict[str, Setting], seeds: Iterable[int]) -> Iterable[Job]:
-    """Return the jobs, with shared jobs only once, ordered so that early settings finish first."""
+    """Yield all jobs in the order of the settings; a job that several settings share occurs once."""
     seen = set()
     for name, setting in settings.items():
         for seed in seeds:
@@ -131,7 +133,7 @@ def kind(setting: Setting, parts: Iterable[str]) -> str:
 
 
 def work(out: Path, jobs: list[Job]) -> None:
-    """Run the jobs whose stage 1 has finished, one at a time, until no job is left."""
+    """Run jobs that no other worker has claimed, one at a time; jobs other than `stage 1` wait for their stage 1."""
     import torch
 
     torch.set_num_threads(1)
@@ -202,10 +204,10 @@ COLUMNS = {
 
 
 def table_lines(results: list[dict[str, Any]], by: str, seeds: list[int] | None) -> Iterable[str]:
-    """Return a table of settings: means, and paired differences from further fine-tuning with 95 % intervals.
+    """Yield a table of settings: mean scores, and paired differences from the control with their 95 % intervals.
 
-    `tokens`: trained tokens, relative to those of further fine-tuning. `before` and `further` are the F1, or another
-    metric if one is compared, of stage 1 and of further fine-tuning.
+    `tokens` is the number of trained tokens relative to the control. `before` and `further` are the compared metric (by
+    default F1) after stage 1 and for the control.
     """
     chosen = [line for line in results if seeds is None or line["seed"] in seeds]
     controls = {(line["kind"], line["seed"]): line for line in chosen if line["name"] == "control"}
