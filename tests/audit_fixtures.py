@@ -105,7 +105,7 @@ def run(
 
 
 def rechained(lines: list[bytes], start: int) -> list[bytes]:
-    """Return the lines with every hash from `start` on recomputed, to hide an earlier change."""
+    """Recompute the hash in each line from `start` to the end, to hide an earlier change."""
     fixed = list(lines)
     for number in range(start, len(fixed)):
         previous = hashlib.sha256(fixed[number - 1]).hexdigest() if number else "0" * 64

@@ -32,7 +32,7 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-# A shell ignores Ctrl-C for background processes, and their children, which tests interrupt, would inherit this.
+# A shell makes background processes ignore Ctrl-C. Child processes would inherit this, but tests must interrupt them.
 for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
@@ -43,7 +43,7 @@ collect_ignore = ["trainers"]
 process_watch.mark_children()
 # Child processes buffer their output as they do for a user, independent of the settings of this machine.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# A process that was in a Ray cluster with a token cannot start a cluster whose nodes have other home folders.
+# With tokens, a process that has used one Ray cluster cannot start another whose nodes have other home folders.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # Disable the tokenizer cache, so that tests do not depend on its content; tests of the cache enable it.
 os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"
@@ -51,9 +51,7 @@ os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item, settings):
-    """Fail a test that takes too long with the stacks of the processes that it started, and end these processes
-    first.
-    """
+    """If a test times out, end the processes that it started and print their stacks before the test fails."""
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
 
@@ -67,7 +65,9 @@ def pytest_timeout_set_timer(item, settings):
 
 
 def pytest_make_parametrize_id(val, argname):
-    """Name bytes by their parameter: their content, such as a compression time, would differ between test processes."""
+    """Use the parameter name as the test id of bytes, whose content (such as a compression time) may differ between
+    processes.
+    """
     return argname if isinstance(val, bytes) else None
 
 
@@ -89,7 +89,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 class FilesAndPages(LoadScopeScheduling):
-    """Run each file in one process, because its tests share fixtures; docs pages are long and share no fixtures.
+    """Run the tests of a file in one process, because they share fixtures, but split up the long tests of docs pages.
 
     Files that start Ray run one after the other, because two clusters that start at the same time can deadlock.
     """

@@ -96,7 +96,7 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def display_faults(page: str) -> list[str]:
-    """Return blocks that show commands which no test runs."""
+    """Return an error for each block that shows commands but is never run."""
     faults = []
     for block in blocks(page):
         if block.language in ("bash", "shell", "zsh", ""):

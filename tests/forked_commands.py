@@ -1,8 +1,8 @@
 """A shell in which `chatmill` and `python FILE.py` are forked from the server of `child_processes`.
 
 A real shell runs the command line, with pipes, redirections and exit codes. Programs named `chatmill` and `python` come
-first in its PATH: they pass their arguments, folder, environment and streams to the server and end as the fork ends,
-which saves the seconds that importing torch and transformers takes.
+first in its PATH: they pass their arguments, folder, environment and streams to the server, and exit with the exit code
+of the forked process. A fork saves the seconds that importing torch and transformers takes.
 """
 
 from __future__ import annotations

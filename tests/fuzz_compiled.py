@@ -41,7 +41,7 @@ def load(folder: Path, name: str) -> ModuleType:
 
 
 def refused(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Return the result of a call, or the error that it raises for wrong arguments."""
+    """Return the result of a call, or the exception if the call refuses its arguments."""
     try:
         return call(*args, **named)
     except (ValueError, TypeError, IndexError, BufferError, OverflowError, RuntimeError, UnicodeError) as error:
@@ -58,7 +58,7 @@ def numbers(values: Sequence[int]) -> bytes:
 
 
 def any_buffer(rng: random.Random, data: bytes) -> Any:
-    """Return these bytes as an object with a buffer, which some functions do not accept."""
+    """Return an object of a random type, made from these bytes where possible; functions may refuse it."""
     return rng.choice([
         lambda: data, lambda: bytearray(data), lambda: unaligned(data), lambda: memoryview(data),
         lambda: memoryview(data)[::2], lambda: data[:-1], lambda: data + b"\1", lambda: b"", lambda: None,
@@ -189,9 +189,7 @@ def any_record(rng: random.Random) -> dict[str, Any]:
 
 
 def check_columns(block: bytes, start: int, columns: Callable[..., Any]) -> int:
-    """Compare the parsed part of a block with the result of plain Python for the same lines; return the number of
-    records.
-    """
+    """Compare the parsed lines of a block with the result of plain Python; return the number of records."""
     end, data, messages, stop, role, first, last = columns(block, start)
     assert start <= end <= len(block)
     lines = [line for line in block[start:end].split(b"\n") if line]
@@ -262,7 +260,9 @@ def ascii_class(pattern: int, character: str) -> int:
 
 
 def classes(pattern: int) -> bytes:
-    """Return classes of ASCII characters; other characters get arbitrary, unknown or uncertain classes."""
+    """Return a table of character classes: correct for ASCII, and arbitrary, unknown or uncertain for other
+    characters.
+    """
     return bytes(
         [ascii_class(pattern, chr(n)) for n in range(128)]
         + [(n * 7 % 23 % 10) + (DOUBT if n % 31 == 0 else 0) for n in range(128, 2**16)]
@@ -271,7 +271,7 @@ def classes(pattern: int) -> bytes:
 
 
 class Vocabulary:
-    """Return single bytes, and random merges of them."""
+    """A vocabulary of all single bytes and random merges of them."""
 
     def __init__(self, rng: random.Random) -> None:
         self.tokens = [bytes([n]) for n in range(256)]
@@ -354,7 +354,7 @@ def try_bpe(bpe: ModuleType, rng: random.Random) -> None:
         refused(encoder.encode_columns, data, *wrong, any_buffer(rng, rng.randbytes(len(texts))), before, after)
         refused(encoder.encode_columns, data, *columns, kinds, rng.choice([[], None, ["text"] * 2]), after)
         refused(encoder.encode, rng.choice([None, (), ["a", 3], ["\udcff"], [None]]), True)
-    # Run in another process, which has its own words.
+    # A forked process must be able to encode new words.
     if rng.random() < 0.2 and not (child := os.fork()):
         try:
             check_encoded(vocabulary, [b"word new"], encoder.encode(["word new"], True))
@@ -469,7 +469,7 @@ def try_boxes(rollout: ModuleType, rng: random.Random) -> None:
 
 
 def overlap(one: list[int], other: list[int]) -> float | None:
-    """Return None for boxes that do not even touch."""
+    """Return the IoU of two boxes, or None if they do not even touch."""
     width, height = (min(one[at + 2], other[at + 2]) - max(one[at], other[at]) for at in (0, 1))
     if min(width, height) < 0:
         return None

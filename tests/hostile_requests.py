@@ -1,4 +1,4 @@
-"""Requests that no browser sends: the viewer must refuse each, and must answer the next request normally."""
+"""Requests that no browser sends: the viewer must refuse each of them and still answer the next normal request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Find the processes that tests start, end them with their stacks, and check that none is left behind.
+"""Find the processes that tests start, check that none is left behind, and end them with a dump of their stacks.
 
 Each process inherits an environment variable with the id of the test process, so it is found even after its parent has
-ended; a process with another environment is found as long as its parents are alive.
+ended. A process with another environment is found only while its ancestors are alive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Process:
 
 
 def mark_children() -> None:
-    """Mark processes that are started from now on, and make them print the stacks of their threads at SIGABRT."""
+    """Mark the processes that are started after this call, and make them print the stacks of their threads on
+    SIGABRT.
+    """
     os.environ[MARK] = str(os.getpid())
     os.environ["PYTHONFAULTHANDLER"] = "1"
 
@@ -69,7 +71,7 @@ def _look_at(folder: Path) -> Process | None:
 
 
 def _is_below(process: Process, running: dict[int, Process], ancestor: int) -> bool:
-    """Whether the process is the ancestor or one of its descendants."""
+    """Whether the process is `ancestor` or one of its descendants."""
     while process.pid != ancestor:
         if process.parent not in running:
             return False
@@ -78,7 +80,7 @@ def _is_below(process: Process, running: dict[int, Process], ancestor: int) -> b
 
 
 def end_with_stacks(processes: list[Process]) -> str:
-    """End processes and return their last output, which for Python are the stacks of their threads."""
+    """End processes and return their last output: for Python processes, the stacks of their threads."""
     errors = [_open_errors(process.pid) for process in processes]
     for process in processes:
         with suppress(ProcessLookupError):
@@ -93,7 +95,9 @@ def end_with_stacks(processes: list[Process]) -> str:
 
 
 def _open_errors(pid: int) -> int | None:
-    """Open the process's standard error to read its next output: a file, or a pipe that no other process reads."""
+    """Open a process's standard error to read what it prints next, which works for files and for pipes without other
+    readers.
+    """
     try:
         file = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -115,7 +119,7 @@ def _read_all(file: int | None) -> str:
 
 
 def wait_for_all() -> list[Process]:
-    """Wait for processes that are about to end, and return those that do not; template servers are ended first."""
+    """End the template servers, wait for all other processes to end, and return those that do not."""
     if templates := sys.modules.get("chatmill.format.template.process.channel"):
         templates.stop_servers()
     end = time.monotonic() + PATIENCE

@@ -38,9 +38,7 @@ def random_ranges(rng: random.Random, size: int) -> list[list]:
 
 
 def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> tuple[list[float], int]:
-    """Return the weight of each token from its characters, and the number of tokens with characters of several
-    weights.
-    """
+    """Compute the weight of each token from those of its characters; also return how many tokens have mixed weights."""
     chars: list[float | None] = [None] * size
     for start, stop, weight in ranges:
         for at in range(start, stop):

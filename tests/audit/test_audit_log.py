@@ -58,7 +58,7 @@ def test_a_changed_line_parses_to_other_values_or_is_rejected(fields, data):
         found = parse_line(bytes(raw))
     except DataError:
         return
-    # A changed line that still parses is in canonical form and has different values.
+    # If a changed line still parses, it is in canonical form, and its values differ from the original ones.
     again = write_line(datetime.fromisoformat(found.time), found.action, found.fields, found.previous)
     assert again == bytes(raw)
     assert (found.time, found.action, found.fields, found.previous) != (TIME, "steps", fields, START)

@@ -159,7 +159,7 @@ def test_evaluation_is_not_in_the_log(dataset, tmp_path):
 
 
 def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path):
-    """The dataset_load line has no row_digest, and its digests cover all bytes of a row."""
+    """Earlier versions wrote no row_digest to the dataset_load line and hashed all bytes of a row."""
     audit, states = run(dataset, tmp_path, 20, checkpoints=(20,), every=6)
     loader = EpisodeLoader(dataset, SMALL, tensors=False)
     lines = audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1]
@@ -177,7 +177,7 @@ def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path
     audit, _ = run(dataset, tmp_path, 30, every=6, saved=states[20])
     checked = verify_log(audit.path, dataset)
     assert (checked.fault, checked.steps) == (None, 30)
-    # Verification detects a digest kind other than the one recorded in the line.
+    # Without the recorded digest kind, the new digests are checked as old ones and do not match.
     audit.path.write_bytes(b"".join(line + b"\n" for line in rechained(
         audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1], 0
     )))  # fmt: skip
@@ -297,7 +297,7 @@ def test_training_on_changed_files_is_detected_after_they_are_restored(
 
 
 def test_300_manipulations_are_all_detected(dataset, tmp_path):
-    """In half of the changed logs, every hash after the change is recomputed."""
+    """In half of the cases, all hashes after the change are recomputed, so that the hash chain is valid."""
     config = {"batch_size": 8}
     audit, states = run(dataset, tmp_path, 9, checkpoints=(4,), config=config, every=2)
     audit, states = run(dataset, tmp_path, 15, checkpoints=(9, 15), config=config, every=2, saved=states[4])
@@ -312,12 +312,12 @@ def test_300_manipulations_are_all_detected(dataset, tmp_path):
         kind = ("change", "field", "insert", "remove", "reorder", "cut")[number // 2 % 6]
         changed = lines
         while changed == lines:
-            # Recomputing the hashes may undo a change that was made to a hash.
+            # Try again if recomputing the hashes has undone the change.
             changed, first = tampered(lines, kind, rng)
             changed = rechained(changed, first) if number % 2 else changed
         log.write_bytes(b"".join(line + b"\n" for line in changed))
         checked = verify_log(log, dataset, heads=heads)
-        # A line inserted after the checkpoint's line is reported as unanchored; an inserted line before it is detected.
+        # A line that is inserted after the last checkpoint line is not a fault, but is reported as unanchored.
         assert checked.fault is not None or (kind == "insert" and checked.unanchored), (kind, number, first)
         found[kind] = found.get(kind, 0) + 1
     assert sum(found.values()) == 300 and len(found) == 6
@@ -401,7 +401,7 @@ FORGERIES = [
 
 @pytest.mark.parametrize("number", range(len(FORGERIES)))
 def test_a_forged_log_with_a_valid_hash_chain_is_detected(dataset, tmp_path, number):
-    """The change is detected even without the head of a checkpoint."""
+    """The forgery is detected without passing the head that a checkpoint stores."""
     action, forge, said = FORGERIES[number]
     _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
     audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])

@@ -200,7 +200,7 @@ def test_the_date_is_printed_and_stored(run, folder, tmp_path):
 
 
 def test_the_certificate_is_the_same_for_any_number_of_workers(run, folder, tmp_path, monkeypatch):
-    """Records of all kinds: with control text, refused, and without an end; the peer compares each of them."""
+    """The records include control text, a record that is refused, and an answer without an end."""
     monkeypatch.setattr(observe, "CHUNK", 8)
     chunks: list[list[int]] = []
     in_order = LocalEngine.in_order

@@ -179,7 +179,7 @@ def test_answers_depend_on_seed_step_and_row_and_not_on_how_they_are_batched(fil
 def test_every_step_and_row_samples_independently(files):
     one = {"id": 1, "messages": [{"role": "user", "content": "again"}], "objects": []}
     (files / "truth.jsonl").write_text(json.dumps(one) + "\n")
-    # The model does not change, because the learning rate is 0, and all prompts are equal.
+    # The model does not change at learning rate 0 and all prompts are equal, so answers differ only by sampling.
     train_rollouts(config_of(files, learning_rate=0, weight_decay=0), files / "run", quiet=True)
     answers = [tuple(line["response_token_ids"]) for line in lines_of(files / "run" / "rollouts.jsonl")]
     assert len(set(answers)) == len(answers) == 18
@@ -360,5 +360,6 @@ def test_a_share_of_rows_may_be_true_answers_spread_evenly(files):
         assert [line["row"] for line in logged if line["step"] == 0] == list(range(int(6 * share)))
         steps = lines_of(files / f"share{share}" / "metrics.jsonl")
         trained[share] = sum(line["trained"] for line in steps if "trained" in line)
-    # This model's answers are not JSON, so the whole target is appended; true answers also train the opening brace.
+    # This model's answers are not JSON, so targets append all objects. Rows without a rollout also train the opening
+    # brace, which is one token.
     assert trained == {share: trained[1.0] + 18 - int(18 * share) for share in trained}

@@ -1,4 +1,4 @@
-"""Commands on every kind of object store write the same dataset, and report a refused request in one line."""
+"""Commands write the same dataset to every kind of object store, and report wrong credentials in one line."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_errors_about_arguments_contain_no_control_characters(run, arguments):
 
 
 def test_help_of_each_command_to_a_closed_pipe_exits_with_0(monkeypatch):
-    # All commands run in this process; a failed write must raise only SystemExit(0).
+    # The commands run in this process, where SystemExit(0) is the only exception that may be raised.
     from chatmill.cli.main import main
 
     with closed_pipe() as pipe:

@@ -1,4 +1,6 @@
-"""`--token-dtype`: every command that opens another program's dataset accepts it and reports when it is needed."""
+"""`--token-dtype`: every command that opens another program's dataset accepts it, and the error names it if it is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_an_audit_log_stores_the_type_and_is_verified_with_it(store):
 
 
 def test_all_commands_that_open_a_dataset_accept_token_dtype():
-    """The exceptions are commands that accept only chatmill's own datasets or read the type from a log."""
+    """Commands that accept only chatmill's own datasets, or read the type from a log, do not have the option."""
     without = set()
     for name, command in get_command(app_of()).commands.items():  # type: ignore[attr-defined]
         for of, each in getattr(command, "commands", {"": command}).items():

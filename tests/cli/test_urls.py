@@ -1,4 +1,4 @@
-"""Every option that needs a local path refuses URLs in one line and writes nothing."""
+"""A URL for an option that needs a local path gives a one-line error, and nothing is written."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def talks(count: int, answer: str) -> str:
 def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("keys.json").write_text(json.dumps(KEYS))
-    # The answers in val differ from those in train, except for the end-of-turn token.
+    # The answers in val differ from those in train, so that the model soon overfits.
     Path("train.jsonl").write_text(talks(16, "yes yes"))
     Path("val.jsonl").write_text(talks(2, "no, never"))
     data = ["--shape", "messages", "--val-file", "val.jsonl", "--workers", "1"]
@@ -53,7 +53,7 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     losses = {line["step"]: line["val_loss"] for line in read_metrics(Path("checkpoints/deep")) if "val_loss" in line}
     steps = sorted(losses)
     best = min(steps, key=losses.__getitem__)
-    # 3 epochs of 16 conversations in batches of 2; the loss fell and then rose at the last two evaluations.
+    # 3 epochs of 16 conversations in batches of 2 are 24 steps. The best loss was two evaluations before the last one.
     assert code == 0 and result["total"] == 24
     assert steps[0] < best == steps[-3] < result["step"] == steps[-1] < 24
     assert losses[steps[0]] > losses[best] < min(losses[step] for step in steps[-2:])
@@ -74,7 +74,7 @@ def test_a_run_that_overfits_stops_and_its_best_checkpoint_is_used(run, tmp_path
     assert abs(scores["checkpoints/deep"] - losses[steps[-1]]) < 1e-4
     assert run("chat", "checkpoints/deep/best", "--prompt", "1?", "--max-tokens", "4")[0] == 0
 
-    # A run that stopped early is complete; with more patience it continues.
+    # Resuming a run that stopped early does nothing, unless the patience is increased.
     code, out, err = run(*train, "--resume", "auto")
     assert (code, json.loads(out)["step"]) == (0, steps[-1])
     assert "the run is already finished: it stopped early" in err

@@ -27,7 +27,7 @@ def fit(context_length: int, *records: Record) -> tuple[list[int], list[int]]:
     return turns.tolist(), tokens.tolist()
 
 
-# Each turn is its text and two markers.
+# A turn has two tokens more than its text: an opening and a closing marker.
 PLAIN = record("Sss", "Uaa", "Abb", "Ucccc", "Ad", "Ue", "Af")  # lengths: 4 | 4 4 | 6 3 | 3 3, then EOS
 
 

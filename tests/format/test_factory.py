@@ -1,4 +1,4 @@
-"""A stored format renders conversations exactly as before."""
+"""A format that is stored as JSON and restored renders the same rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of records, texts without turns, and chat template variables of single records."""
+"""Weights of records, texts without turns, and chat template variables of individual records."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_weight_of_a_record_multiplies_those_of_its_tokens(template, train_o
         factor = np.repeat(np.array(weights, dtype=np.float32), rows.lengths)
         assert rows.ids.tolist() == plain.ids.tolist()
         assert rows.weights().tolist() == (plain.weights() * factor).tolist()
-        # Training other roles keeps the weight of each record, and untrained records stay untrained.
+        # Reweighing to train other roles keeps the weight of each record, and records of weight 0 stay untrained.
         for other in ("last", "assistant", "all"):
             again = rows.reweigh(other)
             expected = renderer.render([conversation(weight, flag) for weight in weights], train_on=other)
@@ -92,7 +92,7 @@ def test_records_can_have_their_own_template_variables(template):
     alone = [template.render([record]) for record in records]
     assert rows.ids.tolist() == np.concatenate([row.ids for row in alone]).tolist()
     assert rows.mask().tolist() == np.concatenate([row.mask() for row in alone]).tolist()
-    # The prompt also has the variables, so the answer starts after them.
+    # The prompt contains the text of the variables too, so the trained answer starts after it.
     assert decode(rows[2:3].ids[rows[2:3].mask()]) == "b<|im_end|>d<|im_end|>"
     prompt = Record([Message("user", "a")], template_kwargs='{"mood":"sad"}')
     assert decode(template.prompt_ids(prompt)).endswith("<|im_start|>assistant\n(sad) ")
@@ -195,7 +195,7 @@ def spaced(tmp_path_factory):
     path = tmp_path_factory.mktemp("hf") / "spaced"
     engine = space_tokenizer(path)
     with warnings.catch_warnings():
-        # Ignore the warning that a slower library encodes the text.
+        # Ignore the warning that a slower library is used to encode the text.
         warnings.simplefilter("ignore")
         return engine, open_renderer("text", str(path))
 

@@ -315,7 +315,7 @@ text_ = st.lists(st.one_of(st.sampled_from([*CONTROL, "<|", "|>", "\n", " "]), s
     "".join
 )
 calls_ = st.lists(st.builds(ToolCall, text_, st.sampled_from(["{}", '{"k":"v"}'])), max_size=2).map(tuple)
-# Tool results are not checked: the format must render them with any weight.
+# `new_message` does not validate messages, so tool results may have any weight; formats must still render them.
 plain_ = st.builds(
     new_message,
     role=st.sampled_from(["user", "tool", "assistant"]),

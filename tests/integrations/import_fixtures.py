@@ -78,12 +78,12 @@ def leaves(value: object, path: str = "") -> list[str]:
         return [leaf for name, each in value.items() for leaf in leaves(each, f"{path}.{name}" if path else str(name))]
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
         return [leaf for number, each in enumerate(value) for leaf in leaves(each, f"{path}[{number}]")]
-    # An empty table in a list has no key.
+    # An empty table in a list has no keys, so nothing is reported for it.
     return [] if value == {} and path.endswith("]") else [path]
 
 
 def unreported(config: object, keys: list[str]) -> list[str]:
-    """Return values that are named by no key or by several keys of a report; a key covers all keys below it."""
+    """Return the paths of values that no key or several keys of a report cover; a key covers everything below it."""
 
     def names(key: str, leaf: str) -> bool:
         return leaf == key or leaf.startswith((f"{key}.", f"{key}["))

@@ -1,4 +1,4 @@
-"""`chatmill compare --peer trl` with the real TRL, compared with SFTTrainer itself and with masks written by hand."""
+"""`chatmill compare --peer trl` with the installed TRL, checked against SFTTrainer and masks written by hand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write(*records: dict) -> str:
 
 
 def shown(row: PeerRow | str, renderer) -> str:
-    """Return a row of single bytes as text, with trained text in brackets, up to its truncation."""
+    """Return the kept part of a row with one token per byte as text, with trained text in brackets."""
     assert isinstance(row, PeerRow)
     out, trained = "", False
     for id, trains in zip(row.ids[: row.kept].tolist(), row.trained[: row.kept].tolist(), strict=True):
@@ -284,7 +284,7 @@ def test_what_a_template_refuses_is_said_by_both(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["gemma", "qwen2_5", "qwen3", "deepseekv3", "llama3"])
 def test_templates_that_trl_has_an_edition_of_are_replaced_by_it(tmp_path, name):
-    """The templates include those that refuse TRL's conversations with tools."""
+    """Some of these templates refuse the conversations with tools that TRL uses to test a template."""
     renderer = open_renderer("template", str(make_model(tmp_path / "model", trl_template(name))))
     with TRLPeer(renderer) as peer:
         assert (peer.setup.patched, peer.setup.no_mask) == (True, "")

@@ -1,4 +1,4 @@
-"""Axolotl configs as recipes and train configs: whole files, and decisions made in Axolotl's own code."""
+"""Axolotl configs as recipes and train configs: whole files, and behavior that is defined only in Axolotl's code."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_keys_of_services_and_passwords_in_urls_are_not_printed():
     assert "comet_api_key: (hidden)" in shown
 
 
-# Decisions made in Axolotl's code, each tested by an example.
+# Behavior that is defined only in Axolotl's code.
 
 
 def build(**keys):

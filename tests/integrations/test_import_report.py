@@ -81,7 +81,8 @@ def test_every_key_of_a_config_is_reported_exactly_once(trainer, data):
     Path("config.yaml").write_text(json.dumps(config))
     seen: list[Translation] = []
     with pytest.MonkeyPatch.context() as patch:
-        # Errors are raised after all keys are read; this test checks the report before that.
+        # `check` raises the errors after all keys are read; without it, the report of an invalid config can be
+        # inspected.
         patch.setattr(Translation, "check", lambda translation: seen.append(translation))
         READ[trainer]("config.yaml")
     keys = [each.key for each in seen[0].results]

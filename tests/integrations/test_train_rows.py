@@ -45,7 +45,7 @@ ORDERS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Return a folder of two datasets with val; every third answer of b has another weight."""
+    """Return a folder of two datasets that have a val split; every third answer of b has weight 0.3."""
     folder = tmp_path_factory.mktemp("data")
     rng = random.Random(3)
     for name, count in (("a", 130), ("b", 70)):
@@ -219,8 +219,8 @@ def test_val_has_every_row_once_and_weights_that_make_the_mean_of_batches_the_lo
     np.testing.assert_array_equal(torch.stack([row["input_ids"] for row in val])[:, :-1], x)
     labels, scaled = split_labels(torch.stack([row["labels"] for row in val])[:, 1:])
     np.testing.assert_array_equal(labels, y)
-    # Each token has an arbitrary loss: a trainer divides by the number of labels of a batch over both ranks, then takes
-    # the mean.
+    # For arbitrary token losses: a trainer divides the loss of each batch by the number of its labels on both ranks,
+    # and then takes the mean over batches.
     losses = np.random.default_rng(0).random(y.shape)
     sums = (scaled.numpy() * losses).reshape(len(val) // 4, -1).sum(axis=1)
     of_trainer = np.mean(sums / np.maximum(1, (y >= 0).reshape(len(val) // 4, -1).sum(axis=1)))
@@ -242,7 +242,7 @@ def read(rows, batches):
 
 def test_a_run_starts_and_resumes_at_any_step_and_starts_again(data):
     rows = TrainRows(data / "a", {**BASE, "batch_size": 4}, steps=20)
-    read(rows, [range(4)])  # and the request fails
+    read(rows, [range(4)])  # a request whose batch is not used
     for start in (0, 28, 8, 8, 0):
         assert len(read(rows, [range(at, at + 4) for at in range(start, start + 12, 4)])) == 3
 

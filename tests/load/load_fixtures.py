@@ -108,7 +108,7 @@ def talks(seed: int, count: int, *, longest: int = 30, vocab_size: int = 1000) -
 def expected(
     rows: Rows, batch: Sequence[Sequence[int]], *, block_size: int, use_loss_mask: bool = True, pad: int = PAD
 ) -> dict[str, list[list[Any]]]:
-    """Compute the arrays of a batch whose rows contain these episodes, in plain Python."""
+    """Compute the arrays of a batch in plain Python; `batch` lists the episodes of each row."""
     plain = unbuild(rows)
     out: dict[str, list[list[Any]]] = {name: [] for name in Batch._fields}
     for episodes in batch:
@@ -149,7 +149,7 @@ def listed(batch: Batch) -> dict[str, list[list[Any]]]:
 
 
 def together(parts: Sequence[Batch]) -> Batch:
-    """Concatenate the batches of all ranks to the global batch."""
+    """Concatenate the batches of all ranks into the global batch."""
     most = max(part.episode_ids.shape[1] for part in parts)
     ids = [
         np.pad(part.episode_ids, ((0, 0), (0, most - part.episode_ids.shape[1])), constant_values=-1) for part in parts

@@ -19,7 +19,7 @@ from chatmill.rows import OWN_ID, Part, Rows, Rule
 
 
 def order(seed: int, epoch: int, eligible: list[int]) -> list[int]:
-    """Return the documented order, over the episodes that are long enough."""
+    """Return the eligible episodes in the documented order of an epoch."""
     return [eligible[at] for at in np.random.RandomState(seed + epoch).permutation(len(eligible))]
 
 
@@ -51,7 +51,9 @@ def test_segments_are_numbered_from_the_end_of_their_episode():
 
 
 def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
-    """Return the episodes of every row of an epoch, for fewer than 2^16 episodes."""
+    """Return the episodes of every row of an epoch; the number of episodes must be less than 2^16, one packing
+    window.
+    """
     lengths = rows.lengths.tolist()
     eligible = [at for at, length in enumerate(lengths) if length >= config["episode_min_tokens"]]
     episodes = order(config["epoch_seed"], epoch, eligible)
@@ -89,7 +91,7 @@ def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
 def test_every_batch_of_two_epochs_equals_the_oracle(plain, more, shard_tokens, world_size, has_targets, config):
     rows = build(plain + more)
     if not has_targets:
-        # The C extension builds these batches.
+        # The C extension builds only batches without targets.
         rows.spans["target"] = OWN_ID
     with tempfile.TemporaryDirectory() as folder:
         target = write_rows(Path(folder) / "d", {"train": rows}, vocab_size=2**32, shard_tokens=shard_tokens)
@@ -140,7 +142,7 @@ def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
 
 
 def test_a_shard_with_as_many_segments_as_episodes_may_have_an_episode_of_two(tmp_path):
-    """With such episodes, segment numbers differ from episode numbers, although there are equally many."""
+    """An empty episode and one with two segments: there are as many segments as episodes, but their numbers differ."""
     span = ([5, 6], 1, 0, 1.0, 0, -1)
     rows = build([[], [((None, 1), [span]), ((None, 2), [span])], [((None, 3), [span])]])
     target = write_rows(tmp_path / "d", {"train": rows}, shard_tokens=1000)

@@ -1,4 +1,4 @@
-"""Digests of rows match docs/reference/files.md, and differ for every change of a row."""
+"""Digests of rows match docs/reference/files.md, and every change in a row changes its digest."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_a_mix_by_tokens_has_the_requested_shares_in_batches(tmp_path, by, kind)
     for batch in islice(loader, 1200):
         amount = batch.loss_mask.sum(axis=1) if by == "trained_tokens" else (batch.segments == 0).sum(axis=1)
         np.add.at(given, (batch.episode_ids[:, 0] >= 60).astype(int), amount)
-    # x has one token less than a full row, and the first token of a row is not trained.
+    # A row of n tokens has n - 1 inputs and at most n - 1 labels, so the shares are approximate.
     assert given / given.sum() == pytest.approx([0.6, 0.4], abs=0.01)
 
 
@@ -301,7 +301,7 @@ def test_damage_is_reported_at_every_attempt_and_the_cursor_does_not_move(tmp_pa
             DataError, match="an entry points past the last token; the file was changed; run chatmill verify"
         ):
             list(islice(loader, 3))
-    # The first batch is intact and was returned; the second is tried again.
+    # The first batch is intact and was returned, so the loader still stands before the second.
     assert loader.cursor().step == 1
 
 
@@ -349,7 +349,7 @@ def test_an_epoch_beyond_the_last_seed_fails_only_when_it_is_reached(dataset, ah
 
 
 def slowly(loader: EpisodeLoader) -> threading.Thread:
-    """Take batches so slowly that a thread prefetches them; return the thread."""
+    """Take batches slowly until the loader starts a thread to prefetch them; return the thread."""
     known = set(threading.enumerate())
     while not (new := set(threading.enumerate()) - known):
         loader.get_batch()
@@ -517,7 +517,7 @@ print(json.dumps({
 
 
 def test_a_billion_episodes_are_loaded_in_constant_memory(tmp_path):
-    """The files are sparse: all episodes are empty except the last, so that the sizes are consistent."""
+    """The files are sparse, and all episodes except the last are empty."""
     count = 10**9
     shard = tmp_path / "d" / "train" / shard_name(0)
     shard.mkdir(parents=True)

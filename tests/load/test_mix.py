@@ -20,12 +20,12 @@ weight_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)
 
 
 def plain_counts(sources: np.ndarray, number: int) -> np.ndarray:
-    """Count the rows of each source after every position."""
+    """Count the rows of each source up to and including every position."""
     return np.cumsum(sources[:, None] == np.arange(number), axis=0)
 
 
 def farthest(weights: list[int], rows: int) -> Fraction:
-    """Return the largest distance of any source from its share after any prefix, in rows."""
+    """Return the largest deviation of any source from its share of any prefix, in rows."""
     sources, _ = MixSchedule(weights).at(np.arange(rows))
     had = plain_counts(sources, len(weights)) * sum(weights)
     due = np.arange(1, rows + 1)[:, None] * np.array(weights)

@@ -117,7 +117,7 @@ def post_training(block_size: int, **changes) -> TrainConfig:
     return TrainConfig.from_mapping({"post_training": True, "block_size": block_size, "batch_size": 1, **changes})
 
 
-# The answer without a closing marker is in an earlier block or row, or is truncated.
+# The first answer has no closing marker.
 LEFT_OPEN = f"{USER}q{END}{ASSISTANT}no{USER}q{END}{ASSISTANT}a{END}"
 
 
@@ -160,7 +160,7 @@ def test_rows_that_are_not_blocks_follow_the_same_rules(tmp_path_factory, texts,
         row = [names.get(id, id) for id in rows.ids[start:stop].tolist()]
         mask, right = rows.mask()[start:stop].tolist(), mask_of(row)
         if fit == "windows":
-            # Tokens that are trained in an earlier window are context here.
+            # Windows overlap: tokens that an earlier window trains are not trained again.
             assert not any(trained and not may for trained, may in zip(mask, right, strict=True))
         else:
             assert mask == right

@@ -80,7 +80,6 @@ def test_a_dataset_that_wraps_a_loader_is_refused_at_the_first_batch(dataset, ac
 
 
 def test_readers_that_do_not_shard_get_batches(dataset, accelerate, monkeypatch):
-    # A map-style dataset that reads from a loader, inside the reader that shards batches of its rows.
     assert next(iter(accelerate.DataLoaderShard(EpisodeLoader(dataset, SMALL)))) is not None
     loader = EpisodeLoader(dataset, SMALL, world_size=2)
     loader.set_epoch(1)

@@ -157,7 +157,7 @@ def test_a_cache_smaller_than_the_dataset_gives_equal_batches_and_one_warning(lo
     kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "objects").iterdir())
     largest = max(info.size for _, info in listed_files(read_metadata(local / "one")))
     assert kept <= 2000 + largest
-    # Memory maps do not keep removed files on disk: after a lookup, only existing files are mapped.
+    # A memory map would keep an evicted file on disk, so evicted files must not stay mapped.
     episodes = loader.plan("train").reader.shards[0][0]
     episodes.drop_evicted()
     assert not any(file.is_removed() for files in episodes._mapped.values() for file in files)

@@ -76,7 +76,9 @@ def lines(records: list[dict[str, Any]]) -> bytes:
 
 
 def write_corpus(folder: Path, count: int = 900) -> tuple[str, ...]:
-    """Write a third of the conversations as JSONL, compressed JSONL and a JSON array each, and some again."""
+    """Write one third of the conversations each as JSONL, compressed JSONL and a JSON array, and repeat some in a
+    fourth file.
+    """
     records, third = conversations(count), count // 3
     (folder / "a.jsonl").write_bytes(lines(records[:third]))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(records[third : 2 * third]), mtime=0))
@@ -130,7 +132,7 @@ def told(rows: Rows) -> Iterator[tuple[Any, ...]]:
 
 
 def assert_equal(one: Rows, other: Rows) -> None:
-    """Check that both have the same rows; file numbers may differ if they refer to the same files."""
+    """Check that the rows are equal; file numbers may differ if they refer to the same files."""
     assert list(told(one)) == list(told(other))
     assert np.array_equal(one.first_segment, other.first_segment)
 
@@ -147,7 +149,7 @@ class Faults(list[tuple[str, int, str]]):
 
 
 def may_fork(request) -> bool:
-    """Return whether this process has only one thread; if not, run the test in a new process instead."""
+    """Return True if this process has only one thread; otherwise run the test in a new process and return False."""
     if threading.active_count() == 1:
         return True
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", request.node.nodeid]

@@ -1,4 +1,4 @@
-"""Builds that fail: one line, exit code 1 or 2, and no files left behind."""
+"""A build that fails prints one line, exits with 1 or 2, and leaves no files behind."""
 
 from __future__ import annotations
 

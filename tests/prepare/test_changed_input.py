@@ -100,7 +100,7 @@ KINDS = (".jsonl", ".jsonl.gz", ".json", ".txt", ".parquet")
 @pytest.mark.parametrize("changed_by", [write, replace])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_detects_changed_bytes_with_the_same_size_and_time(tmp_path, kind, changed_by):
-    # The last file ensures that the build is not finished when it is interrupted.
+    # The build is interrupted before it reads the last file.
     first, last = tmp_path / f"a{kind}", tmp_path / "b.jsonl"
     write(first, file_of(kind, "old"))
     write(last, file_of(".jsonl", "old"))
@@ -110,7 +110,7 @@ def test_resume_detects_changed_bytes_with_the_same_size_and_time(tmp_path, kind
     changed_by(first, file_of(kind, "new"))
     with pytest.raises(ChatmillError, match=rf"a{kind}: changed since the interrupted build read it; build without"):
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
-    # After the input is restored, the build continues with all finished units.
+    # The refused resume keeps all finished units, so the build can be resumed after the input is restored.
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
     changed_by(first, file_of(kind, "old"))
     build(job, target, unit_bytes=UNIT_BYTES, resume=True)
@@ -196,11 +196,12 @@ def test_a_file_that_changes_while_the_build_runs_stops_it(tmp_path, monkeypatch
     if moment == "after a unit":
         options["on_progress"] = after(2, lambda: changed_by(path, data))
     else:
-        # The renderer is opened after planning and before the first unit.
+        # Change the file when the renderer is opened, which is after planning and before the first unit.
         renderer = pipeline.job_renderer(job)
         monkeypatch.setattr(pipeline, "job_renderer", lambda job: [changed_by(path, data), renderer][1])
     if (change, moment) in (("other bytes", "before the first unit"), ("another file", "before the first unit")):
-        # All units read the new file, whose lines have the same lengths, so the dataset is that of the new file.
+        # The lines of the new file have the same lengths and all units read it, so the build succeeds with the new
+        # content.
         prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, **options)
         monkeypatch.undo()
         build(job, tmp_path / "whole")
@@ -286,7 +287,7 @@ def test_a_read_log_covers_exactly_the_bytes_that_were_read(tmp_path_factory, da
     path.write_bytes(data)
     log = ReadLog()
     with LoggedFile(path, log) as file:
-        # No reader reads past the end of a file.
+        # Reads start within the file, as those of all readers do.
         reads = [(start % (len(data) + 1), count) for start, count in reads]
         for start, count in reads:
             file.seek(start)

@@ -70,7 +70,9 @@ WORDS = ["".join(RNG.choices("abcdefghijklmnopqrstuvwxyz", k=RNG.randint(3, 9)))
 
 
 def corpus(count: int) -> list[dict[str, Any]]:
-    """Return conversations of 20 to 60 words; half are copies of others with one word to half of the words changed."""
+    """Return conversations of 20 to 60 words; half of them are copies of others, with up to about half of the words
+    changed.
+    """
     rng, texts = random.Random(5), list[list[str]]()
     for _ in range(count):
         if texts and rng.random() < 0.5:

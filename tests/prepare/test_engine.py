@@ -78,7 +78,9 @@ build(job_of(("a.jsonl", "b.jsonl", "c.jsonl")), "x", workers=2)
 
 @pytest.fixture
 def held(tmp_path):
-    """Start a program with a second thread whose build blocks at its second unit; yield it and its descendants."""
+    """Start a program that has a second thread and whose build blocks at its second unit; yield the program and its
+    descendants.
+    """
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):
         (tmp_path / name).write_bytes(lines(conversations(1)))
@@ -147,12 +149,12 @@ def test_a_process_killed_while_writing_a_shard_is_reported_in_one_line(tmp_path
 def test_a_shard_that_cannot_be_written_is_an_error_with_its_file(tmp_path, monkeypatch, request):
     if not may_fork(request):
         return
-    # Only the first file can be split into small units.
+    # Use only the first file: the others cannot be split into small units.
     job = job_of(write_corpus(tmp_path, 2_000)[:1], shard_tokens=20_000)
     build(job, tmp_path / "one")
     monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Larger than a staged file, smaller than the tokens of a shard.
+    # The limit is larger than a staged file and smaller than the token file of a shard.
     resource.setrlimit(resource.RLIMIT_FSIZE, (38_000, hard))
     try:
         with pytest.raises(OSError, match=r"File too large.*shard_0000"):

@@ -62,7 +62,9 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
 
 
 def unrolled(record: Record, renderer: TurnRenderer, ledger: Ledger) -> Rows:
-    """Return one row per answer, in which only that answer is trained; no message in the corpus sets a weight."""
+    """Return one row per answer, in which only that answer is trained; message weights are ignored, because the corpus
+    has none.
+    """
     answers = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
     rows, until, repeated = [], -1, 0
     for answer in answers or [len(record.messages) - 1]:
@@ -121,7 +123,7 @@ def test_a_dataset_equals_its_records_rendered_and_truncated_one_at_a_time(tmp_p
 
 
 def assert_blocks_equal(one: Rows, other: Rows) -> None:
-    """Check that the blocks are equal, except for the files of origin, because padding has no file."""
+    """Check that blocks are equal; files of origin are not compared, because padding has none."""
     for field in ("ids", "spans", "first_span", "first_segment"):
         assert np.array_equal(getattr(one, field), getattr(other, field)), field
     for column in ("line", "key"):

@@ -1,4 +1,6 @@
-"""Whole and truncated rows in the post-training format: what is not trained, and how the ledger counts it."""
+"""Whole and truncated rows in the post-training format: which tokens are not trained, and how the ledger counts
+them.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ NAMES = ("chat", "share", "alpaca", "dolly", "tree")
 
 @dataclass
 class Conversation:
-    """A conversation of the corpus and its place in a file."""
+    """A conversation, and the file and line that contain it."""
 
     source: str
     file: str
@@ -130,7 +130,7 @@ def corpus(seed: int) -> list[Conversation]:
 
 
 def write(conversations: list[Conversation]) -> list[Conversation]:
-    """Write the files; return the conversations with their places, in the order of the recipe."""
+    """Write the files; return the conversations with their files and lines, in the order of the recipe."""
     lines: dict[str, list[str]] = defaultdict(list)
     for number, each in enumerate(conversations):
         each.file = f"{each.source}_{1 + number % 2}.jsonl" if each.source == "share" else f"{each.source}.jsonl"
@@ -223,7 +223,7 @@ def expected(conversations: list[Conversation]) -> tuple[list[Conversation], lis
         group[at] = at
         for other in order[:number]:
             alike = len(sets[at] & sets[other]) / len(sets[at] | sets[other])
-            # No pair is close to the threshold, where the estimate could give either result.
+            # No similarity is close to the threshold, where chatmill's estimate could give either result.
             assert alike > 0.93 or alike < 0.67
             if alike > 0.93 and group[at] == at:
                 group[at] = group[other]

@@ -1,4 +1,4 @@
-"""Killed builds: their leftovers, how they resume, and that their workers exit."""
+"""Killed builds: what they leave behind, how they resume, and whether their workers exit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_a_child(work: Callable[[], object]) -> int:
 
 
 def killed_at(event: int, **options) -> Callable[[], object]:
-    """Return a build that kills itself when `on_progress` is called the `event`-th time."""
+    """Return a function that runs a build and kills its own process at call number `event` of `on_progress`."""
     seen = 0
 
     def on_progress(progress) -> None:
@@ -172,7 +172,7 @@ def test_resume_without_an_interrupted_build_starts_a_new_one(tmp_path, inputs):
 
 @pytest.fixture
 def held(tmp_path, monkeypatch):
-    """Return a function that starts a build with two workers, which both block once the unit of a.jsonl is finished."""
+    """Yield a function that starts a build with two workers, both of which block after the unit of a.jsonl."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):
@@ -201,7 +201,7 @@ def workers_of(build: subprocess.Popen[str]) -> list[int]:
 
 
 def until():
-    """Yield repeatedly, with a short pause; the time limit of the test ends the loop."""
+    """Yield forever, with a short pause each time; only the time limit of the test ends the loop."""
     while True:
         yield
         time.sleep(0.02)

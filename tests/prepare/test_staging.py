@@ -34,7 +34,7 @@ def test_rows_are_read_back_as_saved(tmp_path, tokens):
     assert staged.record.tolist() == record.tolist()
     assert staged.extra == {"records": 18}
     assert staged.ids.dtype == tokens
-    # Rows can still be read after the memory is released.
+    # `release` frees only memory: the rows can still be read.
     staged.release()
     assert_equal(staged.rows(), rows)
 

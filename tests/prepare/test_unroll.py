@@ -90,7 +90,7 @@ record_ = st.builds(
 
 
 def trained_messages(rows: Rows, row: int) -> dict[int, tuple[list[int], list[float]]]:
-    """Return the trained ids and the weights of each message of a row."""
+    """Return the trained ids and their span weights for each message of a row."""
     one = rows[row : row + 1]
     out: dict[int, tuple[list[int], list[float]]] = {}
     for at, span in enumerate(one.spans):
@@ -122,7 +122,7 @@ def test_every_message_is_trained_once_as_without_unrolling_and_the_ledger_balan
         at += len(made.rows)
     assert at == len(rows)
     longest = [unroll_record(record, train_on).rows[-1] for record in records]
-    # Each row ends with its own EOS token.
+    # In the post-training format, each row ends with an EOS token, so every additional row adds one.
     ends = len(rows) - len(records) if name == "post-training" else 0
     rendered, repeated = ledger.total("rendered"), ledger.total("repeated")
     assert (rendered.rows, rendered.rows + repeated.rows) == (len(records), len(rows))
@@ -193,7 +193,7 @@ def test_the_ledger_balances_for_any_fit_and_each_conversation_is_in_one_split(t
 
 
 def real(rows: Rows) -> Rows:
-    """Return the rows without padding; padding has no file."""
+    """Return the rows that contain no padding."""
     padded = np.add.reduceat(rows.spans["part"] == Part.PAD, rows.first_span[rows.first_segment[:-1]])
     return rows.take(np.flatnonzero(padded == 0))
 

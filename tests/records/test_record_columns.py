@@ -197,7 +197,7 @@ def test_prompts_and_completions_can_be_texts_or_messages():
 
 
 def trained_text(message: Message) -> str:
-    """Return a string with `-` for each trained character and `.` for the others (an oracle)."""
+    """Return a string with `-` for each trained character and `.` for each other one."""
     marks = ["." if message.weight == 0 else "-"] * len(message.content)
     for start, stop, weight in message.train_ranges:
         marks[start:stop] = ["-" if weight else "."] * (stop - start)

@@ -59,11 +59,11 @@ def test_the_constructor_and_the_reader_agree(fields):
     data = json.dumps({"messages": [fields]}).encode()
     read = outcome(lambda: messages.parse(decode_object(data)).messages)
     if isinstance(read, str) and read.startswith("invalid JSON"):
-        # JSON has no NaN and no infinity.
+        # JSON has no NaN or infinity, so the constructor refuses them with another message.
         read = outcome(lambda: [Message(**fields)])
         assert isinstance(read, str)
     elif isinstance(read, str):
-        # Only errors about files suggest a command-line option.
+        # Only the reader's errors suggest a command-line option.
         read = read.partition("; --columns")[0]
     assert outcome(lambda: [Message(**fields)]) == read
     assert outcome(lambda: Record(messages=[fields]).messages) == read

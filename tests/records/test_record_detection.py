@@ -1,4 +1,4 @@
-"""The shape of a file is detected from its first records, or one line asks for it."""
+"""The shape of a file is detected from its first records; if it is unclear, a one-line error asks for it."""
 
 from __future__ import annotations
 

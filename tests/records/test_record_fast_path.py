@@ -44,7 +44,7 @@ def test_the_fast_and_slow_paths_agree_on_primer(record, ascii_only):
         careful = messages.parse_primer(decode_object(data))
     except RecordError:
         careful = None
-    # The strict shape has only one form, so both paths accept the same records.
+    # Records of the strict shape have only one form, so the fast path never leaves a valid one to the slow path.
     assert fast == careful
 
 
@@ -52,7 +52,7 @@ def test_the_fast_and_slow_paths_agree_on_primer(record, ascii_only):
 def test_plain_turns_use_the_fast_path(turns, name):
     data = _encoded({"messages": turns, "id": name}, False)
     fast = messages.decode(data)
-    # An integer of more than 64 bits is left to the slow path.
+    # An id that needs more than 64 bits is left to the slow path.
     assert fast is not None or (isinstance(name, int) and abs(name) >= 2**63)
 
 

@@ -1,4 +1,4 @@
-"""Every error is one line: where, what is wrong, and what is expected."""
+"""Every error is one line that says where the fault is, what is wrong, and what is expected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BYTES = [
         b'{"a": "\\ud800\\ud83d\\ude00"}',
         "unpaired surrogate at column 8; expected a surrogate pair, or the character itself",
     ),
-    # This is deeper than Python allows: 10,000 levels in compiled code since 3.12, 1,000 in 3.11.
+    # The nesting is deeper than Python allows, which is 10,000 levels in compiled code since 3.12, and 1,000 in 3.11.
     (b'{"a":' * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"[" * 100_000 + b"]" * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"3", f"the record is a number; {JSON}"),

@@ -1,4 +1,4 @@
-"""Input files: which are read, in which order, and with the same records for every compression and line ending."""
+"""Input files: which are read, and in which order; compression and line endings do not change their records."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_lines_read_together_give_the_same_records_as_lines_read_alone(tmp_path_
 
 
 class Endless(io.RawIOBase):
-    """An endless line; the test fails if more than `most` bytes are read."""
+    """A file with an endless line; reading more than `most` bytes fails the test."""
 
     def __init__(self, most: int) -> None:
         self.left = most

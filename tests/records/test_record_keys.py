@@ -42,7 +42,7 @@ EXTRA = st.dictionaries(NAMES, VALUES, max_size=4)
 
 
 def shaped(shape: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """Return a record with only roles and texts, its messages, and the prefix of message keys in reports."""
+    """Return a minimal record of a shape, its messages, and the prefix of message keys in reports."""
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     pairs = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     return {
@@ -73,7 +73,7 @@ def with_name(record: dict[str, Any], place: str, key: str, value: Any) -> dict[
 
 
 def matters(shape: str, record: dict[str, Any], place: str, key: str) -> bool:
-    """Return whether some value of the key changes the record that is read, or is refused."""
+    """Return whether a key is read: some value of it is refused or changes the record."""
     known = outcome(shape, record)
     for value in (None, True, False, 0, 0.5, "x", [], {}, ["x"], {"x": 1}, [[0, 1, 0]]):
         other = outcome(shape, with_name(record, place, key, value))
@@ -236,7 +236,7 @@ def test_a_repeated_key_is_an_error_at_any_depth(tmp_path, data, many):
 
 
 class Pairs(list[Any]):
-    """The keys and values of an object, in which a key may occur twice."""
+    """An object as a list of keys and values, in which a key may occur twice."""
 
 
 JSON = st.recursive(

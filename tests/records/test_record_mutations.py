@@ -45,7 +45,7 @@ def test_each_line_is_a_record_or_one_fault(tmp_path, shape):
     records, faults = read_all(tmp_path / "a.jsonl", b"\n".join(lines), shape)
     wanted = {number for number, line in enumerate(lines, 1) if line.strip()}
     if shape == "transcript":
-        # A line that contains only end markers has no conversation.
+        # A line that contains only <|EOS|> is not a conversation.
         wanted -= {number for number, line in enumerate(lines, 1) if not line.replace(b"<|EOS|>", b"").strip()}
         records = sorted(set(records))
     assert sorted(records + faults) == sorted(wanted)
@@ -91,7 +91,7 @@ def test_broken_files_of_every_kind_never_raise_anything_else(tmp_path, name):
     chance = random.Random(name)
     whole = json.dumps([RECORDS["messages"]] * 3, indent=1).encode()
     for index in range(500):
-        # Every other file is corrupted before it is compressed, the others afterwards.
+        # Half of the files are corrupted before compression, the others afterwards.
         data = broken_bytes(whole, chance) if index % 2 else whole
         data = gzip.compress(data, 1) if name.endswith(".gz") else data
         (tmp_path / name).write_bytes(data if index % 2 else broken_bytes(data, chance))

@@ -90,7 +90,7 @@ def test_the_example_of_axolotl_is_read_as_axolotl_reads_it(key):
     assert read(key, DETAIL).train_ranges == ((0, 9, 0.0), (9, 19, 1.0), (19, 31, 0.0))
     assert read(key, DETAIL[1:2]).train_ranges == ((0, 9, 0.0), (9, 19, 1.0), (19, 31, 0.0))
     assert read(key, DETAIL[1:2], weight=0.5).train_ranges == ((0, 9, 0.0), (9, 19, 0.5), (19, 31, 0.0))
-    # train=False overrides all ranges; with an empty list only train=True trains the message.
+    # `train=False` overrides all ranges. A message with an empty list of ranges is trained only if it has `train=True`.
     assert read(key, DETAIL, train=False) == Message("assistant", TEXT, train=False)
     assert read(key, []) == Message("assistant", TEXT, train=False)
     assert read(key, [], train=True) == Message("assistant", TEXT, train=True)

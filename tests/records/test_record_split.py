@@ -1,4 +1,4 @@
-"""The split of the primer specification, and the smallest shares that put a record into validation."""
+"""The split of the primer specification, and the smallest validation share that selects a record."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_the_smallest_share_by_hash_keeps_the_first_record_and_leaves_the_last(n
     places = [number * 2.0**-53 for number in numbers]
     share = smallest_hash_share(min(places), max(places))
     if share is None:
-        # No number with at most 17 digits is between the two shares.
+        # The two hashes are so close that no share with at most 17 digits separates them.
         assert max(places) - min(places) < 1e-6
         return
     assert min(places) < share <= max(places)
@@ -62,5 +62,5 @@ def test_the_smallest_share_by_shuffle_reaches_the_first_record_with_rows(flags,
         return
     val = shuffle_split(len(flags), share, seed=seed).val
     assert [flags[record] for record in val] == [False] * (len(val) - 1) + [True]
-    # A share that is 1 % smaller does not include this record.
+    # With a 1 % smaller share, the record is not in val.
     assert len(shuffle_split(len(flags), share * 0.99, seed=seed).val) < len(val)

@@ -1,4 +1,4 @@
-"""Transcripts: exact text, incomplete spans, text outside spans; one record per line or one stream per file."""
+"""Transcripts: exact text, incomplete spans and text outside spans, with one record per line or one stream per file."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def test_a_file_that_reads_the_same_in_both_layouts_is_accepted(read_bytes):
 
 def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes):
     system = b"<|SYSTEM|>s<|END|><|USER|>q<|END|>"
-    # This file can only contain lines: in a stream, a second system span would start a new conversation.
+    # The file is clearly one record per line: in a stream, a second system span would start a new conversation.
     data = system + b"\n" + system + b"<|ASSISTANT|>a<|END|>\n" + system + b"<|ASSISTANT|>b<|END|>\n"
     records, _ = read_bytes(data, "a.txt")
     assert [record.line for record in records] == [1, 2, 3]
-    # This file could contain lines or a stream.
+    # This text could be one record per line or a stream.
     with pytest.raises(DataError) as asked:
         read_bytes(system + b"\n" + LINE + b"\n" + LINE, "a.txt", shape="transcript")
     assert str(asked.value) == (
@@ -170,7 +170,7 @@ def test_a_file_is_refused_only_if_its_layouts_give_different_records(tmp_path_f
         return
     if not any(line.lstrip()[:1] == '"' for line in text.split("\n")):
         assert chosen in (read("transcript-lines"), read("transcript-stream"))
-        # A layout that splits a complete span is not chosen.
+        # Reading line by line would split a complete span, so the file is read as a stream.
         if "<|USER|>a\n<|END|>" in text:
             assert chosen == read("transcript-stream")
 

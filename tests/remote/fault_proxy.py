@@ -59,7 +59,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A running proxy. A proxy whose settings can change at any time."""
+    """A running proxy, whose settings can be changed at any time."""
 
     port: int
     _process: Any = field(repr=False)
@@ -73,7 +73,9 @@ class Proxy:
         self._tell({"faults": [asdict(fault) for fault in faults]})
 
     def throttle(self, bandwidth: float = 0.0, *, latency: float = 0.0) -> None:
-        """Limit bytes per second and delay each response by `latency` seconds; 0 disables a limit."""
+        """Limit the bytes per second and delay each response by `latency` seconds; 0 disables the limit or the
+        delay.
+        """
         self._tell({"bandwidth": bandwidth, "latency": latency})
 
     def requests(self, *, forget: bool = True) -> list[tuple[str, str, str]]:
@@ -103,7 +105,7 @@ def fault_proxy(port: int, *, bandwidth: float = 0.0, latency: float = 0.0) -> I
 
 
 class Throttle:
-    """Limits the bytes per second of all connections together: each piece waits until the link is free."""
+    """Limits the total bytes per second of all connections: each piece waits until the link is free."""
 
     BURST = 0.02
     """Burst size after a pause, in seconds of bandwidth, because sleeping is imprecise."""
@@ -125,7 +127,7 @@ class Throttle:
 
 
 class ConnectionBrokenError(Exception):
-    """Raised when the connection ended, by a fault or because a peer closed it."""
+    """Raised when a connection has ended because of a fault or because a peer closed it."""
 
 
 class Stream:
@@ -137,7 +139,7 @@ class Stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def head(self) -> bytes:
-        """Read all header lines; return an empty result at the end of the connection."""
+        """Read all header lines; return empty bytes if the connection has ended."""
         while b"\r\n\r\n" not in self.buffer:
             piece = self.socket.recv(PIECE)
             if not piece:
@@ -321,7 +323,7 @@ class Forwarder:
 
 
 def run(port: int) -> None:
-    """Forward to a port, and read commands from stdin until it is closed."""
+    """Forward requests to the server at `port`, and read commands from stdin until it is closed."""
     forwarder = Forwarder(port)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     print(listener.getsockname()[1], flush=True)

@@ -48,7 +48,7 @@ def moto() -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
 
     class Handler(MotoRequestHandler):
-        # S3 keeps connections open.
+        # With HTTP/1.1, connections stay open between requests, as in S3.
         protocol_version = "HTTP/1.1"
 
     application = DomainDispatcherApplication(create_backend_app)
@@ -87,7 +87,9 @@ def print_port(server: subprocess.Popen[str]) -> None:
 
 
 def gcs() -> None:
-    """Serve Google Cloud Storage from memory, with any credentials; ranges and preconditions are added here."""
+    """Serve Google Cloud Storage from memory; any credentials are accepted. Adds ranges and preconditions to the
+    emulator.
+    """
     from functools import partial
 
     from gcp_storage_emulator.exceptions import NotFound
@@ -132,7 +134,7 @@ def gcs() -> None:
                         self.send_error(412, "conditionNotMet")
                         return
                 self.rfile = io.BytesIO(body)
-                # gcsfs uploads parts with POST, which the real service accepts.
+                # gcsfs uploads parts with POST. The real service accepts this, but the emulator expects PUT.
                 super().do_PUT() if "upload_id" in query else super().do_POST()
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, storage))

@@ -45,7 +45,8 @@ def started(program: str, *words: str) -> Iterator[int]:
             assert server.stdout is not None
             yield int(server.stdout.readline())
         finally:
-            # Closing stdin makes the process stop its program; killing the process would leave that program running.
+            # Close stdin, so that the process can stop the program it runs; if it were killed, that program would keep
+            # running.
             assert server.stdin is not None
             server.stdin.close()
             try:
@@ -70,7 +71,7 @@ def forget_connections() -> None:
 
 
 def _forget_connections_of_others(server: Server) -> None:
-    """Reconnect unless the connections already go to this server, because reconnecting takes 0.25 seconds."""
+    """Drop cached connections only if they go to another server, because reconnecting takes 0.25 seconds."""
     if _settings[-1] != server:
         forget_connections()
     _settings[-1] = server
@@ -137,7 +138,7 @@ class Server:
                 import huggingface_hub.constants
 
                 constants, endpoint = huggingface_hub.constants, self.environment["HF_ENDPOINT"]
-                # huggingface_hub was imported with another environment.
+                # huggingface_hub reads the environment only when it is imported, so patch its constants.
                 template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
                 patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
                 patch.setattr(constants, "ENDPOINT", endpoint)

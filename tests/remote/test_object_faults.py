@@ -98,7 +98,7 @@ def test_a_conditional_write_with_a_lost_response_succeeds(bucket, proxy, kind):
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     write(bucket / "x", b"2", replaces=find(bucket / "x").version)
     assert read(bucket / "x") == b"2"
-    # An object written by another process is still reported as existing.
+    # An object that an earlier call has written is still reported as existing.
     proxy.fail(Fault(kind, method="PUT", times=2, after=1))
     with pytest.raises(ExistingObjectError):
         write(bucket / "x", b"2", new=True)
@@ -127,14 +127,14 @@ def test_only_the_failed_part_of_an_upload_is_sent_again(bucket, proxy, tmp_path
 
 @pytest.mark.parametrize(("store", "count"), [("s3", objects.ATTEMPTS), ("gs", None), ("web", 2 * objects.ATTEMPTS)])
 def test_the_libraries_make_one_attempt_each(store, count, request):
-    """A server that always fails gets `ATTEMPTS` requests, and a web server twice as many."""
+    """A server that always fails gets `ATTEMPTS` requests; `find` sends twice as many to a web server."""
     server = request.getfixturevalue(f"{store}_server")
     with fault_proxy(server.port) as proxy, server.behind(proxy).in_environment():
         url = Url(f"{proxy.endpoint}/ranges/x") if store == "web" else server.bucket() / "x"
         proxy.requests()
         proxy.fail(Fault("status", status=503, times=EVER))
         one_line_of(lambda: find(url), "cannot be read", "check the name and the network, and try again")
-        # gcsfs also requests a folder at the same time.
+        # gcsfs also looks for a folder of this name, so the number of requests varies.
         assert len(proxy.requests()) == count or store == "gs"
         one_line_of(lambda: read(url, 0, 10), "cannot be read")
         assert len(proxy.requests()) == objects.ATTEMPTS
@@ -348,7 +348,7 @@ LIBRARIES = {
 @pytest.mark.parametrize("url", LIBRARIES)
 def test_a_missing_library_is_one_error_line_that_names_the_extra(monkeypatch, url):
     module, extra = LIBRARIES[url]
-    # fsspec does not repeat imports, so clear its registry.
+    # fsspec remembers imported file systems, so clear its registry to make it import them again.
     monkeypatch.setattr(importlib.import_module("fsspec.registry"), "registry", {})
     for name in [name for name in sys.modules if name.split(".")[0] == module or name == "fsspec.implementations.http"]:
         monkeypatch.delitem(sys.modules, name)

@@ -88,7 +88,7 @@ def test_every_range_reads_the_right_bytes(bucket, monkeypatch):
 
 
 def test_names_are_used_literally(bucket):
-    # A store that keeps objects as files cannot use one name for both an object and a folder.
+    # Write below a folder: a store that keeps objects as files cannot use one name for an object and a folder.
     urls = [bucket / f"folder/{name}" for name in NAMES if bucket.scheme != "memory" or "::" not in name]
     for url in urls:
         write(url, str(url).encode())
@@ -145,7 +145,7 @@ def test_an_uploaded_file_reads_back_unchanged(bucket, tmp_path, monkeypatch):
 def test_one_of_two_writers_wins_if_the_store_has_conditional_writes(store, bucket, monkeypatch):
     if store is None or store.folder is not None:
         pytest.skip("this store does not support conditional writes")
-    # Both writers have seen no object, or the same object.
+    # Simulate writers that both looked before the other one wrote.
     monkeypatch.setattr(objects, "find", lambda url: None)
     write(bucket / "x", b"1", new=True)
     with pytest.raises(ExistingObjectError):
@@ -161,7 +161,7 @@ def test_one_of_two_writers_wins_if_the_store_has_conditional_writes(store, buck
 
 
 def test_writes_of_another_program_are_visible_immediately(s3):
-    """s3fs caches listings by default."""
+    """This is not the default: s3fs caches listings."""
     bucket = s3.bucket()
     write(bucket / "a/1", b"1")
     assert names_below(bucket) == [bucket / "a/1"]

@@ -79,7 +79,7 @@ def test_every_rollout_gives_a_valid_target(data, seed):
     ids = chopped(TOY, data, seed)
     found = build_target(ids, TRUTH, tokenizer=TOY)
 
-    # The row is valid, and within the prefix only slots are trained.
+    # The row is valid, and only slots are trained in the prefix.
     found.rows.check()
     assert found.rows.ids.tolist() == found.ids
     assert found.ids[-1] == EOS and len(found.rows) == 1
@@ -87,7 +87,7 @@ def test_every_rollout_gives_a_valid_target(data, seed):
     in_prefix = slice(0, len(found.prefix_ids))
     assert set(part[in_prefix][mask[in_prefix]].tolist()) <= {int(Part.SLOT)}
 
-    # Kept ids equal those of the rollout, except for the last.
+    # Kept ids equal those of the rollout; the prefix may end with a part of the rollout's next token.
     assert found.prefix_ids[: found.kept] == ids[: found.kept]
     if found.fallback is None:
         assert data.startswith(b"".join(map(TOY.piece, found.prefix_ids)))
@@ -171,7 +171,7 @@ def long_rollout():
 
 @pytest.fixture(scope="module", params=["hurting merges", "trained bpe", "deepseek", "sentencepiece"])
 def real(request, tmp_path_factory):
-    """Return a tokenizer with coordinates, and a function that encodes text with coordinates as single tokens."""
+    """Return a tokenizer with coordinate tokens, and a function that encodes text with one token per coordinate."""
     if request.param == "hurting merges":
         return Toy(HURTING), Toy(HURTING).rollout
     if request.param == "trained bpe":

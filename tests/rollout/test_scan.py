@@ -31,7 +31,7 @@ def test_entries_are_in_order_with_character_and_token_positions():
         '"object_2": {"a": "😀"}',
         '"object_3": {"x',
     ]
-    # Eight bytes precede the first merged token (é is two bytes); an entry includes every token it touches.
+    # An entry includes every token that overlaps it, so the merged tokens belong to two entries.
     assert [found.tokens(entry.start, entry.stop) for entry in found.entries] == [(1, 8), (7, 14), (13, len(ids))]
     assert found.ended == "open"
 

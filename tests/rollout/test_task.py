@@ -70,7 +70,7 @@ def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversati
 
 
 def test_the_tokens_of_an_answer_begin_where_a_rendered_answer_begins(renderer):
-    """The trained tokens after the prompt are at the position of a rendered answer's content."""
+    """The text of a rendered answer starts directly after the ids of the prompt."""
     full = Record([*RECORDS[0].messages, Message("assistant", "x")])
     rendered = renderer.render([full]).ids.tolist()
     prompt = prompt_rows(RECORDS[:1], renderer).ids.tolist()

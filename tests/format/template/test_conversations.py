@@ -51,7 +51,7 @@ def not_caching(name: str) -> TemplateRenderer:
 
 
 def made(of: TemplateRenderer, record: Record):
-    """Return ids, spans and everything else of a row; or the kind of error."""
+    """Return the ids and spans of a row, or the kind of error."""
     try:
         rows = of.render([record])
     except RecordError as fault:
@@ -95,7 +95,7 @@ def test_ids_match_transformers_if_no_text_contains_a_control_token(name):
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_8", "gemma4_v2"])
 def test_the_trained_characters_of_an_answer_do_not_change_with_the_other_messages(name):
-    # Templates whose certificate states that answers do not change.
+    # The certificates of these templates state that answers do not depend on other messages.
     of = trl_format(name)
 
     @given(conversations(), st.data())
@@ -127,7 +127,7 @@ def test_control_tokens_come_only_from_the_template(record):
     control = np.array(list(of.encoder.ids.values()))
     plain = Record([Message(m.role, "word", m.reasoning and "why") for m in record.messages])
     own = np.isin(of.render([plain]).ids, control).sum()
-    # A template that finds its own tags in a text writes other tags instead; it never passes on the text's tags.
+    # A template that finds `</think>` in a text may write fewer tags of its own; no text adds a control token.
     tags = sum(m.content.count("</think>") for m in record.messages if m.role == "assistant")
     assert own - 2 * tags <= np.isin(rows.ids, control).sum() <= own
 

@@ -162,7 +162,7 @@ EXTRA = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
     source, record, expected = GOLDEN[name]
     format = opened(tmp_path, source, name)
-    # The row is derived, derived for the cache, and replayed.
+    # The first renderings are derived; the last one is replayed from the cache.
     for _ in range(3):
         assert marked(format, record) == expected
 
@@ -190,7 +190,7 @@ def test_a_first_answer_starts_after_the_header_of_other_answers(tmp_path):
 
 
 def test_an_answer_that_starts_inside_a_literal_is_not_compared_with_the_text_after_it(tmp_path):
-    """The prompt continues with a newline, but the row continues with the rest of the literal and only then with a
+    """After `<think>`, the prompt has a newline, but the row has the rest of the literal, `</think>`, before any
     newline.
     """
     source = """{%- for message in messages -%}

@@ -85,7 +85,7 @@ def test_a_token_that_spans_the_end_of_the_prompt_is_context_and_is_noted(greedy
 def test_the_certificate_counts_tokens_that_span_a_boundary(greedy):
     format = opened(greedy)
     found = {finding.name: finding for finding in certify(format)}
-    # No probe text starts like this text.
+    # The certificate's own probe texts do not start with a word that joins the header.
     assert (found["borders"].level, found["borders"].details["straddling"]) == ("PASS", 0)
     found = {finding.name: finding for finding in certify(format, [TALK])}
     assert (found["borders"].level, found["borders"].details["of_records"]) == ("WARN", {"straddling": 1, "answers": 1})

@@ -79,7 +79,7 @@ def test_a_header_or_a_word_of_another_message_inside_an_answer_is_found(tmp_pat
         rows.spans["message"] = np.where((np.arange(len(mask)) >= first) & (np.arange(len(mask)) < stop), 1, message)
         answer = seen.check.answers(TURNS, rows, text)[0]
         assert answer.faults or not seen.is_ended(answer)
-        # As soon as a word of the question is trained, the error names it.
+        # If a word of the question is trained, the error names it.
         if "Second" in answer.text:
             assert any('"second" of message 2 (user)' in fault for fault in answer.faults)
         if "<|im_start|>user" in answer.text:

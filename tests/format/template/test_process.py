@@ -102,7 +102,7 @@ def test_excessive_time_memory_or_stack_ends_the_process(python):
 
 def test_a_response_of_any_announced_size_is_not_waited_for(python):
     assert python("import os; os.write(0, b'\\xff' * 8)") == "EndedError -9"
-    # The response consists of its first bytes only.
+    # The process announces more bytes than it writes, and never ends.
     assert python("import os; os.write(0, b'\\x09' + bytes(9))\nwhile True: pass", 0.2) == "EndedError -9"
 
 

@@ -1,8 +1,9 @@
-"""Published chat templates: each conversation is trained exactly as an independent oracle requires, or rejected as
-listed.
+"""Published chat templates: each conversation is trained exactly as an independent oracle requires, or is listed as
+rejected.
 
 The templates are in ../shared/data/templates; without them only the oracle itself is tested. `make templates` tests all
-conversations with all templates; this file tests a sixth of them, a different sixth for every second template.
+conversations with all templates; this file tests every second template with a sixth of the conversations, chosen by its
+number.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def test_the_table_lists_no_wrong_result_and_95_percent_are_exact():
     verdicts = [verdict for verdict, _ in table.values()]
     assert not {"wrong", "ids"} & {*verdicts}
     excused = sum(verdict in EXCUSED for verdict in verdicts)
-    # Templates with only exact results are not listed, and would only increase the share.
+    # Without the templates, only those in the table are counted; the others are exact and would increase the share.
     total = len(NAMES) * max(len(TEMPLATES), len(templates))
     assert (total - len(verdicts)) / (total - excused) >= 0.95
 

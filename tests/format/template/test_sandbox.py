@@ -1,4 +1,4 @@
-"""Jinja in the sandbox gives the text of transformers or an error, never a different text."""
+"""Templates in the sandbox render the same text as in transformers or fail; they never render a different text."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_an_expression_gives_the_text_of_transformers_or_an_error(expression):
 
 
 def traced(value, path, texts, trace):
-    """Return the same value with traced texts."""
+    """Return the value with each text replaced by a traced text."""
     if isinstance(value, str):
         texts.append(value)
         return field(value, FieldPath(0, path), len(texts) - 1, trace)
@@ -299,8 +299,8 @@ OF_LINES = (
 
 @pytest.mark.parametrize("filter", OF_LINES)
 def test_no_filter_turns_text_into_a_literal(filter):
-    """A literal may be a control token; text never is. The text is traced, and replayed from the trace of another
-    text.
+    """This matters because a literal may be a control token, and message text never is. Each text is traced, and also
+    replayed from the trace of another text.
     """
     source = "{{ ('a ' + content) | " + filter + " }}"
     trace, items = Trace([]), []

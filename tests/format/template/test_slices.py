@@ -1,4 +1,6 @@
-"""A long list is rendered in slices on several threads: rows, counts and errors do not depend on their number."""
+"""A long list is rendered in slices on several threads: rows, counts and errors do not depend on the number of
+threads.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ def test_an_interrupt_ends_the_threads_and_skips_the_remaining_slices(monkeypatc
     with pytest.raises(KeyboardInterrupt):
         slices.render_slices(render, records, ledger=None, threads=2)
     for thread in threading.enumerate():
-        # The interrupt may arrive while the pool starts a thread, which it then does not wait for.
+        # If the interrupt arrives while the pool is starting a thread, the pool does not wait for this thread.
         if thread.name.startswith("chatmill-render"):
             thread.join(60)
             assert not thread.is_alive()

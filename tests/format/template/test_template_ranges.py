@@ -51,7 +51,7 @@ def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng:
     (start,) = [at for at in range(len(written)) if written.startswith(text.strip(), at)]
     begin = start - (len(text) - len(text.lstrip())) * (not written.startswith(text, start))
     if not written.startswith(text, begin):
-        # The template trims, so some characters of the text are missing.
+        # The template removes whitespace around the text, so shorten the ranges to match.
         ranges = [[max(a, start - begin), min(b, start - begin + len(text.strip())), w] for a, b, w in ranges]
     moved = [[begin + a, begin + b, weight] for a, b, weight in ranges if a < b]
     encoding = engine.encode(written, add_special_tokens=False)
@@ -69,7 +69,9 @@ def check_weights(renderer: TemplateRenderer, engine: tokenizers.Tokenizer, rng:
 
 
 def plain_text(rng: random.Random) -> str:
-    """Return a text that no template contains, without control tokens, which `tokenizers` would encode as such."""
+    """Return a text that occurs in no template; it has no control tokens, because `tokenizers` would not treat them as
+    text.
+    """
     return f"{random_text(rng)}ZZ{random_text(rng)}".replace("<|", "<")
 
 
@@ -164,7 +166,7 @@ def test_a_text_token_in_a_range_counts_as_one_token(tmp_path):
 
 
 def test_a_row_that_is_encoded_as_a_whole_has_the_same_weights(tmp_path):
-    # With a normalized token, which changes the bytes of the text, only `tokenizers` knows the offsets.
+    # A normalizer may change the bytes of a text, so only `tokenizers` knows the offsets of the tokens.
     folder = write_tokenizer(tmp_path / "own", ["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
     content = json.loads((folder / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "NFC"}

@@ -1,4 +1,6 @@
-"""Added tokens in the text of messages: special ones and those of headers and ends stay text, others become tokens."""
+"""Added tokens in the text of messages: special tokens and tokens of headers and ends are encoded as text, and all
+others as tokens.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ Call a tool within <tool_call></tool_call>:{% for tool in tools %}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"""
-# The headers of this template are not special, and its prompt contains a tag that is in every answer.
+# The header tokens of this template are not special tokens, and its prompt ends with a tag that precedes every answer.
 DEEPSEEK = """{{- '<s>' -}}{%- for message in messages -%}
 {%- if message.role == 'system' -%}{{- message.content -}}
 {%- elif message.role == 'user' -%}{{- '<｜User｜>' + message.content -}}
@@ -53,7 +55,7 @@ DEEPSEEK = """{{- '<s>' -}}{%- for message in messages -%}
 {{- '<tool_call>' + call.function.name + '<｜sep｜>' + (call.function.arguments | tojson) + '</tool_call>' -}}
 {%- endfor -%}{{- '</s>' -}}{%- endif -%}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<｜Assistant｜></think>' -}}{%- endif -%}"""
-# The headers of this template are words with which a text can form a token, and its prompt ends with a tag.
+# The headers of this template are plain words, and a text can complete the `<thi` of the prompt to a tag.
 WORDS = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- 'ASSISTANT: <thi' + message.content + 'nk></s>' -}}
 {%- else -%}{{- 'USER: ' + message.content + 'nk>\\n' -}}{%- endif -%}{%- endfor -%}
@@ -106,7 +108,7 @@ TEXTS = [
 
 @cache
 def folder(kind: str, normalizer: str = "NFC") -> str:
-    """Return a byte-level BPE tokenizer with special tokens, tags and headers."""
+    """Write a byte-level BPE tokenizer with special tokens, tags and headers; return the path of its folder."""
     path = Path(mkdtemp())
     made = Tokenizer.from_buffer(
         train_bpe(["the user asks, the assistant answers"] * 4, vocab_size=400, control=SPECIAL)
@@ -140,7 +142,7 @@ def peer_ids(renderer: TemplateRenderer, record: Record, kind: str, normalizer: 
 
 
 def rows_of(renderer: TemplateRenderer, *records: Record) -> Rows:
-    """Render conversations; skip those that are rejected because their text equals that of the prompt."""
+    """Render conversations; discard the Hypothesis example if one of them is rejected."""
     try:
         return renderer.render(records)
     except RecordError:
@@ -148,7 +150,7 @@ def rows_of(renderer: TemplateRenderer, *records: Record) -> Rows:
 
 
 def conversations(tokens: list[str], *, calls: bool = True) -> st.SearchStrategy[Record]:
-    """Generate conversations of all roles whose texts contain these tokens and pieces of them."""
+    """Generate conversations whose texts contain these tokens and pieces of tokens."""
     texts = st.lists(st.sampled_from([*tokens, *TEXTS]), min_size=1, max_size=6).map("".join).filter(str.strip)
 
     @st.composite
@@ -169,14 +171,14 @@ def test_headers_and_ends_are_learned_from_the_template(template):
     assert opened(template).text_tokens.ids.keys() == LEARNED[template]
 
 
-# The last answer ends differently, and only the assistant header has a token, not the user header.
+# The last answer ends with another token than the others, and only the assistant header is a token.
 LAST = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- '[INST]' + message.content + ('</think>' if loop.last else '[/INST]') -}}
 {%- else -%}{{- 'Q: ' + message.content + '\\n' -}}{%- endif -%}
 {%- endfor -%}{%- if add_generation_prompt -%}{{- '[INST]' -}}{%- endif -%}"""
-# The template rejects all conversations of these roles.
+# The template rejects every conversation that starts with a user or system message.
 REFUSES = """{{- raise_exception('no') if messages[0].role in ('user', 'system') else '<think>' -}}"""
-# The conversation has one exchange; its prompt ends with a tag that rows lack.
+# The template accepts only one exchange, and its prompt ends with a tag that rows do not contain.
 ONCE = """{%- if messages | length > 2 -%}{{- raise_exception('one exchange') -}}{%- endif -%}
 {{- '<s>You think within <think></think>.\\n<｜User｜>' + messages[0].content -}}
 {%- if messages | length > 1 -%}{{- '<｜Assistant｜>' + messages[1].content + '</s>' -}}
@@ -232,7 +234,7 @@ def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
 @given(data=st.data())
 def test_text_tokens_do_not_change_the_mask(template, data):
     calls = template is not INST
-    # If a prompt ends with a tag and its answer starts with it, the answer starts after the tag; here no prompt does.
+    # A tag at the end of the prompt could also be the start of an answer's text, so remove it from the template.
     template = re.sub(r"<think>(?:\\n)?' -}}{%- endif -%}$", "' -}}{%- endif -%}", template)
     renderer = opened(template)
     record = data.draw(conversations(sorted(renderer.text_tokens.ids), calls=calls))

@@ -1,4 +1,6 @@
-"""Traced strings: equal to plain strings under every method, and every character of a field keeps its origin."""
+"""Traced strings: all methods give the same results as for plain strings, and each character of a field keeps its
+origin.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ QUESTIONS = st.tuples(st.sampled_from(["startswith", "endswith", "find", "count"
 
 
 def program(texts, steps):
-    """Run the same steps on plain strings or on traced texts; return the results and the observations."""
+    """Apply the steps to plain or traced strings; return the final value and the answers to all questions about it."""
     value, asked = texts[0], []
     for number, (kind, step) in enumerate(steps):
         if kind == "join":
@@ -69,7 +71,8 @@ def test_a_traced_text_equals_the_plain_one(texts, steps):
 @given(st.lists(WORDS, min_size=2, max_size=3), STEPS)
 @settings(max_examples=300)
 def test_a_piece_of_a_field_contains_only_characters_of_that_field(texts, steps):
-    # Each field uses its own letters, and words of the template use others.
+    # Each field has letters that occur in no other field and not in the template, so that its characters can be
+    # recognized.
     own = [
         text.translate({ord(ch): chr(0xE000 + 64 * number + ord(ch) % 64) for ch in set(text)})
         for number, text in enumerate(texts)

@@ -26,7 +26,7 @@ from chatmill.records import Message, Record, ToolCall
 ROOT = Path(__file__).resolve().parents[3]
 CALL = ToolCall("lookup", '{"word":"gammaword","deep":true}', "call12345")
 RESULT = Message("tool", "deltaword", name="lookup", tool_call_id="call12345")
-# Every message contains a unique word, so that a stray character of one is found in another.
+# Each text contains a unique word, so that text of one message is detected in another.
 CONVERSATIONS = {
     "plain": Record([user("alphaword one"), answer("betaword two")]),
     "system": Record([Message("system", "omegaword rules"), user("alphaword one"), answer("betaword two")]),
@@ -100,7 +100,7 @@ def supported(name: str) -> dict[str, Record]:
 
 NO_END = {"glm4moe"}
 """Templates without a token at the end of answers."""
-# All tests of one template run before those of the next template, which is opened then.
+# All tests of one template run before those of the next, so that each template is opened only once.
 each_template = pytest.mark.parametrize("name", ORIGINALS, scope="module")
 
 
@@ -109,10 +109,10 @@ def test_ids_and_text_match_transformers(name):
     format = trl_format(name, allow_no_end_token=name in NO_END)
     for kind, record in supported(name).items():
         assert format.text(record) == peer_text(format, record), kind
-        # A shape is derived the first time and replayed the next time.
+        # The first renderings are derived; the last one is replayed from the cache.
         ids = peer_ids(format, record)
         for _ in range(3):
-            # Every row is checked against the invariant of test_row_check.py.
+            # Rendering also runs the check that test_row_check.py tests.
             rows = format.render([record])
             rows.check()
             assert rows.ids.tolist() == ids, kind
@@ -142,8 +142,8 @@ def test_exactly_the_text_from_the_header_to_the_end_of_each_answer_is_trained(n
             rest = rest.removesuffix(terminator)
             if message.content:
                 assert rest.strip() in ("", "<|END_RESPONSE|>"), (kind, number)
-            # The answer starts after the header, or after the text that the prompt adds after the header. gpt-oss
-            # renders an answer as several turns, and the headers between them are not trained.
+            # The answer starts after the header and any text that the prompt adds to it. gpt-oss renders an answer as
+            # several turns, and the headers between them are not trained.
             first = re.split(r"(?<=<\|end\|>|<\|eom\|>)", trained[number], maxsplit=1)[0]
             place = text.index(first, place)
             goes_on = number > 0 and record.messages[number - 1].role == "tool" and name in GOES_ON
