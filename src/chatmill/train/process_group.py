@@ -72,7 +72,7 @@ def join_group(backend: str, rank: int, size: int, *, timeout: timedelta) -> Ite
 
 @contextmanager
 def lost_rank_errors(rank: str, watch: Callable[[], RankWatch | None]) -> Iterator[None]:
-    """Context that raises a one-line error about a lost rank instead of the resulting error on this rank."""
+    """Context that replaces an error caused by a lost rank with a one-line error about the lost rank."""
     try:
         yield
     except ChatmillError:

@@ -1,4 +1,5 @@
-"""How a training run uses `chatmill.toml`: the config keys that the file sets, and the caches built with the file.
+"""How a training run uses `chatmill.toml`: it reads config keys from the file, and checks that caches were built with
+its tokenizer.
 
 tokenizer.path               compared with the tokenizer of the caches
 training.seed                seed, epoch_seed
@@ -25,8 +26,8 @@ from chatmill.train.config import TrainConfig
 from chatmill.train.sharded_tensors import file_info
 
 TokenizerHash = Callable[[str], str | None]
-"""A function that returns the tokenizer hash of a cache built with a tokenizer, or None if the required packages are
-not installed.
+"""A function that takes the path of a tokenizer and returns the hash that a cache built with it records, or None if the
+required packages are not installed.
 """
 
 
@@ -70,8 +71,7 @@ def compare_tokenizer(
         return
     path, caches = local_path(settings[TOKENIZER]), list(_caches(config))
     if path.is_file() and all(cache.meta.tokenizer_sha256 == file_info(path).sha256 for cache in caches):
-        # The tokenizer, which is slow to open, is not needed: without added tokens, the hash of the file is the hash of
-        # the tokenizer.
+        # Do not open the tokenizer, which is slow: without added tokens, its hash is the hash of the file.
         return
     named = f"{FILE}: {TOKENIZER} is {one_line(str(path))}"
     if str(path) != "bytes" and not path.exists():

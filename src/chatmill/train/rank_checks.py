@@ -114,7 +114,8 @@ class Rendezvous:
 
 
 def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) -> Iterator[CheckRow]:
-    """Check that every rank sees the files that all ranks write into a folder; yield the table rows on rank 0.
+    """Check that all ranks see the file that rank 0 writes into a folder, and that rank 0 sees the files of the other
+    ranks; yield the table rows on rank 0.
 
     Files are written in the same way as checkpoints: under a temporary name, then synced and renamed.
     """
@@ -163,7 +164,7 @@ def _listing(folder: Path) -> str:
 
 
 def _compare(folder: Path, about: Mapping[str, str], mine: Path) -> str:
-    """Return how the folder differs on this rank, or "" if it is the same."""
+    """Return how the folder on this rank differs from the folder on rank 0, or "" if the two are the same."""
     try:
         if about["fault"]:
             same = not about["listing"] or _listing(folder) == about["listing"]
@@ -286,7 +287,7 @@ def _reduce_rows(backend: str, device: str, results: Sequence[Any], hosts: Seque
         more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
         right = "open ports between all nodes, and GLOO_SOCKET_IFNAME set to the interface that connects the nodes"
         if device == "cuda":
-            right = "NCCL_SOCKET_IFNAME or NCCL_IB_DISABLE=1 set; NCCL_DEBUG=INFO prints the tried connections"
+            right = "NCCL_SOCKET_IFNAME or NCCL_IB_DISABLE=1 set; NCCL_DEBUG=INFO prints the attempted connections"
         yield CheckRow(check, f"rank {rank} on {hosts[rank]}: {one_line(fault, 300)}{more}", "FAIL", right)
         return
     sent = REDUCED[device] * 4

@@ -23,7 +23,7 @@ def _addresses(address: str) -> list[Any]:
         known = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    # Do not use the host name, which may resolve to 127.0.1.1, an address that other nodes cannot reach.
+    # Skip loopback addresses: a host name may resolve to 127.0.1.1, which other nodes cannot reach.
     local = ("127.", "::1")
     is_local = address.startswith((*local, "localhost"))
     return [each for each in known if is_local or not str(each[4][0]).startswith(local)]

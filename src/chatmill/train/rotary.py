@@ -32,7 +32,7 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a joint projection (rows, length, width) into queries, keys and values (rows, length, heads, size).
 
-    Queries and keys are normalized if `weights` are given, then rotated. `heads` are the numbers of query, key and
+    Queries and keys are normalized if `weights` are given, then rotated. `heads` contains the numbers of query, key and
     value heads. `split_heads` launches one kernel in the forward pass and one in the backward pass; tensors must be on
     a GPU.
     """
@@ -41,7 +41,7 @@ def split_heads(
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Write the gradients of queries, keys and values directly into one tensor."""
+    """The autograd function of `split_heads`; the backward pass writes all gradients directly into one tensor."""
 
     @staticmethod
     def forward(

@@ -5,7 +5,7 @@ checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  trackers.json  ste
 The training loop and the rollout loop use the same functions to start, resume and write runs.
 
 Each log line is a JSON object with a step; a resumed run first removes the lines after its checkpoint. Progress is
-printed to stderr without a library, because training needs only numpy, torch and safetensors.
+printed to stderr without a library, so that training needs only numpy, torch and safetensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REPORTS = "reports"
 WRITTEN = (CONFIG, FIRST_BATCH, METRICS, PLOT, ROWS, REPORTS, IDS, *TRACKERS)
 """Names of the files and folders that a run writes in addition to checkpoints."""
 COLUMNS = ("episodes", "segments", "losses", "weights")
-"""Keys of a log line that contain the fields of `RowLoss`, as columns."""
+"""Keys of a log line, one for each field of `RowLoss`; each value is a column with one entry per conversation."""
 
 
 def open_resumed(
@@ -55,7 +55,7 @@ def open_resumed(
     def choose() -> Path | None:
         written = [name for name in (CONFIG, METRICS, PLOT, ROWS, *logs) if (folder / name).exists()]
         if written and not _is_run_config(folder / CONFIG):
-            # The existing files do not belong to a run, but for example to a model, and a run would overwrite them.
+            # The existing files belong to something other than a run, such as a model, and a run would overwrite them.
             raise UsageError(f"{folder}: contains {', '.join(written)}, but not the {CONFIG} of a run; use {otherwise}")
         if resume is not None:
             return checkpoints.choose(folder, resume)

@@ -206,7 +206,7 @@ def score_model(
     every = open_all(dataset, token_dtype)
     for fault in unknown_ids(place(dataset), every, model):
         raise DataError(fault)
-    # If no source has episodes in the split, keep the first source, which raises the error.
+    # If no source has episodes in the split, keep the first source, so that reading its split raises an error.
     sources = [source for source in every if split in source] or every[:1]
     report = EvalReport(empty_sources=[source.name for source in every if source not in sources])
     places: list[RowOrigin | None] = []

@@ -196,7 +196,7 @@ def open_run(
             if same_data and (best := checkpoint.state.get("best")) is not None:
                 state.best = BestEval(**best)
         state.non_answers = world.together(lambda: count_non_answers(loader) if world.is_first else None)
-        # Print the note about use_loss_mask first, because training without it is usually a mistake.
+        # Print the note about use_loss_mask early, because training without the loss mask is usually a mistake.
         state.notes += [] if state.non_answers is None else [str(state.non_answers)]
         state.notes += _notes(state, checkpoint, folder, same_data=same_data)
         state.notes += [*mix_notes, *cache_lengths(loader)]
@@ -254,7 +254,9 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
 def _open_data(
     config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
-    """Open the loader, and restore its position if the checkpoint's stage continues; also return whether it does."""
+    """Open the loader; return the loader and whether it continues the stage of the checkpoint, in which case its
+    position is restored.
+    """
     pin = world.device.type == "cuda"
     loader = world.together(
         lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)

@@ -1,7 +1,7 @@
 """Load a model in shards: each rank needs memory only for its own rows and for one whole tensor at a time.
 
     1. build the model with its parameters on the meta device, which takes no memory; buffers are allocated
-    2. shard it with FSDP: each rank gets an empty range of rows of every parameter
+    2. shard it with FSDP: each rank allocates its own rows of every parameter, still without values
     3. on each rank, read those rows from the safetensors files, or initialize them for a new model
 
 If a model cannot be loaded in shards, every rank loads the whole model, and a note gives the reason.
@@ -48,7 +48,7 @@ class OpenedModel:
     test: Callable[[], bool] | None = None
     """Tests, with the weights in the files, whether the architecture separates the conversations in a packed row."""
     note: str | None = None
-    """The reason why the model was not loaded in shards, if it was not."""
+    """The reason why the model could not be loaded in shards; None if it could."""
 
 
 def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, world: World) -> OpenedModel:
@@ -58,8 +58,8 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
     """
     opened, reason = _agreed(world, lambda: _open(config, vocab_size, compute, world))
     if opened is not None and (test := opened.test) is not None:
-        # Run the test only on rank 0, which reads all files into the page cache, where other ranks on the node find
-        # them.
+        # Run the test only on rank 0. The test reads all files into the page cache, so other ranks on that node do not
+        # read them from disk again.
         separates, reason = _agreed(world, lambda: [test()] if world.is_first else [])
         if separates is not None:
             opened.model.separates = any(value for each in world.gather(separates) for value in each)

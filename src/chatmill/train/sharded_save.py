@@ -94,7 +94,7 @@ def _parts(model: CausalModel, folder: Path, like: Mapping[str, Tensor]) -> list
     except (ChatmillError, OSError):
         raise
     except Exception:
-        # Other versions of transformers may fail to save a model without weight values.
+        # Some versions of transformers may fail to save a model without weight values.
         return None
 
 

@@ -52,7 +52,9 @@ class LossSpikes:
 
     @classmethod
     def of_run(cls, state: TrainState, run_dir: RunDir) -> Self:
-        """Continue with the losses in the metrics of a run. All ranks must call this function."""
+        """Start with the last losses in the metrics of a run, so that a resumed run compares new losses with them. All
+        ranks must call this function.
+        """
         metrics = read_metrics(run_dir.folder) if state.world.is_first else ()
         lines = [line for line in metrics if isinstance(line.get("loss"), float)]
         mine = [[line["loss"] for line in lines[-WINDOW:]], sum(SPIKE in line for line in lines)]

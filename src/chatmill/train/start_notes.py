@@ -35,7 +35,8 @@ class NonAnswers(NamedTuple):
 
 
 def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
-    """Count the tokens outside answers that an epoch trains; return None if the count is 0 or no source has a mask.
+    """Count the tokens outside answers that are trained per epoch; return None if the count is 0 or no source has a
+    mask.
 
     Token counts come from the metadata or, for datasets without metadata, from the masks.
     """

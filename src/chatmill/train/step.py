@@ -1,5 +1,5 @@
-"""One optimizer step on the mean loss over all trained tokens in the global batch, regardless of how the batch is
-split.
+"""One optimizer step on the mean loss over all trained tokens in the global batch, regardless of how the batch is split
+over ranks and micro-batches.
 
 The result of a step is read one step later, so that the host never waits for work that it has just launched.
 """
@@ -179,7 +179,7 @@ class Stepper:
         self._grad_clip = settings.grad_clip
         self._rounds = isinstance(self.optimizer, LowPrecisionAdamW)
         self.is_whole = not any(is_sharded(parameter) for parameter in model.parameters())
-        """Whether every rank has the whole model, because the model is not sharded."""
+        """Whether every rank has the whole model, that is, whether the model is not sharded."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step(
@@ -187,7 +187,8 @@ class Stepper:
     ) -> Pending:
         """Take one optimizer step; `weight` is the total weight of the global batch.
 
-        `key`, the seed of the run and the step, seeds stochastic rounding and must be the same on all ranks.
+        `key` consists of the run's seed and the step number. It seeds stochastic rounding and must be the same on all
+        ranks.
         """
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
         gradients = [p.grad for p in self._parameters if p.grad is not None]

@@ -16,7 +16,7 @@ from chatmill.errors import ChatmillError
 STEP_SECONDS = 600.0
 """A run is terminated if it does not finish its step within this time after a signal, in seconds."""
 SAME_SECONDS = 2.0
-"""Under torchrun, a second signal within this time, in seconds, is treated as part of the first signal."""
+"""Under torchrun, a second signal within this time, in seconds, is treated as a repetition of the first signal."""
 
 
 class StopRequest:
@@ -82,8 +82,8 @@ def stop_on_signal() -> Iterator[StopRequest]:
         if request.by is None:
             first = time.monotonic()
             request.arrives(number)
-            # Under torchrun, keep the handler, because torchrun forwards signals that a terminal or Slurm also sends to
-            # the ranks.
+            # Under torchrun, keep the handler, because signals may arrive twice: a terminal or Slurm sends them to the
+            # ranks, and torchrun forwards them as well.
             if "TORCHELASTIC_RUN_ID" not in os.environ:
                 restore()
         elif time.monotonic() - first > SAME_SECONDS:

@@ -30,7 +30,7 @@ UNFINISHED = "answer_unfinished"
 
 
 def check_trained(loader: EpisodeLoader) -> list[str]:
-    """Return notes about sources in a mix without trained tokens; raise `DataError` if no source has trained tokens."""
+    """Return notes about the sources in a mix that have no trained tokens; raise `DataError` if no source has any."""
     if not loader.config.use_loss_mask:
         return []
     split = loader.split
@@ -61,7 +61,7 @@ def has_trained(source: DataSource, split: str) -> bool:
     with reading():
         for shard in range(len(episodes.shards)):
             mask = episodes.array(shard, MASK)
-            # Stop at the first marked token.
+            # Stop reading once a marked token is found.
             if any(mask[at : at + SCAN].any() for at in range(0, len(mask), SCAN)):
                 return True
             check_mapped(mask)

@@ -35,7 +35,7 @@ class WeightDtypes:
 
     default: torch.dtype = torch.float32
     exceptions: tuple[tuple[str, torch.dtype], ...] = ()
-    """Pairs of a dtype and a regular expression for the names of weights with this dtype."""
+    """Pairs of a regular expression for weight names and the dtype of the matching weights."""
 
     def __getitem__(self, name: str) -> torch.dtype:
         return next((dtype for pattern, dtype in self.exceptions if re.search(pattern, name)), self.default)

@@ -43,7 +43,9 @@ class Tracker(Protocol):
     """
 
     name: str
-    """The name under which `trackers.json` stores the id of the run, so that a resumed run continues it."""
+    """The name under which `trackers.json` stores the id of the run, so that a resumed run continues the same run in
+    the tracker.
+    """
 
     def start(self, run: TrackedRun) -> str | None:
         """Start a run, or continue the run with the id `run.id`; return the id, or None if the tracker has no ids."""

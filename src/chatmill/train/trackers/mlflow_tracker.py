@@ -116,7 +116,8 @@ class MlflowTracker:
 
 
 def valid_name(name: str) -> str:
-    """Convert a name to a valid MLflow name: replace invalid characters, and add a checksum to keep the name unique.
+    """Convert a name to a valid MLflow name: replace invalid characters and, if the name changes, add a checksum to
+    keep it unique.
 
     >>> valid_name("val_loss/chat"), valid_name("val_loss/a+b")
     ('val_loss/chat', 'val_loss/a_b-6b0e0c4d')

@@ -11,8 +11,8 @@ from chatmill.remote.urls import Place
 ReportPage = Callable[[Place], str]
 """A function that returns the HTML page that `chatmill report` writes for a dataset."""
 MOST_TOKENS = 10**9
-"""Maximum number of tokens in a dataset for which a page is written; a larger page would take more than a minute, while
-all ranks wait.
+"""Maximum number of tokens in a dataset for which a page is written; for a larger dataset, writing the page would take
+more than a minute, while all ranks wait.
 """
 
 

@@ -3,7 +3,8 @@
     run ── log, log_samples, … ──▶ queue ──▶ thread of a tracker ──▶ its client ──▶ files or a server
 
 Each tracker runs in its own thread. Failed tracker calls are counted, and the first error is shown in one line. The run
-waits only while a tracker starts, and is refused if the client or credentials are missing or a setting is wrong.
+waits for trackers only when they start and at the end, up to a time limit. It is refused if a client or credentials are
+missing or a setting is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ IDS = "trackers.json"
 START_SECONDS = 30.0
 """Maximum time that a run waits for a tracker to start."""
 FINISH_SECONDS: Mapping[Status, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
-"""Maximum time that a run waits for its trackers at the end; short for stopped runs, which may be killed soon."""
+"""Maximum time that a run waits for its trackers at the end; stopped runs wait for a shorter time, because they may be
+killed soon.
+"""
 WAITING = 10_000
 """Maximum number of queued calls for a slow tracker; further calls are dropped and counted."""
 
@@ -207,7 +210,7 @@ class _Worker:
                 self._fail(f"{_reason(error)}; the run continues")
 
     def _fail(self, what: str) -> None:
-        """Count a failed call, and note the reason of the first failure."""
+        """Count a failed call, and note the reason for the first failure."""
         self._failed += 1
         if self._failed == 1:
             self._note(what)
