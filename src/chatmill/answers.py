@@ -4,9 +4,9 @@
       u E A a E U v E A b E      the second: the user turn of the first is cut
     U u E A a   U v E A b E      none: the first does not close, so the turns after it are uncertain
 
-`TurnRenderer` masks excluded answers if the format sets `requires_user`. `prepare` and `render` select answers again in
-truncated rows, and `cut_blocks` selects them in each block. After an answer without an end marker, no answer is trained
-until the EOS token that ends the conversation.
+`TurnRenderer` masks all other answers if the format sets `requires_user`. `prepare` and `render` select answers again
+in truncated rows, and `cut_blocks` selects them in each block. After an answer without an end marker, no answer is
+trained until the EOS token that ends the conversation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chatmill.rows import Index, Part, Role, Rows, Rule, Table, joined
 
 Flags = NDArray[np.bool_]
 ALLOWED = 255
-"""Marks a turn that keeps its weights and rules."""
+"""Marks a turn that no rule excludes."""
 NOTED = {
     Rule.UNFINISHED: "answer_unfinished",
     Rule.INCOMPLETE_USER: "answer_incomplete_user",
@@ -30,21 +30,21 @@ NOTED = {
     Rule.OUTSIDE: "text_outside_turns",
     Rule.WHITESPACE: "whitespace_between_turns",
 }
-"""Rules that the ledger counts, with their reasons."""
+"""Reason under which the ledger counts each of these rules."""
 
 
 class TurnStates(NamedTuple):
     """Arrays with one entry per turn; a run of tokens outside turns counts as a turn without a role."""
 
     first: Index
-    """First span of the turn."""
+    """Index of the first span of the turn."""
     start: Index
     stop: Index
     role: NDArray[np.uint8]
     """Role of the turn. A tool result counts as a user turn; a turn without a marker has no role."""
     closed: Flags
     conversation: Index
-    """First turn of the conversation."""
+    """Index of the first turn of the conversation."""
     of_span: Index
     """Index of the turn that each span belongs to."""
 
@@ -55,7 +55,7 @@ class TurnStates(NamedTuple):
 
 
 def turn_states(rows: Rows) -> TurnStates:
-    """Find the turns of rows from their spans."""
+    """Derive the turns of rows from their spans."""
     spans, part = rows.spans, rows.spans["part"]
     begins = np.zeros(len(spans), dtype=bool)
     begins[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
@@ -71,7 +71,7 @@ def turn_states(rows: Rows) -> TurnStates:
 
 
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
-    """Return the rule that excludes each turn as an answer in its row or block [start, stop), or ALLOWED.
+    """For each turn, return the rule that excludes it as an answer in its row or block [start, stop), or ALLOWED.
 
     Turns may come from whole conversations or from truncated rows; only tokens in [start, stop) count.
     """
@@ -79,7 +79,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
     user, left_open = turns.latest(turns.role == Role.USER), turns.latest(answer & ~turns.closed)
     whole = answer & turns.closed & (turns.start >= start) & (turns.stop <= stop) & ~_is_split(rows, turns)
     after_open = (left_open >= 0) & (turns.start[left_open] >= start)
-    # A user turn that starts before the block is repeated from its start, so only its end counts.
+    # A block that starts inside a user turn repeats the user marker, so only the end of the turn must be in the block.
     has_user = (user >= 0) & turns.closed[user] & (turns.stop[user] > start)
     rule = np.where(has_user, np.uint8(ALLOWED), np.uint8(Rule.INCOMPLETE_USER))
     rule[~whole | after_open] = Rule.UNFINISHED
@@ -87,7 +87,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
 
 
 def _is_split(rows: Rows, turns: TurnStates) -> Flags:
-    """Whether each turn started in an earlier window of its conversation and only its end is trained in this row."""
+    """For each turn, whether only its end can be trained in this row because an earlier window contains its start."""
     earlier = rows.spans["rule"] == Rule.EARLIER_WINDOW
     if not earlier.any():
         return np.zeros(len(turns.first), dtype=bool)
@@ -96,7 +96,8 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 
 
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
-    """Return the spans, with weight 0 for excluded answers and for other turns that set `train` or `weight`.
+    """Return the spans with weight 0 for excluded answers, and for other turns that are trained only because they set
+    `train` or `weight`.
 
     Turns that `train_on` selects keep their weights; the metadata of the dataset records `train_on`.
     """
@@ -111,7 +112,7 @@ def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Tabl
 
 
 def mask_answers(rows: Rows) -> Rows:
-    """Return the rows, with answers masked that are incomplete or do not follow a complete user turn.
+    """Return the rows with every answer masked that is incomplete or does not follow a complete user turn.
 
     >>> from chatmill import Message, Record, load_format, open_renderer
     >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])
@@ -130,7 +131,7 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count the tokens of untrained answers and of text outside turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Most rows have no masked answers, so first check which rules occur at all.
+    # Few rules occur in most rows, so find the ones that occur before comparing spans.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

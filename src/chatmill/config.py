@@ -1,4 +1,4 @@
-"""Configs: each key is declared once, with its default, help text and check, and is read in one place.
+"""Configs: each key is declared once, with its default, help text and check.
 
     @dataclass(frozen=True, kw_only=True)
     class LoadConfig(Config):
@@ -28,7 +28,7 @@ SYSTEM_FAILURES = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 LONGEST = 1 << 31
 """The largest count that a config accepts."""
 LARGEST = sys.float_info.max
-"""The largest number; excludes infinity and integers that a float cannot represent."""
+"""The largest number that a config accepts. Excludes infinity and integers too large for a float."""
 
 NO_FLAG = ""
 """The `flag` of a key that only files can set."""
@@ -275,7 +275,7 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read a TOML file; errors call the file `name` and end with `what`, which describes the expected file."""
+    """Read a TOML file. Errors call it `name`; if it cannot be read, `what` describes the expected file."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
@@ -289,12 +289,12 @@ def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillErro
 
 
 def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the keys of a JSON file and of the files it inherits from; inherited keys are overridden. Raise `UsageError`
-    if a file inherits from itself.
+    """Read the keys of a JSON file and of the files it inherits from; the file's own keys override inherited ones.
+    Raise `UsageError` if a file inherits from itself.
 
     `heirs` are the files that inherit from this file, in the order in which they were read.
     """
-    # Read the file before resolving the path, so that the error for a link to itself names the link.
+    # Read the file before resolving the path, so that the error for a symbolic link to itself names the link.
     table = _read_json(path)
     if path.resolve() in [heir.resolve() for heir in heirs]:
         circle = " -> ".join(map(str, [*heirs, path]))

@@ -64,7 +64,7 @@ class RecordError(DataError):
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle all attributes: worker processes send their errors to the main process."""
+        """Pickle all attributes, because worker processes send errors to the main process."""
         return _record_error, (self.what, self.right, self.kind, vars(self))
 
     def __str__(self) -> str:

@@ -34,12 +34,12 @@ MAX_REASONS = 1000
 """Maximum number of reasons per bucket; further reasons count as `OTHER`."""
 OTHER = "other"
 MAX_NAMES = 200
-"""Maximum number of reasons of one kind with a name from data, such as `unread_key NAME`. Further reasons of the same
-kind are counted together, so that they do not displace other reasons.
+"""Maximum number of reasons that differ only in a name from the data, such as `unread_key NAME`. Further reasons of the
+same kind are counted together, so that they do not displace other reasons.
 """
 OTHER_NAMES = "(other keys)"
 UNREAD_KEY = "unread_key "
-"""Prefix of the reason for a key of a record that is not read; the name of the key follows."""
+"""Prefix of the reason for a record key that is not read; the name of the key follows."""
 # "noted" counts rows that were kept but deserve attention, such as a truncated answer; it is not part of the balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "filtered", "rendered")),

@@ -157,7 +157,7 @@ def render_chat_sft(
         raise DataError("no message has role assistant; expected at least one to train on")
     row = _rendered(parsed, _preset("primer"), tokenizer)
     labels = np.where(row.mask(), row.targets(), IGNORE_INDEX)
-    # Every turn of this format ends with a single end-of-turn token.
+    # Every turn of this format ends with a single end-of-turn token, so it is enough to drop the last token.
     end = None if add_final_eot else -1
     return row.ids[:end].tolist(), labels[:end].tolist()
 

@@ -60,9 +60,9 @@ def verify(
     """Verify an audit log: recompute every line from the dataset and report the first line that differs.
 
     Recomputes the order of every epoch and rereads every row that training received. The lines of the log are
-    hash-chained, and each checkpoint stores the hash of the latest line (the head): pass --checkpoint or --head to
-    detect a log that was truncated or rewritten as a whole. The step, cursor, dataset and config of the checkpoint must
-    also match the log. Exits with code 1 if a line differs.
+    hash-chained, and each checkpoint stores the hash of the latest line (the head). Pass --checkpoint or --head to
+    detect a truncated or completely rewritten log. The step, cursor, dataset and config of the checkpoint must also
+    match the log. Exits with code 1 if a line differs.
 
     \b
     Examples:

@@ -46,7 +46,7 @@ FROM_FILE = (
 
 
 def setting_flags() -> OptionGroup:
-    """Mark a parameter that receives the flags that override `chatmill.toml`; a flag that is not given is None."""
+    """Return the options that override settings in `chatmill.toml`; an option that is not given is None."""
     options = []
     for name, each in keys_of(CacheConfig).items():
         if name != "path":

@@ -36,7 +36,7 @@ def certify_command(
 ) -> None:
     """Check that a chat template is safe to train with. Prints PASS, WARN, FAIL or SKIP for each check.
 
-    Renders a small conversation of every kind (system message, tools, reasoning, ...) and, if given, your own records.
+    Renders small test conversations (with a system message, tools, reasoning, ...) and, if given, your own records.
     Checks that the token ids equal those of transformers, that each trained answer starts where its generation prompt
     ends, and that it ends with a token at which the model stops.
 
@@ -83,9 +83,9 @@ def _observed(
     observe: Callable[[list[Record]], OwnRecords],
     chunks: Iterable[list[Record]],
 ) -> Iterator[OwnRecords]:
-    """Observe records in the processes of the engine, and count them."""
+    """Observe chunks of records in worker processes, and pass the number of records to `count`."""
     in_processes = partial(engine.in_order, processes=engine.workers, most=2 * engine.workers)
-    # A process with threads, such as those for requests, must not fork.
+    # Forking a process that runs threads, such as those for network requests, can deadlock.
     is_serial = engine.workers == 1 or threading.active_count() > 1
     for own in (map if is_serial else in_processes)(observe, chunks):
         count(own.count)

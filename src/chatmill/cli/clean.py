@@ -34,8 +34,8 @@ def clean(
     """Remove files of interrupted builds, and objects of a dataset that has been replaced.
 
     At a URL, removes objects that the dataset's metadata does not reference. A training run may still be reading a
-    replaced dataset, and a running build may have uploaded objects that are not referenced yet: set --older-than to
-    more than your longest build and training run. Objects that chatmill did not write are never removed.
+    replaced dataset, and a running build may have uploaded objects that are not referenced yet. Set --older-than to
+    more than the duration of your longest build or training run. Objects that chatmill did not write are never removed.
 
     \b
     Examples:

@@ -56,10 +56,10 @@ def compare(
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, max=LONGEST, help="Compare at most this many records.")
     ] = None,
-    exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with code 1 if a record differs, like chatmill diff.")
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with code 1 if a record differs.")] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="Print without colors, as if NO_COLOR were set.")
     ] = False,
-    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors, like setting NO_COLOR.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which tokens chatmill and TRL train differently, and why, with an example of each reason.

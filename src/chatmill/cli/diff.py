@@ -33,9 +33,9 @@ def diff(
     """Show which conversations differ between datasets A and B, and which build settings differ.
 
     Prints counts and the first few conversations that were added, removed, retokenized, masked differently or moved
-    between splits. Conversations are matched by a hash of their content, so order, shards and packing do not matter. A
-    repeated conversation is matched once per occurrence. Uses about 40 bytes of memory per conversation. The exit code
-    is 0 even if datasets differ, unless --exit-code is given.
+    between splits. Conversations are matched by a hash of their content, so order, shards and packing do not matter. If
+    a conversation occurs several times, each occurrence is matched separately. Uses about 40 bytes of memory per
+    conversation. The exit code is 0 even if datasets differ, unless --exit-code is given.
 
     \b
     Examples:

@@ -39,7 +39,7 @@ def eval_command(
             "--limit", "-n", min=0, help="Maximum number of answers to generate, spread evenly over the split."
         ),
     ] = None,
-    wrong: Annotated[int, typer.Option(min=0, help="Show this many answers that are not exact.")] = 0,
+    wrong: Annotated[int, typer.Option(min=0, help="Show up to this many answers that do not match exactly.")] = 0,
     tokenizer: ItsTokenizer = None,
     device: Device = "auto",
     base: BaseChoice = "trained",
@@ -50,9 +50,9 @@ def eval_command(
     """Evaluate a model on a dataset: loss on trained tokens, exact-match answers, and answers with an end-of-turn
     token.
 
-    Prints a table per source. For every trained answer in the split, the model receives the token ids before the answer
-    and decodes greedily. `exact` counts outputs that equal the answer token for token; `stopped` counts outputs that
-    reach the end-of-turn token.
+    Prints a table with one row per source. For every trained answer in the split, the model receives the token ids
+    before the answer and decodes greedily. `exact` counts outputs that equal the answer token for token; `stopped`
+    counts outputs that reach the end-of-turn token.
 
     \b
     Examples:

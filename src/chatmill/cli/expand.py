@@ -25,7 +25,7 @@ def option_parameter(name: str, annotation: Any, default: Any) -> inspect.Parame
 
 
 def key_options(config: type[Any]) -> OptionGroup:
-    """Mark a parameter that receives every key of a config as a typed option."""
+    """Return one typed option for each key of a config."""
     keys = {name: each for name, each in keys_of(config).items() if each.flag != NO_FLAG}
     tuples = {name for name, each in keys.items() if get_origin(each.type) is tuple}
     options = []
@@ -36,9 +36,9 @@ def key_options(config: type[Any]) -> OptionGroup:
 
 
 def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
-    """Mark a parameter that receives config keys as string options, spelled with underscores or hyphens.
+    """Return one string option for each config key, spelled with underscores or hyphens.
 
-    The help shows the key `first` before all others.
+    The help lists the key `first` before all others.
     """
     options = []
     keys = [each for config in configs for each in keys_of(config).values()]

@@ -45,12 +45,12 @@ def transcripts(
     read: ReadOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Write conversations as text transcripts (<|USER|>…<|END|><|ASSISTANT|>…<|END|>) that fit a context length.
+    """Write conversations as text transcripts (<|USER|>…<|END|><|ASSISTANT|>…<|END|>) that fit in a context length.
 
     Writes one conversation per line, each ending with <|EOS|>. The first exchange must fit in the context together with
-    the system turn, and each later exchange must fit by itself; the conversation ends before the first exchange that
-    does not fit. A conversation with line breaks or other control characters is written as a JSON string, so reading
-    the file with `--shape transcript` gives the same text.
+    the system turn; each later exchange only has to fit on its own. The conversation ends before the first exchange
+    that does not fit. A conversation with line breaks or other control characters is written as a JSON string, so
+    reading the file with `--shape transcript` gives the same text.
 
     \b
     Example:

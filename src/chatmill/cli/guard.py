@@ -18,9 +18,9 @@ EXTRAS = {"torch": "train", "safetensors": "train"}
 
 
 def guarded(command: Callable[[], object]) -> NoReturn:
-    """Run a command and exit: with code 0, 1 after an error, or 2 for a usage error."""
+    """Run a command and exit with its code: 0, 1 after an error, 2 after a usage error, or 130 after Ctrl-C."""
     with standard_streams():
-        warnings.showwarning = _show_warning  # type: ignore[assignment]  # it takes what it is given and more
+        warnings.showwarning = _show_warning  # type: ignore[assignment]  # accepts extra arguments
         code = _exit_code(command)
         # Flush now rather than at interpreter exit, so that an output that cannot be written is reported as an error.
         if code == 0:
@@ -37,7 +37,8 @@ def guarded(command: Callable[[], object]) -> NoReturn:
 def _end_rank(code: int) -> NoReturn:
     """Exit a rank of a distributed run without running C++ destructors.
 
-    Threads of torch process groups may outlive the destroyed objects and abort a process that has finished its work.
+    Otherwise, threads of torch process groups could use destroyed objects and abort a process that has finished its
+    work.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -32,7 +32,7 @@ def command_group(help: str) -> typer.Typer:
 
 
 def dataset_place(name: str) -> Place:
-    """Return the folder or URL of a dataset without a trailing slash."""
+    """Parse a dataset argument: a folder, or a URL, whose trailing slash is removed."""
     from chatmill.store.layout import METADATA
 
     where = place(name)
@@ -44,7 +44,7 @@ def dataset_place(name: str) -> Place:
 if TYPE_CHECKING:
     GivenPlace = Place
 else:
-    # typer does not support unions and shows the class name in the help; the `place` parser creates the value.
+    # typer does not support unions and shows the name of this class in the help; `dataset_place` creates the value.
     GivenPlace = type("path or URL", (), {})
 Dataset = Annotated[GivenPlace, argument("DIR", "A dataset.", dataset_place)]
 DatasetOrCache = Annotated[GivenPlace, argument("DIR", "Dataset, or the SFT cache of a source.", dataset_place)]
@@ -68,7 +68,7 @@ OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace an exi
 
 
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:
-    """Print the number of truncated, dropped, repeated and noted rows, one line per reason."""
+    """Print how many rows and tokens were truncated, dropped, repeated or noted, one line per reason."""
     for bucket, reason, entry in ledger:
         if reason.startswith(UNREAD_KEY):
             typer.echo(f"note: {unread_key(reason, entry.rows)}", err=err)
@@ -102,7 +102,7 @@ def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Seq
 
 
 def console_on_stdout(*, soft_wrap: bool = False) -> Console:
-    """Return a console for styled text on standard output; callers escape names themselves."""
+    """Return a console for styled text on standard output; callers must escape control characters."""
     output: Any = sys.stdout
     console = Console(file=getattr(output, "styled", output), highlight=False, soft_wrap=soft_wrap)
     if not console.is_terminal:
@@ -149,13 +149,15 @@ def counting(what: str) -> Iterator[Callable[[int], None]]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
     with progress_on_stderr(*columns) as bar:
         task = bar.add_task(what, total=None)
-        # Skip a hidden display: updating it takes time for every record.
+        # Do not update a hidden display, because each update takes time.
         yield (lambda count: None) if bar.disable else (lambda count: bar.advance(task, count))
 
 
 @contextmanager
 def counting_after_fork(what: str) -> Iterator[Callable[[int], None]]:
-    """Like `counting`, but start the display at the first count: it runs a thread, and workers are forked before."""
+    """Like `counting`, but start the display at the first count, because it runs a thread and workers must be forked
+    before any thread starts.
+    """
     with ExitStack() as display:
         add: Callable[[int], None] | None = None
 

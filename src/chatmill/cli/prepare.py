@@ -113,10 +113,10 @@ def prepare_command(
 ) -> None:
     """Turn conversations into a tokenized dataset with a loss mask, for `chatmill train`.
 
-    Reads the records, applies the chat format, truncates or packs long rows, splits off validation data, and writes
-    token shards, a loss mask and metadata to OUTPUT. OUTPUT appears only when it is complete. The same input and flags
-    give the same bytes with any number of processes. INPUT can also be a recipe: a .yaml or .toml file that lists
-    several sources.
+    Reads the records, applies the chat format, truncates long rows, optionally packs rows, splits off validation data,
+    and writes token shards, a loss mask and metadata to OUTPUT. OUTPUT appears only when it is complete. The same input
+    and flags give the same bytes with any number of processes. INPUT can also be a recipe: a .yaml or .toml file that
+    lists several sources.
 
     \b
     Examples:

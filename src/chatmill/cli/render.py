@@ -41,7 +41,8 @@ def render_command(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Maximum row length; --fit sets how longer rows are shortened. Default: no truncation."
+            min=1,
+            help="Maximum row length in tokens; --fit sets how longer rows are shortened. Default: no truncation.",
         ),
     ] = None,
     fit: Annotated[

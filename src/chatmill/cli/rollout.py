@@ -71,8 +71,8 @@ def build(
 ) -> None:
     """Build a dataset from stored rollouts: keep the prefix of each answer and append the objects that it missed.
 
-    Matched coordinates are trained toward the ground truth and appended objects are trained; everything else is
-    context. Writes the dataset to OUTPUT.
+    Matched coordinates are trained toward the ground truth, and appended objects are trained as well; all other tokens
+    are context. Writes the dataset to OUTPUT.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`chatmill show` and `chatmill explain`: print episodes with their loss mask, and explain single tokens."""
+"""`chatmill show` and `chatmill explain`: print episodes with their loss mask, and explain individual tokens."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _colours(console: Console) -> bool:
 
 
 def _print(lines: Iterable[Text], console: Console) -> None:
-    """Print in color to a terminal with rich, or as plain text to a pipe, which is faster."""
+    """Print with rich if the console shows colors; otherwise write plain text, which is faster."""
     if _colours(console):
         for line in lines:
             console.print(line)

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 _NOT_PLAIN = re.compile(r"[^ -~\n\t\u200c\u200d]+")
-"""Line ends, tabs and joiners in words and emoji are written unchanged."""
+"""Matches characters that may need escaping: all but printable ASCII, line ends, tabs and the joiners in words and
+emoji.
+"""
 
 
 class Styled:
@@ -116,7 +118,7 @@ def discard(stream: io.TextIOWrapper) -> None:
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Replace the standard streams within the block."""
+    """Replace standard output and standard error inside the `with` block."""
     _open_closed()
     before = sys.stdout, sys.stderr
     for stream in before:

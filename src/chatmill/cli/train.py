@@ -28,7 +28,7 @@ class TrainCommand(TyperCommand):
 
 
 COMMAND = {"cls": TrainCommand, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-"""Unknown flags reach the command, which reports them in one line."""
+"""Passes unknown flags to the command, which reports them in one line."""
 
 
 def train(

@@ -20,7 +20,7 @@ def verify(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a dataset is intact: metadata, file sizes, and that episodes and spans cover all tokens exactly.
+    """Check the metadata and file sizes of a dataset, and that episodes and spans cover every token exactly once.
 
     Prints OK and the counts of each split. If the dataset has faults, prints one line per fault and exits with code 1.
     Add --full to read every byte and compare hashes. In datasets written by another program, tokens may be in no

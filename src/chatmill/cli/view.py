@@ -49,7 +49,7 @@ def view(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder for search indexes, about as large as the text.",
+            help="Folder for search indexes. An index is about as large as the text.",
             show_default="chatmill/view in the user's cache",
         ),
     ] = None,
@@ -59,7 +59,7 @@ def view(
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Browse a dataset in the browser: search and filter episodes, and see why each token is trained.
+    """Browse a dataset in the browser: search and filter episodes, and see why each token is trained or not.
 
     Serves a read-only page on 127.0.0.1, for browsers on this machine only; press Ctrl-C to quit. The first time a
     dataset is viewed, a search index is built in the background and kept in --index. Requires pip install

@@ -105,7 +105,7 @@ def open_data(
         try:
             made = prepare(job, allow_code=preview.allow_code or ())
         except MissingTokensError:
-            # For a preview, add the tokens of the default format to the tokenizer.
+            # A preview adds missing control tokens to the tokenizer instead of failing.
             if is_recipe:
                 raise
             made = prepare(replace(job, add_tokens=True))

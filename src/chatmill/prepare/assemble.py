@@ -28,9 +28,10 @@ from chatmill.store.metadata import ShardInfo, SplitInfo
 from chatmill.store.write import SplitWriter
 
 CHUNK_TOKENS = 2**22
-"""Tokens to gather at a time, which limits the memory use for data of any size."""
+"""Number of tokens to gather at a time, to limit memory use."""
 MAPPED = 256
-"""Number of staged files mapped at once; each uses a file descriptor, and processes are often limited to 1,024."""
+"""Maximum number of staged files mapped at once. Each uses a file descriptor, and processes are often limited to 1,024.
+"""
 ANY_SIZE = 2**62
 
 
@@ -45,8 +46,8 @@ def assemble(
     on_tokens: Callable[[int], None] = lambda tokens: None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> dict[str, SplitInfo]:
-    """Write the selected rows of `train`, and of `val` if the job has that split, below `staging`; an empty split is an
-    error.
+    """Write the selected rows of `train`, and of `val` if the job has that split, below `staging`; raise `DataError` if
+    a split is empty.
 
     `on_shard` is called with the folder of each shard when its files are complete.
     """
@@ -115,7 +116,7 @@ def write_shard(plan: ShardPlan, folder: Path, *, vocab_size: int) -> ShardInfo:
 
 
 def check_filled(splits: Mapping[str, SplitInfo], staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> None:
-    """Raise `DataError` if a split is empty, or if a source in the mix has no trained tokens."""
+    """Raise `DataError` if a split is empty, or if the training split has no rows of a source in the mix."""
     for name, split in splits.items():
         if split.num_episodes == 0:
             raise DataError(f"the split {name} would be empty; {_why_empty(name, splits, staged, job, ledger)}")
@@ -170,7 +171,7 @@ def rows_of(plan: ShardPlan) -> Iterator[Rows]:
 
 
 def _taken(unit: Staged, rows: Numbers) -> Rows:
-    """Return the given ascending rows of a staged file, without a copy if all rows are selected."""
+    """Return the given rows of a staged file, which must be in ascending order. Consecutive rows are not copied."""
     if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
         return unit.rows()[int(rows[0]) : int(rows[-1]) + 1]
     return unit.rows().take(rows)
@@ -219,7 +220,7 @@ class _Gather:
         first, last = unit.first_span[rows], unit.first_span[rows + 1]
         copy_ranges(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])
         as_bytes(self._origins)[here] = as_bytes(unit.origins).take(rows)
-        # Every staged row has an input file; padding is added later.
+        # Every staged row comes from an input file. Padding, which does not, is added later.
         numbers = np.array([self._files.setdefault(file, len(self._files)) for file in unit.files], dtype=np.uint32)
         self._origins["file"][here] = numbers[unit.origins["file"][rows]]
         unit.release()

@@ -37,7 +37,7 @@ class BuildDir:
     staging: Path
     units: Path
     resumed: bool
-    """Whether an interrupted build of the same job left units."""
+    """Whether units of an interrupted build of the same job are reused."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def build_dir(
             try:
                 yield BuildDir(staging, units, resumed)
             except BaseException as error:
-                # A failed cleanup must not hide the error; the next build also cleans up.
+                # A failed cleanup is ignored, so that it does not hide the error; the next build removes the files.
                 _remove(staging, DATASET)
                 if isinstance(error, DataError | UsageError) and not isinstance(error, RemoteError):
                     _remove(units, UNITS)
@@ -83,7 +83,7 @@ def build_dir(
 
 @dataclass(frozen=True)
 class CleanedBuilds:
-    """Files left next to the target by killed builds."""
+    """Counts of the files that killed builds left next to the target."""
 
     removed: ObjectCount
     young: ObjectCount
@@ -91,8 +91,8 @@ class CleanedBuilds:
 
 
 def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBuilds:
-    """Remove files left next to `target` by a killed build, unless any of them was written in the last `older_than`
-    seconds.
+    """Remove the folders that a killed build left next to `target`, except a folder with a file written in the last
+    `older_than` seconds.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -118,7 +118,7 @@ def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
     resumed = resume and path.is_file()
     if resumed and path.read_bytes() != job:
         raise DataError(f"{units}: the interrupted build had a different job or input; build without --resume")
-    # Shards are rewritten from the units, which is fast and gives the same bytes.
+    # Remove the shards even when resuming: writing them again from the units is fast and gives the same bytes.
     for folder, kind in ((staging, DATASET), *(() if resumed else ((units, UNITS),))):
         if left := _remove(folder, kind):
             raise DataError(f"{folder}: {left}; the folder is left from an earlier build; inspect and remove it")
@@ -138,7 +138,9 @@ def _remove(folder: Path, kind: FolderKind) -> str:
 
 @contextmanager
 def _alone(lock: Path, target: Place) -> Iterator[None]:
-    """Hold a lock that is released when the processes holding it exit; raise `DataError` if another build holds it."""
+    """Hold a lock during the block; raise `DataError` if another build holds it. If this process is killed, the lock is
+    released when its workers have exited.
+    """
 
     def opened() -> int:
         try:

@@ -34,7 +34,7 @@ from chatmill.store.remote_files import STAGING
 from chatmill.store.remote_publish import RemoteTarget
 
 TASKS_PER_CPU = 2
-"""Minimum number of tasks that write shards, if there are enough shards, so that few CPUs are idle at the end.
+"""Minimum number of shard-writing tasks per CPU, if there are enough shards, so that few CPUs are idle at the end.
 """
 
 
@@ -54,7 +54,7 @@ class ClusterBuild:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect to the cluster. Staged units are removed when the block ends or the input is invalid; after other
+        """Connect to the cluster. Staged units are removed after success or if the input is invalid; after other
         errors, they are kept for --resume.
         """
         with self.engine.connected():
@@ -96,7 +96,7 @@ class ClusterBuild:
     def _shards_per_task(self, job: Job, ledger: Ledger) -> int:
         """Return the number of shards per task: one, unless rows are packed and there are far more shards than CPUs.
 
-        A packed shard takes its rows from a window of 2^20 rows, so its task reads nearly all of them. A task that
+        A packed shard takes its rows from a window of 2^20 rows, so its task reads nearly the whole window. A task that
         writes several shards reads the window only once.
         """
         shards = ledger.total("rendered", "repeated").tokens // job.shard_tokens
@@ -107,4 +107,4 @@ class ClusterBuild:
         try:
             self.engine.remove(objects.names_below(self.units))
         except ChatmillError as error:
-            warnings.warn(f"{error}; staged objects remain, `chatmill clean` removes them", stacklevel=2)
+            warnings.warn(f"{error}; staged objects remain; remove them with `chatmill clean`", stacklevel=2)

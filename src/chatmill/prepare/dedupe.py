@@ -102,7 +102,7 @@ class _Files:
 
     files: Sequence[StagedFile]
     start: NDArray[np.int64]
-    """Number of the first record with rows of each file, followed by the total number."""
+    """For each file, the number of its first record that has rows, followed by the total number of such records."""
 
     @property
     def count(self) -> int:
@@ -159,7 +159,8 @@ def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
     """For each record, return the first record of its near-duplicate group, or -1 for that record and for exact
     duplicates.
     """
-    # One-byte values of different records are sometimes equal by chance.
+    # Signatures store one byte of each MinHash value. Different values agree in it with probability 1/256, so require
+    # more matches than the threshold.
     needed = np.ceil(VALUES * (threshold + (1 - threshold) / 256) - 1e-9)
     groups = _Groups(files.count, files.dtype)
     bands = max((len(file.head().columns.get("bands", ())) for file in files.files), default=0)
@@ -179,8 +180,8 @@ def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
 
 def _candidates(files: _Files, band: int, twin: Numbers) -> Iterator[Pairs]:
     """Yield pairs of records with the same band key, without exact duplicates; at most `COMPARED` + 1 per record."""
-    # Put the key in the upper half and the number in the lower half, so that sorting also orders numbers with the same
-    # key.
+    # Put the band key in the upper 32 bits and the record number in the lower 32 bits, so that sorting also orders
+    # records with the same key.
     keyed, filled = np.empty(files.count, dtype=np.uint64), 0
     for here, keys in files.column("bands", band=band):
         numbers = np.flatnonzero((keys != NOT_COMPARED) & (twin[here] < 0))
@@ -216,7 +217,7 @@ def _repeated(keyed: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _verify(files: _Files, pending: Sequence[Pairs], groups: _Groups, needed: float) -> None:
-    """Merge the pairs whose signatures share at least `least` values."""
+    """Merge the pairs whose signatures share at least `needed` values."""
     one, other = (np.concatenate([np.empty(0, dtype=np.int64), *column]) for column in zip(*pending, strict=True))
     for begin in range(0, len(one), PAIRS):
         pairs = groups.apart(one[begin : begin + PAIRS], other[begin : begin + PAIRS])

@@ -4,8 +4,8 @@
     bands      u32[BANDS, R]    hashes of groups of MinHash values: near-duplicates have at least one in common
     signature  u8[R, 128]       the low bytes of the MinHash values: their share in common estimates the similarity
 
-The similarity of two conversations is the Jaccard index of their sets of 5-token sequences, without system messages.
-Every value is a function of one record and the job.
+The similarity of two conversations is the Jaccard index of their sets of 5-token sequences; system messages are
+ignored. Every value depends only on one record and the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, copy_ranges, copy
 SHINGLE = 5
 """Tokens per sequence. A conversation with fewer tokens is a single sequence."""
 VALUES = 128
-"""MinHash values per conversation; the standard error of a similarity of 0.8 is 0.035."""
+"""MinHash values per conversation. At a similarity of 0.8, the standard error of the estimate is 0.035."""
 RECALL = 0.99
 """Minimum probability that two conversations of exactly the requested similarity share a band."""
 NOT_COMPARED = 0
@@ -42,7 +42,9 @@ _ROWS = 2048
 """Conversations per MinHash call, to limit the memory for the Python integers that it returns."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FIRST_ROLE = 0xF8
-"""Prefix of a text for each role. The prefix bytes do not occur in UTF-8, so no text contains them."""
+"""Prefix byte of texts of the first role; the other roles follow. These bytes do not occur in UTF-8, so no text
+contains them.
+"""
 _WITH_FIELDS = b"\xff"
 _IS_SPACE = np.zeros(256, dtype=bool)
 _IS_SPACE[[ord(char) for char in map(chr, range(128)) if char.isspace()]] = True
@@ -59,7 +61,7 @@ def _multipliers() -> NDArray[np.uint64]:
 
 
 def dedupe_identity(job: Job) -> dict[str, Any]:
-    """Return the versions that affect the columns; a build with different versions cannot be resumed."""
+    """Return the Unicode and MinHash versions, which affect the columns; other versions cannot resume a build."""
     if not job.removes_duplicates:
         return {}
     identity = {"unicode": unicodedata.unidata_version}
@@ -101,8 +103,8 @@ def normalized(text: str) -> str:
 
 
 def exact_keys(records: Sequence[Record]) -> NDArray[np.uint64]:
-    """Return two numbers per record, equal if roles, normalized texts and all other fields of the messages are
-    equal.
+    """Return two numbers per record, which are equal for records with the same tools, roles, normalized texts and other
+    message fields.
     """
     keys = _column_keys(records) if isinstance(records, ChatColumns) else None
     if keys is None:
@@ -203,7 +205,7 @@ def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
 
 
 def band_size(threshold: float) -> int:
-    """Return the largest band size that finds conversations of the given similarity with probability `RECALL`.
+    """Return the largest band size that finds conversations of the given similarity with at least probability `RECALL`.
 
     >>> band_size(0.8), band_size(0.5)
     (6, 3)

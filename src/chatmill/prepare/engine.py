@@ -113,7 +113,7 @@ class LocalEngine:
                             break
                         yield self._result(pending.popleft())
                 finally:
-                    # Do not wait for workers that are still running.
+                    # Workers that are still running exit when this pipe is closed.
                     os.close(held)
         finally:
             os.close(ended)

@@ -33,15 +33,15 @@ from chatmill.records.record import NO_ROLE
 from chatmill.rows import Index
 
 EXCLUDE = "exclude"
-"""Removes the records whose ids are in the `--exclude` file."""
+"""Name of the filter that removes records whose ids are in the `--exclude` file."""
 NAMES = (*keys_of(Filters), EXCLUDE)
 """All filters; the index of a filter is staged with each record that it removes."""
 ROW_FILTERS = ("min_tokens", "max_tokens", "min_trained_share", "max_trained_share")
 """Filters that check rendered rows; all other filters check records."""
 LANGUAGE_CHARACTERS = 2000
-"""Characters of the answers used to detect their language."""
+"""Number of characters, from the start of the answers, used to detect the language."""
 MATCH_SECONDS = 10.0
-"""Time limit for all regular expressions on one record."""
+"""Time limit for a regular expression on all messages of one record."""
 
 TIME_LIMIT = "time_limit"
 """Error kind of a record that exceeds the time limit."""
@@ -119,7 +119,9 @@ def _module_hash(module: ModuleType) -> str:
 
 @lru_cache
 def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
-    """Return the function of a predicate; works in any process and on any machine."""
+    """Import the function of a predicate in this process; raise `DataError` if its file differs from that of the main
+    process.
+    """
     module, function = _function(predicate.name, predicate.folder)
     if _module_hash(module) != predicate.sha256:
         raise DataError(
@@ -161,12 +163,12 @@ def failed_test(record: Record, tests: Sequence[tuple[str, RecordTest]]) -> str 
 
 
 def turns(record: Record) -> int:
-    """Return the messages of a record, without system messages and text outside turns."""
+    """Return the number of messages of a record, not counting system messages and text outside turns."""
     return sum(message.role not in ("system", NO_ROLE) for message in record.messages)
 
 
 def _matches(pattern: re.Pattern[str], name: str, record: Record) -> bool:
-    """Whether the text or the reasoning of a message matches."""
+    """Whether the text or the reasoning of any message matches."""
     try:
         with _time_limit(MATCH_SECONDS):
             return any(

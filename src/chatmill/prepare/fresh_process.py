@@ -27,8 +27,8 @@ SERVE = "from chatmill.prepare.fresh_process import serve; serve()"
 def run_in_fresh_process(
     units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path, *, workers: int
 ) -> Generator[Done, None, None]:
-    """Like `LocalEngine.run`. Run units in a new process. Workers stop writing to the folder when the generator is
-    closed or this process exits.
+    """Like `LocalEngine.run`, but fork the workers from a new process. Workers stop writing to the folder when the
+    generator is closed or this process exits.
     """
     pipe, its_end = Pipe()
     with its_end:

@@ -157,8 +157,9 @@ class Job:
     )
     text_tokens: TextTokens = key(
         "as-transformers",
-        "With --format template: encode added tokens such as <think> in message text as single tokens, like "
-        "transformers, or never. Special tokens and header tokens in message text are always encoded as plain text.",
+        "With --format template: whether to encode added tokens such as <think> in message text as single tokens, as "
+        "transformers does, or as plain text (never). Special tokens and header tokens in message text are always "
+        "encoded as plain text.",
     )
     allow_no_end_token: bool = key(
         False, "With --format template: train answers without an end-of-turn token instead of refusing them."
@@ -177,7 +178,9 @@ class Job:
         "Make one row per answer, with all messages before it as context. Use this for chat templates that drop "
         "earlier reasoning.",
     )
-    max_tokens: int | None = key(None, "Maximum row length, or the block size with --fit blocks. Default: no limit.")
+    max_tokens: int | None = key(
+        None, "Maximum row length in tokens, or the block size with --fit blocks. Default: no limit."
+    )
     fit: Fit = key(
         "exchanges",
         "How to shorten rows over --max-tokens (see docs/explanation/packing.md); blocks makes fixed-size "

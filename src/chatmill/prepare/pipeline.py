@@ -271,7 +271,9 @@ def _write(
     engine: Engine | None = None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> Metadata:
-    """Write all files of the dataset from staged rows, metadata last; an `engine` writes shards in its processes."""
+    """Write all files of the dataset from staged rows, metadata last; a local `engine` may write shards in worker
+    processes.
+    """
     if not ledger.total("read").rows:
         raise DataError("the input has no records; expected at least one")
     rendered, written = ledger.total("rendered", "repeated"), 0
@@ -321,9 +323,9 @@ def _is_large(job: Job, tokens: int) -> bool:
 
 
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles, excluded: Excluded) -> bytes:
-    """Return a hash that must be the same for the units of an interrupted build to be reused.
+    """Return the fingerprint of a build; units of an interrupted build are reused only if it is the same.
 
-    The hash covers only the sizes of input files; each unit stores a hash of the bytes that it read.
+    The fingerprint covers only the sizes of input files; each unit stores a hash of the bytes that it read.
     """
     parts = [(label(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
     files = {label(path): size for path, size in inputs.sizes.items()}

@@ -1,8 +1,8 @@
 """`build_cache`: build the primer cache of one source from a file of conversations.
 
 Reads all records, shuffles them with the seed, splits them, keeps the last tokens of each row, and writes one example
-per row. The shuffle needs all rows at once, so a source must fit in memory. Rows are columns of ids and spans, without
-Python objects per token.
+per row. The shuffle needs all rows at once, so a source must fit in memory. Rows are arrays of ids and spans, so no
+Python object is created per token.
 """
 
 from __future__ import annotations

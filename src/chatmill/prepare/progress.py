@@ -14,7 +14,7 @@ from chatmill.remote.urls import place
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """Progress of a build. `done` counts units (in the step check), bytes of input (render) or tokens (write).
+    """Progress of a build. `done` counts bytes of input in the steps check and render, and tokens in the step write.
 
     If a job has several sources, rendering is reported per source: all numbers refer to `source`.
     """
@@ -36,7 +36,7 @@ def source_title(source: InputSource) -> str:
 
 
 class SourceProgress:
-    """Counts the rendered units of each source."""
+    """Tracks the rendering progress of each source."""
 
     def __init__(self, job: Job, units: Sequence[Unit]) -> None:
         self._names = [source_title(source) for source in job.sources] if len(job.sources) > 1 else [""]

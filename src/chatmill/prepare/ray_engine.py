@@ -29,11 +29,11 @@ from chatmill.store.metadata import ShardInfo
 from chatmill.store.remote_publish import RemoteTarget
 
 RETRIES = 8
-"""Retries of a unit after its worker is lost; errors of the unit itself are never retried."""
+"""Maximum number of retries of a task whose worker is lost. A task that raises an error is not retried."""
 PATIENCE = 600
 """Seconds to wait for running tasks after an error, so that no task writes to the build afterwards."""
 TASKS_PER_CPU = 4
-"""Maximum number of submitted tasks, which is also the number of tasks that have to finish after an error."""
+"""Maximum number of submitted tasks per CPU. After an error, the build waits for the submitted tasks."""
 
 REMOVED_TOGETHER = 500
 """Objects removed per task."""
@@ -75,7 +75,7 @@ class RayEngine:
             yield from infos
 
     def remove(self, urls: Sequence[Url]) -> None:
-        """Remove objects in parallel tasks, because each removal takes a request."""
+        """Remove objects in parallel tasks, because each removal is a separate request."""
         parts = [urls[at : at + REMOVED_TOGETHER] for at in range(0, len(urls), REMOVED_TOGETHER)]
         for _ in self._in_order(_remove, parts, None):
             pass
@@ -88,7 +88,8 @@ class RayEngine:
     def _in_order(self, work: Callable[[Any, Any], Any], items: Iterable[Any], shared: Any) -> Generator[Any]:
         """Yield the results of `work` for all items in order; raise the first error in that order."""
         with self.connected() as ray:
-            # Request less than one CPU per task; otherwise tasks on a small cluster starve the tasks that feed them.
+            # Request less than one CPU per task. On a small cluster, tasks that produce the input could otherwise not
+            # run.
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(work)
             shared = ray.put(shared)
             places, waiting = _places(ray), iter(items)

@@ -126,7 +126,7 @@ class FirstRecords:
     def __init__(self, most: int, *, hold: bool = False) -> None:
         self._most, self._read, self._faults, self._hold = most, 0, 0, hold
         self.records: list[Record] = []
-        """The records that were read, if they are kept."""
+        """The records that were read, if `hold` is true."""
         self.reached_end = False
 
     def __call__(
@@ -208,7 +208,7 @@ def _add_removed(
     path: Path,
     held: dict[tuple[str, int], Record],
 ) -> None:
-    """Count the removed records of each source, with the first record removed for each reason as an example."""
+    """Count the removed records of each source, with the first `EXAMPLES` records removed for each reason."""
     if write_removed(path, staged, selection) is None:
         return
     source_of = {(unit.part.source, unit.name): unit.source for unit in units}

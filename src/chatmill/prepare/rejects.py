@@ -25,7 +25,7 @@ from chatmill.store import files
 KEYS = ("file", "line", "id", "kind", "reason", "raw")
 """Keys of each line of a rejects file, in order."""
 LONGEST = 1 << 20
-"""Maximum bytes of a line to read."""
+"""Maximum number of bytes to read from the first line of an existing rejects file."""
 
 
 def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
@@ -84,7 +84,7 @@ class Rejects:
         if any(files.real(each) == files.real(path) or _same(each, path) for each in reads):
             raise UsageError(f"{shown(path)}: is an input, which the rejects would overwrite; use another file")
         if output is None or output.parent != path.parent or output.parent.exists():
-            # Create the folder of the output if necessary.
+            # Otherwise, the folder does not exist yet and is created with the output.
             files.refuse_existing(path, overwrite=self._overwrite)
         if path.exists():
             with path.open("rb") as file:
@@ -127,7 +127,7 @@ class Rejects:
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether two paths refer to the same file, through any kind of link."""
+    """Whether two paths refer to the same file, including through links."""
     return one.exists() and other.exists() and one.samefile(other)
 
 

@@ -80,7 +80,7 @@ class _Twins:
     def __init__(self, staged: Sequence[StagedFile], selection: Selection) -> None:
         numbers = np.concatenate([np.empty(0, np.int64), *(part.twin for part in selection.removed)])
         if len(numbers):
-            # Return early: even for empty input, numpy would import additional modules.
+            # Skip empty input, because `np.unique` would import additional modules.
             numbers = np.unique(numbers)
         self._numbers = numbers[numbers >= 0]
         self._line = np.empty(len(self._numbers), dtype=np.uint64)
@@ -96,7 +96,7 @@ class _Twins:
             before += len(rows)
 
     def texts(self, twins: Index) -> Iterator[str]:
-        """Return the end of the output line for each twin; empty for -1."""
+        """Yield the end of the output line for each twin; empty for -1."""
         at = np.minimum(np.searchsorted(self._numbers, twins), max(len(self._numbers) - 1, 0))
         for twin, place in zip(twins.tolist(), at.tolist(), strict=True):
             if twin < 0:

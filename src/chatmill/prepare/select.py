@@ -179,7 +179,7 @@ def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, floa
 
 
 def _shuffled(staged: Sequence[StagedFile], job: Job) -> Flags:
-    """For each record, return whether it is used for validation, as in the split of the primer cache.
+    """For each record, return whether it is used for validation, with the same shuffle as the primer cache.
 
     All records are shuffled together, or per source if any source has its own fraction.
     """

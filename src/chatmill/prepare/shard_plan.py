@@ -35,7 +35,7 @@ class ShardPlan:
     first: Index | None
     """First conversation of each packed row, followed by the number of conversations; None without packing."""
     files: Mapping[File, int]
-    """Number within the split of each input file of the conversations."""
+    """For each input file of the conversations, its number within the split."""
     source: str | None = None
     """Source of all conversations, if the dataset stores sources."""
 

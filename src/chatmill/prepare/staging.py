@@ -5,8 +5,8 @@
 Arrays with one or a few numbers per row come first: the beginning of a file, its *head*, is all that assembly needs to
 plan shards. Tokens and spans follow the head.
 
-A staged file is renamed when it is complete. The file is not synced; after a power loss, its checksum shows whether it
-is intact. Objects in an object store appear atomically.
+A staged file gets its final name when it is complete. The file is not synced; after a power loss, its checksum shows
+whether it is intact. Objects in an object store appear atomically.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Staged(StagedHead):
         self.ids, self.spans = self._array("ids"), self._array("spans")
 
     def rows(self) -> Rows:
-        """Return all rows, with token ids converted from a narrower dtype."""
+        """Return all rows, with token ids as uint32."""
         ids = self.ids.astype(np.uint32, copy=False)
         each = np.arange(len(self) + 1, dtype=np.int64)
         return Rows(ids, self.spans, self.first_span, self.origins, each, self.files)

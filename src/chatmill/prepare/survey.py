@@ -28,12 +28,12 @@ from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Place
 
 PART_BYTES = 16 * 2**20
-"""Bytes of a part, if its file can be cut."""
+"""Size of a part in bytes, if its file can be split."""
 
 
 @dataclass
 class Survey:
-    """What the records of some parts are."""
+    """Counts of the records in some parts, and the first of these records."""
 
     records: int = 0
     with_assistant: int = 0
@@ -71,7 +71,7 @@ class Survey:
 
 @dataclass
 class _PartRead:
-    """The result of one part. Its lines are counted from 1."""
+    """The result of one part, whose lines are counted from 1."""
 
     survey: Survey
     lines: int
@@ -126,7 +126,7 @@ def _results(
 ) -> Generator[_PartRead, None, None]:
     """Yield the result of each part, in order."""
     engine = LocalEngine(workers, if_killed="run again with fewer --workers")
-    # A process with threads, such as those for requests, must not fork.
+    # Forking a process that runs threads, such as those for network requests, can deadlock.
     if engine.workers == 1 or len(parts) == 1 or threading.active_count() > 1:
         yield from (_read(part, on_error, on_records) for part in parts)
         return

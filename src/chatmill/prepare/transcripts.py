@@ -1,4 +1,4 @@
-"""Write conversations as transcripts: one line of text each, with as many turns as fit the context length."""
+"""Write conversations as transcripts: one line of text each, with as many turns as fit in the context length."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Unit:
     source: int = 0
     """Index of the source in the job."""
     predicates: tuple[Predicate, ...] = ()
-    """Filters that the records of the unit must pass."""
+    """User functions that the records of the unit must pass."""
     excluded_ids: frozenset[str] = frozenset()
 
     def staged_name(self, number: int) -> str:
@@ -157,7 +157,7 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """Return the rows to stage, and the rendered row that each comes from. Rows for blocks are staged whole."""
+    """Return the rows to stage, and the rendered row that each comes from. `--fit blocks` stages rows whole."""
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
     fit = partial(truncate_with_sources, rule=job.fit, ledger=ledger, require_terminators=job.require_terminators)
@@ -269,7 +269,8 @@ class _Records:
                 name = failed_test(record, self._tests)
             except RecordError as fault:
                 if fault.kind == TIME_LIMIT:
-                    # A timeout depends on the machine, and the rows of a dataset must not depend on the machine.
+                    # Stop even with `on_error` "skip": a timeout depends on the machine, but the rows of a dataset must
+                    # not.
                     raise
                 self._fault(fault)
                 continue
@@ -286,7 +287,7 @@ class _Records:
         if not has_row_filters(self._filters):
             return rows, record_of
         tokens = np.diff(rows.row_start)
-        # Answers without a preceding user turn are masked only when rows are truncated.
+        # Mask answers without a preceding user turn here, because `render` leaves that to truncation.
         trained = trained_of_rows(mask_answers(rows) if requires_user(self._renderer) else rows)
         failed = failed_row_filters(self._filters, tokens, trained, record_of)
         if not failed.any():
@@ -314,7 +315,7 @@ class _Records:
         return unrolled(block, self._renderer, train_on=train_on, on_reject=self._fault, ledger=self.ledger)
 
     def render(self, batch: Batch) -> tuple[Rows, Index, Batch]:
-        """Return the rows of a batch, the keys of their records, the record number of each row, and the records.
+        """Return the rows of a batch, the record number of each row, and the rendered records.
 
         A record that is refused during encoding is left out.
         """
@@ -382,7 +383,7 @@ class _StagedFiles:
         self._tokens += len(rows.ids)
 
     def save(self, finished: _Records | None) -> None:
-        """Write a staged file; `is_last` marks the last file of the unit."""
+        """Write a staged file; `finished` is None except for the last file of the unit."""
         rows = concat(self._rows)
         rows = replace(rows, files=tuple(File(file.source, self._unit.name) for file in rows.files))
         record = np.concatenate([np.empty(0, dtype=np.int64), *self._record])

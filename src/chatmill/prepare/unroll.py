@@ -91,7 +91,7 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
     answer, first_new, first_message = (
         np.repeat(column, spans_of_row) for column in (answer, first_new, first_message)
     )
-    # A BOS token and a system text added by the format precede the first message.
+    # Tokens that belong to no message, such as BOS, precede the first message, so they get -1.
     message = np.where(spans["message"] == NO_MESSAGE, -1, spans["message"].astype(np.int64))
     by_role = spans["rule"] == Rule.ROLE
     trained = (spans["role"] == Role.ASSISTANT) & (message == answer)
@@ -99,7 +99,8 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
     spans["weight"] = np.where(by_role, trained * np.repeat(weight, spans_of_row), spans["weight"])
     repeated = (first_new > 0) & (message < first_new)
     by_message = by_role | (spans["rule"] == Rule.FLAG) | (spans["rule"] == Rule.RANGE)
-    # A template renderer does not record why an earlier answer is context.
+    # A template renderer does not record why an earlier answer is context, so use the rule stored with the
+    # conversation.
     context = np.flatnonzero((message >= 0) & ((repeated & by_message) | (spans["rule"] == Rule.EARLIER_ROW)))
     spans["weight"][context] = 0
     spans["rule"][context] = context_rules[first_message[context] + message[context]]

@@ -3,8 +3,8 @@ dependency.
 
 Plain values follow YAML 1.2: `no` is a string (the language code for Norwegian), 1e-3 is a number, and a date is a
 string. Only tables, lists, strings, numbers, true, false and null are created, regardless of the tags in a file. Merge
-keys (`<<`) are not supported, because a small file could create a huge table with them. Aliases are supported, because
-all uses of an alias share one value.
+keys (`<<`) are not supported, because a small file could create a huge table with them. Aliases are supported: all uses
+of an alias share one value, so the table stays small.
 """
 
 from __future__ import annotations

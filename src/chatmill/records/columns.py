@@ -41,7 +41,7 @@ class ChatColumns(Sequence[Record]):
     """Line of the first record."""
     data: bytes
     record_stop: Index
-    """End offset of each record in `data`, which contains MessagePack, the input of `record_key`."""
+    """End offset of each record in `data`, which contains the MessagePack form that `record_key` hashes."""
     first_message: Index
     roles: NDArray[np.uint8]
     """Indices into ROLES."""
@@ -86,7 +86,7 @@ class ChatColumns(Sequence[Record]):
 def parse(
     block: bytes, at: int, *, source: str, file: str, line: int, parse_lines: Callable[[int, bytes], Sequence[Any]]
 ) -> tuple[int, ChatColumns]:
-    """Return the columns of consecutive plain lines that start at byte `at`, and the offset where the plain lines end.
+    """Return the end offset of the consecutive plain lines that start at byte `at`, and the columns of these lines.
 
     `parse_lines` creates the records on access, given the number of the first line.
     """

@@ -23,12 +23,14 @@ MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".xz": b"\xfd7zXZ\0", 
 SKIPPABLE = tuple(bytes((0x50 + kind, 0x2A, 0x4D, 0x18)) for kind in range(16))
 """Magic bytes of skippable zstd frames, which may precede the data."""
 LOOK = 16
-"""Number of bytes that identify the format of a file."""
+"""Number of bytes read to detect the format of a file."""
 MAX_WINDOW = 1 << 27
-"""Largest decompression window in bytes; the same limit as the zstd command."""
+"""Largest decompression window in bytes; the same as the default limit of the `zstd` command."""
 _BUFFER = 1 << 18
 _FED = 1 << 12
-"""Bytes to decompress at once: zstd returns all of their output, in the worst case 128 KiB for four bytes."""
+"""Number of compressed bytes to pass to zstd at once. zstd returns all of their output, in the worst case 128 KiB for
+four bytes.
+"""
 
 
 class Form(NamedTuple):

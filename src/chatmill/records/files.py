@@ -66,7 +66,7 @@ def identity(path: Place) -> Path | Url:
 
 
 def suffix(path: Place) -> str:
-    """Return the suffix that decides how a file is read; raise `UsageError` if it is unknown."""
+    """Return the suffix that decides how a file is read; raise `DataError` if it is unknown."""
     for known in reversed(SUFFIXES):
         if path.name.lower().endswith(known):
             return known
@@ -102,9 +102,9 @@ def shown(path: Place) -> str:
 def open_bytes(
     path: Place, *, log: ReadLog | None = None, start: int = 0, stop: int | None = None
 ) -> Iterator[io.BufferedReader]:
-    """Open a file at `start`, after its byte order mark, and decompress it if it has a compression suffix.
+    """Open a file at `start`, skipping a byte order mark, and decompress it if it has a compression suffix.
 
-    `log` records the raw bytes of the file as they are read. Bytes at and after `stop` are not needed.
+    `log` records the raw bytes of the file as they are read. The caller does not need bytes at or after `stop`.
     """
     try:
         raw = open_raw(path, log, stop=stop)
@@ -164,7 +164,7 @@ def _matches(name: str | Place) -> list[Place]:
 
 def _remote_matches(url: Url) -> list[Place]:
     pattern = str(url).partition("://")[2]
-    # Like a local file name, an object name may contain brackets.
+    # An object name may contain brackets, so look for an object with this exact name before expanding a glob.
     if "*" not in pattern and not url.is_folder and objects.find(url) is not None:
         return [url]
     if glob.has_magic(pattern):

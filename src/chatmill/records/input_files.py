@@ -30,7 +30,7 @@ FRESH = 2.0
 
 
 class _State(NamedTuple):
-    """The `stat` of a file. A copy of a file cannot have the same inode and change time (ctime)."""
+    """The `stat` of a file. A file that replaces it differs in its inode or change time (ctime)."""
 
     size: int
     modified: int
@@ -125,7 +125,7 @@ def _object_state(url: Url) -> objects.ObjectInfo:
 
 
 def _may_change_unseen(state: _State | objects.ObjectInfo, began: float) -> bool:
-    """Whether the file could change without a change of its recorded state (time stamp or version)."""
+    """Whether a file or object could change while its recorded state (time stamp or version) stays the same."""
     if isinstance(state, _State):
         return state.changed / 1e9 > began - FRESH
     return not state.version

@@ -13,14 +13,16 @@ from chatmill.remote.threads import submit
 from chatmill.remote.urls import Place, Url
 
 FIRST_BYTES = 1 << 19
-"""Bytes of the first request; each further request reads four times as many, so that peeking at a file is cheap."""
+"""Bytes of the first request: few, so that peeking at a file is cheap. Each further sequential request reads four times
+as many, up to `MOST_BYTES`.
+"""
 MOST_BYTES = 1 << 22
 _CHUNK = 1 << 20
 
 
 def open_raw(path: Place, log: ReadLog | None = None, *, stop: int | None = None) -> io.RawIOBase:
-    """Open a file for reading, without decompression. `log` records the bytes read; bytes at and after `stop` are not
-    needed.
+    """Open a file for reading, without decompression. `log` records the bytes read; the caller does not need bytes at
+    or after `stop`.
     """
     if isinstance(path, Url):
         return RemoteFile(path, log, stop=stop)
@@ -57,7 +59,7 @@ class LoggedFile(io.FileIO):
             self._log.add(start, view[:count])
         return count
 
-    # The methods of FileIO do not call readinto.
+    # The methods of FileIO do not call `readinto`, so their reads would not be logged.
     read = io.RawIOBase.read  # type: ignore[assignment]
     readall = io.RawIOBase.readall
 
@@ -133,7 +135,7 @@ class RemoteFile(io.RawIOBase):
             data = objects.read(self._url, self._at, stop) if self._at < stop else b""
         self._block = memoryview(data)
         start = self._at + len(data)
-        # A reader with a log reads everything from its start position.
+        # A reader with a log reads the object sequentially, so read ahead from its first block.
         if data and start < end and (goes_on or (is_first and self._log is not None)):
             stop = min(end, start + min(MOST_BYTES, 4 * self._length))
             url = self._url

@@ -155,7 +155,8 @@ def plan_files(
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     options.column_map()
     options.templates()
-    # Inspecting an object takes several requests, so use threads, except for in-memory objects: the process may fork.
+    # Inspecting an object takes several requests, so use threads. Avoid them for in-memory objects, because the process
+    # may fork later.
     parts = in_threads(
         lambda path: _planned(path, shape, source, options, max_line_bytes, stops=on_error == "stop"),
         paths,
@@ -167,7 +168,7 @@ def plan_files(
 
 
 def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bool) -> None:
-    """Warn about `--columns` names that none of the first records of any file have, which may be misspelled."""
+    """Warn about `--columns` names that occur in none of the first records of any file, in case they are misspelled."""
     missing: set[str] = set()
     for part in parts:
         columns = part.options.column_map()

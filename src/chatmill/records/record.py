@@ -102,7 +102,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
     template_kwargs: str = ""
     """Variables for the chat template, from `chat_template_kwargs`, as compact JSON."""
     unread_keys: tuple[str, ...] = ()
-    """Keys that the reader does not know, such as `score` or `messages[].lang`."""
+    """Keys that the reader does not read, such as `score` or `messages[].lang`."""
     is_text: bool = False
     """Whether the record is plain text, stored as one assistant message and rendered only by `--format text`."""
 

@@ -39,13 +39,13 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
 
 
 def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Map half of each record key to [0, 1); a record is for validation if this value is below the fraction."""
+    """Map the first half of each record key to [0, 1); a record is for validation if that is below the fraction."""
     # A float represents the upper 53 bits exactly.
     return np.asarray((keys >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def smallest_hash_share(first: float, last: float) -> float | None:
-    """Return the smallest fraction, with three digits or more, that gives at least one record to each split.
+    """Return the smallest fraction that gives at least one record to each split, rounded up to three or more digits.
 
     `first` and `last` are the smallest and largest value of `hash_places`. Return None if no fraction works.
     """
@@ -63,7 +63,9 @@ def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float |
 
 
 def _rounded_up(number: float, fits: Callable[[float], bool]) -> float | None:
-    """Round up to the fewest digits, at least three, that satisfy `fits`."""
+    """Round up to the fewest significant digits, at least three, for which `fits` is true; return None if there are
+    none.
+    """
     first = 2 - math.floor(math.log10(number)) if number > 0 else 3
     for digits in range(first, first + 15):
         scale: int = 10**digits

@@ -61,7 +61,7 @@ def remove_standard_input(process: int | None = None) -> None:
 
 
 def _remove_when_terminated() -> None:
-    """Remove the file when a signal terminates the process, which skips atexit handlers."""
+    """Remove the file when a signal terminates the process, because atexit handlers do not run then."""
     owner = os.getpid()
 
     def remove_and_end(number: int, frame: Any) -> None:
@@ -71,7 +71,7 @@ def _remove_when_terminated() -> None:
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            # Leave other handlers in place.
+            # Do not replace handlers that other code has set.
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, remove_and_end)
 
@@ -103,7 +103,8 @@ def _kind(start: bytes) -> str:
     first, *others = [line for line in lines if line.strip()] or [b"{"]
     if not first.lstrip().startswith((b"{", b"[")):
         return ".txt"
-    # The file is one object over several lines, unless the second line starts another object.
+    # The file is one object over several lines if its first line is not valid JSON and the second line does not start
+    # another object.
     is_object = first.startswith(b"{") and others and not others[0].startswith(b"{") and not _is_json(first)
     return ".json" if is_object else ".jsonl"
 

@@ -30,7 +30,9 @@ ARROW_FILE = b"ARROW1"
 STREAM_END = bytes(4)
 """Last bytes of the Arrow stream format: the end-of-stream marker."""
 NO_MEMORY: dict[str, tuple[type[MemoryError], ...]] = {".parquet": (), ".arrow": (MemoryError,)}
-"""Exceptions that indicate a corrupt file, because Arrow allocates the sizes that are stored in a file."""
+"""Additional exceptions that indicate a corrupt file. Arrow allocates the sizes stored in a file, so wrong sizes may
+exceed the memory.
+"""
 _BUFFER = 1 << 18
 _MAGIC = {".parquet": b"PAR1", ".arrow": ARROW_FILE}
 _NAMES = {".parquet": "Parquet", ".arrow": "Arrow"}
@@ -65,7 +67,7 @@ def table_rows(path: Place, *, start: int = 0, stop: int | None = None, log: Rea
 
 
 def _other_form(path: Place) -> tuple[str, str] | None:
-    """Raise a `RecordError` if the first bytes of a table file indicate another format."""
+    """Return the error and the advice if the first bytes of a table file indicate another format, else None."""
     with open_bytes(path) as file:
         start = file.read(LOOK)
     magic = _MAGIC[kind(path)]

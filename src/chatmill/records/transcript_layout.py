@@ -31,9 +31,10 @@ class TranscriptLayout(IntFlag):
     JSON = 4
     """Whether a line is JSON, which a stream would treat as text outside spans."""
     JOINS = 8
-    """Whether a conversation of the stream has text on several lines, so that reading by line would differ."""
+    """Whether a conversation of the stream has text on several lines, so that reading by line would give other records.
+    """
     CROSSES = 16
-    """Whether a closed span crosses a line end, so that lines would break it into two invalid parts."""
+    """Whether a closed span crosses a line end, so that reading by line would split it into two invalid parts."""
     SECOND_SYSTEM = 32
     """Whether a conversation of the stream has a system span after other spans, as if a new record started there."""
     LINE_ANSWERS = 64
@@ -55,7 +56,7 @@ class TranscriptLayout(IntFlag):
 
 
 def transcript_layout(chunks: Iterable[bytes]) -> TranscriptLayout:
-    """Parse a file, given in chunks of any size."""
+    """Return the layout of a file, given in chunks of any size."""
     layout, state = 0, _Readings()
     for letters in _line_parts(chunks):
         state, seen = _read(state, letters)
@@ -77,7 +78,7 @@ class _Conversation(NamedTuple):
     has_user: bool = False
     """Whether the last user span is complete."""
     left_open: bool = False
-    """Whether an answer has no end marker."""
+    """Whether an earlier answer has no end marker."""
 
 
 class _Readings(NamedTuple):
@@ -113,7 +114,7 @@ def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
 
 
 def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
-    """Parse letters, starting from a state, by the rules of the loss mask."""
+    """Parse letters, starting from a state; only answers that the loss mask would train are reported."""
     begun, spans, span, over, has_user, left_open = state
     seen = 0
     for letter in letters:

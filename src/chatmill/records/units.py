@@ -1,8 +1,8 @@
 """Split a file into numbered units of bytes, one per record: lines, array elements, or conversations of a transcript
 stream. For the rows of a table, see tables.py.
 
-A unit over the size limit is truncated to a prefix that is long enough for the parser to refuse; the rest is skipped,
-so memory stays bounded.
+A unit over the size limit is truncated to a prefix that still exceeds the limit, so the parser refuses it. The rest is
+skipped, so memory stays bounded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOKEN = re.compile(rb'"' + _STRING + rb"|[{}\[\],]", re.DOTALL)
 
 
 def lines(path: Place, *, limit: int, log: ReadLog | None = None) -> Units:
-    """Yield the numbered lines of a file, without line ends and blank lines."""
+    """Yield the lines of a file that are not blank, with their numbers and without line ends."""
     before = 0
     for block in blocks(path, limit=limit, log=log):
         pieces = split(block)
@@ -69,7 +69,7 @@ def blocks(
                 yield b"".join((held, memoryview(data)[:end])) if held or end < len(data) else data
                 held.clear()
             held += data[end:]
-            # Keep one byte over the limit, because the last byte may be the first byte of a two-byte line end.
+            # Allow one byte over the limit, because it may be the first byte of a two-byte line end.
             if len(held) > limit + 1:
                 yield bytes(held[: limit + 2]) + b"\n"
                 held.clear()
@@ -171,11 +171,13 @@ def _skip_line(file: BinaryIO) -> int:
     return skipped
 
 
-# Array elements are located by brackets and quotes and decoded later, so an invalid element is a single error.
+# Array elements are located by brackets and quotes and decoded later, so an invalid element causes only one error.
 
 
 def is_array(path: Place, *, limit: int) -> bool:
-    """Whether a .jsonl file is one JSON array: its first line opens an array that continues, or is the only line."""
+    """Whether a .jsonl file is one JSON array: its first line opens an array that continues, or is a whole array and
+    the only line.
+    """
     with closing(lines(path, limit=limit)) as numbered:
         try:
             _, first = next(numbered, (0, b""))

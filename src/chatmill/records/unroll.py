@@ -19,7 +19,9 @@ from chatmill.records.record import Message, Record
 from chatmill.rows import Rule, TrainOn
 
 MAX_ROWS = 1024
-"""Maximum rows per conversation. All rows are in memory at once, and their tokens grow quadratically."""
+"""Maximum rows per conversation. All rows are in memory at once, and the number of tokens grows quadratically with the
+number of rows.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     answers = [at for at, message in numbered if message.role == "assistant"]
     with_row = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
     stops = [at + 1 for at in with_row]
-    # If only ranges of an answer are trained, no rule trains the text outside the ranges.
+    # If only ranges of an answer are trained, its row gets -1, because it does not train the whole answer.
     trained = [at if at >= since or messages[at].weight is not None else -1 for at in with_row]
     # Keep a trailing message trained by its own weight, such as a user message, in a row without an answer.
     if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):
@@ -78,7 +80,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
 
 
 def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
-    """Return the index of the first message from which `train_on` selects answers."""
+    """Return the index of the message from which `train_on` selects answers."""
     if train_on == "assistant":
         return 0
     last = "assistant" if train_on == "last" else "user"

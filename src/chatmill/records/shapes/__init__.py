@@ -165,7 +165,7 @@ class ShapeParser:
         return [fault.at(self.file, line, _id(data) if len(data) <= self.limit else None)]
 
     def block(self, first_line: int, block: bytes) -> list[Record | RecordError]:
-        """Return the records of a block of lines if it can be decoded at once, else None."""
+        """Return the records of a block of lines if it can be decoded at once, else an empty list."""
         parsed = self.decode_lines(block) if self.decode_lines is not None and len(block) <= self.limit else None
         source, file = self.source, self.file
         # Only plain records are decoded in blocks, and plain records have no unread keys.
@@ -246,7 +246,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
 
 
 def _columns_hint(record: Object) -> str:
-    """Return the `--columns` value that would read a record with a question and an answer.
+    """Return a hint with the `--columns` value that would read a record with a question and an answer.
 
     If the record has a system text or a history, the names are those of the `alpaca` shape, which reads both.
     """

@@ -38,7 +38,7 @@ RECORD_KEYS = (
 )
 MESSAGE_KEYS = ("role", "content", *REASONING_KEYS, "tool_calls", "tool_call_id", "name", *RANGE_KEYS)
 BOTH = (*FLAG_KEYS, *WEIGHT_KEYS)
-"""Keys of records and messages that can be mapped."""
+"""Keys that can be mapped both in records and in messages."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _in_file(name: str, lists: Mapping[str, str]) -> str:
 
 
 def parse_columns(text: str) -> ColumnMap:
-    """Parse `name=theirs,name=theirs` to a map; a role may occur several times."""
+    """Parse `NAME=COLUMN,NAME=COLUMN` to a map; several names in the file can be mapped to the same role."""
     record: dict[str, str] = {}
     message: dict[str, str] = {}
     roles: dict[str, str] = {}

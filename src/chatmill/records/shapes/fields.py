@@ -23,9 +23,9 @@ FLAG_KEYS = ("train", "training", "loss", "masked")
 torchtune.
 """
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
-"""Numeric keys; `loss_weight` is from LLaMA-Factory, `loss_scale` from ms-swift."""
+"""Numeric keys that set a weight; `loss_weight` is from LLaMA-Factory, `loss_scale` from ms-swift."""
 ANSWER_KEYS = ("loss", "loss_weight", "loss_scale")
-"""Keys of trainers that only ever train assistant messages."""
+"""Keys of trainers that train only assistant messages."""
 # Weights are stored as 32-bit floats; the limits are the smallest and largest normal values.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
@@ -254,7 +254,7 @@ def messages(
     role_key, text_key, roles = plain
     out: list[Message] = []
     for index, turn in enumerate(message_list(record, key)):
-        # Nearly all messages are plain, and plain messages can be read several times as fast.
+        # Nearly all messages are plain, and this branch reads them several times faster.
         role, text = (turn.get(role_key), turn.get(text_key)) if len(turn) == 2 else (None, None)
         if type(text) is str and type(role) is str and role in roles:
             out.append(new_message(roles[role], text))
@@ -290,7 +290,7 @@ def read_turn(
 
 
 def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
-    """Put the top-level `system` text before the messages; a system message among them must have the same text."""
+    """Put the top-level `system` text before the messages, unless they start with the same system message."""
     first = system(record)
     if first and turns and turns[0].role == "system":
         if turns[0].content != first[0].content:
@@ -301,7 +301,7 @@ def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
 
 
 def system(record: KeyReader) -> list[Message]:
-    """Return the top-level `system` text as a list of one message, empty if it is missing or empty."""
+    """Return the top-level `system` text as a list of one message; an empty list if the text is missing or empty."""
     text = record.optional_text("system")
     return [new_message("system", text)] if text else []
 
@@ -345,7 +345,7 @@ def template_kwargs(record: KeyReader) -> str:
         if not name.isidentifier() or name in RESERVED_KWARGS:
             what = f"chat_template_kwargs has {quoted(name)}"
             raise RecordError(what, "expected names of template variables", kind="template_kwargs")
-    # In a table, every row has the keys of all rows, and a value that is missing in the row is null.
+    # In a table, every row has the keys of all rows, so a null value means that the key is missing in this row.
     given = {name: value for name, value in sorted(given.items()) if value is not None}
     return compact(given) if given else ""
 
@@ -356,7 +356,7 @@ def template_kwargs(record: KeyReader) -> str:
 def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
     """Return the weight set by one of `FLAG_KEYS` or `WEIGHT_KEYS`, or None if none is given.
 
-    Tool results are never trained.
+    Raise for a weight over 0 on a tool result, which is never trained.
     """
     given = {key: value for key in (*FLAG_KEYS, *WEIGHT_KEYS) if (value := fields.take(key)) is not None}
     if not given:

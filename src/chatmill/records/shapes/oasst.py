@@ -35,7 +35,7 @@ _DECODER = msgspec.json.Decoder(_FlatMessage)
 
 
 def parse(record: Any) -> ParsedRecord:
-    """Parse one tree, given as an object with `prompt` or a list of flat messages."""
+    """Parse one tree, given as an object with `prompt` or `replies`, or as a list of flat messages."""
     if type(record) is list and record and all(type(message) is dict for message in record):
         tree = {"message_tree_id": record[0].get("message_tree_id")}
         return _conversation(tree, *_flat_tree(record), messages=record)
@@ -93,7 +93,7 @@ def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tupl
         if not lines:
             tree, line, size = message.message_tree_id, number, 0
         if size <= limit:
-            # A tree over the size limit is an error: keep one line that exceeds the limit, and skip the others.
+            # Stop adding lines once the tree exceeds the size limit, because the parser will refuse it.
             lines.append(data)
             size += len(data) + 1
     if lines:

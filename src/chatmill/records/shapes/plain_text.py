@@ -17,13 +17,14 @@ from chatmill.records.shapes.messages import PLAIN, read_message
 
 @dataclass(frozen=True)
 class TextTemplates:
-    """Strings that split a `text` record: `response` precedes each answer, `instruction` each question."""
+    """Strings that split a `text` record: `response` precedes each answer, and `instruction` precedes each question."""
 
     response: str
     instruction: str | None = None
 
     def train(self, text: str) -> Message:
-        """Return the text, trained after each response template up to the next instruction template.
+        """Return the text as a message. The text between a response template and the next instruction template is
+        trained.
 
         ### Q: 1+1? ### A: 2 ### Q: 2+2? ### A: 4        with the templates "### A:" and "### Q:"
                            --                   --
