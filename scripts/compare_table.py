@@ -136,7 +136,10 @@ def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
         name = "every token" if result["peer"]["no_mask"] else f"`{trial.name}`"
         for each in result["reasons"]:
             sums.setdefault((name, each["text"]), Counter()).update({column: each[column] for column in COLUMNS})
-    yield "| template | reason | records | tokens trained only by chatmill | only by TRL | by neither |"
+    yield (
+        "| template | reason | records | tokens trained only by chatmill | tokens trained only by TRL "
+        "| tokens trained by neither |"
+    )
     yield "|---|---|---:|---:|---:|---:|"
     for (name, why), counts in sums.items():
         yield f"| {name} | {why} | {' | '.join(f'{counts[column]:,}' for column in COLUMNS)} |"
