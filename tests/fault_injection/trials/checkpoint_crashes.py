@@ -97,7 +97,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "power loss, writing checkpoints",
-    "Replays every step of writing checkpoints on a model disk that loses unsynced data in four ways. The newest "
+    "Replays every step of writing checkpoints on a simulated disk that loses unsynced data in four ways. The newest "
     "checkpoint must be complete and must open",
     work,
     full=4,

@@ -79,8 +79,9 @@ def play(size: int, seed: int, folder: Path, tally: Tally, way: str, *, old: boo
 
 TRIAL = Trial(
     "power loss, building and publishing",
-    "Replays every step of a build (new, over an old dataset by exchange or by two renames) on a model disk that "
-    "loses unsynced data in four ways. The target must be absent, or the complete old or new dataset",
+    "Replays every step of a build on a simulated disk that loses unsynced data in four ways. The build is new, or "
+    "replaces an old dataset by an exchange or by two renames. The target must be absent, or the complete old or new "
+    "dataset",
     work,
     full=60,
     short=10,

@@ -165,7 +165,7 @@ def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 FLIPS = Trial(
     "flipped bits, datasets",
-    "Flips one bit of one file, distributed over all files of a dataset. `verify --full` must find it",
+    "Flips one bit of one file at a time, in all files of a dataset. `verify --full` must find the flipped bit",
     flips,
     full=500,
     short=90,
@@ -181,7 +181,7 @@ CUTS = Trial(
 )
 SWAPS = Trial(
     "swapped files",
-    "Swaps files and shards of equal sizes, and files of different kinds. `verify --full` must find it",
+    "Swaps files and shards of equal sizes, and files of different kinds. `verify --full` must find the swap",
     swaps,
     full=300,
     short=24,
@@ -189,7 +189,8 @@ SWAPS = Trial(
 )
 STALE = Trial(
     "files from another build",
-    "Replaces a file by one from another dataset, of the same size if possible. `verify --full` must find it",
+    "Replaces a file with one from another dataset, of the same size if possible. `verify --full` must find the "
+    "wrong file",
     stale,
     full=200,
     short=24,
@@ -197,7 +198,8 @@ STALE = Trial(
 )
 MISSING = Trial(
     "missing files",
-    "Removes each file, shard and split, or replaces it by a folder or a dangling link. Opening the dataset must fail",
+    "Removes each file, shard and split, or replaces it with a folder or a dangling link. Opening the dataset must "
+    "fail",
     missing,
     full=4,
     short=1,

@@ -137,7 +137,8 @@ CHECKPOINTS = Trial(
 )
 AUDIT_LOGS = Trial(
     "changed audit logs",
-    "Flips one bit, swaps two lines or removes one. The hash chain, the saved head or the dataset must reveal it",
+    "Flips one bit, swaps two lines or removes one. The hash chain, the saved head or the dataset must reveal the "
+    "change",
     audit_logs,
     full=200,
     short=24,
@@ -145,7 +146,7 @@ AUDIT_LOGS = Trial(
 )
 CACHES = Trial(
     "flipped bits, caches",
-    "Flips one bit of an SFT cache. `verify --full` must find it",
+    "Flips one bit of an SFT cache. `verify --full` must find the flipped bit",
     caches,
     100,
     12,
@@ -153,8 +154,8 @@ CACHES = Trial(
 )
 STAGED = Trial(
     "flipped bits, interrupted builds",
-    "Flips one bit in the staged files of a killed build. The resumed build must make the unit again or refuse to "
-    "continue, and must never give wrong bytes",
+    "Flips one bit in the staged files of a killed build. The resumed build must process the damaged unit again or "
+    "refuse to continue, and must never give wrong bytes",
     staged_units,
     full=100,
     short=6,

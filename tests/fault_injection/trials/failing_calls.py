@@ -326,8 +326,9 @@ BUILDS = Trial(
     "failing calls, prepare",
     "Makes each call of open, read, write, fsync, rename, mmap, mkdir, unlink, close ... in `chatmill prepare` (new, "
     "over an old dataset, with two workers, resumed; with rejects and shards) fail with ENOSPC, EIO, EDQUOT, EMFILE, "
-    "ENOMEM, EINTR or half of the bytes, once or repeatedly. The command must print a one-line error or give the "
-    "right bytes, the old dataset must be intact, and the next build must have the bytes of an uninterrupted one",
+    "ENOMEM or EINTR, or transfer only half of the bytes, once or repeatedly. The command must print a one-line "
+    "error or give the right bytes, the old dataset must be intact, and the next build must be byte-identical to an "
+    "uninterrupted one",
     builds,
     full=100_000,
     short=5,

@@ -218,7 +218,8 @@ PARTIAL = Trial(
 )
 DESCRIPTORS = Trial(
     "few file descriptors",
-    f"Mixes {SOURCES} sources of many shards with 6 and with 64 free file descriptors. The batches must be the same",
+    f"Mixes {SOURCES} sources of many shards with 6 and with 64 free file descriptors. The batches must be the same "
+    "as without the limit",
     descriptors,
     full=256,
     short=24,

@@ -307,8 +307,8 @@ TRIAL = Trial(
     "unlisted files in a replaced folder",
     "Puts notes, repositories, models, tokenizers, unlisted shards, links and pipes into a folder that prepare or "
     "reweigh replaces: before the command, at any operation of publishing, and among the leftovers of a killed "
-    "build. Also tries files that only have the name of metadata. The command must refuse with a one-line error "
-    "before any work, or keep the files and print a warning with their location",
+    "build. Also tries files that are named like metadata but contain other data. The command must refuse with a "
+    "one-line error before any work, or keep the files and print a warning with their location",
     work,
     full=64,
     short=5,

@@ -170,10 +170,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "killed Ray worker or cluster",
-    "Kills a worker that is processing a unit: another worker must process it again, and the bytes must be those of "
-    "one process. "
-    "Also kills this node's raylet, or the head: the build must end with a one-line error, and must resume to the "
-    "same bytes",
+    "Kills a worker that is processing a unit: another worker must process the unit again, and the dataset must be "
+    "byte-identical to one built by one process. Also kills the raylet of the local node, or the head node: the "
+    "build must end with a one-line error, and must resume to the same bytes",
     work,
     full=5,
     short=1,

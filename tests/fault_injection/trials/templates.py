@@ -128,8 +128,8 @@ def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
 ESCAPED = Trial(
     "Python code in a template process",
     "Runs Python code in a template process, as a template that has escaped from Jinja could, with a secret in the "
-    "parent's environment. Files, sockets, processes, system calls, memory and time must be refused, and the "
-    "environment must be empty",
+    "parent's environment. Files, sockets, processes and other system calls must be refused, memory and time must be "
+    "limited, and the environment must be empty",
     escaped,
     full=400,
     short=17,
@@ -139,8 +139,8 @@ ESCAPED = Trial(
 TRIAL = Trial(
     "hostile chat templates",
     "Renders templates that loop, grow, exhaust time or memory in one operation, access Python's internals in "
-    "generated ways, fail, or have broken bytes, with a secret in the environment. Each must be refused with a "
-    "one-line error or be harmless, and the secret must never leak",
+    "generated ways, fail, or have broken bytes, with a secret in the environment. Each template must be refused "
+    "with a one-line error or be harmless, and the secret must never leak",
     work,
     full=1500,
     short=16,

@@ -167,8 +167,8 @@ MUTANTS = Trial(
 )
 LIARS = Trial(
     "wrong vocabulary sizes",
-    "Uses tokenizers that report a vocabulary smaller than their ids and targets. These ids must be refused before "
-    "anything is stored",
+    "Uses tokenizers that report a vocabulary smaller than their ids and targets. Ids outside the reported "
+    "vocabulary must be refused before anything is stored",
     liars,
     full=200,
     short=12,

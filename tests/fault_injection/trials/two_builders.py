@@ -77,8 +77,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "two concurrent builds of one target",
-    "Runs two builds of one target at once, with one paused in the middle or both in a race. The second must wait or "
-    "be refused with a one-line error, and the target must be complete",
+    "Runs two builds of one target at once, with one paused in the middle or both in a race. The second build must "
+    "wait or be refused with a one-line error, and the target must be complete",
     work,
     full=100,
     short=4,

@@ -134,15 +134,15 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 BUILDS = Trial(
     "kill at every write, prepare",
     "Kills a build at each write, sync and rename, with and without an older dataset at the target. The target must "
-    "be the old dataset, the new one or absent, and the resumed build must have the bytes of an uninterrupted one",
+    "be the old dataset, the new one or absent, and the resumed build must be byte-identical to an uninterrupted one",
     builds,
     full=10_000,
     short=12,
 )
 RUNS = Trial(
     "kill at every write, training",
-    "Kills a run that saves checkpoints and an audit log at each disk operation. The run must resume to a result "
-    "bitwise equal to an uninterrupted run, and the log must verify",
+    "Kills a run at each disk operation of writing checkpoints and an audit log. The resumed run must be bitwise "
+    "equal to an uninterrupted run, and the log must verify",
     runs,
     full=10_000,
     short=6,
