@@ -2,8 +2,8 @@
 
     <s> Once upon a time … </s>
 
-The tokens that the tokenizer itself adds surround the text. If the tokenizer adds no end token, the text ends with the
-EOS token of the tokenizer folder.
+The text is surrounded by the tokens that the tokenizer itself adds. If the tokenizer adds no end token, the text ends
+with the EOS token of the tokenizer folder.
 
 A prompt and its completion are encoded separately, so that the prompt has the same tokens as at inference. Some
 tokenizers add a space before every text, which would also add a space before the completion. If the tokenizer adds a
@@ -76,7 +76,7 @@ def adds_space(tokenizer: Tokenizer) -> bool:
 
 
 def joined(record: Record, train_on: TrainOn) -> Record:
-    """Return the record with the prompt and its completion joined into one text, with train ranges for the weights."""
+    """Return the record with the prompt and its completion joined into one text. Train ranges keep their weights."""
     if len(record.messages) == 1:
         return record
     prompt, completion = record.messages

@@ -1,4 +1,4 @@
-"""Train ranges, which set weights for character ranges of an answer, converted to token weights and spans.
+"""Convert train ranges, which set weights for character ranges of an answer, to token weights and spans.
 
     content    The| answer| is 4|.       train_ranges [[4, 10, 0]]: "answer" is not trained
     tokens     The  answer  is 4 .

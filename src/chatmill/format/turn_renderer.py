@@ -200,7 +200,7 @@ def requires_user(renderer: Renderer) -> bool:
 
 
 def before_cutting(renderer: Renderer) -> Renderer:
-    """Return a renderer that does not apply the `requires_user` mask, so that it can be applied after truncation."""
+    """Return a renderer without the `requires_user` mask, so that the mask can be applied after truncation."""
     return replace(renderer, masks_answers=False) if isinstance(renderer, TurnRenderer) else renderer
 
 

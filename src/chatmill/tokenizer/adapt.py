@@ -21,7 +21,7 @@ _EXPECTED = (
 )
 _MAX_OPENED = 8
 _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()
-"""A cache of opened tokenizers, because opening takes a second.
+"""A cache of opened tokenizers, because opening a tokenizer takes about a second.
 
 The cache keeps the objects alive, so that `id` stays unique.
 """

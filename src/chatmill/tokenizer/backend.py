@@ -1,6 +1,6 @@
 """The `Backend` protocol, which is the interface for every kind of tokenizer file.
 
-A backend only encodes text. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
+A backend handles only text. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
 is enforced in one place for all backends. This module also defines the built-in backend `bytes`.
 """
 

@@ -1,7 +1,7 @@
 """A byte-level BPE engine in C, for tokenizer.json files whose split pattern is one of those in `split_pattern`.
 
-A fallback engine encodes texts with a very long word, a rare character or an added token. The C engine is not used for
-other kinds of files, or if it was not compiled.
+A fallback engine encodes texts with a very long word, a rare character or an added token. The C engine is not used if
+it was not compiled or does not support the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError:  # pragma: no cover
 Encode = Callable[[Sequence[str]], tuple[Ids, Offsets]]
 
 MAX_MERGES = 2**22
-"""Maximum number of merges, because a merge rank and a position in a word must fit into 32 bits together."""
+"""Limit on merges, so that a merge rank and a position in a word fit into 32 bits."""
 
 
 class ByteBpe:
@@ -115,7 +115,7 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
     vocab, alphabet = model["vocab"], byte_alphabet()
     merges = pairs(model["merges"])
     twice = len({tuple(merge) for merge in merges}) < len(merges) or len({*vocab.values()}) < len(vocab)
-    # Old files store merges as lines of text, which may include a comment.
+    # Old files store merges as lines of text. Files with a comment line are not supported.
     comments = any(isinstance(merge, str) and merge.startswith("#version") for merge in model["merges"])
     if not vocab.keys() >= alphabet.keys() or twice or comments or len(merges) >= MAX_MERGES:
         return None

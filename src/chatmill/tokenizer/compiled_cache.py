@@ -123,7 +123,7 @@ def _read(key: str) -> memoryview | None:
 
 
 def _write(key: str, content: bytes) -> None:
-    """Write a cache file atomically, and remove the least recently used files."""
+    """Write a cache file atomically. If there are too many files, remove the least recently used."""
     with suppress(OSError, UsageError):
         folder = _folder()
         fd, name = tempfile.mkstemp(dir=folder)

@@ -30,7 +30,7 @@ _EXPECTED = "expected a tokenizer.json of Hugging Face tokenizers"
 
 
 MAX_COMPARED = 2**9
-"""Maximum length of a token that is compared with other tokens. The cost is quadratic in the length."""
+"""Maximum length of a token that is compared with other tokens. The cost of a comparison is quadratic in the length."""
 UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 """The normalizers that leave ASCII text unchanged."""
 
@@ -169,7 +169,7 @@ class ControlEncoder:
 
     @cached_property
     def normalizes(self) -> bool:
-        """Whether the bytes of tokens may differ from the text, and `encode_whole` is not available for offsets."""
+        """Whether tokens may differ from the text and `encode_whole` is not available to find their offsets."""
         if self.can_encode_whole:
             return False
         flat, start = self.tokenizer.encode_batch(PROBE)
@@ -211,7 +211,8 @@ class ControlEncoder:
                 return False
         ids = self.reference("a".join(["", *self.ids, ""])) or []
         control = {*self.ids.values()}
-        # A control token that is normalized before matching may not match inside a text.
+        # Do not encode by sections if a control token does not match inside a text, for example because it is
+        # normalized first.
         if [id for id in ids if id in control] != list(self.ids.values()):
             return False
         return all(self.tokenizer.encode(text) == self.reference(text) for text in texts)
@@ -249,7 +250,7 @@ class _WholeEncoder:
         aliased_start = np.cumsum([0, *map(len, texts)])
         aliases_in_text = self._is_alias[engine_ids]
         if aliases_in_text.sum() < sum(is_token):
-            # Encode control tokens that did not match as text, for example a single_word token inside a word.
+            # Encode unmatched control tokens as text, for example a single_word token inside a word.
             tokens = np.flatnonzero(is_token)
             matched = tokens[np.searchsorted(aliased_start[tokens], ranges[aliases_in_text, 0])]
             return self.encode(parts, np.isin(np.arange(len(parts)), matched).tolist())

@@ -87,7 +87,7 @@ def _unknown(content: Json, vocab: Mapping[str, int]) -> str | None:
     model = content["model"]
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])
-    # Some byte-level files set `unk_token` to the end-of-text token, although every byte has its own token.
+    # Ignore `unk_token` if every byte has its own token, because some byte-level files set it to the end-of-text token.
     if "ByteLevel" in kinds(content.get("pre_tokenizer")) and byte_alphabet().keys() <= vocab.keys():
         return None
     unknown: str | None = model.get("unk_token")
@@ -104,7 +104,7 @@ def _check_ids(place: str, taken: Mapping[str, int], vocab: Mapping[str, int]) -
 
 
 def _check_merges(place: str, model: Json) -> None:
-    """Raise if the second half of a merge lacks the prefix, because the Rust library would abort the process."""
+    """Raise if the second half of a merge lacks the continuing_subword_prefix, because the Rust library would abort."""
     if not (prefix := model.get("continuing_subword_prefix")):
         return
     for _, right in pairs(model.get("merges") or []):

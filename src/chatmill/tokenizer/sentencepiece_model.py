@@ -32,10 +32,10 @@ class SentencePiece:
                 or (piece.type not in (kind.UNKNOWN, kind.BYTE) and piece.piece in control)
             }
             for token, name in aliases(self.control).items():
-                # Rename the piece, because BPE models match single-character control pieces in text, whatever their
-                # type is.
+                # Rename the piece, because BPE models match single-character pieces in text even if they are control
+                # pieces.
                 model.pieces[self.control[token]].piece = name
-            # Remove the self-test samples, whose expected pieces may be renamed.
+            # Remove the self-test samples, because their expected pieces may have been renamed.
             model.ClearField("self_test_data")
             self._processor = sentencepiece.SentencePieceProcessor()
             self._processor.LoadFromSerializedProto(model.SerializeToString())

@@ -129,7 +129,7 @@ def _regex(section: Any) -> str | None:
 
 @cache
 def classes(split: WordSplit, *, nfc: bool) -> bytes:
-    """Return the class of every character in `tokenizers`, with DOUBT added if NFC may change the character."""
+    """Return the class of every character, as in `tokenizers`, with DOUBT added if NFC may change the character."""
     # Replace surrogates, which are not characters, so that the position of each character is its code point.
     text = "".join(chr(n) if not 0xD800 <= n < 0xE000 else "\ufffd" for n in range(KNOWN))
     kinds = np.full(KNOWN, split.unlisted, dtype=np.uint8)

@@ -232,7 +232,7 @@ def token_positions(
 def _range_sums(values: NDArray[Any], start: Offsets, stop: Offsets) -> Offsets:
     """Return the sum of the values in each range."""
     edges = np.stack([start, stop], axis=1).ravel()
-    # Append one value, because a range may start at the end. Empty ranges are set to 0 below, because `reduceat` does
-    # not support them.
+    # Append one value, because a range may start after the last value. Empty ranges are set to 0 below, because
+    # `reduceat` does not support them.
     sums = np.add.reduceat(np.append(values, values.dtype.type(0)), edges, dtype=np.int64)[::2]
     return np.where(start < stop, sums, 0)

@@ -16,7 +16,7 @@ def train_bpe(
 
     The ids of the control tokens come first, then the 256 bytes, then the merges. The tokenizer is lossless. The same
     texts in the same order give the same file. The vocabulary is smaller than `vocab_size` if the texts contain too few
-    pairs. `progress` is called with the number of texts read so far.
+    pairs to merge. `progress` is called with the number of texts read so far.
     """
     tokens = list(dict.fromkeys(control))
     least = 256 + len(tokens)

@@ -19,7 +19,7 @@ The cost of guards for prefixes is quadratic in the number of messages.
 MAX_TRACES = 16
 """Maximum number of cached traces per shape.
 
-The answers of a conversation without a matching trace are derived again.
+If no cached trace matches a conversation, its answers are derived from the template.
 """
 MAX_CELLS = 2**20
 """Maximum total number of cells and steps in all cached traces."""
@@ -111,7 +111,7 @@ class TraceCache:
         self._plain[key] = first if first is not None and first.is_plain else None
 
     def _may_recur(self, key: ShapeKey) -> bool:
-        """Whether a shape is likely to recur, because it has only roles or was seen before."""
+        """Whether a shape is likely to recur: it consists only of roles, or it has occurred before."""
         hashed = hash(key)
         met = hashed in self._met_shapes
         if len(self._met_shapes) < MAX_SHAPES:

@@ -51,7 +51,7 @@ class Program:
         self._template = sandbox.template_class.from_code(sandbox, code, sandbox.make_globals(None))
 
     def run(self, variables: Mapping[str, Any], meter: Meter) -> Iterator[str]:
-        """Yield the output of the template piece by piece. Errors of the template become a `RecordError`."""
+        """Yield the output of the template piece by piece. Errors in the template are raised as `RecordError`."""
         self.sandbox.meter = meter
         written, texts = 0, self._texts(variables)
         try:
@@ -139,7 +139,7 @@ TRACED_FILTERS = (
 
 
 OF_TRACED_METHODS = ("format", "truncate")
-"""Filters whose result is traced if the input is traced. The origin of the results of other filters is unknown."""
+"""Filters whose result is traced if the input is traced. For other filters, the origin of the result is unknown."""
 
 
 class TracedSandbox(Sandbox):
@@ -150,7 +150,7 @@ class TracedSandbox(Sandbox):
         self.literals: list[TracedStr] = []
         """The literals of the template, to which the compiled code refers by index."""
         self.messages: Mapping[int, int] = {}
-        """Maps the `id` of each message object of the rendering to the index of the message."""
+        """Maps the `id` of each message object to the index of the message."""
         self._message_of_loop: dict[int, int] = {}
         self.tests["in"] = lambda value, container: value in self.container(container)
 
@@ -174,7 +174,7 @@ class TracedSandbox(Sandbox):
         }
 
     def _soft_text(self, value: Any) -> TracedStr:
-        """Return a value as text. Safe text stays safe."""
+        """Return a value as text. Text that is marked as safe stays safe."""
         return value if isinstance(value, TracedStr) else self.to_text(value)
 
     def _untraced(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
 Templates can read only plain data and cannot change the data. Templates can use only the attributes in `ATTRIBUTES`.
-Using another existing attribute is an error, so that the output never differs silently from transformers. Before a
+Using any other existing attribute is an error, so that the output never differs silently from transformers. Before a
 template is compiled, its syntax tree is rewritten so that loops count steps. Templates that read other files or use
 autoescape are rejected.
 """
@@ -165,7 +165,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             texts.append(text)
         return "".join(texts)
 
-    # The checks of attributes and calls use lists of allowed names, unlike Jinja's own checks, which list forbidden
+    # Attributes and calls are checked against lists of allowed names, whereas Jinja's own checks use lists of forbidden
     # names.
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -234,7 +234,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 if isinstance(args[first], str):
                     self._check_growth(name, args[first], args[first + 1 :])
                 elif name in TEXT_FILTERS:
-                    # Jinja's `indent` would modify a list in place.
+                    # Reject lists, because Jinja's `indent` would modify a list in place.
                     raise TypeError(f"{name} expects text, not a {type(args[first]).__name__}")
                 elif name in WRITING_FILTERS:
                     check_plain(args[first])

@@ -62,8 +62,8 @@ def cut_ranges(lengths: Sequence[int], ranges: Sequence[Range]) -> list[list[tup
 def cut_pattern(*args: Any) -> tuple[Any, ...]:
     """Slice a text of several pieces with a string method.
 
-    Return ((index, literal or None) …) for each resulting slice, and the texts for the Nones. `count` is the expected
-    number of slices; if the actual number differs, both results are empty.
+    Return two tuples: the (index, literal or None) pairs of each slice, and the texts that replace the Nones. `count`
+    is the expected number of slices; if the actual number differs, both results are empty.
     """
     *values, name, method_args, pattern, count = args
     given = iter(values)
@@ -82,7 +82,8 @@ def cut_pattern(*args: Any) -> tuple[Any, ...]:
 def begins_with(*args: Any) -> bool:
     """Whether the text of a pattern begins with the text of another pattern.
 
-    The other arguments replace the Nones in both patterns. For speed, only the compared part of the text is built.
+    The arguments before the two patterns replace the Nones in the patterns. For speed, only the compared part of the
+    text is built.
     """
     *values, pattern, other = args
     given = iter(values)
@@ -147,7 +148,7 @@ OBSERVED = (
 )
 ORDERED = ("lt", "le", "gt", "ge")
 LENGTHS = {name: f"length_{name}" for name in ("eq", "ne", "lt", "lteq", "gt", "gteq")}
-"""The step functions for Jinja's comparisons of a length with a number, by operator."""
+"""Step functions that compare a length with a number, keyed by Jinja's comparison operator."""
 
 STEP_FUNCTIONS: dict[str, StepFunction] = {
     # Functions that map texts to one text.
@@ -191,7 +192,7 @@ def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: 
 
 
 def _consecutive(text: str, parts: Sequence[str], gap: int | None) -> list[Range]:
-    """Return the ranges of consecutive parts that are `gap` characters apart, or any distance if `gap` is None."""
+    """Return the ranges of the parts of a text, which are `gap` characters apart, or any distance if `gap` is None."""
     ranges, at = [], 0
     for part in parts:
         start = text.index(part, at) if gap is None else at

@@ -98,7 +98,7 @@ def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...
 
 
 def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
-    """Return the steps with their functions looked up."""
+    """Return the steps with function objects instead of function names."""
     return tuple(ReadyStep(STEP_FUNCTIONS[step.function].call, *step[1:]) for step in steps)
 
 

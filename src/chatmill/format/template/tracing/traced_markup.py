@@ -87,7 +87,7 @@ def escaped(text: str) -> TracedMarkup:
 
 
 def mapped(text: TracedStr, function: str, *args: Any) -> TracedStr:
-    """Return the result of a function in `STEP_FUNCTIONS` that maps each character independently."""
+    """Apply a function in `STEP_FUNCTIONS` that maps each character independently."""
     call = STEP_FUNCTIONS[function].call
     if text.trace is None:
         return made([piece.changed(call(piece.text, *args)) for piece in text.pieces], None)

@@ -69,7 +69,7 @@ class TracedStr(str):
         return self._formatted(format_fields(self.plain(), args, kwargs))
 
     def _formatted(self, parts: Iterable[tuple[str, Any]]) -> TracedStr:
-        """Return the parts of this format string and its formatted values, joined."""
+        """Join the literal parts of this format string with the formatted values."""
         if any(piece.source is not None for piece in self.pieces):
             written = list(parts)
             return opaque("".join([text for text, _ in written]), (self, [value for _, value in written]))
@@ -201,7 +201,7 @@ class TracedStr(str):
 
 
 def _added(left: TracedStr, right: TracedStr) -> TracedStr:
-    """Like `joined`, but faster for two texts, because templates concatenate texts thousands of times."""
+    """Concatenate two texts. Faster than `joined`, because a template may concatenate texts thousands of times."""
     text = str.__new__(TracedStr, str.__add__(left, right))
     text.pieces = tuple([piece for piece in left.pieces + right.pieces if piece.text or piece.slot is not None])
     text.trace = left.trace or right.trace
@@ -263,7 +263,7 @@ def opaque(text: str, inputs: Any) -> TracedStr:
 
 
 def texts_in(value: Any) -> Iterator[TracedStr]:
-    """Yield all traced texts inside a value of any type."""
+    """Yield all traced texts in a value, including those in nested lists, tuples and dicts."""
     if isinstance(value, TracedStr):
         yield value
     elif isinstance(value, dict):

@@ -21,7 +21,7 @@ class UndefinedVariableError(UndefinedError):
 class UndefinedValue(Undefined):
     """Jinja's undefined value, which renders as an empty string.
 
-    A forbidden attribute raises an error when it is used.
+    The undefined value of a forbidden attribute raises an error when it is used.
     """
 
     __slots__ = ()
@@ -42,7 +42,7 @@ class UndefinedValue(Undefined):
 class TemplateNamespace(Namespace):
     """A namespace that rejects names with a leading underscore, which could give access to internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may use the name `self`
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no parameter `self`, because a template may use this name
         for name in dict(*args[1:], **kwargs):
             _check_name(name)
         Namespace.__init__(*args, **kwargs)
