@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 API = ROOT / "docs" / "reference" / "api"
 PACKAGES = {
-    "chatmill": "Import the names that most programs need, from message dictionaries to a trained model.",
+    "chatmill": "Import the names that most programs need, from reading messages to training a model.",
     "chatmill.records": "Read conversations of any supported shape from files into `Record` objects.",
     "chatmill.tokenizer": "Open or train a tokenizer that never encodes text as control tokens.",
     "chatmill.format": "Render conversations to token ids and a loss mask, with chat formats or chat templates.",
@@ -26,7 +26,7 @@ PACKAGES = {
     "chatmill.prepare": "Build a dataset from files of conversations, in one or more processes.",
     "chatmill.store": "Read, write, verify and compare datasets on disk.",
     "chatmill.load": "Load the batches of each rank in a reproducible order.",
-    "chatmill.audit": "Write and verify the log of the rows that a run was trained on.",
+    "chatmill.audit": "Write and verify audit logs, which record the rows of every training step.",
     "chatmill.train": "Train models, save checkpoints, and generate text.",
     "chatmill.rollout": "Train on the model's own answers with rollout matching.",
     "chatmill.show": "Show a dataset in the terminal, in a report, or in a browser.",
