@@ -46,7 +46,7 @@ class LayerBytes:
     eager: int
     """Bytes of activations that autograd saves."""
     compiled: int
-    """Bytes of activations that a compiled layer keeps; it recomputes the results of elementwise operators."""
+    """Bytes of activations that a compiled layer keeps; the results of elementwise operators are recomputed instead."""
     compiled_inputs: int
     """Like `compiled`, but the inputs of matrix products are also kept, which is torch's default."""
     input: int
@@ -109,7 +109,7 @@ def _use_fake_weights(model: nn.Module) -> None:
 
 
 def _shape_of(block: nn.Module) -> tuple[Any, ...]:
-    """Return a key that layers share if they keep the same number of bytes."""
+    """Return a key for a layer; layers with equal keys keep the same number of bytes."""
     weights = ((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
     return type(block).__name__, getattr(block, "attention_type", None), *weights
 

@@ -106,8 +106,8 @@ def _unpacked(*packed: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     return unpack(*packed, shape=shape, dtype=dtype)
 
 
-# torch.compile does not trace custom operators; it would otherwise compute each product as a separate tensor and add
-# the two.
+# Use custom operators, which torch.compile does not trace; a traced version would compute the two products as separate
+# tensors.
 @torch.library.custom_op("chatmill::sum_of_products", mutates_args=())
 def sum_of_products(x: Tensor, weight: Tensor, low_rank: Tensor, factor: Tensor) -> Tensor:
     """Compute x · weight + low_rank · factor without a second tensor of the result's size."""

@@ -76,7 +76,7 @@ class Checkpoint:
         return [self.path / name for name in sorted(self.files) if STATE_FILE.fullmatch(name)]
 
 
-# Weights and optimizer state.
+# Tensors.
 
 
 def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tensor]:

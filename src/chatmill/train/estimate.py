@@ -86,7 +86,7 @@ class Estimate:
 
     @property
     def state(self) -> float:
-        """Bytes of weights, gradients and optimizer state, which are exact."""
+        """Bytes of weights, gradients and optimizer state, which are known exactly."""
         return sum(self.parts[name].size for name in (WEIGHTS, GRADIENTS, OPTIMIZER))
 
     def to_json(self) -> dict[str, Any]:

@@ -173,7 +173,8 @@ class Samples:
         """
         lines = []
         for answer in answers:
-            # Decode only the end of a long prompt; a character takes at most four tokens, so this is enough to show.
+            # Decode only the end of a long prompt: a character takes at most four tokens, so 4 * SHOWN tokens are
+            # enough.
             prompt = text(answer.prompt.prompt[-4 * SHOWN :])
             lines.append(f"  prompt    {prompt if len(prompt) <= SHOWN else '…' + prompt[-SHOWN:]}")
             ended = "" if self._stopped(answer) else f"  (no end token after {len(answer.ids):,} tokens)"

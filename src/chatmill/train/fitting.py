@@ -25,7 +25,8 @@ from chatmill.train.optimizers import OPTIMIZER_BYTES
 from chatmill.train.preflight import data_vocab_size, padding_of
 
 MARGIN = 0.85
-"""Fraction of the estimate that must fit into memory, because estimates are within 15 percent of the measured memory.
+"""A run is refused unless this fraction of its estimate fits into memory; estimates are within 15 percent of measured
+memory.
 """
 MOST_RANKS, SHORTEST_ROW = 1024, 128
 NAMES = {
@@ -233,7 +234,7 @@ def _adapter_keys(config: TrainConfig) -> list[dict[str, Any]]:
 def _more_gpus(
     estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], ranks: int
 ) -> Iterator[Change | None]:
-    """Yield changes to FSDP on an increasing number of GPUs."""
+    """Yield changes that enable FSDP, with an increasing number of GPUs."""
     if not estimator.on_gpu or config.quantize != "none" or config.optimizer in ("adafactor", "muon"):
         return
     count = 2 if ranks == 1 or config.parallel == "fsdp" else ranks
@@ -266,7 +267,7 @@ def _bytes(optimizer: str) -> int:
     return OPTIMIZER_BYTES[optimizer].total
 
 
-# Available memory, and the check before a run.
+# Memory check.
 
 
 def estimate_run(config: TrainConfig, *, gpus: int | None = None, gpu_memory: float | None = None) -> Fit:

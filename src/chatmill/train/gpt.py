@@ -65,7 +65,9 @@ class GPT(CausalModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize all weights from a normal distribution, scaled down for projections into the residual stream."""
+        """Initialize matrices from a normal distribution, scaled down for projections into the residual stream, and
+        norms to 1.
+        """
         for name, parameter in self.named_parameters():
             self.init_weight(name, parameter)
 

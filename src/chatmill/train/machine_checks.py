@@ -1,7 +1,6 @@
 """Checks that `chatmill doctor` runs on each node: versions, GPUs, memory, system limits and network settings.
 
-Each check is a function that yields rows of the table that `chatmill doctor` prints. The checks also work without
-torch.
+Each check is a function that yields table rows for `chatmill doctor`. The checks also work without torch.
 """
 
 from __future__ import annotations

@@ -197,13 +197,13 @@ def _folder_rows(
             time.sleep(0.05)
         if fault != "":
             shown = "did not answer in time" if fault is None else one_line(str(fault), 300)
-            right = "a folder on a file system that all nodes share and can write"
+            right = "a folder on a file system that all nodes share and can write to"
             yield CheckRow(check, f"rank {rank} on {hosts[rank]}: {shown}", "FAIL", right)
             return
     free = (status := os.statvfs(folder)).f_frsize * status.f_bavail
     ranks = f"{len(faults)} ranks" if len(faults) > 1 else "this process"
     if about["fault"]:
-        right = "a folder that all ranks can write; a read-only folder can contain datasets, but not checkpoints"
+        right = "a folder that all ranks can write to; a read-only folder can contain datasets, but not checkpoints"
         yield CheckRow(check, f"cannot be written ({about['fault']}); all ranks see the same files", "warn", right)
         return
     low = free < LOW_DISK

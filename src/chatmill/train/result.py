@@ -75,8 +75,8 @@ class TrainResult:
     """The step of the evaluation with the lowest val loss."""
     best_val_loss: float | None
     best_checkpoint: Path | None
-    """The checkpoint with the lowest val loss, to which the link `best` in the run folder points; None unless keep_best
-    is on.
+    """The checkpoint with the lowest val loss, to which the link `best` in the run folder points; None if the run does
+    not keep this checkpoint.
     """
 
     def to_json(self) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class Stepper:
         self._grad_clip = settings.grad_clip
         self._rounds = isinstance(self.optimizer, LowPrecisionAdamW)
         self.is_whole = not any(is_sharded(parameter) for parameter in model.parameters())
-        """Whether every rank has the whole model, that is, whether the model is not sharded."""
+        """Whether every rank has the whole model; false if the model is sharded."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step(
