@@ -26,7 +26,7 @@ from chatmill.plain_file import check_plain, local_path, open_plain
 from chatmill.store import files
 
 START = "0" * 64
-"""Placeholder for the hash of the previous line in the first line of a log."""
+"""The `previous` value of the first line of a log, which has no previous line."""
 PREVIOUS = "previous"
 PLAIN = re.compile(r"[A-Za-z0-9_.:/+@-]+\Z")
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -136,13 +136,13 @@ def read_log(path: Path) -> list[LogLine | TornLine]:
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """Return the fields with which the next valid line records the torn lines before it."""
+    """Return the fields that the next valid line stores to record the torn lines before it."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 
 
 class AuditLog:
-    """An audit log that is open for appending and locked by this process. A write error stops the run."""
+    """An audit log that is open for appending and locked by this process; a failed write raises `AuditError`."""
 
     def __init__(self, path: Path, fd: int, *, head: str, clock: Clock) -> None:
         try:
@@ -181,9 +181,9 @@ class AuditLog:
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
-        """Open a log to continue after the line with the hash `head`; return the log and its `resume` fields.
+        """Open a log to resume from the line whose hash is `head`; return the log and the fields of its `resume` line.
 
-        Valid lines after `head` count as abandoned. Abandoned and torn lines stay in the file.
+        Valid lines after the line with hash `head` count as abandoned. Abandoned and torn lines stay in the file.
         """
         place = Path(path)
         try:
@@ -253,7 +253,7 @@ class AuditLog:
 
 
 def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
-    """Parse `raw` as the line after `last`; return None if it is not a valid line with the hash of `last`."""
+    """Parse `raw` as the line after `last`; return None unless it is valid and contains the hash of `last`."""
     try:
         line = parse_line(raw)
     except DataError:

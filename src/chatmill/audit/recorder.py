@@ -9,7 +9,8 @@
     checkpoint       the run's cursor; the saved checkpoint stores the hash of this line as `head`
     resume           the hash of the checkpoint line that the run resumes from
 
-The fields of each line are pure functions of the load plan, so `verify_log` can recompute them from the dataset.
+All fields that describe the data are computed from the load plan alone, so `verify_log` can recompute them from the
+dataset.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 EVERY = 100
 """Maximum number of steps per digest."""
 ROW_DIGEST = "sha256"
-"""The name, in `DIGESTS`, of the row digest that loaders compute."""
+"""The row digest that loaders compute; a key of `DIGESTS`."""
 SHOWN = 10
-"""Number of episodes listed in an epoch_start line."""
+"""Maximum number of episodes listed in an epoch_start line."""
 Numbers = NDArray[np.int64]
 Reduce = Callable[[Numbers], Numbers]
 """A function that sums an array over all ranks (all-reduce)."""
@@ -155,7 +156,7 @@ class Audit:
             self._log.close()
 
     def discard(self) -> None:
-        """Remove the log of a run that did not train on any batch; only close a log that the run continued."""
+        """Remove the log of a run that did not train on any batch; a log that the run continued is only closed."""
         if self._log is not None:
             if self._state is None:
                 self._log.remove()
@@ -214,7 +215,8 @@ def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> Non
         raise AuditError(f"{path}: does not match the checkpoint: {fault}; the log or the checkpoint was changed")
 
 
-# Functions that compute the fields of each line from the load plan, to write and to verify the log.
+# Functions that compute the fields of log lines from the load plan. `Audit` writes these fields, and `verify_log`
+# recomputes them.
 
 
 def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
@@ -222,7 +224,7 @@ def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     for name in ("token_dtype", "mix_epochs"):
         if config[name] is None:
-            # Omit null values, so that the log is identical to the log of earlier versions, which lack these keys.
+            # Omit the key if it is null. Earlier versions did not have these keys, and their logs must still verify.
             del config[name]
 
     def count(split: str) -> int:

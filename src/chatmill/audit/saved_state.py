@@ -23,7 +23,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """An audit state from a JSON file, and the JSON object that contains it, often with the loader state."""
+    """An audit state from a JSON file, and the JSON object that contains it and usually also the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]
@@ -34,7 +34,7 @@ class SavedState(NamedTuple):
 
 
 def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
-    """Return the audit states of a log that a checkpoint folder or a JSON file contains, by file name."""
+    """Find the audit states of a log in a checkpoint folder or a JSON file, and return them by file name."""
     states: dict[str, SavedState] = {}
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         try:
@@ -70,9 +70,9 @@ class LoggedCheckpoint(NamedTuple):
     """A checkpoint, as the audit log records it."""
 
     fields: Mapping[str, str]
-    """Fields of the checkpoint line, which are the cursor."""
+    """Fields of the checkpoint line, that is, the run's cursor."""
     loaded: Mapping[str, str]
-    """Fields of the dataset_load line before the checkpoint, which identify the dataset and the config."""
+    """Fields of the dataset_load line that precedes the checkpoint; they identify the dataset and the config."""
     given: Mapping[str, int]
     """Amount of data that each source contributed before the checkpoint; empty if sources are not mixed."""
 
@@ -137,7 +137,7 @@ def _differences(state: SavedState, logged: LoggedCheckpoint) -> Iterator[str]:
 
 
 def _run_differences(run: Mapping[str, Any], logged: LoggedCheckpoint) -> Iterator[str]:
-    """Yield differences in the values that `chatmill train` saves in addition to the loader and audit states."""
+    """Yield differences from the log in the values that only `chatmill train` saves."""
     stage = run["stage"]
     if not isinstance(stage, dict) or type(start := stage.get("start")) is not int:
         yield "stage does not describe a training stage"
@@ -147,7 +147,7 @@ def _run_differences(run: Mapping[str, Any], logged: LoggedCheckpoint) -> Iterat
     yield from _value("world_size", as_text(run.get("world_size")), logged.loaded.get("world_size"))
     config, loaded = run.get("config"), json.loads(logged.loaded.get("config", "{}"))
     for name in LoadConfig.__dataclass_fields__:
-        # The dataset determines the values of keys that are null in the run's config.
+        # Skip keys that are null in the run's config, because the dataset determines their values.
         if not isinstance(config, dict) or (config.get(name) is not None and config[name] != loaded.get(name)):
             yield f"config.{name} differs from the log"
 

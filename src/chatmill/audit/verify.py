@@ -28,7 +28,7 @@ from chatmill.store.primer_cache import PrimerCache, verify_cache
 from chatmill.store.verify import verify_dataset
 
 DIGITS = 12
-"""Maximum number of digits of an integer in a log line."""
+"""Maximum number of digits that `whole_number` accepts in a field."""
 
 
 class MismatchError(DataError):
@@ -61,10 +61,10 @@ def verify_log(
 ) -> AuditResult:
     """Recompute every line of an audit log from the dataset, and check every byte of the dataset.
 
-    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to the hash that the
-    checkpoint stores. `states`, which `saved_states` returns, maps the name of each checkpoint to its whole audit
-    state; every field of a state must match the log. `progress` is called with the number of steps that were just
-    verified.
+    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to the hash of a log
+    line that the checkpoint stores. `states`, as returned by `saved_states`, maps the name of each checkpoint to its
+    whole audit state; every field of a state must match the log. `progress` is called with the number of steps that
+    were just verified.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -107,7 +107,7 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
 
 
 def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mapping[str, str]) -> tuple[str | None, int]:
-    """Return a fault if a head is not the hash of any line, and the number of lines after the last head."""
+    """Return a fault or None, and the number of lines after the last head. A head that matches no line is a fault."""
     numbers = {line.sha256: number for number, line in enumerate(lines, start=1) if isinstance(line, LogLine)}
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():
@@ -169,7 +169,8 @@ class _Checker:
                 raise MismatchError(f"has action {one_line(line.action)}; expected {action}")
             if action != "dataset_load":
                 compare(line, fields)
-            # A resumed run usually repeats the dataset_load line of the previous run, whose dataset is already open.
+            # A resumed run usually repeats the dataset_load line of the run that it continues, so the dataset is
+            # already open.
             elif self._run is None or line.fields != self._run.fields:
                 self._run = load_run(line, self._dataset)
             del self._due[0]
@@ -179,7 +180,7 @@ class _Checker:
             self._checkpoints[line.sha256] = self.lines, self._state
 
     def changed_file(self) -> str | None:
-        """Return a fault if a dataset file does not match the metadata, even in rows that the run did not use."""
+        """Verify all dataset files, including rows that the run did not use; return the first fault, or None."""
         if self._run is None:
             return None
         plan = self._run.plan
@@ -254,13 +255,13 @@ class LoggedRun(NamedTuple):
     every: int
     """Maximum number of steps per digest."""
     rows: int | None
-    """Number of rows per step that digests cover: the rows of rank 0, or None for the rows of all ranks."""
+    """Number of rows per step that digests cover if they cover only rank 0; None if they cover all ranks."""
     row_digests: RowDigests
     fields: Mapping[str, str]
 
 
 def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
-    """Open the dataset that a dataset_load line names, and compare the line with the dataset."""
+    """Open `dataset`, or by default the dataset that a dataset_load line names, and compare the line with it."""
     try:
         values = json.loads(line.fields.get("config", ""))
     except (ValueError, RecursionError) as error:
@@ -317,7 +318,7 @@ def compare(line: LogLine, expected: Mapping[str, Any]) -> None:
 
 
 def whole_number(line: LogLine, name: str, least: int) -> int:
-    """Parse the integer in a field; raise `MismatchError` if the integer is below `least`."""
+    """Return a field as an integer; raise `MismatchError` if the field is not an integer of at least `least`."""
     text = line.fields.get(name, "")
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS or int(text) < least:
         raise MismatchError(f"{line.action} has {name} {one_line(text)}; expected an integer of at least {least}")

@@ -7,6 +7,6 @@
     torchdata    StatefulDataLoader
     torchtitan   its dataloader protocol
 
-Import the module that is named after your library, which must be installed. `transformers.Trainer` and TRL read the
-dataset `TrainRows`; the other libraries read batches from an `EpisodeLoader`.
+Import the module named after your library; the library itself must be installed. `transformers.Trainer` and TRL read
+the dataset `TrainRows`; the other libraries read batches from an `EpisodeLoader`.
 """

@@ -44,12 +44,12 @@ def train_loader(
     flatten: bool = False,
     audit_dir: str | Path | None = None,
 ) -> AcceleratorBatches:
-    """Return the batches of a run of `epochs` epochs or `steps` optimizer steps, on the accelerator's device.
+    """Return the micro-batches of a run, on the accelerator's device.
 
-    `batch_size` is the number of rows in an optimizer step, over all ranks and accumulation steps. `flatten`
-    concatenates the rows of a micro-batch, which FlashAttention needs for packed rows. With `audit_dir`, the run writes
-    an audit log to this folder. The accelerator's checkpoints contain the position in the data and the state of the
-    audit log.
+    Pass either `epochs` or `steps`, the number of optimizer steps. In the config, `batch_size` is the number of rows in
+    an optimizer step, over all ranks and accumulation steps. `flatten` concatenates the rows of a micro-batch, which
+    FlashAttention needs for packed rows. With `audit_dir`, the run writes an audit log to this folder. The
+    accelerator's checkpoints contain the position in the data and the state of the audit log.
 
     >>> from accelerate import Accelerator
     >>> from chatmill.integrations.accelerate import train_loader
@@ -70,8 +70,8 @@ def train_loader(
 class AcceleratorBatches:
     """The micro-batches of a run on one rank, in the Hugging Face convention.
 
-    A micro-batch is a dict with the columns from `causal_lm_columns` and `step_weight`. `causal_lm_loss` computes the
-    loss of a micro-batch for `accelerator.backward`.
+    A micro-batch is a dict that contains the columns from `causal_lm_columns` and the value `step_weight`.
+    `causal_lm_loss` computes the loss of a micro-batch for `accelerator.backward`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class AcceleratorBatches:
 
     @property
     def step(self) -> int:
-        """The optimizer step of the next micro-batch."""
+        """The number of the optimizer step to which the next micro-batch belongs."""
         return self.loader.cursor().step - bool(self._parts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -150,7 +150,7 @@ class AcceleratorBatches:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, which is the same on all ranks, for `accelerator.save_state`."""
+        """Return the position in the data and the state of the audit log, for `accelerator.save_state`."""
         if self._parts:
             done = self.accumulation - len(self._parts)
             raise UsageError(
@@ -187,14 +187,14 @@ class AcceleratorBatches:
         weight = batch.weights.sum()
         if self.loader.world_size > 1:
             dist.all_reduce(weight)
-        # Accelerate averages gradients over micro-batches and ranks.
+        # Accelerate averages gradients over micro-batches and ranks, so divide the total weight by their number.
         weight /= self.accumulation * self.loader.world_size
         padding = self.loader.plan(self.loader.split).pad_token_id
         parts = (causal_lm_columns(part, pad_token_id=padding) for part in batch.split(self.accumulation))
         return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
     def _open_audit(self) -> Audit | None:
-        """Open the audit log on first use, because a checkpoint may be loaded before the first batch."""
+        """Open the audit log on first use, because a checkpoint loaded before then determines which log to continue."""
         if self._audit is None and self._audit_dir is not None:
             reduce = self._sum if self.loader.world_size > 1 else None
             self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)

@@ -4,8 +4,8 @@
     y          b c d e      labels        - b c d e      - is -100
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
-A row of `input_ids` has one more token than a row of `x`: the token that the last position predicts. Padding replaces
-this last token if it is not trained, which does not affect any trained token.
+A row of `input_ids` has one more token than a row of `x`: the token that the last position predicts. If this last token
+is not trained, padding replaces it; trained tokens are not affected.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def flattened(columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the columns with all rows concatenated to one row, and the sequence boundaries that FlashAttention needs.
+    """Return the columns with all rows concatenated into one, and the sequence boundaries that FlashAttention needs.
 
     The columns for the boundaries are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
 

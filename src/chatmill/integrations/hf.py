@@ -4,9 +4,9 @@
     args = TrainingArguments("run", learning_rate=1e-4, **hf.training_arguments(rows))
     trainer = Trainer(model, args, **hf.trainer_arguments(rows))
 
-The trainer reads the rows of the run in order, and each rank trains the same rows as in `chatmill train`. The loss is
-the same as in `chatmill train`: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer`, see
-`chatmill.integrations.trl`.
+The trainer reads the rows of the run in order, and each rank trains on the same rows as in `chatmill train`. The loss
+is the same as in `chatmill train`: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer`,
+see `chatmill.integrations.trl`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def training_arguments(rows: TrainRows) -> dict[str, Any]:
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
     """Return arguments for `Trainer`: the rows, the loss, the val split if the dataset has one, and a `RunCallback`.
 
-    Pass `flatten` if the model uses FlashAttention; see `Collator`.
+    Pass `flatten=True` if the model uses FlashAttention; see `Collator`.
     """
     rows.weights_in_labels = True
     evaluates = "val" in rows.loader.splits
@@ -90,7 +90,7 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
 class Collator:
     """Stacks rows into a batch.
 
-    With `flatten`, which FlashAttention needs, all rows are concatenated to one row, and `cu_seq_lens_q`,
+    With `flatten`, which FlashAttention needs, all rows are concatenated into one row, and `cu_seq_lens_q`,
     `cu_seq_lens_k`, `max_length_q` and `max_length_k` mark the boundaries of conversations.
 
     >>> import torch
@@ -112,10 +112,10 @@ class Collator:
 
 
 def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    """Return Σ weight · cross entropy / labels in the global batch, for labels from `weighted_labels`."""
+    """Return Σ weight · cross entropy / number of labels in the global batch; `labels` come from `weighted_labels`."""
     ids, weights = split_labels(labels[:, 1:])
     trained = ids != IGNORE_INDEX
-    # Convert only the logits of trained positions to float32.
+    # To save memory, convert only the logits of trained positions to float32.
     losses = F.cross_entropy(outputs["logits"][:, :-1][trained].float(), ids[trained], reduction="none")
     count = trained.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
     return (losses * weights[trained]).sum() / count.to(losses.device).clamp(min=1)
@@ -129,7 +129,7 @@ class RunCallback(TrainerCallback):
     """
 
     def __init__(self, rows: TrainRows, *, flatten: bool = False, expected: Mapping[str, Any] | None = None) -> None:
-        """Set the same `flatten` as for `Collator`; `expected` defaults to `training_arguments(rows)`."""
+        """Pass the same `flatten` as to `Collator`. `expected` defaults to `training_arguments(rows)`."""
         self.rows = rows
         self._flatten = flatten
         self._expected = expected
@@ -145,7 +145,7 @@ class RunCallback(TrainerCallback):
             for name, value in expected.items()
             if getattr(args, name) != value
         ]
-        # Check max_steps only if the other arguments are right, because they may also change max_steps.
+        # Check max_steps only if the other arguments are correct, because a wrong argument may also change max_steps.
         if state.max_steps > self.rows.steps and not faults:
             faults.append(f"max_steps is {state.max_steps}, but the dataset has {self.rows.steps} steps")
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""

@@ -3,9 +3,9 @@
     data = EpisodeDataModule("chat_sft", {"batch_size": 8, "use_loss_mask": True})
     Trainer(max_epochs=3).fit(model, data)
 
-Step n of the trainer has the same rows as step n of `chatmill train`, regardless of epochs and limits. The position in
-the data is the number of trained batches, which Lightning's checkpoints store. A batch that Lightning prefetched is not
-counted.
+Step n of the trainer has the same rows as step n of `chatmill train`, regardless of the trainer's epochs and limits.
+The position in the data is the number of trained batches, which Lightning's checkpoints store. A batch that was
+prefetched but not trained does not count.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class WeightedBatch(NamedTuple):
 class EpisodeDataModule(LightningDataModule):
     """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
 
-    A batch is a dict of the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is false.
-    `causal_lm_loss` divides the loss by the batch's `step_weight`: the total weight of the step's trained tokens,
-    divided by the number of batches that Lightning averages over (ranks times `accumulate_grad_batches`). Validation
-    reads every row of `val` once, with the weight of the batch as `step_weight`. `flatten` concatenates the rows of a
-    batch, which FlashAttention needs for packed rows.
+    A batch is a dict of `step_weight` and the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is
+    false. `causal_lm_loss` divides the loss by `step_weight`, which is the total weight of the step's trained tokens
+    per batch that Lightning averages over; there are ranks times `accumulate_grad_batches` such batches. In validation,
+    every row of `val` is read once, and `step_weight` is the total weight of the batch. `flatten` concatenates the rows
+    of a batch, which FlashAttention needs for packed rows.
 
     One trainer epoch is one epoch of the dataset. With `limit_train_batches`, each trainer epoch continues where the
     previous epoch stopped. With `audit_dir`, rank 0 writes an audit log of the trained steps to this folder.
@@ -97,7 +97,7 @@ class EpisodeDataModule(LightningDataModule):
                 f"the trainer has {self.trainer.world_size} processes, but torch.distributed has {processes}, so rows "
                 f"would be trained several times; set devices and num_nodes of Trainer to {processes} processes"
             )
-        # Count only data parallel ranks, because a strategy may also have other ranks.
+        # Count only data parallel ranks; other ranks, such as tensor parallel ranks, read the same rows.
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         self._loader = EpisodeLoader(
             self._dataset_dir, self._config, rank=ranks["rank"], world_size=ranks["num_replicas"]
@@ -125,7 +125,7 @@ class EpisodeDataModule(LightningDataModule):
         return ValBatches(self) if "val" in self.loader.splits else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after the last trained step, which is the same on all ranks."""
+        """Return the position in the data after the last trained step; all ranks return the same state."""
         step, parts = divmod(self.trained_batches, self.accumulation)
         state = {**self._state_at(step), "gradient_accumulation_steps": self.accumulation, "batches": parts}
         if self._trained is not None:
@@ -156,7 +156,7 @@ class EpisodeDataModule(LightningDataModule):
 
     @property
     def accumulation(self) -> int:
-        """Number of batches that Lightning trains per step on this rank."""
+        """Number of batches per optimizer step on this rank."""
         return self.loader.config.gradient_accumulation_steps
 
     @property
@@ -205,7 +205,7 @@ class EpisodeDataModule(LightningDataModule):
         return {**self.loader.state_dict(), "cursors": {"train": self.plan.cursor_at(step)._asdict()}}
 
     def _check_loaded(self, state: Mapping[str, Any]) -> None:
-        """Raise `UsageError` if a saved state belongs to another dataset or config."""
+        """Load a saved state; raise `UsageError` if it belongs to another dataset or config."""
         self.loader.load_state_dict(state)
         if (saved := state.get("gradient_accumulation_steps")) != self.accumulation:
             raise UsageError(
@@ -230,7 +230,7 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_epochs(self) -> None:
-        """Raise `UsageError` if epochs differ in length, because Lightning assumes that they are equally long."""
+        """Raise `UsageError` if epochs differ in length, because Lightning assumes that all epochs are equally long."""
         trainer, windows = self.trainer, self.plan.num_windows()
         by_epochs = trainer.max_steps == -1 and not isinstance(trainer.limit_train_batches, int)
         # If the dataset fits in one packing window, all epochs have the same number of rows.
@@ -269,7 +269,7 @@ class EpisodeDataModule(LightningDataModule):
 
 
 class TrainBatches:
-    """The batches of a trainer epoch, from the current position. Lightning ends the epoch after `len` batches."""
+    """The batches of a trainer epoch, starting at the current position. Lightning ends it after `len` batches."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data
@@ -284,7 +284,7 @@ class TrainBatches:
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state; Lightning regards a loader with this method as resumable."""
+        """Return an empty state; the method exists because Lightning treats a loader that has it as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

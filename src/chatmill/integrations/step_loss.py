@@ -26,7 +26,7 @@ def weighted_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Return Σ weight · cross entropy / `step_weight` of a batch; 0 for a step without trained tokens."""
     labels, weights, total = batch["labels"][:, 1:], batch["weights"][:, 1:], batch["step_weight"]
     trained = labels != IGNORE_INDEX
-    # Convert only the logits of trained positions to float32.
+    # To save memory, convert only the logits of trained positions to float32.
     entropy = F.cross_entropy(logits[:, :-1][trained].float(), labels[trained], reduction="none")
     shares = weights / total.where(total > 0, 1)
     return (entropy * shares[trained]).sum()

@@ -39,11 +39,12 @@ def stateful_loader(
     listener: Listener | None = None,
     **options: Any,
 ) -> StatefulBatches:
-    """Return a loader of one rank's batches, as `Batch` objects or Hugging Face columns; endless without `epochs`.
+    """Return a loader for the batches of one rank; without `epochs`, it never ends.
 
-    `ranks` is (rank, world size) for sharding each batch, by default from torch.distributed or torchrun; pass `ranks`
-    if several ranks train the same rows. `listener` may be an audit log. `options` are passed to `StatefulDataLoader`,
-    but options for batching or sampling are rejected.
+    Batches are `Batch` objects, or dicts of Hugging Face columns with `hf_columns`. `ranks` is the pair (rank, world
+    size) by which each batch is sharded; it defaults to the values from torch.distributed or torchrun. Pass `ranks` if
+    several ranks train on the same rows. `listener` can be an `Audit`, which writes an audit log. `options` are passed
+    to `StatefulDataLoader`, but options for batching or sampling are rejected.
 
     >>> from chatmill.integrations.torchdata import stateful_loader
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -85,11 +86,11 @@ class StatefulBatches(StatefulDataLoader[Any]):
         return iter(()) if self._ended else super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after the last returned batch, which is the same on all ranks."""
+        """Return the position in the data after the last returned batch; the position is the same on all ranks."""
         return {"num_workers": self.num_workers, "state": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a saved position, on any number of ranks, with the same number of workers."""
+        """Resume from a saved position; the number of ranks may differ, but not the number of workers."""
         try:
             workers, state = state_dict["num_workers"], state_dict["state"]
             ended = state["_iterator_finished"]

@@ -4,7 +4,7 @@
 
     x, y, positions of a batch  ->  ({"input": x, "positions": positions}, y)
 
-Labels are already shifted, which torchtitan expects. Positions restart at 0 in each conversation, so that torchtitan's
+Labels are already shifted, as torchtitan expects. Positions restart at 0 in each conversation, so that torchtitan's
 flex and varlen attention can separate the conversations of a packed row.
 """
 
@@ -89,7 +89,7 @@ class EpisodeDataLoader(BaseDataLoader):
             for source in self._loader.sources:
                 _check_weights(source, config.split)
         self._state = self._loader.state_dict()
-        """Position in the data after the last step of which all batches were returned."""
+        """Position in the data after the last step whose batches were all returned."""
         self._audit: Audit | None = None
         self._audit_state: Mapping[str, Any] | None = None
         self._is_audited = False
@@ -176,7 +176,7 @@ class EpisodeDataLoader(BaseDataLoader):
 
 
 def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local_batch_size: int) -> int:
-    """Return the number of batches per step on each rank; raise `UsageError` if the sizes do not fit together."""
+    """Return the number of batches per step on each rank; raise `UsageError` if the sizes are inconsistent."""
     size, per_rank = load.block_size, load.batch_size // dp_world_size
     if size != seq_len:
         raise UsageError(f"block_size is {size}, but training.seq_len is {seq_len}; set training.seq_len to {size}")

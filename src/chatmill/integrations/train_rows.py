@@ -5,9 +5,9 @@
     rank           0 0 1 1 0 0 1 1   0 0 …        2 ranks, 2 rows per batch, 2 accumulation steps
     row of step    0 1 4 5 2 3 6 7   0 1 …        each rank has the same rows as with an EpisodeLoader
 
-A trainer that reads the rows in order and assigns batches to ranks in turn trains the same rows in each step as
-`chatmill train`. Any other order is rejected, because a shuffling sampler or a second sharding would change the rows of
-a step.
+If a trainer reads the rows in order and assigns batches to ranks in turn, each step trains on the same rows as in
+`chatmill train`. Any other order is rejected, because shuffling the rows or sharding them a second time would change
+the rows of a step.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class TrainRows(Dataset[ModelInputs]):
     """All rows of `epochs` epochs, or of `steps` steps, in training order.
 
     Each row is a dict of `input_ids`, `labels` and `position_ids`; positions restart at 0 in each conversation. A
-    `DataLoader` must read batches of equal size in order, without shuffling. On several ranks, rank b % world_size
-    reads batch b, which is how Accelerate shards batches.
+    `DataLoader` must read batches of equal size in order, without shuffling. Batch b is read by rank b % world_size,
+    which is how Accelerate shards batches.
 
-    Plain labels cannot express token weights other than 1. Rows with other weights are rejected unless
-    `weights_in_labels` is true; then labels encode their weights, which `hf.weighted_loss` decodes (see
-    `columns.weighted_labels`). The weights of a step are scaled such that their sum is the number of labels in the
-    step, because trainers divide by the number of labels.
+    Plain labels cannot express token weights other than 1. Rows with weights other than 1 are rejected unless
+    `weights_in_labels` is true. In that case, `columns.weighted_labels` encodes the weights in the labels, and
+    `hf.weighted_loss` decodes them. The weights of a step are scaled such that their sum is the number of labels in the
+    step, because trainers divide the loss by the number of labels.
 
     With `audit_dir`, `hf.RunCallback` writes an audit log of the trained steps to this folder.
 
@@ -85,25 +85,25 @@ class TrainRows(Dataset[ModelInputs]):
         self._digests: Tensor | None = None
         if audit_dir is not None:
             batches = self.steps * self.config.gradient_accumulation_steps
-            # Share the digests with the worker processes that read the rows.
+            # Use shared memory, because worker processes read the rows and store the digests.
             self._digests = torch.zeros((batches, 3 + len(self.loader.sources)), dtype=torch.int64).share_memory_()
         self._no_counts = np.zeros(len(self.loader.sources), dtype=np.int64)
         self._world: tuple[int, int] | None = None
-        """Rank and world size of the parent process, in a worker process; otherwise None."""
+        """In a worker process, the rank and world size of the parent process; otherwise None."""
         self._next: int | None = None
-        """First row of the expected next batch."""
+        """First row of the batch that is expected next."""
         self._start: int | None = None
         """First row that was read since the run started or resumed; None after the second batch."""
         self._step: PlannedStep | None = None
         """The last step that was read."""
         self._scale = (-1, 1.0)
-        """The number of a step, and the factor for its weights."""
+        """The last step for which a weight factor was computed, and the factor."""
 
     def __len__(self) -> int:
         return self.steps * self.config.batch_size
 
     def __getitem__(self, row: int) -> ModelInputs:
-        """Return a single row. Single rows may be read in any order."""
+        """Return one row. Unlike batches, individual rows may be read in any order."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} does not exist; the run has {len(self)} rows")
         count = self.rows_per_batch
@@ -126,7 +126,7 @@ class TrainRows(Dataset[ModelInputs]):
         return {**vars(self), "_world": self.rank_and_world_size, "_step": None, "open_audit": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Raise `UsageError` for a second epoch, because the dataset is the whole run. Accelerate calls `set_epoch`."""
+        """Raise `UsageError` for a second epoch, because the dataset contains the whole run; called by Accelerate."""
         if epoch:
             raise UsageError(
                 f"the trainer begins epoch {epoch + 1}, but the dataset is the whole run of {self.steps} steps; "
@@ -154,7 +154,7 @@ class TrainRows(Dataset[ModelInputs]):
         return self.loader.plan(self.loader.split)
 
     def read(self, first: int, *, digest: bool = False) -> ReadyBatch:
-        """Return the batch with the rows from `first` on, which must be the first row of a batch."""
+        """Return the batch whose first row is `first`."""
         count, accumulation = self.rows_per_batch, self.config.gradient_accumulation_steps
         step, row = divmod(first, self.config.batch_size)
         micro_batch, rank = divmod(row // count, self.rank_and_world_size[1])
@@ -164,7 +164,7 @@ class TrainRows(Dataset[ModelInputs]):
         return batch
 
     def digests(self, step: int) -> tuple[Index, Index]:
-        """Return the digest of a step's rows on this rank, and the number of rows from each source."""
+        """Return the digest of a step's rows on this rank, and the amount of data from each source."""
         assert self._digests is not None
         accumulation = self.config.gradient_accumulation_steps
         read = self._digests[step * accumulation : (step + 1) * accumulation].numpy()
@@ -202,7 +202,8 @@ class TrainRows(Dataset[ModelInputs]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stride = count * world_size
         is_of_rank = rows == list(range(first, first + count)) and first % stride == rank * count
-        # A run may start or resume at any step, but another jump at the second batch means that rows are sharded twice.
+        # The first batch may start at any step, because a run may be resumed. If the second batch does not follow the
+        # first, the rows are sharded twice.
         follows = first == self._next
         starts = (first - number * stride) % self.config.batch_size == rank * count and self._start in (None, first)
         if not is_of_rank or not (follows or starts):
@@ -218,20 +219,20 @@ class EvalRows(Dataset[ModelInputs]):
     """All rows of the val split, with empty rows added to complete the last batches.
 
     With `weights_in_labels`, weights are scaled such that the trainer's mean over batches equals the val loss of
-    `chatmill train`, which is the loss over all trained tokens.
+    `chatmill train`, which is a weighted mean over all trained tokens.
     """
 
     def __init__(self, rows: TrainRows) -> None:
         self.rows = rows
         self.steps = self.plan.num_steps(0)
         self._scales: tuple[int, list[float]] | None = None
-        """Number of rows of a batch over all ranks, and the weight factor of each batch."""
+        """Number of rows per batch over all ranks, and the weight factor of each batch."""
 
     def __len__(self) -> int:
         return self.steps * self.rows.config.batch_size
 
     def __getitem__(self, row: int) -> ModelInputs:
-        """Return a single row. Single rows may be read in any order."""
+        """Return one row. Unlike batches, individual rows may be read in any order."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} does not exist; val has {len(self)} rows")
         count = self.rows.rows_per_batch
@@ -265,13 +266,14 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """Return the weight factor of the batch that contains row `first`; `size` is the batch's rows on all ranks."""
+        """Return the weight factor of the batch that contains row `first`; `size` counts its rows on all ranks."""
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))
             if not weights.sum():
                 raise UsageError(f"{self.rows.loader.dataset_dir}: val has no trained tokens; remove eval_dataset")
-            # Trainers divide the loss by the number of labels in each batch, and take the mean over all batches.
+            # Compensate for trainers, which divide the loss of each batch by its number of labels and average over all
+            # batches.
             self._scales = size, (trained * len(trained) / weights.sum()).tolist()
         return self._scales[1][first // size]
 
@@ -279,7 +281,7 @@ class EvalRows(Dataset[ModelInputs]):
 def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_labels: bool) -> list[ModelInputs]:
     """Return the model inputs of each row of a batch, with weights multiplied by `scale`.
 
-    Labels with weight 1 are plain labels. Other weights are rejected unless `weights_in_labels` is true.
+    Labels with weight 1 stay unchanged. Weights other than 1 are rejected unless `weights_in_labels` is true.
     """
     columns = causal_lm_columns(batch, pad_token_id=plan.pad_token_id)
     weights = (columns.pop("weights").double() * scale).float()

@@ -32,7 +32,7 @@ class TrainedSteps:
         self.audit = audit
         self._fetched: deque[FetchedStep] = deque()
         self._epoch_start: list[Callable[[], None]] = []
-        """The call that reports the start of an epoch, made together with the calls for the next batch."""
+        """The call that reports the start of an epoch; it is made before the next batch is reported."""
 
     def report(self, steps: int) -> None:
         """Report all fetched steps with numbers below `steps`."""
@@ -41,7 +41,7 @@ class TrainedSteps:
                 call()
 
     def forget(self) -> None:
-        """Discard the steps that were fetched but not trained, when the loader is rewound."""
+        """Discard all steps that were fetched but not trained, because the loader is rewound."""
         self._fetched.clear()
         self._epoch_start = []
 

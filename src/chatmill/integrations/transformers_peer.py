@@ -45,21 +45,21 @@ class TransformersPeer:
         source = self._renderer.templates[bool(record.tools)].source
         options = {"tools": given.tools, "chat_template": source, **self._renderer.arguments}
         ids = self._ask([messages, options])
-        # Count a record that chatmill renders but transformers rejects as a difference.
+        # If transformers rejects a record that chatmill renders, return no ids, which count as a difference.
         return ids if isinstance(ids, list) else []
 
     def __enter__(self) -> TransformersPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the process."""
+        """End the process that runs transformers."""
         if self._channel is not None:
             self._channel.close()
 
     def _ask(self, request: Any) -> list[int] | str | None:
         """Return the response of the process; None if the process crashes or exceeds its limits."""
         if self._channel is not None and self._owner != os.getpid():
-            # A forked process starts its own process, and must not end the process of its parent.
+            # After a fork, close the inherited channel without ending the parent's process, and start a new process.
             self._channel.close()
             self._channel = None
         self._owner = os.getpid()
@@ -77,7 +77,7 @@ class TransformersPeer:
 
 
 def main() -> None:
-    """Run the fork server of the processes that run transformers."""
+    """Run the fork server, which starts the processes that run transformers."""
     from chatmill.format.template.process.fork_server import run_server
 
     os.environ.update(ENVIRONMENT)

@@ -41,7 +41,7 @@ def sft_config(rows: TrainRows) -> dict[str, Any]:
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
     """Return arguments for `WeightedSFTTrainer` or `SFTTrainer`: rows, the val split if it exists, and a callback.
 
-    Pass `flatten` if the model uses FlashAttention; see `hf.Collator`.
+    Pass `flatten=True` if the model uses FlashAttention; see `hf.Collator`.
     """
     return {
         "train_dataset": SFTRows(rows),
@@ -55,7 +55,7 @@ class SFTRows(Dataset):
     """The rows of a run or of the val split as a `datasets.Dataset`, the only map-style dataset that `SFTTrainer`
     accepts.
 
-    The rows are read from `TrainRows` or `EvalRows`, not from an Arrow table, which is empty.
+    The rows are read from `TrainRows` or `EvalRows`; the dataset's Arrow table is empty.
     """
 
     def __init__(self, rows: TrainRows | EvalRows) -> None:
@@ -81,7 +81,7 @@ class SFTRows(Dataset):
 
 
 class WeightedSFTTrainer(SFTTrainer):
-    """An `SFTTrainer` with the loss Σ weight · cross entropy / Σ weight over the global batch, also in evaluation.
+    """An `SFTTrainer` whose training and evaluation loss is Σ weight · cross entropy / Σ weight over the global batch.
 
     The weights are encoded in the labels of `SFTRows`. Unlike with a `compute_loss_func`, the model runs only once per
     batch.
@@ -104,7 +104,7 @@ class WeightedSFTTrainer(SFTTrainer):
         labels, weights = split_labels(inputs["labels"])
         inputs = {**inputs, "labels": labels}
         if num_items_in_batch is None:
-            # In evaluation, SFTTrainer would divide only by the number of labels on this rank.
+            # In evaluation, SFTTrainer would divide by the number of labels on this rank instead of on all ranks.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
 
         def weighted_model(**model_inputs: Any) -> Any:

@@ -29,7 +29,7 @@ MAX_KILLS = 3
 
 
 def require_trl() -> None:
-    """Raise `UsageError` unless TRL and torch are installed, without importing them."""
+    """Raise an error if TRL or torch is not installed; neither is imported."""
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")
     if importlib.util.find_spec("trl") is None:
@@ -40,7 +40,7 @@ class TRLPeer:
     """Prepares records with TRL in a separate process."""
 
     def __init__(self, renderer: TemplateRenderer, *, assistant_only_loss: bool = True, max_length: int | None = None):
-        """Set `max_length` as in SFTConfig; None means TRL's default, and 0 means no limit."""
+        """`max_length` replaces SFTConfig's default; None keeps the default, and 0 means no limit."""
         folder = renderer.folder
         if folder.tokenizer_json is None:
             name = f"{renderer.tokenizer.name} has no tokenizer.json, which transformers requires"
@@ -59,9 +59,10 @@ class TRLPeer:
         self.setup = self._setup()
 
     def rows(self, record: Record, *, completion: int | None = None) -> tuple[PeerRow | str, PeerRow | str]:
-        """Return the row of a record, and the row with TRL's default loss; a string states why TRL rejects the record.
+        """Return a record's row with the configured loss, and its row with TRL's default loss.
 
-        In a dataset of prompts and completions, `completion` is the index of the first message of the completion.
+        If TRL rejects the record, a string with the reason replaces the row. In a dataset of prompts and completions,
+        `completion` is the index of the first message of the completion.
         """
         turns = only_turns(record)
         style = self._renderer.templates[bool(record.tools)].style
@@ -96,7 +97,7 @@ class TRLPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the process."""
+        """End the process that runs TRL."""
         if self._channel is not None:
             self._channel.close()
 

@@ -33,7 +33,7 @@ class TRLSetup(msgspec.Struct, frozen=True):
     patched: bool = False
     """Whether TRL renders with its own training template, which has generation tags."""
     no_mask: str = ""
-    """Why TRL cannot mask tokens outside answers with this template, and trains every token; otherwise empty."""
+    """Why TRL cannot train only answers with this template and trains every token; empty if it can."""
     end_trained: bool = True
     """Whether TRL trains the end token of an answer."""
     fault: str = ""
@@ -49,7 +49,7 @@ class PreparedRow(msgspec.Struct, frozen=True):
 
 
 class PreparedRecord(msgspec.Struct, frozen=True):
-    """A record prepared with loss only on answers and with TRL's default loss; a string states why TRL rejects it."""
+    """A record prepared with the configured loss and with TRL's default loss; a string states why TRL rejects it."""
 
     chosen: PreparedRow | str
     default: PreparedRow | str | None = None
@@ -59,7 +59,7 @@ class PreparedRecord(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Run the fork server of the processes that run TRL."""
+    """Run the fork server, which starts the processes that run TRL."""
     from chatmill.format.template.process.fork_server import run_server
 
     os.environ.update(ENVIRONMENT, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
@@ -140,7 +140,7 @@ class _Preparation:
         return TRLSetup(**setup, patched=self._template is not None, end_trained=end_trained)
 
     def _decide(self) -> tuple[str | None, bool]:
-        """Return the template that replaces the tokenizer's, or None, and whether the end of answers is trained."""
+        """Return TRL's own training template, if it is needed, and whether TRL trains the end token of answers."""
         from trl import chat_template_utils as templates
 
         is_tagged = templates.has_generation_markers(self._tokenizer.chat_template)
@@ -148,7 +148,7 @@ class _Preparation:
         return template, templates.is_chat_template_stop_token_trained(self._tokenizer, chat_template=template)
 
     def prepare(self, examples: list[dict[str, Any]]) -> PreparedRecord:
-        """Prepare one record: the first example with the compared template, the last with the model's template."""
+        """Prepare a record; the first example is for TRL's training template, and the last for the model's template."""
         default = self._row(examples[-1], False, None)
         if not self._masked:
             return PreparedRecord(default)

@@ -34,9 +34,9 @@ from chatmill.remote.urls import Url
 
 EVICTED = "evicted"
 COPY_AGE = 24 * 3600
-"""Seconds for which a copied file or folder is kept after its last use, because a process may still read it."""
+"""Seconds for which a copied file or folder is kept after its last use, because a process may still be reading it."""
 COPY_FILES = 10_000
-"""Maximum number of objects in a folder that chatmill copies."""
+"""Maximum number of objects in a folder that is copied."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -109,7 +109,9 @@ def _is_whole(path: Path, size: int, sha256: str) -> bool:
 
 
 def _mark(sha256: str) -> int:
-    """Return the modification time that marks a verified object: a time between 1970 and 1978, unlike other files."""
+    """Return the modification time that marks a verified object: a time between 1970 and 1978, which unverified files
+    do not have.
+    """
     return int(sha256[:7], 16)
 
 
@@ -123,7 +125,7 @@ def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable
     """Download an object into the cache. The caller must hold the object's lock."""
     partial = path.parents[1] / "partial" / sha256
     try:
-        # Try the download again if the data was damaged in transit or the disk was full.
+        # Retry the download once if the data was damaged in transit or the disk was full.
         for is_last in (False, True):
             try:
                 _make_room(path.parents[1], size, partial)
@@ -224,7 +226,7 @@ def _make_room(folder: Path, size: int, partial: Path) -> None:
         if over > 0:
             _remove_oldest(folder, over)
         with partial.open("wb") as file:
-            # Make a sparse file of the final size, so that other processes count it during the download.
+            # Make a sparse file of the final size, so that other processes count the full size during the download.
             file.truncate(size)
 
 
@@ -240,7 +242,7 @@ def _remove_oldest(folder: Path, size: int) -> bool:
         if removed >= size:
             break
         if path.parent.name == "partial":
-            # If no process holds the lock, a killed process left this partial file.
+            # A partial file whose lock is free was left by a killed process.
             if _is_held(folder, path.name):
                 continue
             path.unlink(missing_ok=True)

@@ -13,14 +13,14 @@ from chatmill.errors import UsageError, one_line
 from chatmill.plain_file import local_path
 
 FOLDER, SIZE = "CHATMILL_CACHE_DIR", "CHATMILL_CACHE_SIZE"
-"""Environment variables that configure the cache, also for child processes."""
+"""Environment variables that configure the cache; child processes inherit them."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DEFAULT_SIZE = 64 * 10**9
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def configure(folder: str | None, size: int | str | None) -> None:
-    """Set the folder and maximum size of the cache for this process and its children; None changes nothing."""
+    """Set the folder and maximum size of the cache for this process and its children; None keeps a setting unchanged."""
     if folder is not None:
         os.environ[FOLDER] = str(local_path(folder))
     if size is not None:
@@ -43,7 +43,7 @@ def parse_size(text: str, name: str) -> int:
 
 
 def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks")) -> Path:
-    """Return the cache folder after creating `parts` in it; raise `UsageError` if other users could write to it."""
+    """Create the cache folder and its subfolders `parts`; raise `UsageError` if other users could write to them."""
     named = os.environ.get(FOLDER)
     path = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "chatmill")
     with suppress(RuntimeError):
@@ -51,7 +51,7 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
     try:
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The default folder also contains other chatmill caches, and may already be group-writable.
+        # Other chatmill caches also use the default folder, so it may already exist and be group-writable.
         _check_own(path, may_change=not named)
         for name in parts:
             _check_own(path / name)
@@ -61,7 +61,7 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
 
 
 def _check_own(path: Path, *, may_change: bool = False) -> None:
-    """Create a folder that only this user can write to, or check an existing folder; `may_change` fixes its mode."""
+    """Create a folder that only this user can write to, or check an existing one; with `may_change`, correct its mode."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -43,7 +43,7 @@ OF_CREDENTIALS = (
     "LocalTokenNotFoundError",
     "GatedRepoError",
 )
-"""Class names of credential errors, which cannot be imported because their libraries may not be installed."""
+"""Class names of credential errors. The classes are not imported, because their libraries may not be installed."""
 OF_ARGUMENTS = (
     "ParamValidationError",
     "InvalidURL",
@@ -107,7 +107,7 @@ def is_missing(error: BaseException) -> bool:
     cause = error.__cause__
     if cause is None or isinstance(cause, FileNotFoundError):
         return True
-    # fsspec converts every error of a web server to FileNotFoundError.
+    # fsspec converts every error from a web server to FileNotFoundError, so check the cause instead.
     status = status_of(cause)
     return status in (404, 410) if status is not None else not isinstance(cause, (OSError, TimeoutError))
 
@@ -133,7 +133,7 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def advice(error: BaseException, *, is_s3: bool = False) -> str:
-    """Return advice for the user about how to fix an error."""
+    """Return advice on how to fix an error."""
     if _is_of_address(error):
         named = next((name for name in ENDPOINTS if is_s3 and name in os.environ), "the address")
         return f"check {named}: use http:// or https:// with a valid certificate, a host and port, and no password"

@@ -1,4 +1,4 @@
-"""Open the fsspec filesystem for a URL, with timeouts but without retries and cached listings.
+"""Open the fsspec filesystem for a URL, with timeouts but without retries or cached listings.
 
 chatmill retries requests itself (`chatmill.remote.objects`). Retries in the storage libraries would multiply the number
 of attempts, and take minutes if a server is unreachable.
@@ -33,7 +33,7 @@ def filesystem(url: Url) -> tuple[Any, str]:
     """Return the fsspec filesystem for a URL and the path in the filesystem.
 
     Raises `UsageError` if a required library is missing. Call this function for every request instead of keeping the
-    filesystem: fsspec caches one per process, and a forked process cannot use the filesystem of its parent.
+    filesystem: fsspec caches one filesystem per process, and a forked process cannot use the filesystem of its parent.
     """
     extra = EXTRAS[url.scheme]
     # Keep gcsfs from requesting the type of each bucket and from opening gRPC channels, which break after a fork.
@@ -48,7 +48,7 @@ def filesystem(url: Url) -> tuple[Any, str]:
             f"{shown(url)}: {url.scheme}:// needs a library; run pip install 'chatmill[{extra}]'"
         ) from None
     if extra == "az":
-        # The account is part of abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/NAME.
+        # Take the account from URLs such as abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/NAME.
         options |= kind._get_kwargs_from_urls(url.address)
     _quiet_loggers()
     opened = kind(**options)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 PART_BYTES = 16 << 20
-"""Size of each part in bytes, except the last. S3 allows at most 10,000 parts of at least 5 MB each."""
+"""Minimum size in bytes of each part except the last. S3 allows at most 10,000 parts of at least 5 MB each."""
 MOST_PARTS = 10_000
 WORKERS = 4
 """Maximum number of parts that are in memory and uploaded at the same time."""
 
 
 def upload_in_parts(path: Path, size: int, call: Callable[..., Any]) -> None:
-    """Upload a file with S3 requests `call(METHOD, **arguments)`; if one fails, try to remove the uploaded parts."""
+    """Upload a file through `call(METHOD, **arguments)`, which sends an S3 request; after a failure, remove all parts."""
     upload = call("create_multipart_upload")["UploadId"]
     length = max(PART_BYTES, -(-size // MOST_PARTS))
 

@@ -1,4 +1,4 @@
-"""Find small files and folders that a user names, such as tokenizers, and copy them to this machine if remote."""
+"""Find small files and folders that a user names, such as tokenizers, and copy them to this machine if they are remote."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def use_copies(copies: dict[Url, Path]) -> None:
 
 
 def given_name(path: Path) -> str:
-    """Return a path as the user gave it; for a local copy or a file in one, return the URL without secrets."""
+    """Return a path as the user gave it; for a local copy of a remote file, return the URL without secrets."""
     for url, copy in _copies.items():
         if path == copy or copy in path.parents:
             below = path.relative_to(copy).as_posix()

@@ -1,8 +1,8 @@
 """Read, write, list and remove objects, with retries. Error messages are one line, and never contain credentials.
 
 A request is retried after transient errors, such as a broken connection, a truncated response, a rate limit or a server
-error. Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds and at least two attempts. Errors that a
-retry cannot fix (a wrong name, permission or credential) are raised immediately.
+error. Retries stop after `ATTEMPTS` attempts, or after `TIME_LIMIT` seconds if at least two attempts were made. Errors
+that a retry cannot fix (a wrong name, permission or credential) are raised immediately.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ T = TypeVar("T")
 ATTEMPTS = 6
 """Maximum number of attempts before a transient error is raised."""
 TIME_LIMIT = 15.0
-"""Seconds after which a request is not retried again, if it was attempted at least twice."""
+"""Seconds after which a request is no longer retried, if it was attempted at least twice."""
 FIRST_DELAY = 0.2
 """Seconds before the second attempt; the delay doubles before each further attempt, with 50% jitter."""
 RANGE_BYTES = 8 << 20
-"""Maximum number of bytes per request, so that little must be read again after a broken connection."""
+"""Maximum number of bytes per request, so that little data must be read again after a broken connection."""
 VERSIONS = (
     "generation",
     "ETag",

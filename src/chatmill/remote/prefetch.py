@@ -17,7 +17,9 @@ from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Url
 
 THREADS = 8
-"""Maximum number of concurrent downloads. Downloads of small objects mostly wait for the server."""
+"""Maximum number of concurrent downloads. Several are useful, because downloads of small objects mostly wait for the
+server.
+"""
 JOIN_SECONDS = 5.0
 """Maximum time in seconds that an exiting process waits for requests in progress."""
 
@@ -31,7 +33,7 @@ class RemoteObject(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Number of objects and bytes that were downloaded so far, and in total."""
+    """Numbers of objects and bytes: downloaded so far, and in total."""
 
     objects: int
     all_objects: int
@@ -40,10 +42,10 @@ class Progress(NamedTuple):
 
 
 class Prefetch:
-    """Downloads objects to the cache in order, while at most `limit` downloaded bytes are unused.
+    """Downloads objects to the cache in order, as long as at most `limit` downloaded bytes are not used yet.
 
     Call `used` after using an object, so that the next object can be downloaded. An object that cannot be downloaded is
-    skipped: the process that needs it tries again, and raises the error.
+    skipped: the code that needs the object downloads it again, and raises the error.
     """
 
     def __init__(self, objects: Sequence[RemoteObject], limit: int) -> None:
@@ -95,7 +97,8 @@ class Prefetch:
             except RemoteError:
                 continue
             except (ChatmillError, OSError, cache.DownloadStoppedError):
-                # The cause of the error, such as a full disk, would probably affect the remaining downloads too.
+                # Stop, because the cause of the error, such as a full disk, would probably affect the remaining
+                # downloads too.
                 self.stop()
                 return
             with self._changed:
@@ -121,7 +124,7 @@ _running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
 
 
 def fetch(url: Url, *, size: int, sha256: str) -> Path:
-    """Return `cache.fetch` of an object, and mark the object as used, so that other objects can be prefetched."""
+    """Fetch an object through the cache, and mark it as used, so that other objects can be prefetched."""
     path = cache.fetch(url, size=size, sha256=sha256)
     for each in list(_running):
         each.used(sha256)

@@ -1,4 +1,4 @@
-"""Reusable threads for requests, because storage libraries slowly create a new client for each thread.
+"""Reusable threads for requests; storage libraries create a client for each new thread, which is slow.
 
 A forked process starts its own threads.
 """
@@ -19,7 +19,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 _tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
 _started = _waiting = 0
-"""Numbers of started threads and of unfinished tasks."""
+"""The number of started threads, and the number of unfinished tasks."""
 _counting = threading.Lock()
 _NAME = "chatmill-requests"
 
@@ -74,7 +74,7 @@ def _run(task: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def _after_fork() -> None:
-    """Reset the state in a forked process, where the threads no longer exist and the lock may stay locked."""
+    """Reset the state in a forked process, where the threads no longer exist and the lock may remain locked forever."""
     global _tasks, _started, _waiting, _counting
     _tasks, _started, _waiting, _counting = queue.SimpleQueue(), 0, 0, threading.Lock()
 

@@ -54,7 +54,7 @@ class Url:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the URL ends with a slash, which means that it is a folder."""
+        """Whether the URL ends with a slash, which marks a folder."""
         return self._path().endswith("/")
 
     def __truediv__(self, name: str) -> Url:

@@ -181,7 +181,7 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_c
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> None:
-    """Read `train_on_inputs`, which trains all turns of a conversation, or every token with a prompt style."""
+    """Read `train_on_inputs`; if it is true, all turns of chat datasets or all tokens of other datasets are trained."""
     inputs = keys.switch("train_on_inputs")
     key = keys.path("train_on_inputs")
     if inputs and is_chat:
@@ -227,7 +227,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """Return the accumulation steps that follow from `batch_size`; 1 if the config already sets the steps."""
+    """Return the accumulation steps that `batch_size` implies; 1 if `batch_size` is missing or overridden."""
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1

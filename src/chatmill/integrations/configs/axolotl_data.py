@@ -47,7 +47,7 @@ NOTES = {
 
 @dataclass
 class Layout:
-    """How records are rendered, which is the same for all sources of a recipe."""
+    """How records are rendered; all sources of a recipe share one layout."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     """Maps `text`, `chat` and `style` to the config key of the first source of that kind."""
@@ -167,7 +167,7 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
 
 
 def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
-    """Read the keys of a dataset of messages: its column, the names of keys and roles, and the trained turns."""
+    """Read the keys for a dataset of messages: its column, the names of keys and roles, and the turns to train."""
     is_sharegpt = kind == "sharegpt"
     columns: dict[str, Any] = {}
     translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))
@@ -226,7 +226,7 @@ def _take_roles(translation: Translation, keys: TheirKeys, columns: dict[str, An
 
 
 def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> None:
-    """Read `roles_to_train` and `train_on_eos`."""
+    """Read `roles_to_train`, `train_on_eos` and `train_on_eot`."""
     if (roles := keys.texts("roles_to_train")) is not None:
         names = {{"gpt": "assistant", "human": "user"}.get(role, role) for role in roles}
         if names == {"assistant"}:

@@ -1,4 +1,4 @@
-"""Notes on Axolotl keys without a counterpart in chatmill, with the effect on training."""
+"""Notes on Axolotl keys that have no counterpart in chatmill, and on how this affects training."""
 
 from __future__ import annotations
 

@@ -79,4 +79,4 @@ NAMED = {
     "alpaca": PromptStyle("### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM, after_answer="\n\n"),
     "default": PromptStyle("Human: {}\nAssistant:", "System: {}\n", after_answer="\n", ends_messages=True),
 }
-"""Prompt styles for LLaMA-Factory templates that only add text around questions."""
+"""Prompt styles for LLaMA-Factory templates that only add fixed text around messages."""

@@ -3,7 +3,8 @@
     tatsu-lab/alpaca, split train       hf://datasets/tatsu-lab/alpaca@refs/convert/parquet/default/train/*.parquet
     tatsu-lab/alpaca, file a.json       hf://datasets/tatsu-lab/alpaca/a.json
 
-For a dataset without named files, the URL is the Hub's Parquet copy, with a folder per configuration and split.
+If no files are named, the URL points to the Hub's Parquet copy of the dataset, which has a folder per configuration and
+split.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def take_model(translation: Translation, keys: TheirKeys, name: str, revision: s
 
 
 def _model_folder(translation: Translation, model: str, revision: str | None) -> tuple[str, str]:
-    """Return the local folder of a model, and the command that downloads the model; empty for a local model."""
+    """Return the local folder of a model, and the command that downloads the model, or "" for a local model."""
     if translation.model is not None:
         return translation.model, ""
     if is_local(model):

@@ -43,7 +43,7 @@ STAGES = {
     "kto": "chatmill supports only SFT, not preference training",
 }
 PARENTS = 4
-"""Maximum number of parent folders of a run config in which to look for the data folder."""
+"""Number of parent folders of a run config that are searched for the data folder."""
 
 
 def import_llamafactory(
@@ -54,11 +54,12 @@ def import_llamafactory(
     ranks: int | None = None,
     model: str | None = None,
 ) -> ImportedConfig:
-    """Convert a dataset_info.json, a run config or both, in any order, with a report on each key.
+    """Convert a dataset_info.json, a run config or both, with a report on each key.
 
-    If only a run config is given, dataset_info.json is read from its `dataset_dir`. If only dataset_info.json is given,
-    the recipe contains the named `datasets`, or all datasets for SFT. `ranks` is the number of GPUs. `model` is a
-    folder with a base model that replaces the model in the config.
+    The two files can be given in either order. If only a run config is given, dataset_info.json is read from its
+    `dataset_dir`. If only dataset_info.json is given, the recipe contains the given `datasets`, or by default all
+    datasets that can be used for SFT. `ranks` is the number of GPUs. `model` is a folder with a base model that
+    replaces the model in the config.
     """
     info, run = _which(path, train)
     values = read_config(run, "a LLaMA-Factory config in YAML") if run is not None else {}
@@ -92,7 +93,7 @@ def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Pl
 
 
 def _import_info(translation: Translation, path: Place, names: Sequence[str]) -> list[str]:
-    """Import datasets without a run config, and report the datasets that are not for SFT."""
+    """Import datasets without a run config, and report the datasets that cannot be used for SFT."""
     entries = read_config(path, "a dataset_info.json")
     if unknown := [name for name in names if name not in entries]:
         raise DataError(f'{path}: does not contain the dataset "{one_line(unknown[0])}"')

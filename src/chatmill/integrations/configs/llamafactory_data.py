@@ -22,7 +22,7 @@ TAGS = {
     "function_tag": ("", "function_call"),
     "system_tag": ("system", "system"),
 }
-"""For each of LLaMA-Factory's tags, chatmill's name and LLaMA-Factory's default value."""
+"""Maps each of LLaMA-Factory's tags to chatmill's name and to LLaMA-Factory's default value."""
 INPUT_NOTE = "chatmill writes an empty line between instruction and input, unlike LLaMA-Factory"
 
 
@@ -90,7 +90,7 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
 
 
 def _take_place(translation: Translation, keys: TheirKeys, number: int, folder: Place) -> None:
-    """Read the location of the records. If an entry has several, the Hub takes precedence, as in LLaMA-Factory."""
+    """Read the location of the records. Among several locations, the Hub takes precedence, as in LLaMA-Factory."""
     values = {name: keys.text(name) for name in ("hf_hub_url", "cloud_file_name", "file_name")}
     subset, split, sub_folder = keys.text("subset"), keys.text("split"), keys.text("folder")
     key, path = next(((name, value) for name, value in values.items() if value is not None), ("file_name", None))
@@ -143,10 +143,10 @@ def _take_messages(
     tags: Mapping[str, Any] | None,
     renamed: dict[str, Any],
 ) -> str:
-    """Return the shape `sharegpt` if the message keys have ShareGPT's names, otherwise `messages`."""
+    """Read columns and tags; return `sharegpt` if the message keys have ShareGPT's names, otherwise `messages`."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
-    # If an entry has `tags`, omitted tags other than `role_tag` and `content_tag` are unset.
+    # If an entry has `tags`, LLaMA-Factory uses default values only for `role_tag` and `content_tag`.
     needed = ("role_tag", "content_tag") if tags is not None else tuple(TAGS)
     named = {tag: default if tag in needed else None for tag, (_, default) in TAGS.items()}
     given = TheirKeys(tags or {}, translation, keys.path("tags."))

@@ -33,7 +33,7 @@ class LoraNames:
 
 
 def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, used: bool, all_linear: str = "") -> None:
-    """Read the LoRA keys; `all_linear` is the name of a separate switch for all linear layers."""
+    """Read the LoRA keys; `all_linear` names a separate key that selects all linear layers."""
     rank, alpha = keys.integer(names.rank, least=1, most=2**20), keys.number("lora_alpha")
     dropout, targets = keys.number(names.dropout, most=1), keys.texts(names.targets, separator=names.separator)
     rslora = keys.switch(names.rslora)
@@ -84,7 +84,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
 
 
 def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tuple[Any, list[str]]:
-    """Return the LoRA target modules, and the names of output heads, which are left out."""
+    """Return the LoRA target modules without output heads, and the names of the omitted output heads."""
     if linear or targets in ([names.all_linear], ["all-linear"]):
         return "all-linear", []
     if targets is None:
@@ -148,7 +148,7 @@ def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf
 
 
 def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bool) -> None:
-    """Read gradient checkpointing, with layer inputs kept on the GPU or in host memory."""
+    """Read the keys for gradient checkpointing and for offloading activations to host memory."""
     value = keys.pop("gradient_checkpointing")
     if value is None:
         if default and "activation_checkpointing" not in translation.train:
@@ -196,7 +196,7 @@ def take_sharding(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _is_stage_3(value: Any) -> bool:
-    """Return whether a DeepSpeed config, given as a table or a file name, is for ZeRO-3."""
+    """Return whether a DeepSpeed config, given as a table or a file name, uses ZeRO-3."""
     if isinstance(value, dict):
         zero = value.get("zero_optimization")
         return isinstance(zero, dict) and zero.get("stage") == 3

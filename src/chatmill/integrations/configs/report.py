@@ -90,7 +90,7 @@ class TheirKeys:
         self._translation = translation
         self._prefix = prefix
         self.taken_out: dict[str, Any] = {}
-        """Values of the keys that were read, by the paths of the keys."""
+        """Values of the keys that were read, by key path."""
         translation.tables.append(self)
 
     def __contains__(self, name: str) -> bool:
@@ -196,7 +196,9 @@ class Translation:
         self.sources: list[dict[str, Any]] = []
         self.train: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        """The imported key or assumption that sets each chatmill key; keys of sources are named `sources[0].inputs`."""
+        """The imported key or assumption that sets each chatmill key, where `sources[0].inputs` is a key of the first
+        source.
+        """
         self.results: list[KeyResult] = []
         self.assumptions: list[Assumption] = []
         self.faults: list[str] = []
@@ -251,7 +253,7 @@ class Translation:
         self.results.append(KeyResult(key, value, "none", {}, note))
 
     def refuse(self, key: str, value: Any, reason: str) -> None:
-        """Report a value that chatmill does not support, and let the import fail."""
+        """Report a value that chatmill does not support, and make the import fail."""
         self.faults.append(f"{key}: {shown(value)}: refused, {reason}")
         self.results.append(KeyResult(key, value, "none", {}, f"refused, {reason}"))
 
@@ -266,7 +268,7 @@ class Translation:
         self.assumptions.append(Assumption(ours, note))
 
     def close(self, keys: TheirKeys, notes: Mapping[str, str], *, off: Mapping[str, Any] | None = None) -> None:
-        """Report every key that was not read, with its note in `notes`, or as unknown."""
+        """Report every key that was not read: with its note from `notes`, or as unknown if it has no note."""
         for name in keys.left:
             if name not in notes:
                 value = keys.peek(name)
@@ -295,7 +297,7 @@ class Translation:
                 reported.update(_paths(path))
 
     def check(self) -> None:
-        """Raise one `DataError` that lists all faults."""
+        """If there are faults, raise a `DataError` that lists all of them."""
         if self.faults:
             raise DataError(f"{self.place}: " + "; ".join(self.faults))
 
@@ -311,7 +313,7 @@ def _paths(key: str) -> list[str]:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal, where False differs from 0."""
+    """Return whether two values are equal; unlike in Python, False differs from 0, and True from 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
 VAL_SHARE = 0.01
-"""Validation fraction to assume if a config gives a number of rows."""
+"""Validation fraction to use if a config gives a number of rows instead of a fraction."""
 CUT_AT_THE_END = (
     "the trainer truncates the end of longer rows; chatmill removes whole exchanges from the start, "
     "and drops rows that still do not fit"
@@ -63,7 +63,7 @@ def without_val(translation: Translation) -> None:
 
 
 def use_template(translation: Translation, key: str, text: str) -> None:
-    """Set the chat template of the recipe from a text or a file path."""
+    """Set the recipe's chat template, which is given as a template or as the path of a file."""
     if re.search(r"\{[{%#]", text):
         translation.chat_template = text if text.endswith("\n") else text + "\n"
         translation.take(key, text, other={"format": "template", "chat_template": "written next to the recipe"})

@@ -1,4 +1,4 @@
-"""Read keys for batch size, optimizer, schedule and run length, which differ only in name between trainers."""
+"""Read keys for batch size, optimizer, schedule and run length, whose names and defaults differ between trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load YAML with the same values as other trainers, which use PyYAML, except that `2e-4` is a number.
+"""Load YAML files like PyYAML, which other trainers use, except that `2e-4` is a number.
 
 Axolotl, LLaMA-Factory and TRL read their configs with PyYAML, where `no`, `yes`, `on`, `off` and `True` are booleans,
 and convert strings such as `2e-4` to numbers afterwards. This module is imported only for YAML files, because PyYAML is

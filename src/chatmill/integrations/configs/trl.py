@@ -155,7 +155,9 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Set which tokens are trained. By default, TRL trains whole conversations, or only the completion of a prompt."""
+    """Set which tokens are trained. By default, TRL trains whole conversations, but only completions of
+    prompt-completion pairs.
+    """
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)
@@ -207,7 +209,7 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
 
 
 def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str, str], shapes: set[str]) -> None:
-    """Convert one dataset of a mixture; `fraction` becomes the share of the dataset that is trained per epoch."""
+    """Convert one dataset of a mixture; its fraction becomes the share of the dataset that is used in each epoch."""
     path, config, fraction = keys.text(names[0]), keys.text(names[1]), keys.number(names[2])
     split, files, folder = keys.text("split"), keys.texts("data_files"), keys.text("data_dir")
     if path is None:

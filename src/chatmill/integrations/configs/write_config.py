@@ -44,7 +44,7 @@ class ImportedConfig:
 
     @classmethod
     def of(cls, translation: Translation, order: Sequence[str]) -> ImportedConfig:
-        """Return the result of a conversion; raise one `DataError` that lists all faults."""
+        """Return the result of a conversion; if it has faults, raise a `DataError` that lists them all."""
         translation.settle()
         translation.check()
         return cls(
@@ -73,7 +73,7 @@ class ImportedConfig:
         ]
 
     def lines(self) -> list[str]:
-        """Return the report on keys as text."""
+        """Return the lines of the report on all keys."""
         out = [f"{self.trainer} config {self.place}: {len(self.results)} keys"]
         for status in STATUSES:
             if results := self.with_status(status):
@@ -183,7 +183,7 @@ def _pair(name: str, value: Any, origin: str | None) -> str:
 
 
 def _check_files(imported: ImportedConfig, aside: Path, target: Path) -> None:
-    """Load the recipe and the train config; raise `DataError` for the imported config if one is not valid."""
+    """Load the recipe and the train config as a check; raise `DataError` if either is not valid."""
     try:
         load_recipe(aside / RECIPE)
     except ChatmillError as error:
