@@ -95,7 +95,7 @@ class EpisodeDataModule(LightningDataModule):
         if processes != self.trainer.world_size:
             raise UsageError(
                 f"the trainer has {self.trainer.world_size} processes, but torch.distributed has {processes}, so rows "
-                f"would be trained several times; set devices and num_nodes of Trainer to {processes} processes"
+                f"would be trained several times; set devices and num_nodes so that Trainer has {processes} processes"
             )
         # Count only data parallel ranks; other ranks, such as tensor parallel ranks, read the same rows.
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}

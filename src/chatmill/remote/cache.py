@@ -109,9 +109,7 @@ def _is_whole(path: Path, size: int, sha256: str) -> bool:
 
 
 def _mark(sha256: str) -> int:
-    """Return the modification time that marks a verified object: a time between 1970 and 1978, which unverified files
-    do not have.
-    """
+    """Return the modification time that marks a verified object: a time from 1970 to 1978, which new files never have."""
     return int(sha256[:7], 16)
 
 

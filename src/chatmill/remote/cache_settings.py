@@ -20,7 +20,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 
 
 def configure(folder: str | None, size: int | str | None) -> None:
-    """Set the folder and maximum size of the cache for this process and its children; None keeps a setting unchanged."""
+    """Set the folder and maximum size of the cache for this process and its children; None keeps the old value."""
     if folder is not None:
         os.environ[FOLDER] = str(local_path(folder))
     if size is not None:
@@ -61,7 +61,7 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
 
 
 def _check_own(path: Path, *, may_change: bool = False) -> None:
-    """Create a folder that only this user can write to, or check an existing one; with `may_change`, correct its mode."""
+    """Create a folder that only this user can write to, or check an existing folder; `may_change` corrects the mode."""
     try:
         status = path.lstat()
     except FileNotFoundError:

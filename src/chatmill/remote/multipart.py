@@ -16,7 +16,7 @@ WORKERS = 4
 
 
 def upload_in_parts(path: Path, size: int, call: Callable[..., Any]) -> None:
-    """Upload a file through `call(METHOD, **arguments)`, which sends an S3 request; after a failure, remove all parts."""
+    """Upload a file; `call(METHOD, **arguments)` sends an S3 request. If a request fails, remove the uploaded parts."""
     upload = call("create_multipart_upload")["UploadId"]
     length = max(PART_BYTES, -(-size // MOST_PARTS))
 

@@ -1,4 +1,4 @@
-"""Find small files and folders that a user names, such as tokenizers, and copy them to this machine if they are remote."""
+"""Find small files and folders that a user names, such as tokenizers, and copy remote ones to this machine."""
 
 from __future__ import annotations
 

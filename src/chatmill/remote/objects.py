@@ -113,9 +113,10 @@ def _info(described: Mapping[str, Any]) -> ObjectInfo:
 
 
 def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
-    """Return the bytes [start, stop) of an object, or fewer if the object is shorter; None means the end.
+    """Return the bytes [start, stop) of an object, or fewer if the object is shorter; if `stop` is None, read to the
+    end.
 
-    Raises `RemoteError` if another process replaces the object while it is read, instead of mixing two versions.
+    Without `stop`, raises `RemoteError` if the object is replaced in a bucket while it is read.
     """
     if stop is not None:
         return _read_ranges(url, start, stop)
@@ -144,13 +145,13 @@ def _read_ranges(url: Url, start: int, stop: int) -> bytes:
 def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> bytes:
     if EXTRAS[url.scheme] == "http":
         return read_web(opened, path, start, stop)
-    # Disable read-ahead in the filesystem of the Hugging Face Hub.
+    # Disable read-ahead in the Hugging Face Hub filesystem, because the request already covers the whole range.
     options = {"cache_type": "none"} if url.scheme == "hf" else {}
     try:
         return bytes(opened.cat_file(path, start=start, end=stop, **options))
     except Exception as error:
         if status_of(error) == 416:
-            # The object ends before the range starts.
+            # Status 416 means that the object ends before the range starts.
             return b""
         raise
 
@@ -237,7 +238,7 @@ def infos_below(url: Url) -> dict[Url, ObjectInfo]:
 
 
 def first_below(url: Url) -> list[str]:
-    """Return sorted names of objects and subfolders directly in a folder: at most 1,000, with a single request."""
+    """Return sorted names of objects and subfolders directly in a folder; on S3, at most 1,000, from one request."""
     _check_listable(url)
 
     def call(opened: Any, path: str) -> list[str]:
@@ -306,7 +307,7 @@ def _exists(url: Url) -> ExistingObjectError:
 def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
     """Return the sorted URLs of listed objects, without folder placeholders."""
     objects = _object_names(names)
-    # Listed names lack the scheme and, for abfs://CONTAINER@ACCOUNT/…, the account.
+    # Listed names lack the scheme and, for abfs://CONTAINER@ACCOUNT/…, the account, so take both from `url`.
     scheme, _, path = url.address.partition("://")
     host = path.partition("/")[0]
     account = f"@{host.partition('@')[2]}" if "@" in host else ""
@@ -339,7 +340,7 @@ def _retried(
     """Return the result of `call(filesystem, path)`, retried after transient errors.
 
     A `bulk` call is tried up to `ATTEMPTS` times regardless of `TIME_LIMIT`. If a precondition fails on a retry,
-    `is_done` returns whether an earlier attempt whose response was lost already made the change.
+    `is_done` is called to check whether an earlier attempt already made the change.
     """
     delay = FIRST_DELAY
     first = time.monotonic()

@@ -135,7 +135,7 @@ def _check_credentials(url: Url) -> None:
         try:
             urlsplit(url.address).port  # noqa: B018 (reading the property checks the port)
         except ValueError:
-            right = "write / and @ of a password as %2F and %40, and the port as a number"
+            right = "write / and @ in a password as %2F and %40, and the port as a number"
             raise UsageError(f"{url.scheme}://…: is not a URL; {right}") from None
     elif "@" in host and str(url) != url.address:
         raise UsageError(

@@ -4,7 +4,7 @@
     a run of text                                coordinate      a run
 
 A run is the text between two coordinates, which is encoded as a unit. A stretch is a run and the coordinates after it.
-Encoded stretches are cached without coordinate values, because answers contain the same stretches repeatedly.
+Encoded stretches are cached without their coordinate values, because many answers contain the same stretches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Run = tuple[TextPart, ...]
 
 
 class Stretch(NamedTuple):
-    """A run of text, the number of coordinates after it, and the separators between them, repeated cyclically."""
+    """A run of text, the number of coordinates after it, and the separators to repeat between these coordinates."""
 
     run: Run
     separators: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Appended(NamedTuple):
 def serialize_append(
     objects: Sequence[Mapping[str, Any]], start_index: int, prefix_text: str, *, schema: Schema = DETECTION
 ) -> str:
-    """Return the text that appends objects to a prefix and closes the answer; raise `DataError` if impossible.
+    """Return the text that appends objects to a prefix and closes the answer; raise `DataError` for invalid input.
 
     {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
     If the prefix ends in a comma, at least one object is required; otherwise the answer would not be valid JSON.
@@ -82,7 +82,8 @@ def encode_append(
 ) -> Appended:
     """Return the text of `serialize_append` and its tokens. The objects must come from `schema.check`.
 
-    `before` is text at the end of the prefix to encode together with the appended text; the result excludes it.
+    `before` is the end of the prefix, which is encoded together with the appended text. The returned tokens include it,
+    but the returned text does not.
     """
     stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:

@@ -66,7 +66,7 @@ class GenerationConfig(Config):
         "tokens", "server API: tokens exchanges token ids, completions exchanges text, and chat sends messages"
     )
     server_key_env: str | None = key(None, "name of the environment variable that contains the server's API key")
-    replay: str | None = key(None, "rollouts.jsonl of an earlier run; its answers replace generation")
+    replay: str | None = key(None, "rollouts.jsonl of an earlier run; its answers are used instead of new ones")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
 
     @property
     def generation_size(self) -> int:
-        """Number of prompts per call to the generator, which fill whole generation batches."""
+        """Number of prompts per call to the generator, chosen so that all generation batches are full."""
         groups = max(1, self.generate_batch_size // self.beams)
         return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
 
@@ -122,7 +122,7 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
         if self.gate == 0:
             yield "gate is 0; expected a number above 0 and at most 1"
         if self.save_interval % self.rollout_every:
-            # Save only between rounds: within a round, the generated answers are also part of the run's state.
+            # Save only between rounds, because checkpoints do not contain the answers generated for the current round.
             yield f"save_interval {self.save_interval} is not a multiple of rollout_every {self.rollout_every}"
         if self.server is not None and self.server_model is None:
             yield "server is set, but server_model is missing; set both"

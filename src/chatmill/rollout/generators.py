@@ -1,7 +1,7 @@
-"""Generators produce the answers of a rollout run with the model itself, a server, or the log of an earlier run.
+"""Generators of the answers in a rollout run: the model itself, a server, or the log of an earlier run.
 
 A generator receives and returns token ids, but sends messages instead of ids to a chat server. Sampling depends only on
-(seed, step, row), so the answers of any step can be generated again.
+(seed, step, row), so the same weights generate the same answers for a step.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Generator(Protocol):
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
     ) -> list[list[int]]:
-        """Return the token ids of an answer to each prompt; prompt i has row `first_row` + i and `records[i]`."""
+        """Return the token ids of an answer to each prompt; prompt i is row `first_row` + i, from `records[i]`."""
 
 
 @dataclass(frozen=True)
 class CompletionServer(Server):
     """A generator that exchanges token ids with a server, through the `completions` API with `return_token_ids`.
 
-    vLLM supports this API. Up to `concurrency` requests are sent concurrently, and temporary failures are retried.
+    vLLM supports this API. Up to `concurrency` requests are sent concurrently, and retried after temporary failures.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -72,8 +72,9 @@ class TextServer(Server):
     """A generator that receives text from an OpenAI-compatible server and encodes it with the task's tokenizer.
 
     With `api` "completions", the prompt is sent as text; with "chat", the record's messages are sent and the server
-    renders them. The server must report the same number of prompt tokens as in training. The end-of-turn token is added
-    to a complete answer. The encoded tokens may differ from the tokens that the model generated.
+    renders them. If the server reports the number of prompt tokens, the number must be the same as in training. The
+    end-of-turn token is added to a complete answer. The encoded tokens may differ from the tokens that the model
+    generated.
     """
 
     task: Task

@@ -97,7 +97,7 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
-        # Rollouts are logged under the first step of a round, but checkpoints are saved after the last step of a round.
+        # Keep only rollouts of finished rounds: rollouts are logged under the first step of their round.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
             folder,
@@ -299,7 +299,7 @@ class _RolloutRun:
         run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
 
     def _own_rows(self, rows: Rows) -> Rows:
-        """Return this rank's rows of a batch; return one untrained row if a batch has fewer rows than ranks."""
+        """Return this rank's rows of a batch; if the rank has none, return one row that is not trained."""
         rank, size = self.world.rank, self.world.size
         own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
         if len(own) or not len(rows):

@@ -27,7 +27,7 @@ STEPS = 2**30
 """Overlaps are rounded to multiples of 1/STEPS and summed as integers, so that ties are detected exactly."""
 
 FEW = 128
-"""Maximum number of assignments of a group of objects to try by brute force."""
+"""Maximum number of possible assignments in a group of objects that is solved by brute force."""
 MISSING = "matching requires {}; run pip install 'chatmill[rollout]'"
 
 Floats = NDArray[np.float64]
@@ -37,7 +37,7 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Matching:
-    """Indices of matched objects, of unmatched predictions (`false_positives`) and of unmatched truth (`missed`)."""
+    """Indices of matched, unmatched predicted (`false_positives`) and unmatched true (`missed`) objects."""
 
     pairs: tuple[tuple[int, int], ...]
     """Index pairs (predicted, true), in the order of the predicted objects."""
@@ -164,7 +164,7 @@ def _polygon_overlaps(
 
 
 def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-    """Return the corners of a shape as x1, y1, x2, y2 …, and whether the shape is a box or a triangle."""
+    """Return the corners of a shape as x1, y1, x2, y2 …, and whether it cannot intersect itself (a box or a triangle)."""
     if "poly" in thing:
         points: Sequence[int] = thing["poly"]
         return points, len(points) == 6
@@ -209,7 +209,7 @@ def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
-    """Return the pairs with the largest sum of overlaps; on ties, give each row in order the first possible column."""
+    """Return the pairs with the largest sum of overlaps; on ties, earlier objects are matched first."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     for (row, column), worth in steps.items():
         of_row.setdefault(row, []).append((column, worth))
@@ -226,7 +226,7 @@ def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]
 def _first_of_all(
     of_row: Sequence[tuple[int, Sequence[tuple[int, int]]]], at: int, taken: frozenset[int]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the largest sum of overlaps over the rows from `at` on, and its pairs, found by brute force."""
+    """Find the largest sum of overlaps of the rows `of_row[at:]` by brute force; return the sum and its pairs."""
     if at == len(of_row):
         return 0, []
     row, options = of_row[at]
@@ -264,7 +264,7 @@ def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
 
 
 def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[int, int]]:
-    """Return the largest sum of overlaps of any assignment, and the column of each row in such an assignment."""
+    """Return the largest possible sum of overlaps, and the column of each row in an assignment with this sum."""
     if not allowed.any():
         return 0, {}
     try:
@@ -291,7 +291,7 @@ class DetectionScore(NamedTuple):
     """Object counts, summed over answers, from which recall, precision and F1 are computed."""
 
     correct: int = 0
-    """Number of predicted objects that have the same description as a true object and overlap it enough."""
+    """Number of predicted objects that match a true object with the same description and sufficient overlap."""
     predicted: int = 0
     true: int = 0
 

@@ -3,9 +3,9 @@
     {"object_1": {"desc": "cat", …}, "note": 3, "object_2": {"desc": "do
      entry 0, complete               entry 1    entry 2, incomplete
 
-Tokens are decoded to bytes separately, because a character may span several tokens. The root object is parsed strictly:
-the scan ends at the first byte that is not valid JSON. In the body of an entry, the scan checks only strings and
-braces, so other errors, such as an unclosed bracket, affect only that entry.
+Tokens are decoded to bytes, not to text, because a character may span several tokens. The root object is parsed
+strictly: the scan ends at the first byte that is not valid JSON. In the body of an entry, the scan checks only strings
+and braces, so other errors, such as an unclosed bracket, affect only that entry.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Scan:
     """The byte offset of the root object's opening brace; -1 if the rollout has no root object."""
     entries: tuple[ParsedEntry, ...]
     ended: Ended
-    """Whether the root object is closed, still open at the end, followed by invalid JSON (`fault`) or missing."""
+    """Whether the root object is closed, is open at the end, contains invalid JSON (`fault`) or is missing."""
 
     def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
         """Return the values and the byte offsets of all coordinates in the arrays of an entry."""
@@ -159,7 +159,7 @@ def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
 
 
 def _space(data: bytes, at: int) -> int:
-    """Return the offset of the first byte from `at` on that is not whitespace."""
+    """Return the offset of the first byte at or after `at` that is not whitespace."""
     match = _SPACE.match(data, at)
     return match.end() if match else at
 
@@ -172,7 +172,7 @@ class _EndError(Exception):
 
 
 def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
-    """Return the entries of the root object, whose opening brace is before `at`, and how the scan ended."""
+    """Return the entries of the root object, whose opening brace is directly before `at`, and how the scan ended."""
     entries: list[ParsedEntry] = []
     start = _space(data, at)
     if data[start : start + 1] == b"}":

@@ -38,7 +38,7 @@ NO_TEXT = TextPart("", STRUCTURE)
 
 
 class EntryText(NamedTuple):
-    """The body of an entry: text, coordinates of one token each with separators between them, and more text."""
+    """The body of an entry: text, single-token coordinates with separators between them, and more text."""
 
     head: tuple[TextPart, ...]
     coordinates: Sequence[int] = ()

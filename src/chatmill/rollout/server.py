@@ -43,7 +43,7 @@ class ServerAnswer:
 
 @dataclass(frozen=True)
 class Server:
-    """A client that sends concurrent requests for one model to a server, and retries temporary failures."""
+    """A client that sends concurrent requests for one model to a server, and retries them after temporary failures."""
 
     url: str
     """The base URL of the server, including the version, such as http://localhost:8000/v1."""
@@ -77,7 +77,7 @@ class Server:
         }
 
     def answers(self, bodies: Sequence[Mapping[str, Any]], path: str) -> list[ServerAnswer]:
-        """Send the requests concurrently, and return the answers in the same order."""
+        """Send the requests concurrently, and return the answers in the order of the requests."""
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(bodies)))) as pool:
             futures = [pool.submit(self._post, path, body) for body in bodies]
             try:

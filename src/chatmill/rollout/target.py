@@ -4,7 +4,7 @@
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
              kept: context, except matched coordinates  appended: trained
 
-Tokens of the kept prefix are never changed. If the prefix ends inside a token, shorter tokens replace the split token.
+Tokens of the kept prefix are not changed, but if the prefix ends inside a token, shorter tokens replace this token.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def build_target(
     """Build the target for one rollout from the true objects that the answer should contain.
 
     `eos_id` defaults to the end-of-turn token of the tokenizer's chat format, and `stop_ids` to `eos_id`. Without
-    `train_values`, the values in appended entries are not trained. With `train_cut`, tokens that replace a split token,
-    or the whole prefix, are trained. `border` sets how the text around the end of the prefix is tokenized, and
+    `train_values`, the values in appended entries are not trained. With `train_cut`, tokens that replace a split token
+    or an unusable rollout are trained. `border` sets how the text around the end of the prefix is tokenized, and
     `weights` sets the loss weight of each kind of token. Any rollout is accepted, but a true object that does not fit
     the schema raises `DataError`.
 
@@ -160,7 +160,7 @@ def build_answer(
     eos_id: int | None = None,
     train_values: bool = True,
 ) -> Rows:
-    """Build a fully trained row with the complete answer for these objects, for SFT before rollout training."""
+    """Build a row with the complete answer for these objects, for SFT before rollout training."""
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     answer = encode_answer(truth, schema, vocabulary)
@@ -345,9 +345,10 @@ def _slots(
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
-    """Return the true coordinates in the order of the prediction; None if the shapes differ in type or length.
+    """Return the true coordinates in the order of the prediction; None if the shapes differ in type or number of
+    points.
 
-    Of all start corners and both directions of a polygon, the order nearest to the prediction is used.
+    A polygon can start at any corner and run in either direction; the order nearest to the prediction is used.
     """
     if "bbox_2d" in thing and "bbox_2d" in true:
         box: list[int] = true["bbox_2d"]

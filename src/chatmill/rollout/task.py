@@ -1,4 +1,4 @@
-"""Render the prompts, targets and true answers of a task, whose answers list objects, as rows."""
+"""Render prompts, targets and true answers as rows, for tasks whose answers list objects."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
-    """Join each prompt and its answer into a conversation with the origin of the prompt."""
+    """Join each prompt and its answer into one row, which keeps the origin of the prompt."""
     if len(prompts) != len(answers):
         raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer per prompt")
     source = concat([prompts, *answers])
@@ -148,7 +148,9 @@ def check_prompts(
             )
         if mask[start:stop].any():
             token = int(mask[start:stop].argmax())
-            raise DataError(f"{where(row)}: token {token} of the prompt is trained; expected only trained answers")
+            raise DataError(
+                f"{where(row)}: token {token} of the prompt is trained; expected only answers to be trained"
+            )
 
 
 @dataclass

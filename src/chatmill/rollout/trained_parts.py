@@ -56,7 +56,7 @@ def target_row(
     train_values: bool,
     weights: PartWeights,
 ) -> Rows:
-    """Return the row of a target; `slots` and `closing` list positions whose target differs from the token there."""
+    """Return the row of a target; `slots` and `closing` contain positions and the ids to train there."""
     part = np.frombuffer(bytearray(parts), dtype=np.uint8)
     part[slots[0]] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
@@ -88,7 +88,7 @@ def _of_parts(train_values: bool, weights: PartWeights) -> tuple[NDArray[np.uint
 
 
 def one_row(ids: Ids, spans: Table) -> Rows:
-    """Return tokens and their spans as a row with one conversation without an origin."""
+    """Return tokens and their spans as a row that contains one conversation and has no origin."""
     origins = np.zeros(1, dtype=ORIGIN)
     origins["file"] = NO_FILE
     return Rows(ids, spans, np.array([0, len(spans)], dtype=np.int64), origins, np.array([0, 1], dtype=np.int64))

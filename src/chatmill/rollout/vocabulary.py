@@ -18,7 +18,7 @@ COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 CACHED = 1 << 16
 """Maximum number of texts whose token ids are cached."""
 UNSEEN, MISSING = -1, -2
-"""Special token sizes for an id that has not been looked up yet, and for an id that the tokenizer lacks."""
+"""Markers instead of a token's size: the id has not been looked up yet, or the tokenizer lacks it."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
@@ -39,7 +39,7 @@ class _TokenBytes(dict[int, bytes | None]):
 
 
 class Vocabulary:
-    """Maps token ids to bytes and texts to ids that decode to the exact text, with caches."""
+    """Maps token ids to bytes, and texts to ids that decode to exactly the same text; both mappings are cached."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class Vocabulary:
         return list(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Index) -> tuple[bytes, Index]:
-        """Return the bytes of the ids before the first unknown id, and the byte offset of each token and the end."""
+        """Return the bytes of the ids before the first unknown id, and the byte offsets of these ids and of the end."""
         places = ids + 1
         size = self._size.take(places, mode="clip")
         if size.min(initial=0) < 0:
@@ -123,7 +123,7 @@ class Vocabulary:
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Return ids that encode the kept first bytes of a split token; None if impossible."""
+        """Return ids that decode to `kept`, the first bytes of a split token; None if impossible."""
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):
@@ -159,7 +159,7 @@ class Vocabulary:
         raise DataError(f'{self._tokenizer.name}: cannot encode "{one_line(text)}" exactly; use a lossless tokenizer')
 
     def _segment(self, wanted: bytes) -> list[int] | None:
-        """Return the fewest ids that decode to `wanted`, preferring longer tokens first; None if impossible."""
+        """Return the fewest ids that decode to `wanted`; on ties, longer tokens come first. None if impossible."""
         ids, longest = self._by_bytes
         best: list[tuple[int, int] | None] = [None] * len(wanted) + [(0, 0)]
         for start in range(len(wanted) - 1, -1, -1):

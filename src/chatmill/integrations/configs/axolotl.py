@@ -235,7 +235,7 @@ def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
     if keys.peek("gradient_accumulation_steps") is not None:
         translation.default(keys.path("batch_size"), rows, note="chatmill uses gradient_accumulation_steps instead")
         return 1
-    note = "this is batch_size divided by micro_batch_size"
+    note = "the number of steps is batch_size divided by micro_batch_size"
     translation.take(keys.path("batch_size"), rows, train={"gradient_accumulation_steps": steps}, note=note)
     return steps
 

@@ -15,7 +15,7 @@ CHAT_TYPES = ("chat_template", "chat_template.default", "sharegpt", "messages", 
 PREFERENCE_TYPES = ("chatml.", "llama3.", "chat_template.argilla", "bradley_terry", "stepwise_supervised", "zephyr.")
 INPUT_NOTE = "chatmill writes the input after the instruction, without the line ### Input:"
 NOT_READ = "chatmill does not read this key for this type"
-ENDS = "chatmill trains the end of each trained turn"
+ENDS = "chatmill trains the token that ends each trained turn"
 COLUMNS = {
     "gpteacher": {"output": "response"},
     "oasst": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
@@ -74,9 +74,7 @@ def _take_dataset(translation: Translation, keys: TheirKeys, layout: Layout, onl
     if isinstance(kind, dict):
         _take_user_defined(translation, keys, kind, number, layout)
     elif kind is None or not isinstance(kind, str):
-        translation.refuse(
-            keys.path("type"), kind, "chatmill does not read pretokenized data; use the data from before tokenization"
-        )
+        translation.refuse(keys.path("type"), kind, "chatmill does not read pretokenized data; use the original text")
     else:
         _take_type(translation, keys, kind, number, layout)
     notes = NOTES | dict.fromkeys(
@@ -249,8 +247,10 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
         if value == "turn":
             translation.default(keys.path(name), value, note=ENDS)
         else:
-            effects = {"all": "chatmill does not train the ends of other turns", "last": ENDS}
-            note = effects.get(value, "chatmill trains the end of each trained turn, so that the model learns to stop")
+            effects = {"all": "chatmill does not train the end tokens of other turns", "last": ENDS}
+            note = effects.get(
+                value, "chatmill trains the token that ends each trained turn, so that the model learns to stop"
+            )
             translation.none(keys.path(name), value, note)
 
 

@@ -69,7 +69,7 @@ _GROUPS: dict[str, str] = {
     "peft_layers_pattern peft_layer_replication peft_trainable_token_indices peft_ensure_weight_tying": (
         "all target layers have adapters of the same size; the loss will differ"
     ),
-    "lora_fan_in_fan_out": "peft detects this setting; the result is the same",
+    "lora_fan_in_fan_out": "peft detects this automatically; the result is the same",
     "peft_use_dora peft_init_lora_weights peft": (
         "chatmill trains plain LoRA with the usual initial weights; the loss will differ"
     ),
@@ -105,7 +105,7 @@ _GROUPS: dict[str, str] = {
         "chatmill packs rows by best fit and shuffles them; the order will differ"
     ),
     "dataset_shard_num dataset_shard_idx": "chatmill reads the whole dataset; set max_samples to read part of it",
-    "eval_sequence_len": "rows of val have the same maximum length as rows of train",
+    "eval_sequence_len": "val rows have the same maximum length as train rows",
     "max_packed_sequence_len": "chatmill uses sequence_len as the maximum length of packed rows",
     "max_prompt_len": PREFERENCE,
     "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval "

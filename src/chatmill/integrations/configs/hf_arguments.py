@@ -67,7 +67,7 @@ def take_training_arguments(translation: Translation, keys: TheirKeys, names: Ru
     if drop is not None:
         translation.take(keys.path("dataloader_drop_last"), drop, train={"epoch_drop_last": drop})
     else:
-        translation.assume(f"this is the default of {translation.trainer}", train={"epoch_drop_last": False})
+        translation.assume(f"{translation.trainer} uses this value by default", train={"epoch_drop_last": False})
     take_output_dir(translation, keys)
     take_logging(translation, keys)
     take_report_to(translation, keys)

@@ -116,7 +116,7 @@ def _import_info(translation: Translation, path: Place, names: Sequence[str]) ->
         ours = {"recipe": {"tokenizer": translation.model}, "train": {"init_from_model": translation.model}}
         translation.assume("--model sets the model folder", **ours)
     else:
-        translation.assume("without --model FOLDER, `chatmill train` trains a small new model on bytes")
+        translation.assume("without --model FOLDER, `chatmill train` trains a small new byte-level model")
     return list(entries)
 
 
@@ -238,7 +238,10 @@ def _take_data(
         for source in translation.sources:
             source["max_samples"] = min(most, source.get("max_samples", most))
         translation.take(
-            keys.path("max_samples"), most, other={"max_samples": most}, note="the limit applies to each source"
+            keys.path("max_samples"),
+            most,
+            other={"max_samples": most},
+            note="the limit applies to each source separately",
         )
     take_rows(translation, keys)
     has_val = take_val_size(translation, keys, "val_size", other_val=bool(others))

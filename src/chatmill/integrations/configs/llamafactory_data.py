@@ -83,8 +83,8 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
         keys,
         {
             "ranking": "",
-            "ms_hub_url": "chatmill reads the Hugging Face Hub or the file instead",
-            "om_hub_url": "chatmill reads the Hugging Face Hub or the file instead",
+            "ms_hub_url": "chatmill reads from the Hugging Face Hub or the file instead",
+            "om_hub_url": "chatmill reads from the Hugging Face Hub or the file instead",
         },
     )
 
@@ -116,7 +116,7 @@ def _take_place(translation: Translation, keys: TheirKeys, number: int, folder: 
         elif value is not None:
             translation.none(keys.path(name), value, "chatmill reads the whole file")
     if sub_folder is not None:
-        translation.none(keys.path("folder"), sub_folder, "change the URL in inputs to the files of this folder")
+        translation.none(keys.path("folder"), sub_folder, "change the URL in inputs to match the files in this folder")
 
 
 def _take_alpaca(

@@ -31,7 +31,7 @@ _GROUPS: dict[str, str] = {
     "rope_scaling": "chatmill uses config.json in the model folder unchanged; edit that file",
     "moe_aux_loss_coef": "chatmill does not use an auxiliary loss to balance experts; the loss will differ",
     "train_from_scratch": "chatmill uses the weights in the model folder; the loss will differ",
-    "quantization_method": ("chatmill quantizes with NF4 of bitsandbytes, and rejects quantized models"),
+    "quantization_method": ("chatmill quantizes with bitsandbytes NF4, and rejects models that are already quantized"),
     "quantization_type double_quantization": "chatmill uses NF4 with double quantization for 4-bit weights",
     "additional_target": "chatmill trains only the adapters, not these modules; the loss will differ",
     "loraplus_lr_ratio loraplus_lr_embedding": (
@@ -58,7 +58,7 @@ _GROUPS: dict[str, str] = {
     "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key "
     "swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret": TRACKER,
     "ignore_pad_token_for_loss": "chatmill never trains padding",
-    "eval_on_each_dataset": "chatmill always evaluates val per source",
+    "eval_on_each_dataset": "chatmill always evaluates each source of val separately",
     "eval_num_beams predict_with_generate do_sample temperature top_p top_k num_beams max_length "
     "max_new_tokens repetition_penalty length_penalty skip_special_tokens": (
         "chatmill decodes answers greedily in evaluations; use `chatmill chat` to sample"

@@ -111,7 +111,7 @@ def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora
         translation.none(
             keys.path(name),
             value,
-            "chatmill quantizes weights only for adapters, because 4-bit weights cannot be trained",
+            "chatmill quantizes weights only if it trains adapters, because 4-bit weights cannot be trained",
         )
     else:
         translation.take(keys.path(name), value, train={"quantize": "nf4"}, note=NF4)
@@ -153,7 +153,7 @@ def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bo
     if value is None:
         if default and "activation_checkpointing" not in translation.train:
             translation.assume(
-                f"this is the default of {translation.trainer}", train={"activation_checkpointing": True}
+                f"{translation.trainer} uses this value by default", train={"activation_checkpointing": True}
             )
     elif isinstance(value, bool):
         taken = {"activation_checkpointing": value}

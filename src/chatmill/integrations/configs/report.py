@@ -196,9 +196,7 @@ class Translation:
         self.sources: list[dict[str, Any]] = []
         self.train: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        """The imported key or assumption that sets each chatmill key, where `sources[0].inputs` is a key of the first
-        source.
-        """
+        """The imported key or assumption that sets each chatmill key, such as `format` or `sources[0].inputs`."""
         self.results: list[KeyResult] = []
         self.assumptions: list[Assumption] = []
         self.faults: list[str] = []

@@ -15,7 +15,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
         ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw", "adamw_torch_xla"), ("adamw", "")
     ),
     "adamw_torch_npu_fused": ("adamw", ""),
-    "flash_adamw": ("adamw", "chatmill uses the fused kernel of torch"),
+    "flash_adamw": ("adamw", "chatmill uses PyTorch's fused AdamW kernel"),
     "paged_adamw": ("adamw", PAGED),
     "paged_adamw_32bit": ("adamw", PAGED),
     **dict.fromkeys(
@@ -105,7 +105,7 @@ def _take_optimizer(translation: Translation, keys: TheirKeys, names: RunNames) 
         if value is not None:
             translation.take(keys.path(theirs), value, train={ours: value})
         elif default is not None and ours not in translation.train:
-            translation.assume(f"this is the default of {translation.trainer}", train={ours: default})
+            translation.assume(f"{translation.trainer} uses this value by default", train={ours: default})
 
 
 def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
@@ -117,7 +117,8 @@ def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -
     if kind is None:
         default = SCHEDULES[names.default_schedule]
         translation.assume(
-            f"this is the default of {translation.trainer}", train={"lr_schedule": default, "min_lr_ratio": end or 0.0}
+            f"{translation.trainer} uses this value by default",
+            train={"lr_schedule": default, "min_lr_ratio": end or 0.0},
         )
     elif ours is None:
         note = f"chatmill does not support {kind} and uses cosine decay to 0; the loss will differ"
@@ -144,7 +145,7 @@ def _end_of_schedule(translation: Translation, keys: TheirKeys, options: Mapping
     for name, value in (("min_lr_rate", options.get("min_lr_rate")), ("min_lr", options.get("min_lr"))):
         if value is not None:
             translation.take(table.path(name), value, train={"min_lr_ratio": share or 0.0})
-    notes = dict.fromkeys(table.left, "chatmill does not support this option of the schedule; the loss will differ")
+    notes = dict.fromkeys(table.left, "chatmill does not support this schedule option; the loss will differ")
     translation.close(table, notes)
     return share
 
@@ -169,7 +170,7 @@ def _take_warmup(translation: Translation, keys: TheirKeys, names: RunNames, *, 
             translation.default(keys.path("warmup_steps"), steps, note="chatmill uses warmup_ratio instead")
     elif names.default_warmup is not None:
         translation.assume(
-            f"this is the default of {translation.trainer}", train={"warmup_iters": int(names.default_warmup)}
+            f"{translation.trainer} uses this value by default", train={"warmup_iters": int(names.default_warmup)}
         )
     else:
         translation.assume(
@@ -194,4 +195,4 @@ def _take_length(translation: Translation, keys: TheirKeys, names: RunNames) -> 
             translation.none(
                 keys.path(names.epochs), epochs, "a run has at least one step, so chatmill uses the default"
             )
-        translation.assume(f"this is the default of {translation.trainer}", train={"epochs": names.default_epochs})
+        translation.assume(f"{translation.trainer} uses this value by default", train={"epochs": names.default_epochs})

@@ -137,7 +137,7 @@ def take_seed(translation: Translation, keys: TheirKeys, default: int | None) ->
         translation.take(keys.path("seed"), seed, train=taken, note=note)
     elif default is not None:
         translation.assume(
-            f"this is the default of {translation.trainer}", train={"seed": default, "epoch_seed": default}
+            f"{translation.trainer} uses this value by default", train={"seed": default, "epoch_seed": default}
         )
     if data_seed is not None:
         translation.take(keys.path("data_seed"), data_seed, train={"epoch_seed": data_seed}, note=note)

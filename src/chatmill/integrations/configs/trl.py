@@ -155,9 +155,7 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Set which tokens are trained. By default, TRL trains whole conversations, but only completions of
-    prompt-completion pairs.
-    """
+    """Set which tokens are trained. By default, TRL trains every token, but only completions of pairs."""
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)
@@ -223,7 +221,7 @@ def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str
             translation.take(keys.path(name), value, other={"inputs": translation.sources[number]["inputs"]})
     _take_split(translation, keys.path("split"), split, number)
     if fraction is not None:
-        note = "" if fraction in (0, 1) else "chatmill trains a different part in each epoch"
+        note = "" if fraction in (0, 1) else "chatmill trains on a different part of the dataset in each epoch"
         if fraction == 1:
             translation.default(keys.path(names[2]), fraction, note="chatmill trains the whole dataset")
         elif fraction == 0:
@@ -238,7 +236,7 @@ def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str
         else:
             translation.none(keys.path("columns"), columns, "chatmill detects the shape of records")
     if folder is not None:
-        translation.none(keys.path("data_dir"), folder, "change the URL in inputs to the files of this folder")
+        translation.none(keys.path("data_dir"), folder, "change the URL in inputs to match the files in this folder")
     translation.close(keys, {})
 
 
