@@ -164,7 +164,7 @@ def _polygon_overlaps(
 
 
 def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-    """Return the corners of a shape as x1, y1, x2, y2 …, and whether it cannot intersect itself (a box or a triangle)."""
+    """Return the corners of a shape as x1, y1, x2, y2 …, and whether it is certainly simple (a box or a triangle)."""
     if "poly" in thing:
         points: Sequence[int] = thing["poly"]
         return points, len(points) == 6
