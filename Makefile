@@ -1,4 +1,4 @@
-# All targets run in .venv, a virtual environment with pinned package versions. `make help` lists the targets.
+# Targets run in virtual environments with pinned package versions, most of them in .venv. `make help` lists the targets.
 
 PYTHON ?= python3.11
 ARGS ?=

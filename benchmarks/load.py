@@ -5,10 +5,10 @@
     python benchmarks/load.py --billion                 also a billion episodes, in sparse files
 
 Both sides load shuffled batches of the same rows in one process. For the peer, rows are truncated, packed (best fit
-decreasing) and masked beforehand; chatmill does all of this while it loads. Every field of a batch is created: x, y,
-loss mask, weights, positions, segments and episode ids for chatmill; ids, labels, and the attention mask or the
-positions and sequence lengths for varlen attention for the peer. The benchmark first checks that both sides produce the
-same tokens and labels. The memory of each side is measured in a separate process.
+decreasing) and masked beforehand; chatmill does all of this while it loads. chatmill creates every field of a batch: x,
+y, loss mask, weights, positions, segments and episode ids. The peer creates ids, labels, and either the attention mask
+or, for varlen attention, positions and sequence lengths. The benchmark first checks that both sides produce the same
+tokens and labels. The memory of each side is measured in a separate process.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tu
         batch = {name: np.asarray(values) for name, values in collate(drawn).items() if name in ("input_ids", "labels")}
         for number, row in enumerate(drawn):
             lengths = row["seq_lengths"] if shape.packed else [len(row["input_ids"])]
-            # Packed rows are collated into one long row.
+            # TRL collates packed rows into one long row.
             start = sum(sum(other["seq_lengths"]) for other in drawn[:number]) if shape.packed else 0
             for length in lengths:
                 here = (0 if shape.packed else number, slice(start, start + length))
@@ -288,7 +288,7 @@ def counted_tokens(rows: Any, shape: Shape) -> float:
 
 
 def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Measure the order and the memory of a loader over a billion episodes, in a separate process."""
+    """Measure lookups in the order, and the memory of a loader, over a billion episodes in a separate process."""
     with tempfile.TemporaryDirectory(dir=DATA) as folder:
         shard = Path(folder) / "train" / "shard_00000"
         shard.mkdir(parents=True)

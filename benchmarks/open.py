@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        # Measure this first, while no other writes are waiting to be flushed to disk.
+        # Measure writing first, while no other writes are waiting to be flushed to disk.
         rows = chunk(20_000, spans=16, longest=97)
         chat = {
             bits: statistics.median(

@@ -13,8 +13,8 @@ for fine-tuning. `train` requires only numpy, torch and safetensors (torchao for
 3. fine-tunes from (1) with each optimizer and three seeds, which set the data order and the rounding;
 4. compares the validation losses with those of adamw with the same seed. The mean difference may be at most MOST nats.
 
-"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. The control has no limit. Each result is
-written as soon as it is known; a restarted run continues after the last result.
+"nearest" is the control: AdamW on bfloat16 weights, rounded to nearest. The difference of the control is not limited.
+Each result is written as soon as it is known; a restarted run continues after the last result.
 """
 
 from __future__ import annotations

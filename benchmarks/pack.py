@@ -109,7 +109,8 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
     """Plan which rows are packed together, from their lengths only.
 
     TRL cannot plan without copying tokens, so it is timed with tokens of one byte and, to exclude the copying, of zero
-    bytes. It is also timed with its default of packing every 1000 rows separately. The fastest time is used.
+    bytes. TRL is also timed with its default of packing every 1000 rows separately; the fastest of the three times is
+    used.
     """
     lengths = real_shaped(count)
     seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))
@@ -168,7 +169,7 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
 
 
 def copying(count: int, runs: int) -> Comparison:
-    """Pack a tenth of the rows, including the copy of four-byte tokens into packed rows. This comparison has no
+    """Time packing a tenth of the rows, including the copy of four-byte tokens into packed rows. This comparison has no
     target.
     """
     lengths = real_shaped(count)

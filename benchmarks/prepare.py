@@ -75,7 +75,7 @@ def job_of(data: Data, template: str | None) -> Job:
 
 
 def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
-    """Time a build of the dataset, without the removal of the previous dataset and the flushing of earlier writes."""
+    """Time a build of the dataset, excluding the removal of the previous dataset and the flushing of earlier writes."""
     target = folder / "dataset"
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
@@ -202,7 +202,7 @@ def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
-    """Return how many conversations are equal on both sides, and how many are only on one of the sides."""
+    """Return how many conversations are equal on both sides, and how many occur on only one side."""
     mine, other = Counter(ours), Counter(theirs)
     alone_here, alone_there = mine - other, other - mine
     full = sum(count for name, count in alone_there.items() if name.startswith(f"{PACK} "))
@@ -255,7 +255,8 @@ def main() -> None:
             ways = {name: way for name, way in WAYS.items() if name != "datatrove" or template is None}
             for name, (side, processes) in ways.items():
                 with tempfile.TemporaryDirectory(dir=folder) as own:
-                    # Memory is sampled less often than for chatmill, so that sampling does not slow down a long run.
+                    # The peer's memory is sampled less often than chatmill's, so that sampling does not slow down the
+                    # long run.
                     options = [*same, "--folder", own, "--processes", processes]
                     found, peak = alone(__file__, "--side", side, *options, every=0.5)
                     mine, _ = hashed(conversations, masks=template is None and side != "datatrove")

@@ -1,4 +1,4 @@
-"""Profile the three parts that are furthest from their floors, with `make profile` or
+"""Profile the three parts that are slowest relative to their floors (`make profile`).
 
     python benchmarks/profiles.py [--conversations N] [--json]
 

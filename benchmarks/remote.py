@@ -99,7 +99,7 @@ def share(value: float, target: float) -> str:
 
 def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, Any]:
     """Measure interleaved runs and return their medians."""
-    # Import the module `open` by its name as a string, because `open` is also a built-in function.
+    # Use `import_module`, because `import open` would hide the built-in function.
     store = importlib.import_module("open")
     store.write(folder / "served/bucket/v1", store.chunk(20_000, spans=16, longest=97), episodes, vocab_size=VOCABULARY)
     # Flush earlier writes, which would slow down the first download.

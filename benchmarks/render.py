@@ -1,4 +1,4 @@
-"""Compare rendering conversations with bare tokenization and with transformers in one run.
+"""Compare the speed of rendering conversations with bare tokenization and with transformers.
 
     python benchmarks/render.py                    50 000 conversations, medians of 5 runs
     python benchmarks/render.py --conversations 5000 --runs 3 --json
@@ -92,9 +92,7 @@ def template_file(name: str) -> Path:
 
 
 def peer_of(data: Data, args: argparse.Namespace) -> Any:
-    """Return a transformers tokenizer with a chat template of the same format, whose generation tags mark the trained
-    tokens.
-    """
+    """Return a transformers tokenizer with an equivalent chat template whose generation tags mark trained tokens."""
     # Import transformers only here, so that it does not count towards chatmill's memory.
     from transformers import PreTrainedTokenizerFast
 

@@ -139,7 +139,7 @@ def fitting(lines: list[TrainLine], ends: float) -> list[TrainLine]:
 
 def warm(lines: list[TrainLine], args: argparse.Namespace, folder: Path, ends: float) -> None:
     """Fill the kernel cache by running models with few layers for two steps, several models at once. All layers share
-    kernels, so few layers compile everything.
+    kernels, so a model with few layers compiles all of them.
     """
     began = time.monotonic()
     waiting, running = deque(lines), deque[Worker]()

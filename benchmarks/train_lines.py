@@ -93,7 +93,7 @@ LIGER = "transformers, Liger, FlexAttention"
 
 
 def ours(model: str, *, own: bool, of: Precision, then: str, title: str = "", **more: Any) -> TrainLine:
-    """Return a line of chatmill."""
+    """Return a line for chatmill."""
     name = f"{model}-{'own' if own else 'hf'}-{then}"
     what = f"chatmill, {OWN if own else HF}, {title or then}"
     return TrainLine(name=name, what=what, side="chatmill", model=model, own=own, precision=of, **more)

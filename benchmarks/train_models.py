@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "nf4": torch.bfl
 
 
 def own_gpt(shape: dict[str, Any], *, weights: str, block_size: int, device: str) -> GPT:
-    """Return chatmill's own model."""
+    """Return chatmill's own model with this shape."""
     compute = torch.bfloat16 if device == "cuda" else None
     with torch.device(device):
         torch.manual_seed(0)
@@ -25,7 +25,7 @@ def own_gpt(shape: dict[str, Any], *, weights: str, block_size: int, device: str
 
 
 def qwen3(shape: dict[str, Any], *, weights: str, block_size: int, device: str, attention: str = "sdpa") -> Any:
-    """Return a transformers model of the same shape."""
+    """Return transformers' Qwen3 with this shape."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     usable_precision(torch.bfloat16)

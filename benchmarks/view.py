@@ -216,7 +216,7 @@ def invented(rng: np.random.Generator, count: int) -> list[str]:
 def conversations(
     rng: np.random.Generator, words: list[str], special: dict[str, int], first: int, count: int, planted: int | None
 ) -> Rows:
-    """Return rows like rendered conversations, built from the literals of the format and from words with unequal
+    """Return rows that look like rendered conversations, made from the literals of the format and words of different
     frequencies.
     """
     start, eot = special["start"], special["eot"]

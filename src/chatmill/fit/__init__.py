@@ -6,7 +6,7 @@
     turns_that_fit                   the first turns of a conversation that fit in a context
     gather, GatherPlan               new rows as pieces of old ones; only `gather` copies tokens
 
-Each function plans over spans and lengths, and counts in a ledger how many tokens it cuts, drops, repeats or adds.
+Each function plans over spans and lengths, and counts in a ledger how many tokens it truncates, drops, repeats or adds.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
 
     Rows are placed longest first (ties: by number), each into the fullest bin with enough space (ties: the oldest bin)
     or into a new bin. Bins are returned in the order in which they were opened. A seed permutes the bins but not their
-    contents. A row longer than the capacity is an error: truncate or block it first.
+    contents. A row longer than the capacity raises `DataError`: truncate it, or split it into blocks, first.
 
     >>> from chatmill.fit import pack_lengths
     >>> bins = pack_lengths([3, 2, 4], 5)

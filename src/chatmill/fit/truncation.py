@@ -1,10 +1,11 @@
-"""Truncate rows that are too long, by one of these rules.
+"""Truncate or drop rows that are too long, by one of several rules.
 
-    turns     drop whole exchanges, oldest first; keep the system turn and the last answer
-    tail      keep the last tokens
-    windows   make several rows that together train each token once
-    drop      drop the row
-    error     raise an error for the first row that is too long
+    exchanges   keep the system turn and as many complete exchanges from the end as fit; drop the row if none fits
+    turns       drop whole exchanges, oldest first; keep the system turn and the last answer
+    tail        keep the last tokens
+    windows     make several rows that together train each token once
+    drop        drop the row
+    error       raise an error for the first row that is too long
 
 Rules plan over spans and never read tokens. The ledger counts every removed token and every dropped row with a reason.
 """
@@ -276,7 +277,7 @@ def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
 
 
 def _windows(rows: Rows, capacity: int) -> Truncation:
-    """Split each row into several rows that together train each of its tokens once.
+    """Split each row into several rows that together train each of its trained tokens once.
 
         system | user asst | user asst | user asst
         system | user asst                            trained: the first exchange
@@ -366,7 +367,7 @@ def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArra
 
 
 def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
-    """Return whether each new row lacks the message after its head, but has the header of that message in the head.
+    """Return whether each new row has lost the message after its head, but still has that message's header in the head.
 
     Some templates write tools or the system text into the first user message, after its header:
 

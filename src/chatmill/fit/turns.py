@@ -78,8 +78,8 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
         BOS system system | asst | user user asst tool asst | system user asst
         head                       exchange                   exchange
 
-    Consecutive user turns start one exchange. A later system turn belongs to the adjacent user turn. Turns before the
-    first user turn are a separate exchange.
+    Consecutive user turns start one exchange. A system turn after the head belongs to the adjacent user turn. Turns
+    before the first user turn are a separate exchange.
     """
     turn, count = turns_of(rows), len(rows)
     number, in_turns = np.arange(len(turn.start)), turn.role != Role.NONE

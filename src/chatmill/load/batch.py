@@ -289,7 +289,7 @@ class _PaddedRuns:
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders` are the indices, counting padding, of the runs whose values `put` sets separately."""
+        """`borders` are the indices of the runs whose values `put` sets separately; runs of padding are counted."""
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)

@@ -18,7 +18,9 @@ from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
-"""Number of positions of x that are looked up together, and that are copied as one chunk (at least one batch)."""
+"""Numbers of positions of x that are looked up together, and that are copied as one chunk; each is at least one
+batch.
+"""
 LOOKUP_BATCHES = 256
 """Maximum number of batches that are looked up together."""
 BYTES_PER_POSITION = 30

@@ -26,7 +26,9 @@ def block_fault(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _other_rows(dataset: Dataset, block_size: int) -> str | None:
-    """Return the reason why a dataset does not consist of blocks of this size with only answers trained, or None."""
+    """Return the reason why a dataset does not consist of blocks of this size with only answers trained; None if it
+    does.
+    """
     if isinstance(dataset, PrimerCache):
         return "is a cache with one conversation per row"
     if dataset.metadata is None:

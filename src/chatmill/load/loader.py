@@ -67,7 +67,7 @@ class Listener(Protocol):
     ) -> None:
         """Called before a batch is returned; `digest` is the sum of the digests of this rank's rows.
 
-        `source_counts` are the counts of the batch's rows per source of a mix.
+        `source_counts` has the number of rows, tokens or trained tokens (`mix_by`) from each source of a mix.
         """
 
     def epoch_completed(self, plan: LoadPlan, epoch: int, step: PlannedStep) -> None:

@@ -1,7 +1,7 @@
 """Mix several sources: select the source of each position, and order the episodes of all sources.
 
-Weights become integers whose sum is the period of a table. The table maps every position to a source, so shares do not
-drift and no state is needed. Each source has its own epochs, independent of batch boundaries.
+Weights are converted to integers, whose sum is the period of a table of sources. The table maps every position to a
+source, so shares do not drift and no state is needed. Each source has its own epochs, independent of batch boundaries.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class MixSchedule:
         weights 1 2, one period  ->  sources 1 0 1, ordinals 0 0 1
 
     With n sources, each row of a source has a range of positions that keep the source within 1 - 1/(2n-2) rows of its
-    share. Tijdeman proved (The chairman assignment problem, 1980) that scheduling by earliest deadline satisfies all of
-    these ranges.
+    share. Tijdeman proved (The chairman assignment problem, 1980) that scheduling by earliest deadline keeps every row
+    within its range.
 
     >>> from chatmill.load import MixSchedule
     >>> MixSchedule([1, 2]).at([0, 1, 2])[0].tolist()
@@ -216,7 +216,7 @@ class LongMixSchedule:
     def _block(self, positions: Index) -> Index:
         """Return the block of each position of a period."""
         block = positions * self._blocks // self.period
-        # Because the rows of each source are rounded down, a block may start a few rows early.
+        # Because row counts are rounded down for each source, a block may start a few rows early.
         following = (self.weights[:, None] * (block + 1) // self._blocks).sum(axis=0)
         return block + (positions >= following)
 

@@ -130,8 +130,9 @@ class FeistelOrder(IdentityOrder):
     """A keyed permutation that is computed only for the requested positions, in constant memory.
 
     An episode number is split into a pair, n = left * width + right, on a nearly square grid that covers all episodes.
-    Each of eight rounds adds a hash of one half of the pair to the other half, modulo its size; subtraction inverts a
-    round. If the result is beyond the last episode, the rounds are repeated until the result is a valid episode.
+    Each of eight rounds adds a hash of one half of the pair to the other half, modulo the size of that half;
+    subtraction inverts a round. If the result is beyond the last episode, the rounds are repeated until the result is a
+    valid episode.
     """
 
     name = "feistel/1"
@@ -162,7 +163,7 @@ class FeistelOrder(IdentityOrder):
 class RandomOrder(Order):
     """Uniform sampling with replacement: draw p is a hash of (seed, p), scaled to the number of episodes.
 
-    Only epoch 0 exists.
+    The order has only epoch 0.
     """
 
     name = "random/1"

@@ -146,7 +146,7 @@ class LoadPlan:
     # Functions for the order of episodes.
 
     def episodes(self, ordinals: Index) -> Index:
-        """Convert indices into the eligible episodes, which the order uses, to global episode numbers."""
+        """Convert the order's indices, which count only eligible episodes, to global episode numbers."""
         if not len(self.skipped):
             return ordinals
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
@@ -259,8 +259,8 @@ class LoadPlan:
     def passes(self, at: Cursor) -> float | None:
         """Return the fractional number of passes over the data before a cursor, or None for the order `random`.
 
-        One pass over a mix has as many episodes as all of its sources or, with `mix_epochs`, as one epoch of the mix.
-        Every row of a window counts as the same fraction.
+        One pass over a mix has as many episodes as all sources together or, with `mix_epochs`, as one epoch of the mix.
+        All rows of a window count equally.
         """
         if self.config.batch_sampling_mode == "random":
             return None

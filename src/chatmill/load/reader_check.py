@@ -1,14 +1,14 @@
 """Refuse libraries that would shard a loader's batches a second time, or that cannot read them.
 
-An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` shards the batches of an iterable
-dataset across the ranks again, in one of two ways, which would silently lose rows:
+An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` would shard the batches of an iterable
+dataset across the ranks again, with one of two classes, and silently lose rows:
 
     IterableDatasetShard   every rank reads its own loader and keeps every n-th batch
     DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
 Both of Accelerate's classes call the dataset's `set_epoch` on every rank, in the training process, before they read
-batches. A dataset that wraps a loader hides `set_epoch`. In that case, Accelerate is found on the call stack of the
-first batch, unless the `DataLoader` of a dispatcher has workers.
+batches. If a dataset wraps a loader and hides `set_epoch`, Accelerate is found on the call stack of the first batch,
+unless the `DataLoader` of a dispatcher has workers.
 
 transformers' Trainer, which collates single rows, calls `len` on the dataset first. Both libraries are recognized by
 their module names and are never imported.

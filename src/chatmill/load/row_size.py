@@ -17,7 +17,7 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
-    """Return the average count per eligible episode in batches, in the unit that `mix_by` selects.
+    """Return the average number of tokens, or of trained tokens (`mix_by`), of an eligible episode in a batch.
 
     Totals are read from the metadata. The index is scanned only if episodes are skipped or truncated, or to read the
     mask of the first token of each row, which is never trained because no token predicts it.
@@ -47,7 +47,7 @@ def episode_tokens(source: DataSource, split: str) -> int:
 
 
 def marked_tokens(source: DataSource, split: str) -> int:
-    """Count the tokens in the episodes of a split that the mask selects."""
+    """Count the tokens that the mask selects in the episodes of a split."""
     dataset = source.dataset
     if isinstance(dataset, PrimerCache):
         return dataset.meta.splits[split].num_label_tokens
@@ -95,8 +95,8 @@ def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
     """Count the tokens in a shard that do not appear in batches: skipped episodes and truncated starts of episodes.
 
-    With `by_mask`, only tokens selected by the mask are counted, and the first token of each row, which is never
-    trained.
+    With `by_mask`, only tokens that the mask selects are counted; the first token of each row is also counted, because
+    it is never trained.
     """
     episodes = source.episodes(split)
     lost = 0

@@ -190,7 +190,7 @@ def _label(node: Node, step: float) -> list[str]:
     lines, left = [""], node.name
     while left:
         word, space, _ = left.partition(" ")
-        # Break a word that is longer than a line at the end of the line.
+        # Break a word that is too long for one line.
         fits = 0
         while fits < len(word) and _ems(word[: fits + 1]) <= room:
             fits += 1

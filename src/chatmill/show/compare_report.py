@@ -181,7 +181,7 @@ def _view(ids: Ids, trained: Mask, start: int, stop: int, text: TokenText) -> tu
 
 
 def example_lines(example: Example) -> Iterator[Text]:
-    """Return the location, and one line for each library with trained tokens in brackets."""
+    """Return the location and, for each library, a line in which trained tokens are in brackets."""
     yield Text(f"    {example.place}", style="dim")
     for name, views in (("chatmill", example.chatmill), ("TRL", example.peer)):
         yield Text(f"      {name:<9}").append_text(_line(views))

@@ -29,7 +29,7 @@ BARS = 40
 MAX_NODES = 8
 """Maximum number of reasons in one column of the flow chart; the smallest reasons are combined into one node."""
 OUTSIDE = "outside messages"
-"""Name of tokens outside of messages, such as tool definitions, other template text, and padding."""
+"""The name for tokens outside of messages, such as tool definitions, other template text, and padding."""
 
 
 def dataset_page(path: Place, *, version: str) -> str:

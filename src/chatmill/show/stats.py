@@ -21,7 +21,7 @@ SHARES = 20
 LONGEST = 10
 BLOCK_SIZES = (512, 1024, 2048, 4096, 8192)
 UNKNOWN = "(unknown)"
-"""Name of the source of segments that have no file."""
+"""The source name for segments that have no file."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class LongRow:
 
 @dataclass(frozen=True)
 class RowFill:
-    """The share of tokens that are not padding for a block size, with one episode per row and with packing."""
+    """The share of tokens that are not padding at one block size, with one episode per row and with packing."""
 
     block_size: int
     alone: float

@@ -1,4 +1,4 @@
-"""Decode tokens to text that is escaped for display, and search the text of tokens ignoring case."""
+"""Decode tokens to text that is escaped for display, and search the text of tokens, ignoring case."""
 
 from __future__ import annotations
 

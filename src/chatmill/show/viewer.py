@@ -353,7 +353,7 @@ def _preview(preview: RecordPreview) -> dict[str, Any]:
 
 
 def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:
-    """Escape these fields, and truncate them to a number of characters."""
+    """Escape the fields in `limits`, and truncate each to its maximum number of characters."""
     escaped = {name: one_line(fields[name], limit) for name, limit in limits.items() if fields[name] is not None}
     return {**fields, **escaped}
 

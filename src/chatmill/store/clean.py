@@ -99,7 +99,9 @@ def _named(url: Url, there: dict[str, ObjectInfo], others: Sequence[str]) -> set
 
 
 def _ages(left: Sequence[str], own: dict[str, re.Match[str]], there: dict[str, ObjectInfo]) -> dict[str, float | None]:
-    """Return the age of each leftover in seconds; all staged parts of a build count as old as the youngest of them."""
+    """Return the age of each leftover in seconds; all staged parts of a build are considered as old as the youngest of
+    them.
+    """
     now = time.time()
     ages = {name: None if (at := there[name].modified) is None else now - at for name in left}
     builds: dict[str, list[str]] = {}

@@ -1,6 +1,6 @@
 """Create, write, sync and rename files; all of these operations go through `disk`.
 
-Tests replace `disk` to record every operation, or to make one fail or stop.
+Tests replace `disk` to record every operation, or to make an operation fail.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Read a folder as one version of a dataset, even if the folder is replaced during the read.
 
 A dataset is replaced by swapping its folder for another folder. `OpenFolder` keeps a file descriptor of the folder
-while a dataset is opened, and reads all files through this descriptor. Later, `StoredFiles` maps files on demand: each
-time, it opens the folder again and compares the folder with the one that was opened first. `StoredFiles` keeps the
-metadata mapped instead of holding a file descriptor: the inode number of a mapped file is not reused, so it identifies
-the dataset that was opened first.
+while a dataset is opened, and reads all files through this descriptor. `StoredFiles` maps files on demand: each time,
+it opens the folder again and checks that it is the folder that was opened first. `StoredFiles` keeps the metadata
+mapped instead of holding a file descriptor: the inode number of a mapped file is not reused, so it identifies the
+dataset that was opened first.
 """
 
 from __future__ import annotations

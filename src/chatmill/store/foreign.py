@@ -53,7 +53,7 @@ DTYPE_KEYS = {"dtype", "datatype", "tokendtype", "tokensdtype", "npdtype", "nump
 DTYPE_KEYS |= {"tokeniddtype", "tokenidsdtype", "tokentype", "tokens", "tokensbin", "storagedtype"}
 WIDTH_KEYS = {"bytespertoken", "tokenbytes", "tokensize", "tokenitemsize"}
 OTHER_TABLES = ("mask", "index", "idx", "episode", "label", "segment", "model", "weight", "position")
-"""Words in metadata keys whose types do not apply to tokens."""
+"""A metadata key that contains one of these words does not describe tokens."""
 DTYPE_NAME = re.compile(r"(?:.*[^a-z])?u?int(8|16|32|64)\b.*|([<>|=]?)[ui]([1248])", re.ASCII | re.DOTALL)
 NAMES = {2: "uint16", 4: "uint32"}
 CHUNK = 1 << 22

@@ -100,7 +100,9 @@ def _canonical(value: Any) -> str:
 
 
 def json_text(value: Mapping[str, Any]) -> bytes:
-    """Return JSON with one line per key, in canonical order; reading and writing it is as fast as for a single line."""
+    """Return JSON with one line per key, in canonical order; it is read and written as fast as JSON on a single
+    line.
+    """
     lines = [f"{json.dumps(key)}: {_canonical(value[key])}" for key in sorted(value)]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 

@@ -153,7 +153,7 @@ def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
 
 
 def refuse_inside(target: Path, reads: Iterable[Path]) -> None:
-    """Raise an error if one of the paths that a command reads is inside the folder that it would replace."""
+    """Raise an error if one of the paths that a command reads is inside the folder that the command would replace."""
     for path in reads:
         if files.real(target) in files.real(path).parents:
             raise DataError(f"{target}: contains {path}, which the command reads; use another folder")
@@ -175,7 +175,7 @@ def set_aside(target: Path) -> Path:
 def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
     """Sync all files in `staging` and rename the folder to `target`.
 
-    An existing target raises an error or, with `overwrite`, is replaced and removed. When this
+    If the target exists, an error is raised or, with `overwrite`, the old dataset is replaced and removed. When this
     function returns, the new dataset survives a power loss. If the old dataset cannot be removed, a warning is issued.
     """
     if not (staging / kind.marker).is_file():
@@ -278,7 +278,7 @@ def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
     if not (left := remove_folder(folder, kind)):
         return
     try:
-        # Rename the remaining folder, because the next build needs its name.
+        # Rename the folder that could not be removed, because the next build needs its name.
         for kept in (target.with_name(f"{target.name}.kept{number or ''}") for number in range(1000)):
             if not os.path.lexists(kept):
                 files.disk.rename_new(folder, kept)

@@ -235,7 +235,7 @@ class Dataset:
 
 
 def sources_text(dataset: Dataset) -> str:
-    """Describe the sources of a dataset in an error message."""
+    """Describe the sources of a dataset for an error message."""
     names = ", ".join(map(one_line, dataset.sources))
     none = "only datasets made from a recipe with several sources have named sources"
     return f"the dataset has {names}" if names else none

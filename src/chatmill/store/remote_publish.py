@@ -32,7 +32,7 @@ from chatmill.store.remote_files import OBJECTS, STAGING, object_url, remote_met
 THREADS = 8
 """Number of files that are uploaded concurrently."""
 FRESH = 6 * 3600.0
-"""Age in seconds up to which an existing object that no metadata lists is reused.
+"""Maximum age, in seconds, of an existing object that is reused although no metadata lists it.
 
 `chatmill clean` may be about to remove an older object, so it is uploaded again."""
 
@@ -48,7 +48,7 @@ class RemoteTarget:
     version: str | None
     """The version of the metadata to replace, or None if the URL has no metadata."""
     kept: frozenset[str]
-    """The hashes of the objects that the metadata to replace lists."""
+    """The hashes of the objects that are listed in the metadata to replace."""
 
 
 def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
@@ -75,7 +75,9 @@ def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
 
 
 def _check_others(url: Url) -> None:
-    """Raise `DataError` if the URL contains other objects. A store that denies listing is accepted."""
+    """Raise `DataError` if the URL contains objects that chatmill did not write. A store that denies listing is
+    accepted.
+    """
     try:
         others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
     except RemoteError:
@@ -100,7 +102,9 @@ class Uploads:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, info: FileInfo) -> None:
-        """Upload a file with this size and hash unless its object exists; raise any error of earlier uploads."""
+        """Upload a file with this size and hash unless its object exists; raise the error of an earlier upload, if
+        any.
+        """
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
         if info.sha256 not in self._running:
