@@ -1,4 +1,4 @@
-"""Record the batches that a run trains on in an audit log, and verify the log.
+"""Write an audit log of the batches that a run trains on, and verify the log.
 
 Audit                      a loader listener that writes the log
 verify_log, AuditResult    recompute every line from the dataset and compare

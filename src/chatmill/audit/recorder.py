@@ -215,8 +215,7 @@ def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> Non
         raise AuditError(f"{path}: does not match the checkpoint: {fault}; the log or the checkpoint was changed")
 
 
-# Functions that compute the fields of log lines from the load plan. `Audit` writes these fields, and `verify_log`
-# recomputes them.
+# Functions that compute the fields of log lines from the load plan; both `Audit` and `verify_log` use them.
 
 
 def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
@@ -224,7 +223,7 @@ def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     for name in ("token_dtype", "mix_epochs"):
         if config[name] is None:
-            # Omit the key if it is null. Earlier versions did not have these keys, and their logs must still verify.
+            # Omit null keys that earlier versions did not have, so that logs of these versions can still be verified.
             del config[name]
 
     def count(split: str) -> int:

@@ -137,7 +137,7 @@ def _differences(state: SavedState, logged: LoggedCheckpoint) -> Iterator[str]:
 
 
 def _run_differences(run: Mapping[str, Any], logged: LoggedCheckpoint) -> Iterator[str]:
-    """Yield differences from the log in the values that only `chatmill train` saves."""
+    """Compare the values that only `chatmill train` saves with the log, and yield the differences."""
     stage = run["stage"]
     if not isinstance(stage, dict) or type(start := stage.get("start")) is not int:
         yield "stage does not describe a training stage"

@@ -174,7 +174,7 @@ class AcceleratorBatches:
         self._parts, self._audit_state, self._closed = [], state["audit"], False
 
     def close(self) -> None:
-        """Close the audit log and stop the prefetching thread; done automatically after the last step."""
+        """Close the audit log and stop the prefetching thread; called automatically after the last step."""
         if self._audit is not None:
             self._audit_state = self._audit.checkpoint()
             self._audit.close()

@@ -4,8 +4,8 @@
     Trainer(max_epochs=3).fit(model, data)
 
 Step n of the trainer has the same rows as step n of `chatmill train`, regardless of the trainer's epochs and limits.
-The position in the data is the number of trained batches, which Lightning's checkpoints store. A batch that was
-prefetched but not trained does not count.
+The position in the data is the number of trained batches, which Lightning's checkpoints store. The position does not
+include batches that were prefetched but not trained.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class EpisodeDataModule(LightningDataModule):
     """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
 
     A batch is a dict of `step_weight` and the columns from `causal_lm_columns`, or a `WeightedBatch` if `columns` is
-    false. `causal_lm_loss` divides the loss by `step_weight`, which is the total weight of the step's trained tokens
-    per batch that Lightning averages over; there are ranks times `accumulate_grad_batches` such batches. In validation,
-    every row of `val` is read once, and `step_weight` is the total weight of the batch. `flatten` concatenates the rows
-    of a batch, which FlashAttention needs for packed rows.
+    false. `causal_lm_loss` divides the loss by `step_weight`. In training, `step_weight` is the total weight of the
+    step's trained tokens, divided by the number of batches that Lightning averages over: ranks times
+    `accumulate_grad_batches`. In validation, every row of `val` is read once, and `step_weight` is the total weight of
+    the batch. `flatten` concatenates the rows of a batch, which FlashAttention needs for packed rows.
 
     One trainer epoch is one epoch of the dataset. With `limit_train_batches`, each trainer epoch continues where the
     previous epoch stopped. With `audit_dir`, rank 0 writes an audit log of the trained steps to this folder.
@@ -269,7 +269,7 @@ class EpisodeDataModule(LightningDataModule):
 
 
 class TrainBatches:
-    """The batches of a trainer epoch, starting at the current position. Lightning ends it after `len` batches."""
+    """The batches of a trainer epoch, starting at the current position. Lightning ends an epoch after `len` batches."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data

@@ -48,9 +48,9 @@ class TrainRows(Dataset[ModelInputs]):
     which is how Accelerate shards batches.
 
     Plain labels cannot express token weights other than 1. Rows with weights other than 1 are rejected unless
-    `weights_in_labels` is true. In that case, `columns.weighted_labels` encodes the weights in the labels, and
-    `hf.weighted_loss` decodes them. The weights of a step are scaled such that their sum is the number of labels in the
-    step, because trainers divide the loss by the number of labels.
+    `weights_in_labels` is true. With `weights_in_labels`, `columns.weighted_labels` encodes the weights in the labels,
+    and `hf.weighted_loss` decodes them. The weights of a step are scaled such that their sum is the number of labels in
+    the step, because trainers divide the loss by the number of labels.
 
     With `audit_dir`, `hf.RunCallback` writes an audit log of the trained steps to this folder.
 
@@ -272,7 +272,7 @@ class EvalRows(Dataset[ModelInputs]):
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))
             if not weights.sum():
                 raise UsageError(f"{self.rows.loader.dataset_dir}: val has no trained tokens; remove eval_dataset")
-            # Compensate for trainers, which divide the loss of each batch by its number of labels and average over all
+            # Compensate for the trainer, which divides the loss of each batch by its number of labels and averages over
             # batches.
             self._scales = size, (trained * len(trained) / weights.sum()).tolist()
         return self._scales[1][first // size]

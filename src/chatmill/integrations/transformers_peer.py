@@ -129,7 +129,8 @@ def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str
             opened: Any = transformers.AutoTokenizer.from_pretrained(str(tokenizer.parent), trust_remote_code=False)
         else:
             opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **special)
-        # Render once now, because transformers imports some modules on first use, and this process cannot import later.
+        # Render once now, because transformers imports some modules on first use, and this process cannot import
+        # modules later.
         opened.apply_chat_template([{"role": "user", "content": "x"}], chat_template=WARM_UP, tokenize=True)
     except Exception:
         return None, None

@@ -33,7 +33,7 @@ class TRLSetup(msgspec.Struct, frozen=True):
     patched: bool = False
     """Whether TRL renders with its own training template, which has generation tags."""
     no_mask: str = ""
-    """Why TRL cannot train only answers with this template and trains every token; empty if it can."""
+    """Why TRL trains every token instead of only answers with this template; otherwise empty."""
     end_trained: bool = True
     """Whether TRL trains the end token of an answer."""
     fault: str = ""
@@ -117,7 +117,7 @@ class _Preparation:
         opened.chat_template = named if settings["with_tools"] else settings["template"]
 
     def _import_all(self) -> None:
-        """Prepare an example, because TRL imports some modules on first use, and the process cannot import later."""
+        """Prepare an example, because TRL imports some modules on first use, and later imports are not possible."""
         for template in (REFUSING, WARM_UP):
             self._tokenizer.chat_template = template
             with suppress(Exception):
@@ -189,7 +189,7 @@ class _Preparation:
 
 
 class _PreparedExamples:
-    """The part of the `IterableDataset` interface that SFTTrainer needs for preparation.
+    """The part of the `IterableDataset` interface that SFTTrainer needs to prepare a dataset.
 
     The `datasets` library uses shared memory, which this process is not allowed to use.
     """

@@ -61,7 +61,7 @@ def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks"
 
 
 def _check_own(path: Path, *, may_change: bool = False) -> None:
-    """Create a folder that only this user can write to, or check an existing folder; `may_change` corrects the mode."""
+    """Create a folder that only this user can write to, or check an existing one; with `may_change`, fix its mode."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -43,7 +43,7 @@ OF_CREDENTIALS = (
     "LocalTokenNotFoundError",
     "GatedRepoError",
 )
-"""Class names of credential errors. The classes are not imported, because their libraries may not be installed."""
+"""Class names of credential errors; the classes are not imported, because their libraries may not be installed."""
 OF_ARGUMENTS = (
     "ParamValidationError",
     "InvalidURL",

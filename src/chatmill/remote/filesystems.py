@@ -107,7 +107,7 @@ def _make_one_attempt(extra: str, opened: Any) -> None:
 
 @functools.cache
 def _quiet_loggers() -> None:
-    """Hide errors that storage libraries log, unless the program configured logging."""
+    """Hide errors that storage libraries log, unless the program has configured logging."""
     for name in ("fsspec", "s3fs", "gcsfs", "azure", "adlfs", "aiobotocore", "botocore", "asyncio"):
         logging.getLogger(name).addHandler(logging.NullHandler())
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)

@@ -17,7 +17,7 @@ from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Url
 
 THREADS = 8
-"""Maximum number of concurrent downloads. Several are useful, because downloads of small objects mostly wait for the
+"""Maximum number of concurrent downloads. Concurrency helps, because downloads of small objects mostly wait for the
 server.
 """
 JOIN_SECONDS = 5.0
@@ -33,7 +33,7 @@ class RemoteObject(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Numbers of objects and bytes: downloaded so far, and in total."""
+    """The number of objects and bytes downloaded so far, and the totals."""
 
     objects: int
     all_objects: int
@@ -42,7 +42,7 @@ class Progress(NamedTuple):
 
 
 class Prefetch:
-    """Downloads objects to the cache in order, as long as at most `limit` downloaded bytes are not used yet.
+    """Downloads objects to the cache in order, at most `limit` bytes ahead of their use.
 
     Call `used` after using an object, so that the next object can be downloaded. An object that cannot be downloaded is
     skipped: the code that needs the object downloads it again, and raises the error.

@@ -82,8 +82,8 @@ def encode_append(
 ) -> Appended:
     """Return the text of `serialize_append` and its tokens. The objects must come from `schema.check`.
 
-    `before` is the end of the prefix, which is encoded together with the appended text. The returned tokens include it,
-    but the returned text does not.
+    `before` is the end of the prefix, which is encoded together with the appended text. The returned tokens include
+    `before`, but the returned text does not.
     """
     stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:

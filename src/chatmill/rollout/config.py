@@ -66,7 +66,9 @@ class GenerationConfig(Config):
         "tokens", "server API: tokens exchanges token ids, completions exchanges text, and chat sends messages"
     )
     server_key_env: str | None = key(None, "name of the environment variable that contains the server's API key")
-    replay: str | None = key(None, "rollouts.jsonl of an earlier run; its answers are used instead of new ones")
+    replay: str | None = key(
+        None, "rollouts.jsonl of an earlier run, whose answers are used instead of generating new ones"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
-        # Keep only rollouts of finished rounds: rollouts are logged under the first step of their round.
+        # Keep only the rollouts of finished rounds, which are logged under the first step of their round.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
             folder,

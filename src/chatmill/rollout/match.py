@@ -27,7 +27,7 @@ STEPS = 2**30
 """Overlaps are rounded to multiples of 1/STEPS and summed as integers, so that ties are detected exactly."""
 
 FEW = 128
-"""Maximum number of possible assignments in a group of objects that is solved by brute force."""
+"""A group of objects with at most this many possible assignments is solved by brute force."""
 MISSING = "matching requires {}; run pip install 'chatmill[rollout]'"
 
 Floats = NDArray[np.float64]
@@ -37,7 +37,7 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Matching:
-    """Indices of matched, unmatched predicted (`false_positives`) and unmatched true (`missed`) objects."""
+    """Indices of matched pairs, unmatched predictions (`false_positives`) and unmatched true objects (`missed`)."""
 
     pairs: tuple[tuple[int, int], ...]
     """Index pairs (predicted, true), in the order of the predicted objects."""
@@ -164,7 +164,7 @@ def _polygon_overlaps(
 
 
 def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-    """Return the corners of a shape as x1, y1, x2, y2 …, and whether it is certainly simple (a box or a triangle)."""
+    """Return the corners of a shape as x1, y1, x2, y2 …, and whether the shape is a box or a triangle."""
     if "poly" in thing:
         points: Sequence[int] = thing["poly"]
         return points, len(points) == 6

@@ -112,7 +112,7 @@ class Vocabulary:
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]
-        # Fast path: check all texts together, because nearly always all of them are encoded exactly.
+        # Fast path: check all texts together, because usually all of them are encoded exactly.
         raw = [text.encode() for text in texts]
         if self.text(ids) == b"".join(raw) and np.array_equal(self.starts(ids)[first], sizes_to_starts(raw)):
             return encoded
@@ -159,7 +159,7 @@ class Vocabulary:
         raise DataError(f'{self._tokenizer.name}: cannot encode "{one_line(text)}" exactly; use a lossless tokenizer')
 
     def _segment(self, wanted: bytes) -> list[int] | None:
-        """Return the fewest ids that decode to `wanted`; on ties, longer tokens come first. None if impossible."""
+        """Return the fewest ids that decode to `wanted`, or None if impossible; on ties, longer tokens come first."""
         ids, longest = self._by_bytes
         best: list[tuple[int, int] | None] = [None] * len(wanted) + [(0, 0)]
         for start in range(len(wanted) - 1, -1, -1):

@@ -52,7 +52,7 @@ NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()
 
 
 def take_training_arguments(translation: Translation, keys: TheirKeys, names: RunNames, *, checkpointing: bool) -> bool:
-    """Read all keys of TrainingArguments that have a counterpart; return whether the run evaluates.
+    """Read all keys of TrainingArguments that have a counterpart in chatmill; return whether the run evaluates.
 
     `checkpointing` states whether the trainer uses activation checkpointing by default.
     """

@@ -155,7 +155,9 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Set which tokens are trained. By default, TRL trains every token, but only completions of pairs."""
+    """Set which tokens are trained. By default, TRL trains whole conversations, but only the completions in
+    prompt-completion data.
+    """
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)

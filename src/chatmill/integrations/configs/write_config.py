@@ -183,7 +183,7 @@ def _pair(name: str, value: Any, origin: str | None) -> str:
 
 
 def _check_files(imported: ImportedConfig, aside: Path, target: Path) -> None:
-    """Load the recipe and the train config as a check; raise `DataError` if either is not valid."""
+    """Check that the recipe and the train config can be loaded; raise `DataError` if either is not valid."""
     try:
         load_recipe(aside / RECIPE)
     except ChatmillError as error:
