@@ -67,6 +67,6 @@ def test_children_end_with_the_process_that_started_them(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, env=environment, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    # Wait up to the test's time limit, because the process is not a child of this process.
+    # The process is not a child of this one, so poll until it has ended or the test times out.
     while Path(f"/proc/{int(done.stdout)}").exists():
         time.sleep(0.05)

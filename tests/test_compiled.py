@@ -1,4 +1,6 @@
-"""The compiled parts exist on every machine with a compiler: a failed build must not look like a missing compiler."""
+"""On a machine with a compiler, the compiled parts must exist: a failed build must not be mistaken for a missing
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ def test_there_are_five():
 
 @pytest.mark.parametrize("source", PARTS, ids=lambda path: path.stem)
 def test_a_part_compiled_with_a_newer_python_works_in_an_older_one(source):
-    """Both versions share one file in a source tree. With headers of Python 3.13, `#` in a format needs another
-    function, and `Py_RETURN_NONE` does not count references: in Python 3.11, the first causes an error and the second a
-    later crash.
+    """In a source tree, all Python versions load the same compiled file. With the headers of Python 3.13, `#` in a
+    format needs another function, which Python 3.11 lacks, and `Py_RETURN_NONE` does not count references, which
+    crashes Python 3.11 later.
     """
     code = source.read_text()
     assert not re.search(r'Py(?:Arg_Parse\w*|_BuildValue)\([^"]*"[^"]*#', code)

@@ -39,7 +39,7 @@ def reader(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in OTHER_TRAINERS])
 def test_the_examples_of_a_page_run_and_print_what_it_shows(page, reader, request, monkeypatch):
     if page == "docs/how-to/remote.md":
-        # This page gets an S3 server with an empty bucket, and a separate cache.
+        # The examples of this page need an S3 server with an empty bucket.
         bucket(request.getfixturevalue("s3"), "team")
         monkeypatch.setenv("CHATMILL_CACHE_DIR", str(reader / "cache"))
     doc_examples.run(ROOT / page, reader)

@@ -78,7 +78,7 @@ def test_generated_files_are_up_to_date(script):
 
 
 def test_no_page_links_to_a_file_outside_docs():
-    # A relative link to such a file works in the repository but not on the site.
+    # A relative link to a file outside docs/ works in the repository but not on the site.
     docs = ROOT / "docs"
     links = [
         (page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s#:]+)", (docs / page).read_text("utf-8"))

@@ -59,7 +59,7 @@ def test_the_same_arguments_give_the_same_bytes_and_another_seed_gives_other_wei
 
 
 def test_the_weights_are_the_same_on_every_processor(model):
-    # Hash of the whole file, recorded on ARM.
+    # The expected hash was recorded on ARM.
     assert hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest() == WEIGHTS
 
 

@@ -65,7 +65,7 @@ def test_a_build_leaves_documented_metadata_and_shards_in_both_splits(tmp_path):
     assert (meta["val_frac"], meta["seed"], meta["T_max"]) == (0.2, 42, 6)
     for name, examples in (("train", 8), ("val", 2)):
         split = meta["splits"][name]
-        # <|usr|> 7 ? <|eot|> <|asst|> 7 ! <|eot|>: the last six tokens stay, and three are trained.
+        # <|usr|> 7 ? <|eot|> <|asst|> 7 ! <|eot|>: T_max keeps the last six tokens, of which three are trained.
         counts = {"num_examples": examples, "num_tokens": 6 * examples, "num_label_tokens": 3 * examples}
         assert {key: split[key] for key in counts} == counts
         assert split["num_shards"] == 1

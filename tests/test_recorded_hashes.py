@@ -1,6 +1,6 @@
 """The bytes that fixed commands write, compared with recorded hashes.
 
-A refactor must not change any of these hashes. After an intended change of bytes, update the record with `python
+A refactor must not change any of these hashes. If bytes change on purpose, update the hashes with `python
 tests/test_recorded_hashes.py --record` and describe the change in CHANGELOG.md.
 """
 

@@ -81,7 +81,7 @@ def test_reweigh_changes_only_what_the_role_rule_decided(plain, train_on):
         for _, spans in row:
             last = max((message for _, role, message, *_ in spans if role == Role.ASSISTANT), default=None)
             last_user = max((message for _, role, message, *_ in spans if role == Role.USER), default=-1)
-            # The record's weight, which messages trained by role have.
+            # Messages that are trained by their role have the weight of the record.
             factor = max((weight for *_, weight, rule, _ in spans if rule == Rule.ROLE), default=0) or 1.0
             for _, role, message, weight, rule, _ in spans:
                 if rule != Rule.ROLE:
@@ -102,7 +102,7 @@ def test_reweigh_changes_only_what_the_role_rule_decided(plain, train_on):
     st.sampled_from([1, 40]),
 )
 def test_copy_tokens_reads_ranges_of_the_ids_and_of_the_literals(ranges, scale):
-    # The scaled pieces are long enough to be copied slice by slice.
+    # With scale 40, ranges are long enough to be copied as slices instead of token by token.
     ranges = [(start * scale, length * scale) for start, length in ranges]
     ids, literals = np.arange(20 * scale, dtype=np.uint32), np.arange(9000, 9000 + 10 * scale, dtype=np.uint32)
     pool = ids.tolist() + literals.tolist()

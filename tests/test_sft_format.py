@@ -1,4 +1,4 @@
-"""The documented functions: expected examples, then the same properties compared with a slow oracle."""
+"""The documented functions, with expected results for examples, and compared with a slow oracle for random input."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_packing_drops_the_oldest_exchanges_first_and_keeps_the_last_answer():
     assert pack(ids, mask, 27) == (system + first + second + third, [False] * 3 + trained * 3)
     assert pack(ids, mask, 26) == (system + second + third + [EOT] * 7, [False] * 3 + trained * 2 + [False] * 7)
     assert pack(ids, mask, 18) == (system + third + [EOT] * 7, [False] * 3 + trained + [False] * 7)
-    # Only one exchange is left: tokens are now removed from the start, including the system turn.
+    # When only one exchange is left, tokens are removed from the start, including the system turn.
     assert pack(ids, mask, 10) == ((system + third)[1:], [False] * 2 + trained)
     assert pack(ids, mask, 4) == (answer[1:], [True] * 4)
     assert pack(ids, mask, 1) == ([EOT], [True])
@@ -116,7 +116,7 @@ def test_collation_takes_another_ignore_index_and_no_rows_at_all():
     assert x.shape == y.shape == loss_mask.shape == (0, 2)
 
 
-# Decisions where the specification is open.
+# Behavior that the specification leaves open.
 
 
 def test_the_mask_is_the_literal_scan_even_where_a_span_never_closes():
@@ -211,7 +211,7 @@ def test_a_tokenizer_without_a_needed_special_token_is_named():
         serialize_chat_to_ids(chat(("user", "hi")), tokenizer=Bare(), default_system_text="ok")
 
 
-# The same properties, compared with an oracle of lists and loops that shares no code with chatmill.
+# Comparison with an oracle of lists and loops that shares no code with chatmill.
 
 
 def oracle_serialize(messages: list[tuple[str, str]]) -> list[int]:
@@ -308,7 +308,7 @@ def test_thousands_of_random_chats_agree_with_the_oracle():
         packed, packed_mask = pack(ids, mask, S)
         assert (packed, packed_mask) == oracle_pack(ids, mask, S, EOT)
         if ASST in ids:
-            # The end of the last answer is kept, and is trained.
+            # Packing keeps the end token of the last answer, which is trained.
             assert [i for i, trained in zip(packed, packed_mask, strict=True) if trained][-1] == EOT
 
 

@@ -17,7 +17,7 @@ HOSTILE = ["<s>", *NGPT, *PRIMER, f"a {NGPT[3]} b", f"{PRIMER[2]}{PRIMER[3]}", f
 
 
 def engine_with(tokens: list[str]) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE with these special tokens that adds BOS to each text and is set to truncate and pad."""
+    """Return a byte-level BPE with these special tokens, which adds BOS to each text, truncates and pads."""
     raw = train_bpe(["The quick brown fox jumps over the lazy dog. " * 3] * 4, vocab_size=400, control=["<s>", *tokens])
     engine = tokenizers.Tokenizer.from_str(raw.decode())
     bos = engine.token_to_id("<s>")

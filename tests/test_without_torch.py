@@ -123,7 +123,7 @@ def test_every_command_runs_without_torch_or_says_what_to_install(tmp_path):
         "dataset_info.json": '{"chat": {"file_name": "chat.jsonl", "formatting": "sharegpt"}}',
         "sft.yaml": "{model_name_or_path: model, dataset_name: chat.jsonl}",
         "model/config.json": '{"model_type": "llama"}',
-        # The file has a header of two bytes and no tensor.
+        # A valid file without tensors: an empty header of two bytes.
         "model/model.safetensors": "\2\0\0\0\0\0\0\0{}",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -156,7 +156,7 @@ print(json.dumps(ends))
         tmp_path,
     )
     ends = json.loads(out)
-    # The template writes no end of a turn, which certify reports; training needs torch.
+    # `certify` fails because the template writes no end of turn, and `doctor` because it needs torch.
     assert {name: ends[name][:2] for name in RUNS} == {
         name: [int(name in ("certify", "doctor")), True] for name in RUNS
     }

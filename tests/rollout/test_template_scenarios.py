@@ -139,7 +139,7 @@ SCENARIOS = {
     "truncated after a comma": Scenario(FOUND + ",", FOUND, 2, (BIRD,)),
     "text after the answer": Scenario(FOUND + "} Good?␃", FOUND, 2, (BIRD,)),
     "its own whitespace": Scenario(f"\n {FOUND} ,\n{OTHER}\n}}␃", f"\n {FOUND} ,\n{OTHER}", 3, (BIRD,)),
-    # The end-of-turn token is a hard stop.
+    # All text after the end-of-turn token is ignored.
     "an end of turn between objects": Scenario(f"{FOUND}␃, {written(5, BIRD)}}}␃", FOUND, 2, (BIRD,)),
     "a truncated object has the largest key": Scenario(
         FOUND + ', "object_2": {"desc": "bird␃", "a": []}}', FOUND, 2, (BIRD,)
@@ -172,7 +172,7 @@ def rollout_ids(text: str, task: Task) -> list[int]:
 
 
 def appended_text(scenario: Scenario) -> str:
-    """Return the text that the specification appends to this prefix."""
+    """Return the text that must be appended to the prefix according to the specification."""
     entries = [written(number, thing) for number, thing in enumerate(scenario.appended, start=scenario.first)]
     comma = ", " if entries and scenario.prefix.rstrip()[-1] == "}" else ""
     return comma + ", ".join(entries) + "}"
@@ -201,7 +201,7 @@ def test_every_scenario_gives_the_transformers_prompt_and_the_specified_answer(o
         assert keys[len(keys) - len(scenario.appended) :] == [
             f"object_{scenario.first + at}" for at in range(len(scenario.appended))
         ], name
-        # Tokens before the cut equal those of the rollout; only a token that the cut splits is encoded again.
+        # Tokens of the prefix equal those of the rollout, except for a token that the end of the prefix splits.
         size = len(scenario.prefix.encode())
         ends = list(accumulate(len(tokens.piece(id)) for id in ids))
         kept = 0 if scenario.is_fallback else sum(end <= size for end in ends)
@@ -216,7 +216,7 @@ def test_every_scenario_gives_the_transformers_prompt_and_the_specified_answer(o
         assert not any(weight for weight, yes in zip(weights[:first], is_coordinate, strict=False) if not yes), name
         assert all(weight == 1 for weight in weights[first:]), name
         assert not (scenario.is_fallback and any(weights[:first])), name
-    # These tokenizers merge closing punctuation, so some cuts split a token.
+    # These tokenizers merge closing punctuation, so some prefixes end inside a token.
     assert fused >= 5
 
 
@@ -243,7 +243,9 @@ def test_a_rollout_of_another_prompt_is_refused(opened):
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="../shared/data/templates is missing")
 def test_generation_prompts_with_an_added_thinking_block_end_at_the_header():
-    """These templates add a thinking block that rendered answers lack; the prompt is their common prefix."""
+    """Generation prompts of these templates add a thinking block that rendered answers lack; chatmill's prompt ends
+    before it.
+    """
     for template, added in (
         ("llamacpp-google-gemma-4-31B-it", "<|channel>thought\n<channel|>"),
         ("llamacpp-llama-cpp-deepseek-r1", "<think>\n"),
@@ -254,7 +256,7 @@ def test_generation_prompts_with_an_added_thinking_block_end_at_the_header():
         assert opened.peer.decode(opened.prompt(QUESTION)) == opened.task.tokenizer.decode(prompt) + added
 
 
-# The row is one sequence for one forward pass.
+# Each sample is one row of a single forward pass.
 
 
 def test_each_sample_of_a_step_is_one_row_of_one_forward_pass_and_one_loss(tmp_path, monkeypatch):

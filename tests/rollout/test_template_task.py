@@ -1,4 +1,6 @@
-"""Rollouts with a model's chat template: prompts equal those of transformers; targets; complete runs."""
+"""Rollouts with a model's chat template: prompts are compared with those of transformers, and targets and whole runs
+are checked.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def test_prompts_equal_those_of_transformers_and_are_context(tmp_path, name):
     rows.check()
     theirs = AutoTokenizer.from_pretrained(folder)
     for ids, pairs in zip(prompt_lists(rows), CONVERSATIONS, strict=True):
-        # chatmill encodes text that looks like a control token as text; transformers encodes the token.
+        # For text that looks like a control token, chatmill gives the ids of text, and transformers the id of the
+        # token.
         messages = [{"role": role, "content": text.replace("<|im_end|>", "")} for role, text in pairs]
         wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         shown = task.tokenizer.decode(ids).replace("and <|im_end|>?", "and ?")

@@ -31,7 +31,7 @@ BOX = '{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_0|>", "<|coord_7|>", "<
 
 @cache
 def task():
-    """Open the task of a folder, and delete the folder, which is no longer needed."""
+    """Open a task from a temporary folder, which is not needed afterwards."""
     with TemporaryDirectory() as place:
         return open_task(str(write_folder(Path(place), "chatml", special_coordinates=False)), None)
 
@@ -129,7 +129,7 @@ def test_a_finished_answer_gets_an_end_of_turn_and_a_truncated_one_does_not(api)
     plain = encode_answers([BOX], task())[0]
     assert answers == [
         [*plain, task().eos_id],
-        # A server may return its stop text.
+        # Some servers include the stop text in the answer.
         [*plain, task().eos_id],
         plain,
         # Only coordinates become control tokens.
@@ -167,7 +167,7 @@ def test_coordinate_names_are_text_if_the_schema_has_no_coordinates(tmp_path):
 def test_answers_with_a_different_token_count_on_the_server_are_reported():
     prompts, records = question()
     size = len(encode_answers([BOX], task())[0])
-    # Token counts with and without the end of turn: too many, too few or missing.
+    # The first two counts are right, with and without the end of turn. The others are too large, too small and missing.
     counts = [size + 1, size, size + 2, size - 1, None]
 
     def answer(request, number):
@@ -214,7 +214,7 @@ def test_a_stream_of_token_ids_is_concatenated():
 def test_a_truncated_stream_is_requested_again():
     whole = stream([completion(BOX, None), completion("", "stop")], end=b"")
     prompts, records = question()
-    # The stream is truncated anywhere before the event with the finish reason.
+    # Cut the stream at several positions before the end of the event with the finish reason.
     last = whole.index(b"data: ", whole.index(b"object_1"))
     for stop in (1, 30, last, last + 9, len(whole) - 1):
 
@@ -370,7 +370,7 @@ def test_the_api_key_is_sent_but_neither_shown_nor_stored(tmp_path, monkeypatch)
     assert {headers["Authorization"] for _, headers, _ in asked} == {f"Bearer {KEY}"}
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 5 and not [path for path in files if KEY.encode() in path.read_bytes()]
-    # The messages of each record were sent in the order of the log.
+    # The messages of every logged record were sent.
     logged = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     said = {truth.record.id: truth.record.messages[0].content for truth in read_truth(tmp_path / "truth.jsonl")}
     assert sorted(request["messages"][0]["content"] for _, _, request in asked) == sorted(said[x["id"]] for x in logged)

@@ -50,7 +50,7 @@ def browser():
 
 @pytest.fixture
 def watched(browser):
-    """Return a watched page on which downloads also count as faults."""
+    """Yield a page that fails the test on any fault, including a download."""
     with watched_page(browser) as seen:
         seen.page.on("download", lambda download: seen.faults.append("download"))
         yield seen

@@ -173,7 +173,7 @@ def test_the_rows_of_a_step_and_the_order_of_an_epoch(watched, chats_url):
     page.click("text=Show")
     page.wait_for_selector(".failure")
     assert "does not contain step 99" in page.inner_text(".failure")
-    # The browser itself logs a refused request in the console.
+    # The only fault is that the browser reports the refused request in its console.
     assert all("400" in fault for fault in watched.faults)
     watched.faults.clear()
 
@@ -199,7 +199,7 @@ def test_no_text_of_a_hostile_dataset_acts_in_the_viewer(watched, hostile_url):
         if number < len(HOSTILE):
             page.click("text=Show t")
             page.click("text=Show t")
-    # The line of one megabyte is loaded in pieces.
+    # An episode of about a million tokens is loaded in pieces.
     page.goto(f"{hostile_url}#/episodes?split=train&episode={len(HOSTILE)}")
     page.wait_for_selector(".more:not([hidden])")
     assert page.inner_text(".more") == "998,019 tokens more"

@@ -1,4 +1,4 @@
-"""The search index gives the same results as a scan of every episode: complete or growing, new or reopened."""
+"""A search index gives the same results as a scan of every episode, whether complete or growing, new or reopened."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def assert_is_a_picture(path: Path) -> None:
     width, height = struct.unpack(">II", image[16:24])
     assert width == 1280
     assert 600 <= height <= 1000
-    # An empty page of this size takes a tenth of these bytes.
+    # The image of an empty page would have a tenth of the minimum size.
     assert 50_000 < len(image) < MAX_BYTES
 
 

@@ -86,7 +86,7 @@ def test_every_count_equals_that_of_a_loop_over_all_tokens(tmp_path, options):
 
 
 def test_the_fill_is_the_share_of_a_packed_row_without_padding(tmp_path):
-    # Four rows of 6 tokens fill a row of 24 = 23 + 1.
+    # With block size 23, a packed row has 24 tokens: exactly four episodes of 6 tokens.
     shown = make(tmp_path, [line("a", "b") for _ in range(8)])
     fill, tight, short = split_stats(shown.dataset["train"], "train", block_sizes=(23, 8, 4)).fills
     assert (fill.packed, fill.alone, fill.rows, fill.cut) == (1.0, 0.25, 2, 0)

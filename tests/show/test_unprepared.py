@@ -1,4 +1,4 @@
-"""Records and recipes are shown without preparing them, and the page shows how they were rendered."""
+"""Records and recipes can be viewed without preparing a dataset, and the page shows how they were rendered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API of the viewer: paging, a growing index, and rows of every kind."""
+"""The API of the viewer: paging, searching while the index grows, and rows of every kind."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def open_browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Chromium has no sandbox for root in a container, and the opened page is our own.
+        # Chromium cannot use its sandbox as root in a container; the pages are our own.
         opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=WAIT)
         yield opened
         opened.close()
@@ -74,7 +74,7 @@ def count(page: Any, selector: str, number: int) -> None:
 
 @dataclass
 class Watched:
-    """A page with the faults and requests seen on it."""
+    """A page, and the faults and requests that were recorded on it."""
 
     page: Any
     faults: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Watched:
 
 @contextmanager
 def watched_page(browser: Any, **options: Any) -> Iterator[Watched]:
-    """Open a page; any error, dialog or second page fails the test."""
+    """Open a page; any console message, error, dialog or second page fails the test."""
     context = browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options})
     page = context.new_page()
     page.set_default_timeout(WAIT)

@@ -138,7 +138,9 @@ splits_ = st.lists(st.lists(conversations_, max_size=3), max_size=4)
 
 
 def as_rows(plain, *, one_span: bool):
-    """Build rows with one span per token, or one per conversation if all its tokens have the same weight."""
+    """Build rows with one span per token; with `one_span`, conversations whose tokens have equal weights get a single
+    span.
+    """
 
     def segment(who, ids, mask):
         spans = [((id,), trained) for id, trained in zip(ids, mask, strict=False)]
@@ -150,7 +152,7 @@ def as_rows(plain, *, one_span: bool):
 
 
 def expected(one, other) -> dict[str, int]:
-    """Match conversations one at a time, the most similar pairs first."""
+    """Count the differences by matching conversations one at a time, the most similar pairs first."""
     left, right = (
         [
             {"split": split, "who": who, "ids": ids, "mask": mask[: len(ids)]}

@@ -1,4 +1,6 @@
-"""`pad_token_id: null` with tokenizer files of other programs uses their end token, or gives one error line."""
+"""With `pad_token_id: null`, the end token of another program's tokenizer file is used; without one, there is one error
+line.
+"""
 
 from __future__ import annotations
 

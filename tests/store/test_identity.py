@@ -1,4 +1,4 @@
-"""An open dataset never returns rows of another dataset, of an incomplete one, or of a truncated file."""
+"""An open dataset never returns rows of another or incomplete dataset, or of a truncated file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARD = "train/shard_00000"
 
 @pytest.fixture
 def two(tmp_path):
-    """Return the rows of two datasets by hash, and their folders, which can be exchanged."""
+    """Return the rows of two datasets by their hash, and the two folders."""
     rows = [some_rows(seed, count=12) for seed in (1, 2)]
     folders = [tmp_path / "x", tmp_path / "y"]
     hashes = [write_dataset(*both).sha256 for both in zip(folders, ({"train": each} for each in rows), strict=True)]
@@ -180,7 +180,8 @@ def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):
                 if line:
                     assert line.startswith(f"{path}: was truncated from {len(data)} to {size} bytes while it was read")
                 else:
-                    # The mask is not read, because it is derived from the spans; truncated bytes read as zeros.
+                    # No error is possible if the mask was truncated, which is not read, or only zeros were, because
+                    # lost bytes read as zeros.
                     assert name == "mask.bin" or not any(data[size:])
                     assert equal(episodes.rows(numbers), rows.take(numbers))
             path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Datasets in an object store have the bytes of local ones and are published atomically."""
+"""A dataset in an object store has the same bytes as a local one and is published atomically."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_target_with_objects_of_others_is_refused_before_any_work(store, reque
             DataError, match=rf"^{bucket}/file: is an object, but a dataset needs a folder; use another"
         ):
             prepare_dataset(nothing, bucket / "file", overwrite=overwrite)
-    # Leftovers of a killed build, and folders whose names share a prefix, do not block a build.
+    # Neither leftovers of a killed build nor a folder whose name starts with the same letters block a build.
     for name in (f"i/objects/{'0' * 64}", f"i/staging/{'1' * 64}/unit_00000.rows"):
         objects.write(bucket / name, b"left")
     built(bucket / "i")
@@ -253,7 +253,7 @@ def test_a_build_stopped_at_any_write_leaves_the_old_dataset_and_can_be_resumed(
             stops += 1
         with pytest.raises(DataError, match="no dataset found; an unfinished build has no metadata"):
             open_dataset(url)
-        # Units and existing objects are reused.
+        # A resumed build reuses finished units and uploaded objects.
         done, limit, rendered = 0, 10**6, []
         if stops % 7 == 0:
             built(url, of=of, resume=True, on_progress=lambda now, rendered=rendered: rendered.append(now.step))
@@ -296,7 +296,7 @@ def test_an_existing_object_is_not_uploaded_again_unless_it_is_old(memory, monke
     objects.remove([url / METADATA])
     built(url)
     assert uploads == []
-    # Old objects that are not listed may be removed soon, so they are uploaded again.
+    # Objects that are old and in no metadata may be cleaned up at any time, so they are uploaded again.
     monkeypatch.setattr(remote_publish, "FRESH", 0.0)
     built(url, overwrite=True)
     assert uploads == []

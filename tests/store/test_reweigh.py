@@ -1,4 +1,4 @@
-"""Reweighing writes another mask for the same tokens and shares unchanged files."""
+"""Reweighing writes a new mask for the same tokens, and shares unchanged files with the original dataset."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_reweighing_stopped_at_any_operation_leaves_the_old_or_the_new_dataset(t
         assert verify_dataset(source, full=True).faults == ()
         assert not target.exists() or verify_dataset(target, full=True).faults == ()
         found.append(open_dataset(target).sha256 if target.exists() else None)
-        # Leftovers do not block the next run.
+        # Files that the stopped run has left behind do not block the next run.
         assert reweigh_dataset(source, target, train_on="last", overwrite=target.exists()).metadata.sha256 == new
         assert names(tmp_path) == ["v1", "v2"]
     before = old if overwrite else None

@@ -1,4 +1,6 @@
-"""Publishing a dataset is atomic; `tests/fault_injection` kills and crashes it."""
+"""Publishing a dataset is atomic. `tests/fault_injection` also kills the process and simulates crashes of the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def test_a_dataset_folder_with_other_files_is_never_replaced(tmp_path, monkeypat
     before = contents(target)
     with pytest.raises(DataError, match=r"x: is not replaced, because dataset_metadata\.json does not list .*"):
         check_target(target, overwrite=True)
-    # If the file is found only after the exchange, the old dataset is put back.
+    # If the other file appears only after the check, the exchanged folders are exchanged back.
     monkeypatch.setattr("chatmill.store.publish.check_target", lambda *args, **options: None)
     if not exchange:
         monkeypatch.setattr(files.Disk, "exchange", lambda self, one, other: False)
@@ -154,7 +156,7 @@ def test_leftovers_of_a_killed_replacement_are_removed_unless_they_contain_other
     with pytest.warns(UserWarning, match=r"x\.kept contains notes\.txt, which is not part of a dataset"):
         recover(tmp_path / "x")
     assert (tmp_path / "x.kept/notes.txt").read_text() == "years of work"
-    # A folder that another process created at the target is not the new dataset.
+    # An empty folder that another process created at the target is not mistaken for the new dataset.
     write_dataset(tmp_path / "aside", NEW)
     (tmp_path / "y").mkdir()
     (tmp_path / "aside").rename(tmp_path / ".y.replaced")

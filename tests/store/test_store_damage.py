@@ -39,12 +39,12 @@ def test_an_intact_dataset_has_no_faults_and_is_counted(dataset):
 
 
 def test_every_flipped_bit_of_the_metadata_is_detected(dataset):
-    """The hash of the parsed values would accept `E` for `e` in a number, so the bytes are compared as well."""
+    """`1E-05` and `1e-05` are the same value, so a hash of the parsed values does not detect every flipped bit."""
     path = dataset / "dataset_metadata.json"
     whole = path.read_bytes()
     place = whole.index(b"1e-05") + 1
     for at in (*range(min(400, len(whole))), place):
-        # Every third bit is flipped, and every bit at `place`.
+        # Flip every third bit, and every bit of the `e`.
         for bit in range(8) if at == place else range(at % 3, 8, 3):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             with pytest.raises(DataError):
@@ -61,7 +61,7 @@ def test_all_truncated_files_are_reported_together(dataset):
 
 
 def test_a_folder_in_place_of_a_file_is_reported(dataset):
-    """Comparing sizes is not enough: on some file systems a folder may have the size of the file."""
+    """Comparing sizes does not detect this, because on some file systems a folder can have the size of the file."""
     for name in ("train/shard_00000/mask.bin", "dataset_metadata.json"):
         (dataset / name).rename(dataset / "aside")
         (dataset / name).mkdir()
@@ -207,7 +207,7 @@ def resident(path: Path) -> int:
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split(maxsplit=5)
         if not name.endswith(":"):
-            # This is the first line of a mapping; a mapping without a file ends with a number.
+            # The first line of a mapping ends with its file, or with a number if it has none.
             here = rest[-1] == str(path)
         elif name == "Rss:" and here:
             held += 1024 * int(rest[0])
@@ -217,7 +217,7 @@ def resident(path: Path) -> int:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory usage is read from /proc")
 def test_verify_keeps_only_part_of_a_file_in_memory(tmp_path, monkeypatch):
     target = tmp_path / "d"
-    # This size is much larger than the largest page for mapped files, two megabytes.
+    # The token file is much larger than two megabytes, the largest page size of mapped files.
     write_dataset(target, {"train": concat([some_rows(5, count=60_000)] * 8)}, shard_tokens=10**9)
     tokens = target / "train" / "shard_00000" / "tokens.bin"
     held = []

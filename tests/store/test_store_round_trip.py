@@ -62,7 +62,7 @@ def test_shard_bytes_do_not_depend_on_how_rows_are_chunked(plain, one, other, sh
         for name, cuts in (("one", one), ("other", other)):
             parts = split_at(rows, cuts)
             if name == "other":
-                # The file table contains other files first, as in a process that has read them.
+                # Put other files first in the file table, as in a process that has already read other files.
                 parts = [concat([Rows(**vars_of(EMPTY), files=(File("s", "z"), *rows.files[::-1])), p]) for p in parts]
             info = write_split(Path(folder) / name, parts, vocab_size=2**32, shard_tokens=shard_tokens)
             found.append((info, contents(Path(folder) / name)))
@@ -223,7 +223,7 @@ def test_lower_bound_equals_searchsorted(column, value, low):
 
 
 def test_reading_requires_only_numpy():
-    """A training image has only numpy, torch and safetensors."""
+    """An image for training may contain only numpy, torch and safetensors."""
     absent = ["msgspec", "typer", "rich", "tokenizers", "jinja2", "torch"]
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import chatmill.store.read, chatmill.store.verify"
     subprocess.run([sys.executable, "-c", code], check=True)

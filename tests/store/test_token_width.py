@@ -1,4 +1,5 @@
-"""The token width of datasets from other programs is detected exactly, or refused until it is given.
+"""The token width of another program's dataset is detected if it is certain; otherwise the dataset is refused until it
+is given.
 
 Datasets are written with plain numpy, as the scripts of the specification would; expected values are computed from
 the written arrays.
@@ -28,7 +29,7 @@ DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 
 @dataclass
 class Shard:
-    """The arrays of a shard before they were written."""
+    """The arrays of a shard, as they are written."""
 
     tokens: np.ndarray
     mask: np.ndarray | None

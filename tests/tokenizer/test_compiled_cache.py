@@ -94,7 +94,7 @@ def test_a_cached_tokenizer_decodes_the_same(path, folder, loads):
     cached, peer, rng = open_tokenizer(path), tokenizers.Tokenizer.from_file(str(path)), random.Random(0)
     reference = Reference("peer", json.loads(path.read_bytes()), {})
     for size in [0, 1, *range(2, 60)] * 5:
-        # Most of these are not UTF-8, and are decoded with replacement characters.
+        # The bytes of most random ids are not UTF-8 and are decoded with replacement characters.
         ids = rng.choices(range(cached.vocab_size), k=size)
         assert cached.decode(ids) == peer.decode(ids, skip_special_tokens=False)
     assert [cached.piece(id) for id in range(cached.vocab_size)] == [
@@ -105,7 +105,7 @@ def test_a_cached_tokenizer_decodes_the_same(path, folder, loads):
 
 def test_a_tokenizer_with_another_decoder_decodes_the_same(trained, tmp_path, folder):
     content = json.loads(as_kind(trained, "llama3"))
-    # ByteLevel gives one piece of text, from which Strip removes an H.
+    # ByteLevel joins all tokens into one text, so Strip removes only an H at its start.
     decoders = [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip("H", 1, 0)]
     made = tokenizers.Tokenizer.from_str(json.dumps(content))
     made.decoder = tokenizers.decoders.Sequence(decoders)
@@ -144,7 +144,7 @@ def test_the_cache_can_be_turned_off(trained_json, folder, loads, monkeypatch):
     assert len(loads) == 2 and not folder.exists()
 
 
-# Files that are damaged, or belong to something else.
+# Damaged files, and files with other content.
 
 
 def assert_made_again(path: Path, file: Path, whole: bytes, loads: list[str]) -> None:

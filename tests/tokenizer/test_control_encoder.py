@@ -1,4 +1,4 @@
-"""Texts with control tokens give the same ids as the whole text, for both ways to encode."""
+"""Texts and control tokens that are encoded in sections or as a whole get the same ids as the joined text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """Return each kind of tokenizer, with the original to compare with."""
+    """Return an encoder for each kind of tokenizer, with the `tokenizers` object to compare it with."""
     out = {}
     for name, make in KINDS.items():
         made = make()
@@ -94,7 +94,7 @@ def test_the_whole_is_encoded_like_the_tokenizer_itself_encodes_it(encoders, nam
         ids, begins = encoder.encode_whole(parts, [part in names for part in parts])
         right = original.encode(text, add_special_tokens=False)
         assert ids.tolist() == right.ids == encoder.reference(text)
-        # For text, the start of an id is given in characters of the text.
+        # The start of each id, except for control tokens, is counted in characters of the joined text.
         for begin, id, (start, _) in zip(begins.tolist(), right.ids, right.offsets, strict=True):
             if id not in encoder.ids.values():
                 assert begin == start

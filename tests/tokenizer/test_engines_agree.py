@@ -41,7 +41,8 @@ def texts() -> list[str]:
 def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, trained_json, monkeypatch):
     path: Path = {"trained": trained_json, "deepseek": DEEPSEEK, "anthropic": ANTHROPIC}[name]
     if not compiled:
-        # Without a warning (an error in these tests), the engine is fastokens.
+        # Without the compiled engine, fastokens is used; a fallback to `tokenizers` would warn, and warnings are errors
+        # here.
         monkeypatch.setattr("chatmill.tokenizer.byte_bpe._bpe", None)
     ids, offsets = open_tokenizer(path).encode_batch(texts)
 
@@ -54,7 +55,7 @@ def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, tr
 def ids_of_tokenizers(path: Path, texts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
     content = json.loads(path.read_text())
     for token in content["added_tokens"]:
-        # deepseek lists some markers as plain tokens, which would match text in the reference.
+        # DeepSeek lists some markers as tokens that are not special, which `tokenizers` would find in the texts.
         token["special"] = True
     peer = tokenizers.Tokenizer.from_str(json.dumps(content))
     peer.encode_special_tokens = True
@@ -79,7 +80,7 @@ def assert_equal_ids(backend: TokenizerJson, texts: list[str]) -> None:
 
 
 def test_letters_that_fold_to_ascii_are_encoded_like_in_tokenizers(pairs):
-    # On the first two texts, fastokens alone gives different ids.
+    # For the first two texts, fastokens itself gives other ids than `tokenizers`.
     assert_equal_ids(pairs, ["a'\u017f'se", "\n\u180e.", "plain", *PROBE, "", "'\u017ft", "plain"])
 
 

@@ -52,7 +52,7 @@ def test_decoding_restores_the_text(name, request):
     @given(TEXT)
     def check(text: str) -> None:
         if is_sentencepiece(tokenizer):
-            # The character that SentencePiece uses for a space.
+            # SentencePiece uses this character for a space, and decodes it as one.
             text = text.replace("▁", "_")
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -63,7 +63,7 @@ def test_the_pieces_of_a_text_are_its_bytes(tokenizer):
     for text in mixed_texts(5, 20_000):
         pieces = b"".join(tokenizer.piece(id) for id in tokenizer.encode(text))
         if is_sentencepiece(tokenizer):
-            # SentencePiece adds the first space; its space character cannot be distinguished from a space.
+            # SentencePiece adds a space at the start, and decodes its character for a space as a space.
             assert pieces == b" " + text.replace("▁", " ").encode()
         else:
             assert pieces == text.encode()
@@ -147,7 +147,7 @@ def test_a_forked_child_encodes_the_same(tokenizer):
     child = context.Process(target=lambda: ours.send(tokenizer.encode_batch(texts)[0].tolist()))
     child.start()
     ours.close()
-    # `recv` raises EOFError if the child ends before it responds.
+    # If the child ends without responding, `recv` raises EOFError.
     assert theirs.recv() == before
     child.join()
     assert child.exitcode == 0

@@ -1,8 +1,8 @@
 """Words are split where `tokenizers` splits them, for each pattern, with SSE2 and NEON, on any text.
 
 `split_words.c` is compiled for this processor and for x86-64, if a compiler and an emulator for it are installed
-(`gcc-x86-64-linux-gnu`, `qemu-user`). The program exits with an error if both ways to find words (64 bytes or one word
-at a time) differ, on undefined behavior, and on reads past the text.
+(`gcc-x86-64-linux-gnu`, `qemu-user`). The program exits with an error if the two ways to find words (64 bytes or one
+word at a time) differ, on undefined behavior, and on reads past the text.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_texts_of_several_windows(cut, section):
 
 
 def test_every_character_between_others(cut, section):
-    # A few of the long runs of one class are enough.
+    # Above 0x3400, there are long runs of one class, so a few of their characters are enough.
     numbers = [n for n in range(KNOWN) if n < 0x3400 or n % 31 == 0]
     characters = [chr(n) for n in numbers if not 0xD800 <= n < 0xE000 and chr(n) not in "ſ\u3040\u3097\u3098"]
     lines = [

@@ -13,7 +13,9 @@ from chatmill.tokenizer.tokenizer import Tokenizer
 
 
 class Leaky:
-    """A tokenizer in which the id of every character is its code point, including those of control tokens."""
+    """A tokenizer in which the id of every character is its code point, so that text can produce the ids of control
+    tokens.
+    """
 
     engine = "fixed"
     vocab_size = 128

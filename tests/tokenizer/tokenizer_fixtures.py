@@ -75,7 +75,9 @@ MARKERS = (
 
 
 def mixed_texts(seed: int, size: int) -> list[str]:
-    """Return at least `size` bytes of texts: languages, code, emoji, whitespace, control strings, any Unicode."""
+    """Return at least `size` bytes of texts: languages, code, emoji, whitespace, control tokens as text, and any
+    Unicode.
+    """
     rng = random.Random(seed)
     words = [word for line in _WORDS.values() for word in line.split()]
 

@@ -1,4 +1,4 @@
-"""Shared fixtures of the training tests: a dataset of sums, and a single torch thread."""
+"""Shared fixtures of the training tests: a dataset of sums, and torch with a single thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from train_fixtures import prepare
 
-# Tests run in parallel, and some of them fork: one thread avoids contention and deadlocks.
+# Use one thread, because tests run in parallel, and because a fork of a process with threads can deadlock.
 torch.set_num_threads(1)
 
 

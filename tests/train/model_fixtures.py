@@ -15,7 +15,7 @@ from chatmill.load.batch import Batch
 from chatmill.train import GPT, GPTSizes
 from chatmill.train.model import CausalModel, Inputs
 
-# Models this small are slower with more threads, and tests run in parallel.
+# Use one thread: models this small are slower with more, and tests run in parallel.
 torch.set_num_threads(1)
 
 VOCAB = 61
@@ -35,7 +35,7 @@ def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0, compute: torch.dtype | 
 
 
 def conversation(length: int, *, seed: int) -> tuple[list[int], list[float]]:
-    """Return random ids with a weight for each; about a third has weight 0."""
+    """Return random ids and their weights, about a third of which are 0."""
     rng = np.random.default_rng(seed)
     weights = np.where(rng.random(length) < 0.33, 0, rng.choice([0.5, 1.0, 2.0], length))
     return rng.integers(1, VOCAB, length).tolist(), weights.tolist()

@@ -65,12 +65,12 @@ def test_the_block_mask_covers_all_needed_blocks_and_marks_full_blocks(lengths, 
     padded[:, :, :size, :size] = wanted
     tiles = padded.unflatten(3, (count, block)).unflatten(2, (count, block))
     assert torch.equal(mask.to_dense().bool(), tiles.any(dim=5).any(dim=3))
-    # Past the end of a row, a block may be marked full: it has no queries and no keys.
+    # Positions past the end of a row have no queries or keys, so a block may be marked as full regardless of them.
     ends = torch.arange(count * block) >= size
     beyond = (ends[:, None] | ends).unflatten(1, (count, block)).unflatten(0, (count, block))
     full = _full(mask, count)
     assert bool((tiles | beyond).all(dim=5).all(dim=3)[full].all())
-    # The rule decides every pair that the kernel visits.
+    # The kernel applies this rule to each pair in blocks that are not full.
     assert torch.equal(create_mask(mask.mask_mod, len(segments), 1, size, size, device="cpu"), wanted)
 
 

@@ -33,7 +33,7 @@ EARLY = {**PLAIN, "early_stop_patience": 2}
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """Make evaluations return the losses above."""
+    """Make evaluations return the losses in `LOSSES`."""
     monkeypatch.setattr(
         loop, "evaluate", lambda model, loader, world, *, batches: Evaluation(LOSSES[loader.cursor().step], 10)
     )
@@ -72,7 +72,7 @@ def test_a_run_that_does_not_improve_stops_and_keeps_its_best_checkpoint(stopped
     best = stopped.folder / "step_00000009"
     assert (stopped.best_step, stopped.best_val_loss, stopped.best_checkpoint) == (9, 1.0, best)
     assert str((stopped.folder / "best").readlink()) == best.name
-    # The run evaluates every 3 steps and saves every 5; the best checkpoint is written in addition, and kept.
+    # The run evaluates every 3 steps and saves every 5. The best checkpoint, at step 9, is saved in addition and kept.
     assert [path.name[-2:] for path in list_checkpoints(stopped.folder)] == ["09", "10", "15"]
     reason = "val loss has not fallen below 1.0000 for 2 evaluations (early_stop_patience 2)"
     said = json.loads(json.dumps(stopped.to_json()))
@@ -113,7 +113,7 @@ def test_a_run_that_stopped_early_continues_with_more_patience(sums_data, stoppe
     best = trained(sums_data, tmp_path, name="stopped", resume=str(longer.folder / "best"), **EARLY)
     assert (best.step, best.best_step) == (24, 18)
     assert (longer.folder / "step_00000027.left").is_dir()
-    # If the best checkpoint is set aside, the link is removed.
+    # If the best checkpoint itself is set aside, the link `best` is removed.
     set_aside_later(best.folder, 4)
     assert not os.path.lexists(best.folder / "best")
     with pytest.raises(UsageError, match=r"best: no such checkpoint; expected auto; .* has no checkpoint yet"):
@@ -127,7 +127,7 @@ def test_turning_early_stopping_off_keeps_the_best_checkpoint(sums_data, stopped
     on = run({**place, "early_stop_patience": "null", "max_iters": "17", "keep_checkpoints": "1"})
     assert (on.step, on.best_step, on.best_checkpoint) == (17, 9, stopped.best_checkpoint)
     assert [path.name[-2:] for path in list_checkpoints(on.folder)] == ["09", "17"]
-    # In a new config file, keep_best null means false, but the old best checkpoint is kept.
+    # With keep_best null and no early stopping, no new best checkpoint is chosen, but the old one is kept.
     config = json.loads((on.folder / "config.json").read_text()) | {"keep_best": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     alone = run({**place, "config_file": str(tmp_path / "config.json"), "max_iters": "18", "keep_checkpoints": "1"})
@@ -152,7 +152,7 @@ def test_keep_best_keeps_the_best_checkpoint_without_early_stopping(sums_data, t
     assert (plain.step, plain.stopped_early) == (33, None) and line in summary(plain).splitlines()
     kept = trained(sums_data, tmp_path, name="kept", keep_best=True, keep_checkpoints=1, **{**PLAIN, "max_iters": 24})
     assert [path.name[-2:] for path in list_checkpoints(kept.folder)] == ["18", "24"]
-    # Without keep_best, the link is removed with the checkpoint.
+    # Turning keep_best off removes the link `best`.
     off = trained(sums_data, tmp_path, name="kept", keep_best=False, resume="auto", **PLAIN)
     assert off.best_checkpoint is None and not os.path.lexists(off.folder / "best")
 

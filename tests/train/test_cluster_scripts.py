@@ -99,7 +99,7 @@ def test_a_slurm_job_trains_like_one_process_and_is_requeued_before_its_time_lim
     assert (cluster / "scontrol.txt").read_text() == "requeue 7\n"
     before = len(curve(metrics.parent))
     assert 2 <= before < STEPS
-    # The requeued job has a different number of ranks here.
+    # In this test, the requeued job has another number of ranks.
     trained(sums_data, cluster / "runs", name="mine", resume="auto", max_iters=STEPS, save_interval=STEPS)
     trained(sums_data, cluster / "alone", max_iters=STEPS, save_interval=0)
     alone = [(step, pytest.approx(loss, rel=1e-3)) for step, loss in curve(cluster / "alone/run")]

@@ -30,7 +30,7 @@ EPOCHS = {"max_iters": None, "pad_token_id": 0}
 
 
 def uneven(folder: Path, count: int, *, seed: int = 0) -> Path:
-    """A dataset of `count` episodes with 3 to 40 tokens, whose packing differs from epoch to epoch."""
+    """A dataset of `count` episodes with 3 to 39 tokens, so that the number of packed rows differs between epochs."""
     rng = np.random.default_rng(seed)
     episodes = [rng.integers(1, 50, size).tolist() for size in rng.integers(3, 40, count)]
     return write_files(folder, episodes, [[1] * len(ids) for ids in episodes])
@@ -51,7 +51,7 @@ def mix(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    """Windows of 16 episodes, so that a small dataset has several, whose packing differs from epoch to epoch."""
+    """Use packing windows of 16 episodes, so that a small dataset has several windows."""
     monkeypatch.setattr(plan_module, "WINDOW", 16)
 
 
@@ -131,10 +131,10 @@ def test_raising_epochs_continues_a_run_in_the_same_order(data, tmp_path):
 def test_an_epoch_of_a_mix_has_as_many_rows_as_its_sources_together(mix, by, drop):
     order = {"mix_sft": {"large": 1, "small": 2}, "mix_by": by, "epoch_drop_last": drop, "batch_size": 5}
     found = length(mix, epochs=2, **order)
-    # `large` has 46 rows and `small` 17.
+    # `large` has 46 rows and `small` 17, so two epochs are 126 rows.
     assert found.steps == (25 if drop else 26)
     if by == "rows":
-        # A third of the 126 rows comes from the 46 rows of `large`.
+        # A third of the 126 rows are from `large`: 42 / 46 of a pass.
         assert found.notes == [
             "2 epochs of the mix correspond to these passes over each source: large 0.913, small 4.94"
         ]
@@ -155,7 +155,7 @@ def test_a_mixed_run_reports_the_passes_over_each_source(mix, tmp_path, capsys):
     result = train_model(settings, model_name="run", dataset_dir=mix, out_dir=tmp_path)
     assert result.step == 8
     said = capsys.readouterr().err
-    # The result is 32 rows: half of the 46 and 17 rows.
+    # Half an epoch of 46 + 17 rows is 32 rows, 16 from each source.
     assert "0.5 epochs of the mix correspond to these passes over each source: large 0.348, small 0.941\n" in said
     assert "step 4/8  epoch 0.25  loss" in said
     assert [line["epoch"] for line in read_metrics(result.folder)] == [4 * step / 63 for step in range(1, 9)]
@@ -207,7 +207,7 @@ def test_a_later_layer_replaces_the_other_key_of_a_pair():
     assert layered({"max_iters": 10}, {"epochs": 3}) == {"epochs": 3}
     assert layered({"epochs": 3}, {"max_iters": 10}) == {"max_iters": 10}
     assert layered({"epochs": 3, "max_iters": None}, {"max_iters": 10}) == {"max_iters": 10}
-    # The rows per micro-batch stay the same; a resumed run has both keys in its config.
+    # The stored config of a run has both keys of a pair; batch_size becomes the number of rows per micro-batch.
     stored = {"batch_size": 64, "gradient_accumulation_steps": 8, "tokens_per_step": None}
     assert layered(stored, {"tokens_per_step": 99}) == {"batch_size": 8, "tokens_per_step": 99}
     assert layered(stored, {"tokens_per_step": 99, "batch_size": 4}) == {"batch_size": 4, "tokens_per_step": 99}
@@ -234,7 +234,7 @@ def test_tokens_per_step_trains_like_the_batch_size_it_chooses(sums_data, tmp_pa
         config(**{**stated, "max_iters": 3}, **audit), model_name="run", dataset_dir=sums_data, out_dir=tmp_path
     )
     assert "tokens_per_step 384: 4 × 2 rows of 48\n" in capsys.readouterr().err
-    # Resume with the original flags, with only the key, and with the stored config.
+    # Resume with all original flags, with only `tokens_per_step`, and with neither.
     flags = {"model_name": "run", "out_dir": str(tmp_path), "resume": "auto"}
     run({**flags, "tokens_per_step": "384", "batch_size": "2", "max_iters": "4"})
     run({**flags, "tokens_per_step": "384", "max_iters": "5"})

@@ -1,4 +1,6 @@
-"""Memory estimates: exact parts, activations compared with real forward passes, measured runs, and refused runs."""
+"""Memory estimates: exact parts, activations compared with real forward passes, measured runs, and runs that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 def state_bytes(stepper: Stepper) -> list[int]:
-    """Return the bytes of weights, gradients and optimizer state on a rank after a step with gradients of zero."""
+    """Take a step with zero gradients; return the bytes of weights, gradients and optimizer state on this rank."""
     for parameter in stepper.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -123,7 +125,7 @@ def test_estimated_shards_equal_those_that_ranks_hold(first_or_last_of_three):
         held = state_bytes(Stepper(model, world.distribute(model, sharded=True, compute=None), world, run))
         estimate = Estimator(on_gpu=False, vocab_size=VOCAB)(run, ranks=3)
         parts = [estimate.parts[name].size for name in ("weights", "gradients", "optimizer")]
-        # The first rank has the most rows of every weight.
+        # The estimate is for the first rank, which has the most rows of every weight.
         assert parts == pytest.approx(held) if world.is_first else all(map(operator.ge, parts, held))
 
 
@@ -178,11 +180,11 @@ def test_compiled_layers_recompute_elementwise_results_and_keep_matrix_products(
     layer = count_activations(model, 2, 64, on_gpu=True).layers[-1]
     width, heads, kv, ffn = 64, 64, 32, 96
     projections = heads + 2 * kv
-    # These are the layer input, projections, rotated queries and keys, attention output, residual sum, gate and up.
+    # Kept values: layer input, projections, rotated queries and keys, attention output, residual sum, gate and up.
     values = width + projections + heads + kv + heads + width + 2 * ffn
     norms, largest = 4 * (2 + 4 + 2), 4 * 4
     assert 2 * values <= layer.compiled / (2 * 64) <= 2 * values + norms + largest
-    # These are both norms and the product of gate and up.
+    # Additional inputs of matrix products: the outputs of both norms, and the product of gate and up.
     inputs = 2 * width + ffn
     assert 2 * (values + inputs) <= layer.compiled_inputs / (2 * 64) <= 2 * (values + inputs) + norms + largest
     assert layer.input == 2 * 2 * 64 * width
@@ -203,7 +205,7 @@ def test_a_compiled_model_keeps_the_counted_activations(compute):
         model = GPT(sizes, compute=compute)
         model.compile_blocks(recompute=recompute)
         for block in model.blocks():
-            # torch decides what to keep before it generates kernels, so none are needed.
+            # torch decides what to keep before it generates kernels, so this backend, which generates none, is enough.
             block.compile(backend="aot_eager_decomp_partition", dynamic=False)
         return really_saved(model, lambda: model.hidden(x, positions, segments))
 
@@ -224,7 +226,7 @@ def test_estimates_of_architectures_that_cannot_be_counted_are_marked_approximat
     estimate = Estimator(on_gpu=False)(run)
     assert estimate.approximate is not None
     assert any(line.startswith("activations are approximate: ") for line in Fit(estimate, 1e9).notes())
-    # Autograd saves at least the input and the output of every matrix.
+    # Autograd saves at least the input and the output of every matrix product.
     assert estimate.parts["activations"].size >= 4 * 4 * run.block_size * 3 * (4 * 128 + 2 * 160)
 
 
@@ -290,7 +292,7 @@ def test_rows_that_cannot_be_divided_among_ranks_are_refused():
         Estimator(on_gpu=True)(TrainConfig(**LARGE), ranks=3)
 
 
-# Suggested changes that would fit into memory.
+# Suggested changes that make a run fit into memory.
 
 
 def test_changes_that_fit_are_suggested_cheapest_first():

@@ -59,7 +59,7 @@ def test_a_long_answer_is_shortened_at_token_boundaries(ids, start, end):
         return
     first, last = shown.split("…")
     assert whole.startswith(first) and whole.endswith(last)
-    # The line shows as many tokens as fit.
+    # Each part shows as many whole tokens as fit.
     assert start - 5 < len(first) <= start or not start
     assert end - 5 < len(last) <= end
 
@@ -102,7 +102,7 @@ def test_the_first_batch_is_shown_as_it_is_trained(dataset, packing):
     answers = {each["from"]: (each["prompt"], each["answer"]) for each in first.answers}
     header = "<|im_end|>\\n<|im_start|>assistant\\n"
     long = "x" * (ANSWER // 2)
-    # The shown end of the prompt starts at a token boundary.
+    # Only the end of the prompt is shown; it starts at a token boundary.
     bye = f"<|im_start|>user\\nBye{header}"
     everything = {
         "chat.jsonl:1 (episode 0, 10 trained tokens)": (f"<|im_start|>user\\nHi{header}", "Hello\\x1b[2J<|im_end|>"),
@@ -137,7 +137,7 @@ def test_token_ids_are_shown_without_a_tokenizer(tmp_path):
 
 
 def test_answers_without_an_end_token_cause_a_warning(tmp_path):
-    """The data comes from a program that masks the end of turns; the padding token is the end token."""
+    """Another program wrote the data and does not train the ends of turns."""
     state = {"eot_token_id": 7}
     data = write_files(tmp_path / "data", [[1, 2, 3, 7]] * 4, [[0, 1, 1, 0]] * 4)
     (data / "tokenizer_state.json").write_text(json.dumps(state))
@@ -153,7 +153,7 @@ def test_answers_without_an_end_token_cause_a_warning(tmp_path):
 def test_answers_cut_at_the_end_of_their_row_cause_a_warning(dataset):
     lines = [talk("Hi", "Hello there, how are you?"), *[talk("Hi", "Yes")] * 3]
     data = dataset(*lines, flags=["--max-tokens", "40", "--fit", "windows"])
-    # If all answers of a batch are truncated, other batches may have complete ones.
+    # The warning counts only the first batch: other batches may have complete answers.
     assert first_of(data, batch_size=1, block_size=39, epoch_shuffle=False).warnings[0].startswith("1 of 1 answers")
     first = first_of(data, batch_size=5, block_size=39)
     assert first.warnings == [

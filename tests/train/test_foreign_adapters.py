@@ -1,4 +1,4 @@
-"""Adapters made with peft: loaded or merged, they give the logits of peft, or are refused in one line."""
+"""Adapters made with peft give the same logits as in peft, loaded or merged, or are refused with a one-line error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_close(logits: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        # With tied embeddings, peft merges an adapter on one of them into both.
+        # If the input and output embeddings are tied, peft merges an adapter on one of them into both.
         ("gpt2", {"targets": ["c_attn", "wte"]}),
         ("gpt2", {"targets": ["lm_head"]}),
         ("gemma3_text", {"targets": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),

@@ -1,4 +1,6 @@
-"""Sharded models: each rank loads its own rows, and all ranks together save the same bytes as one process."""
+"""Sharded models: each rank loads its own rows of the weights, and the ranks together save the same bytes as one
+process.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ JSON = ("config.json", "generation_config.json")
 
 
 def opened(world: World, settings: dict[str, Any], compute: torch.dtype | None = None) -> CausalModel:
-    """Load the model of a config in shards; check that no parameter has memory before that."""
+    """Load the model of a config in shards; check that its parameters, except adapters, have no memory before that."""
     made = open_for_shards(config(parallel="fsdp", **settings), VOCAB, compute=compute, world=world)
     assert made.note is None, made.note
     assert all(each.is_meta or "lora_" in name for name, each in made.model.named_parameters())
@@ -184,7 +186,7 @@ def test_models_that_cannot_be_loaded_in_shards_are_loaded_whole_or_refused(tmp_
             with pytest.raises(DataError) as alone:
                 open_model(Path(folder))
             assert str(caught.value) == str(alone.value) or "shape" in folder
-        # The size is that of weights, gradients and two moments of half a model.
+        # Each of two ranks needs twice the size of the model: half of the weights, gradients and two moments.
         memory.available_memory = lambda: 2.1 * size
         assert open_for_shards(config(init_from_model=str(base)), VOCAB, compute=None, world=world).note is None
         memory.available_memory = lambda: 1.9 * size

@@ -35,7 +35,7 @@ WAY: dict[str, Any] = {
 ONE = {"max_iters": 2, "save_interval": 0}
 MARKER, INDEX = "checkpoint.json", "model.safetensors.index.json"
 KILLS = [
-    # The rank, the operation at which it is killed, and the file or folder.
+    # The rank that is killed, the operation, and part of the name of the file or folder.
     (1, "write", "model-00002-of-"),
     (0, "create", INDEX),
     (0, "create", MARKER),
@@ -45,7 +45,7 @@ KILLS = [
 
 
 class KillingDisk(Disk):
-    """Kills the process before an operation on a file whose name contains a text."""
+    """Kills the process at an operation on a file whose name contains `name`."""
 
     def __init__(self, operation: str, name: str) -> None:
         self._at, self._names = (operation, name), {}
@@ -62,7 +62,7 @@ class KillingDisk(Disk):
 
     def write(self, fd: int, data: Any) -> int:
         if self._at[0] == "write" and self._at[1] in self._names[fd].name:
-            # Half of the file is written.
+            # Write only half of the data before the kill.
             super().write(fd, memoryview(data)[: len(data) // 2])
             self._reach("write", self._names[fd])
         return super().write(fd, data)
@@ -80,7 +80,7 @@ def step(data: Path, folder: Path, *, resume: str | None = None, **changes: Any)
 
 
 def killed(data: Path, folder: Path, victim: int, operation: str, name: str, **changes: Any) -> None:
-    """Train on two ranks; kill one, then the other."""
+    """Train on two ranks until one rank kills itself, and then kill the other."""
     with tempfile.TemporaryDirectory() as place:
 
         def run_rank(rank: int) -> None:
@@ -106,14 +106,16 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def undisturbed(sums_data, tmp_path_factory) -> Path:
-    """Return a run on two ranks."""
+    """Return the folder of an uninterrupted run on two ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ranks(2, lambda _: step(sums_data, folder, max_iters=6))
     return folder / "run"
 
 
 def test_a_rank_killed_during_a_save_leaves_a_run_that_resumes_bitwise(undisturbed, sums_data, tmp_path):
-    """The rank is killed in a file of the model, between files, and before, at and after the publishing rename."""
+    """The rank is killed while writing a file of the model, before creating a file, and before and after the publishing
+    rename.
+    """
     for rank, operation, name in KILLS:
         killed(sums_data, tmp_path, rank, operation, name, max_iters=6)
         assert len(list_checkpoints(tmp_path / "run")) == (operation == "renamed")
@@ -131,14 +133,14 @@ def test_runs_resume_from_two_ranks_to_four_and_from_four_to_one(undisturbed, su
     step(sums_data, tmp_path, resume="auto", max_iters=10, parallel="ddp")
     right = trained(sums_data, tmp_path, name="alone", **{**WAY, "parallel": "ddp", "max_iters": 10})
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(right.folder), rtol=0, atol=1e-5)
-    # Another run starts from this model, both sharded and whole.
+    # Another run that starts from this model has the same losses sharded and unsharded.
     losses = ranks(2, lambda _: step(sums_data, tmp_path, name="more", init_from_model=str(tmp_path / "run"), **ONE))[0]
     whole = trained(sums_data, tmp_path, name="whole", init_from_model=str(tmp_path / "run"), **ONE)
     np.testing.assert_allclose(losses, curve(whole.folder), rtol=0, atol=1e-5)
 
 
 def test_adapters_on_a_sharded_base_train_like_in_one_process(sums_data, tmp_path):
-    """The base model has bfloat16 weights and adapters are float32; both compute precisions are tested."""
+    """The base model has bfloat16 weights and its adapters are float32; training is tested with both compute dtypes."""
     base = save_qwen(tmp_path / "base", vocab_size=300)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(tensors, base / "model.safetensors", {"format": "pt"})

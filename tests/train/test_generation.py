@@ -181,12 +181,12 @@ class Markov(CausalModel):
         return self.table[tokens]
 
     def take(self, rows: torch.Tensor) -> None:
-        """This model has no state to cache."""
+        """Do nothing, because this model has no state to cache."""
 
 
-# Ending immediately is likely, but longer answers are almost certain after the first token.
+# Ending at the first token is likely (0.9); an answer that does not end there almost never ends.
 LATE = [[0.9, 0.1], [1e-6, 1 - 1e-6]]
-# Ending at the second token is more likely than at the first.
+# Ending at the second token is more likely (0.7 · 0.99) than at the first (0.3).
 SECOND = [[0.3, 0.7], [0.99, 0.01]]
 
 

@@ -20,7 +20,7 @@ from chatmill.train.rotary import rotate, rotations, split_heads
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is available"),
-    # torch.compile warns about its own internals.
+    # Ignore warnings that torch.compile causes in its own code.
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -48,7 +48,7 @@ def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled
             hidden.float().square().sum().backward()
         results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    # The memory kept between forward and backward: the inputs of 12 layers, or of one.
+    # Between forward and backward, the GPU keeps the inputs of 12 layers, or with offloading those of a few.
     one = hidden.nbytes
     assert peaks[1] >= 12 * one and peaks[3] < 6 * one
 
@@ -240,7 +240,8 @@ def test_the_compiled_step_of_low_precision_adamw_equals_the_eager_one(eight_bit
                 weight.grad = torch.randn(weight.shape, generator=generator).to(device)
             optimizer.step()
         ends.append(weights)
-    # Values between two int8 codes may be rounded to either; bfloat16 moments are rounded with other random numbers.
+    # A value between two int8 codes may be rounded to either, and bfloat16 moments are rounded with other random
+    # numbers.
     assert all(far(gpu.detach(), cpu.detach()) < 1e-3 for cpu, gpu in zip(*ends, strict=True))
 
 

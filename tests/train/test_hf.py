@@ -45,14 +45,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere": COMMON | {"logit_scale": 0.25},
     # Learned position embeddings, and dropout.
     "gpt2": GPT2,
-    # A head with a bias.
+    # An output head with a bias.
     "phi": COMMON,
     # Experts.
     "mixtral": COMMON | {"num_local_experts": 2},
     # These architectures do not separate conversations: they use ALiBi or a recurrent state.
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    # The causal model of this architecture calls only a part of its base model.
+    # The causal model of this architecture skips the outer module of its base model.
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 APART = {"bloom", "mamba", "opt"}

@@ -362,7 +362,7 @@ def test_a_nan_loss_stops_the_run_and_names_the_episodes(sums_data, tmp_path, va
         f"step 1: the loss is nan; all 4 conversations have a non-finite loss: {names} and 1 more; lower "
         "learning_rate, or inspect the data, and start the run again, because no checkpoint was written"
     )
-    # Broken weights are never saved.
+    # Weights after a non-finite loss are never saved.
     assert list_checkpoints(tmp_path / "run") == []
 
 
@@ -502,7 +502,7 @@ HOST_IS_FULL = (
 )
 def test_a_model_that_does_not_fit_in_host_memory_is_a_one_line_error(sums_data, tmp_path, sizes):
     def train_and_print_the_error() -> None:
-        # Limit the memory that a bug in this test can use.
+        # If chatmill did allocate the model, this limit would stop it.
         resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
         try:
             trained(sums_data, tmp_path, **sizes)

@@ -1,4 +1,6 @@
-"""The loop with Hugging Face models and adapters: trained, stopped, resumed, and loaded by transformers."""
+"""The training loop with Hugging Face models and adapters: runs are stopped and resumed, and transformers loads the
+result.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_a_model_is_saved_in_the_dtypes_it_was_loaded_from_or_in_save_dtype(base
         saved = trained(sums_data, tmp_path, name=str(number), **settings).checkpoint / "model"
         assert json.loads((saved / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
         assert AutoModelForCausalLM.from_pretrained(saved, dtype="auto").dtype == dtype
-        # The trained model is float32 and is rounded once.
+        # The saved weights are the float32 weights of the run, rounded once.
         state = load_file(saved.parent / "state-00000-of-00001.safetensors")
         for name, tensor in load_file(saved / "model.safetensors").items():
             assert torch.equal(tensor, state[f"weights/lm.{name}"].to(tensor.dtype)), name
@@ -144,7 +146,7 @@ def test_transformers_loads_a_trained_model(base, sums_data, tmp_path):
 @WAYS
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_several_ranks_train_like_one(base, sums_data, tmp_path, way, parallel):
-    # The model has no dropout, because each rank draws its own masks.
+    # Remove dropout from the model, because each rank draws its own masks.
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
     config = plain / "config.json"
@@ -181,7 +183,7 @@ def test_adapters_resume_only_on_their_base_model(base, sums_data, tmp_path):
     )
     with pytest.raises(UsageError, match=said):
         trained(sums_data, tmp_path, resume="auto", init_from_model=str(under), max_iters=4, **ADAPTERS)
-    # The location of the base model does not matter.
+    # The base model may be in another folder, if its weights are the same.
     assert trained(sums_data, tmp_path, resume="auto", init_from_model=str(base), max_iters=4, **ADAPTERS).step == 4
     assert first.step == 2
 

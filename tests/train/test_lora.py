@@ -34,7 +34,7 @@ def adapted(folder, **changes) -> LoraModel:
 
 
 class Run:
-    """Run a small training loop that can be stopped and resumed."""
+    """A small training loop that can be stopped and resumed."""
 
     def __init__(self, model: HFModel) -> None:
         self.model = model
@@ -104,7 +104,9 @@ def test_saved_adapters_load_bitwise_equal_with_their_base_model(base, tmp_path)
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_adapters_that_are_trained_further_keep_the_precision_of_their_base_model(base, tmp_path, weights):
-    """adamw8bit trains weights in bfloat16, but the base model is not trained."""
+    """For adamw8bit, `weights` is bfloat16, but this applies only to trained weights, and the base model is not
+    trained.
+    """
     adapted(base).save(tmp_path / "adapters")
     model = open_model(tmp_path / "adapters", weights=weights)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

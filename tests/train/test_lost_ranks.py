@@ -56,7 +56,7 @@ def sleep(world):
 
 
 def wait_where_no_signal_reaches(world):
-    """Block in C without the GIL, like a collective on GPUs."""
+    """Block in C without the GIL, like a collective operation on GPUs."""
     mutex = ctypes.create_string_buffer(64)
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
@@ -68,7 +68,7 @@ def fail(world):
 
 
 def one_rank(folder: Path, rank: int, work) -> None:
-    """Run one rank as a command: join the others, then do the work."""
+    """Run one rank like a command: join the other ranks, and then call `work`."""
     from chatmill.train import rank_sockets
     from chatmill.train.process_group import init_world
 
@@ -84,7 +84,7 @@ def one_rank(folder: Path, rank: int, work) -> None:
 
 
 class Ranks:
-    """The processes of one run, without a launcher."""
+    """The processes of one run, started without a launcher such as torchrun."""
 
     def __init__(self, folder: Path, *works) -> None:
         self.folder, self.children = folder, []
@@ -99,7 +99,7 @@ class Ranks:
         os.kill(self.children[rank].pid, number)
 
     def ended(self) -> list[int | None]:
-        """Return the exit code of each process, or None if it does not end."""
+        """Return the exit code of each process, or None for a process that does not end."""
         for child in self.children:
             child.join(PATIENCE)
         codes = [child.exitcode for child in self.children]
@@ -142,7 +142,7 @@ def test_a_suspended_rank_is_waited_for_and_a_killed_rank_ends_all_ranks(tmp_pat
     wait_for(tmp_path / "went on")
     ranks.send(3, signal.SIGKILL)
     for rank in range(3):
-        # torchrun sends this signal and waits for its ranks.
+        # Like torchrun, which sends SIGTERM to the other ranks when one has ended.
         ranks.send(rank, signal.SIGTERM)
     assert ranks.ended() == [1, 1, 1, -signal.SIGKILL]
     [(speaker, line)] = ranks.lines()

@@ -1,4 +1,4 @@
-"""Merging adapters: the result is a plain model folder with the logits of the adapted model."""
+"""Merging adapters gives a plain model folder with the logits of the adapted model."""
 
 from __future__ import annotations
 

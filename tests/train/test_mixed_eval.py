@@ -80,14 +80,14 @@ def test_losses_do_not_depend_on_ranks_and_micro_batches(mix, sums_data, tmp_pat
         return [one.val_loss, mixed.val_loss, *(each["loss"] for each in mixed.val_sources.values() if each)]
 
     def on_rank(rank: int) -> list[float]:
-        # The learning rate is 0, so only the first evaluation is an improvement.
+        # The learning rate is 0, so the loss does not improve after the first evaluation.
         early = {"max_iters": None, "epochs": 1, "eval_interval": 2, "early_stop_patience": 2, "learning_rate": 0.0}
         place = {"name": "early", "checkpoint": "sharded", "save_interval": 5, "parallel": "fsdp"}
         result = trained(mix, tmp_path / "two", mix_sft=MIX, **early, **place)
         assert (result.step, result.best_step, result.best_val_loss) == (6, 2, result.val_loss)
         assert (result.folder / "best" / "model" / "model.safetensors").is_file()
         assert not (result.folder / "step_00000005" / "model").exists()
-        # A checkpoint after an evaluation contains the moments of all weights, in shards.
+        # The checkpoint of a run that has evaluated contains the sharded moments of all weights.
         stored = ShardedTensors(result.checkpoint.glob("state-*.safetensors"))
         kinds = [{name.removeprefix(kind) for name in stored.names if name.startswith(kind)} for kind in KINDS]
         assert kinds[0] == kinds[1] == kinds[2] and len(kinds[0]) > 3

@@ -1,4 +1,4 @@
-"""Bad model folders are refused in one line by their file types and headers, before any weight is loaded."""
+"""Bad model folders are refused with a one-line error from file types and headers, before any weight is loaded."""
 
 from __future__ import annotations
 

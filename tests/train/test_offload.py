@@ -1,4 +1,4 @@
-"""Activation offload gives the gradients of activation checkpointing."""
+"""Activation offloading gives the same gradients as activation checkpointing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNTS = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64}
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """Also offload on the CPU, whose streams do nothing."""
+    """Enable offloading on the CPU, where streams do nothing."""
     monkeypatch.setattr(ActivationOffload.__init__, "__kwdefaults__", {"device_types": ("cpu",)})
 
 
@@ -60,7 +60,7 @@ def test_losses_and_gradients_equal_those_of_activation_checkpointing(make, copi
         results.append([*losses, *gradients(model, sum(losses))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert copies.count("to the host") == 2 * len(model.blocks())
-    # The last input is still on the device when the backward pass starts.
+    # The input of the last layer is still on the device when the backward pass starts, so it is not copied back.
     assert copies.count("to the device") == 2 * len(model.blocks()) - 1
 
 
@@ -136,7 +136,7 @@ def test_host_buffers_are_reused_and_none_leaks(monkeypatch):
 
     for rows in (2, 2, 1, 2):
         forward(rows).backward()
-    # A graph that is dropped without a backward pass returns its buffers.
+    # A graph that is deleted without a backward pass releases its buffers for the next one.
     forward(2)
     forward(2).backward()
     gc.collect()
@@ -173,5 +173,5 @@ def test_at_most_one_prefetched_input_is_on_the_device(monkeypatch):
     assert waiting() == [3]
     seen.clear()
     x.sum().backward()
-    # While a layer is recomputed, the input of the previous layer is copied back.
+    # While a layer is recomputed, the input of the layer before it is already being copied back.
     assert seen == [[2], [1], [0], []]

@@ -108,7 +108,7 @@ def test_weights_of_any_shape_and_stride_get_the_steps_of_adamw(shape, eight_bit
         for _ in range(3):
             a_step(optimizers[0], ours)
             a_step(optimizers[1], theirs)
-        # After three steps of 0.1, the moments are rounded.
+        # The tolerance allows for rounded moments in three steps of size 0.1.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0.06 if eight_bit else 0.006)
 
 
@@ -122,7 +122,8 @@ def test_with_float32_weights_the_first_step_equals_adamw(eight_bit):
 
 
 def test_small_moments_do_not_cause_large_updates_of_a_row_without_gradients():
-    # The values are small compared with the largest of the block and have no gradient: m / (√v + ε) must not explode.
+    # The moments are tiny compared with the largest of their block, and later gradients are 0: m / (√v + ε) must not
+    # explode.
     weight = torch.nn.Parameter(torch.zeros(16, 256))
     optimizer = LowPrecisionAdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=1e-8, eight_bit=True)
     weight.grad = 10.0 ** torch.linspace(-12, 0, 256).expand(16, -1).clone()
@@ -227,7 +228,7 @@ def test_resuming_from_any_step_is_bitwise_exact(sums_data, tmp_path, name):
 
 @pytest.mark.parametrize("name", LOW)
 def test_another_seed_rounds_differently(sums_data, tmp_path, name):
-    # Data order and initial weights are the same: only rounding depends on the seed.
+    # Data and initial weights are equal, so only rounding depends on the seed.
     ends = []
     for seed in (1, 1, 2):
         model = small_gpt().to(torch.bfloat16)
@@ -243,7 +244,9 @@ def test_another_seed_rounds_differently(sums_data, tmp_path, name):
 
 @pytest.mark.parametrize(("name", "parallel"), [("adamw8bit", "fsdp"), ("adamw_bf16", "ddp")])
 def test_replicas_stay_identical_and_one_rank_resumes_checkpoints_of_two(sums_data, tmp_path, name, parallel):
-    """Two ranks round independently; then one rank resumes from their full or sharded checkpoint."""
+    """Two ranks draw their own random numbers for rounding; one rank then resumes from their full or sharded
+    checkpoint.
+    """
     sharded = "sharded" if parallel == "fsdp" else "full"
     often = {"optimizer": name, "parallel": parallel, "checkpoint": sharded, "max_iters": 4, **WIDE, "save_interval": 2}
 
@@ -294,8 +297,8 @@ def test_optimizers_that_need_unsharded_matrices_are_refused_with_fsdp(name):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Return a function that saves a checkpoint after one step; it returns the tensors and a function to restore
-    others.
+    """Return a function that saves a checkpoint after one step, and returns its tensors and a function to restore
+    changed ones.
     """
 
     def made(name: str):
@@ -351,7 +354,9 @@ def test_impossible_optimizer_state_is_refused(saved, name):
 
 @cache
 def chain_batch(changed: int, *seed: int):
-    """Return sequences of a Markov chain in which every token is trained; `changed` rows of its table are changed."""
+    """Return a batch of sequences from a Markov chain, in which every token is trained; `changed` rows of its table
+    differ.
+    """
     table = np.random.default_rng(0).integers(1, VOCAB, (VOCAB, 2))
     table[:changed] = np.random.default_rng(1).integers(1, VOCAB, (changed, 2))
     rng = np.random.default_rng(seed)
@@ -399,5 +404,5 @@ def test_each_optimizer_is_close_to_float32_adamw_from_a_converged_model(converg
     losses = {name: finetuned(name, lr) for name, lr in FINETUNED.items()}
     assert max(abs(losses[name] - losses["adamw"]) for name in LOW) < 0.02
     assert max(losses.values()) < losses["adamw"] + 0.1
-    # The loss without stochastic rounding.
+    # With rounding to the nearest value instead of stochastic rounding, the loss is clearly higher.
     assert finetuned("adamw", 1e-3, nearest=True) > losses["adamw"] + 0.04

@@ -1,4 +1,4 @@
-"""Post-training: blocks of a stream, assistant spans, one pass."""
+"""Post-training: blocks of a stream, loss on assistant spans only, and runs of one pass."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_episodes_that_do_not_fill_a_batch_at_the_end_of_the_pass_are_reported(t
     chosen = config(**settings)
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path)
     assert "1 of 10 episodes do not fill a batch at the end of the epoch and are dropped" in capsys.readouterr().err
-    # A resumed run cannot change this setting.
+    # The note is not repeated when a run resumes, because the setting cannot change.
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path, resume="auto")
     assert "fill a batch" not in capsys.readouterr().err
 
@@ -86,7 +86,7 @@ def test_blocks_without_trained_tokens_are_skipped_and_counted(tmp_path):
     assert (mixed.step, mixed.skipped_steps, mixed.untrained_rows) == (6, 3, 3)
     assert (only.step, only.skipped_steps, only.untrained_rows) == (3, 0, 0)
     assert [line.get("skipped", 0) for line in read_metrics(mixed.folder)] == [0, 1, 1, 0, 1, 0]
-    # Skipped steps have no effect: neither weight decay nor momentum.
+    # A skipped step changes nothing, not even through weight decay or momentum.
     assert [loss for _, loss in curve(mixed.folder)] == [loss for _, loss in curve(only.folder)]
     state = "state-00000-of-00001.safetensors"
     assert (mixed.checkpoint / state).read_bytes() == (only.checkpoint / state).read_bytes()
@@ -140,7 +140,7 @@ def test_post_training_after_plain_training_starts_a_new_warmup(tmp_path):
     common = {"batch_size": 2, **SIZE, "warmup_iters": None, "warmup_pct": 0.5, "epoch_drop_last": False}
     trained(data, tmp_path, max_iters=4, **common)
     result = trained(data, tmp_path, max_iters=None, resume="auto", post_training=True, **common)
-    # A whole new pass is trained, half of it in warmup.
+    # Post-training adds a whole pass of 6 steps, half of them warmup.
     assert result.step == 4 + 6
     rates = [line["lr"] / SMALL["learning_rate"] for line in read_metrics(result.folder)]
     np.testing.assert_allclose(rates[:2], [1 / 2, 1])

@@ -1,4 +1,4 @@
-"""QLoRA: a 4-bit base computes the same as its dequantized weights, and its adapters train."""
+"""QLoRA: a 4-bit base model gives the same results as its dequantized weights, and its adapters can be trained."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def quantized_linear(lm) -> dict[str, bnb.nn.Linear4bit]:
 
 
 def dequantized(folder, lm) -> HFModel:
-    """Return the model of a folder with weights that bitsandbytes quantized and dequantized."""
+    """Return the model of a folder, with each 4-bit weight of `lm` dequantized by bitsandbytes."""
     plain = HFModel.load(folder)
     for name, module in quantized_linear(lm).items():
         weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
@@ -79,7 +79,7 @@ def adapted(model, **sizes) -> HFModel:
     torch.manual_seed(1)
     model = model.with_lora(LoraSizes(r=4, **sizes), model.source).train()
     for name, parameter in model.named_parameters():
-        # The values are nonzero, so that every gradient is nonzero.
+        # New adapters have zeros here, which would make other gradients zero.
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     return model

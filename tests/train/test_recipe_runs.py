@@ -1,4 +1,6 @@
-"""Runs on one dataset with several sources: length from their epochs, evaluation by source, audit log, resuming."""
+"""Runs on one dataset with several sources: length in epochs of each source, evaluation by source, audit log and
+resuming.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_a_run_uses_the_epochs_of_its_recipe_and_is_evaluated_by_source(dataset,
     assert result.val_sources.keys() == {"a_small", "held", "large"}
     [log] = (tmp_path / "audit").glob("*.log")
     assert verify_log(log).fault is None
-    # The log numbers episodes within the whole dataset.
+    # The audit log numbers the episodes of the whole dataset, not those of each source.
     loader = EpisodeLoader(dataset, config(**SETTINGS), tensors=False)
     whole = open_dataset(dataset)["train"]
     for step in range(3):

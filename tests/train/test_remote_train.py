@@ -1,4 +1,4 @@
-"""Training from a bucket: the same losses as with the local dataset, resuming from either location, and one-line
+"""Training from a bucket gives the same losses as from a local dataset, can resume from either, and has one-line
 errors.
 """
 
@@ -47,7 +47,7 @@ def local(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    # Restore the settings that a run's keys changed.
+    # Runs change these variables, so set them with `monkeypatch`, which restores them.
     monkeypatch.setenv("CHATMILL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CHATMILL_CACHE_SIZE", "1GB")
     monkeypatch.setattr(objects, "FIRST_DELAY", 0.001)
@@ -181,7 +181,7 @@ def test_the_progress_of_downloads_is_shown_while_the_first_batch_waits(local, t
             shown.set()
 
     def slow(url, *range_of_bytes):
-        # The index is needed before the run starts, and the tokens for the first batch.
+        # Delay every download except that of the index, which is needed before progress can be shown.
         assert range_of_bytes[1] == index.size or shown.wait(60)
         return read(url, *range_of_bytes)
 

@@ -142,7 +142,7 @@ def test_a_different_model_or_order_is_refused_with_the_changed_keys(undisturbed
 def test_a_rollout_checkpoint_is_refused_and_its_model_is_suggested(sums_data, tmp_path):
     model = small_gpt()
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.01, beta1=0.9, beta2=0.9, weight_decay=0.0))
-    # State as `chatmill rollout train` saves it.
+    # Save a checkpoint like those of `chatmill rollout train`.
     world, said = World(0, 1, torch.device("cpu")), {"step": 2, "config": {"rollout_every": 2}}
     path = save(tmp_path / "stage2", said, model, optimizer, world, sharded=False, keep=2, about={})
     with pytest.raises(UsageError) as error:
@@ -169,11 +169,11 @@ def test_a_run_continues_on_other_data_with_a_new_warmup(sums_data, tmp_path):
     lines = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
     rates = [round(line["lr"] / 0.01, 3) for line in lines]
     assert (first.step, second.step) == (6, 10)
-    # Warmup covers half of six steps, and then half of four.
+    # Warmup covers half of the first six steps and half of the next four.
     assert rates[:3] == [0.333, 0.667, 1.0]
     assert rates[6:8] == [0.5, 1.0]
     assert rates[5] < rates[4] < 1
-    # Resuming within the second stage does not restart its warmup.
+    # Resuming again on the same data does not start another warmup.
     last = files(second.checkpoint)
     shutil.rmtree(second.checkpoint)
     third = trained(other, tmp_path, resume="auto", max_iters=4, warmup_iters=None, warmup_pct=0.5)
@@ -200,7 +200,7 @@ def test_runs_resume_from_one_rank_to_two_and_from_two_to_one(undisturbed, sums_
         shutil.rmtree(path)
     losses = ranks(2, go_on)
     assert losses[0] == losses[1]
-    # A finished run has a model folder, for every way to save it.
+    # A finished run has a model folder, whether its checkpoints are full or sharded.
     assert weights(list_checkpoints(tmp_path / "run")[-1]).keys() == weights(undisturbed.checkpoint).keys()
     states = sorted(path.name for path in list_checkpoints(tmp_path / "run")[-1].glob("state-*"))
     assert len(states) == (2 if "checkpoint" in way else 1)

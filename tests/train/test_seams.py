@@ -22,7 +22,7 @@ def dataset(tmp_path_factory):
 
 
 class ZLoss:
-    """Compute cross entropy from full logits, with a penalty on the normalizer."""
+    """Cross entropy from full logits, plus a penalty on the softmax normalizer."""
 
     def __init__(self, penalty: float) -> None:
         self.penalty, self.calls = penalty, 0

@@ -35,7 +35,7 @@ class NoSources:
 
 
 def spikes(losses, *, after=0, lines=None):
-    """Return the spikes of a series: the step, and how far its loss is above the median."""
+    """Return the spikes in a series of losses, by step: how far the loss is above the median."""
     watch = LossSpikes(NoSources(), ALONE, (lines if lines is not None else []).append, after, deque(maxlen=WINDOW), 0)
     marks = {step: watch.follow(step, StepResult(loss, 1.0, None)) for step, loss in enumerate(losses, 1)}
     marks = {step: mark["spike"] for step, mark in marks.items() if mark}
@@ -69,7 +69,7 @@ def test_noisy_runs_have_few_false_alarms(noise, most):
     rng = np.random.default_rng(0)
     values = {
         "normal": 2 + 0.3 * rng.normal(size=20_000),
-        # Losses of batches with a few short answers.
+        # Noise like that of batches with a few short answers.
         "lognormal": 2 * np.exp(0.5 * rng.normal(size=20_000)),
         "exponential": 0.3 + rng.exponential(size=20_000),
     }
@@ -200,7 +200,7 @@ def test_a_resumed_run_finds_the_same_spikes_on_one_and_two_ranks(run, data, tmp
 
     (count, first), second = ranks(2, work)
     assert (count, second) == (1, [1, []])
-    # These are the counts of the first batch over all ranks; its answers were shown when the run started.
+    # A resumed run prints the counts of its first batch over all ranks, but not the answers again.
     assert first[1:-1] == same[1:-1]
     assert same[1].startswith("first batch: 4 rows, ")
     assert len(same) == 3

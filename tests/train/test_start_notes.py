@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def counted(loader: EpisodeLoader) -> tuple[int, int]:
-    """Count the non-answer tokens and all tokens that one epoch trains, from its batches."""
+    """Count the non-answer tokens and all tokens in the batches of one epoch."""
 
     def trained(**changes: object) -> int:
         wide = config(batch_size=1, block_size=4096, mix_sft=None, **changes)
@@ -68,7 +68,7 @@ def test_the_count_equals_that_of_an_epochs_batches(folders, kind):
 
 def test_counts_come_from_metadata_without_reading_masks(folders, monkeypatch):
     loaders = [EpisodeLoader(folders[kind], config(use_loss_mask=False)) for kind in ("dataset", "cache")]
-    # No mask can be read without this function.
+    # Without this function, reading a mask fails.
     monkeypatch.setattr("chatmill.load.source.reading", None)
     assert all(count_non_answers(loader) is not None for loader in loaders)
 
@@ -84,7 +84,7 @@ def test_no_note_is_printed_if_all_trained_tokens_are_answers(folders, tmp_path)
 @pytest.mark.parametrize("command", ["train.py", "chatmill train"])
 def test_the_note_is_printed_first_and_logged_in_json_and_metrics(folders, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
-    # Notes about chatmill.toml and other settings come after this note.
+    # This file causes another note, which must come after the one about use_loss_mask.
     Path("chatmill.toml").write_text("training.seed = 3\n")
     Path("config.json").write_text(json.dumps({**SMALL, "max_iters": 2, "use_loss_mask": False}))
     loader = EpisodeLoader(folders["dataset"], config(use_loss_mask=False))
@@ -133,5 +133,5 @@ def test_every_shipped_config_sets_use_loss_mask():
 
 
 def test_the_default_of_use_loss_mask_is_that_of_the_specification():
-    assert config().use_loss_mask is True  # the default in these tests
+    assert config().use_loss_mask is True  # set by the test fixtures
     assert type(config())().use_loss_mask is False

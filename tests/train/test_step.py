@@ -140,7 +140,7 @@ def test_every_conversation_has_its_own_loss():
                 if weight:
                     found[row, episode] = (float(total.detach()) / weight, weight)
     assert len(rows) == len(found)
-    # Micro-batches keep the order of rows, and rows keep the order of their conversations.
+    # Losses are in the order of the rows, and within a row in the order of its conversations.
     for mine, ((_, episode), (loss, weight)) in zip(rows, sorted(found.items()), strict=True):
         assert (mine.episode, mine.weight) == (episode, weight)
         assert abs(mine.loss - loss) < 1e-5

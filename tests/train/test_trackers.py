@@ -81,7 +81,7 @@ def clients(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tracked(clients, sums_data):
-    """Return a run of 4 steps that resumes from its second step and ends at the fifth, and its earlier metrics."""
+    """Run 4 steps, resume from step 2 and train to step 5; return the run, with its metrics from before it resumed."""
     result = run(sums_data, clients / "out", max_iters=4, **SETTINGS)
     first = read_metrics(result.folder)
     before = {"numbers": first, "plot": (result.folder / "loss.svg").read_bytes()}
@@ -109,7 +109,7 @@ def test_tensorboard_reads_every_metric_once(tracked):
     assert [step for step, _ in texts] == [0, 2]
     assert json.loads(texts[-1][1]) == expected_config(tracked)
     samples = read.tensorboard_texts(tracked.folder, "samples/1")
-    # Texts are not purged; a repeated step has the same answers.
+    # TensorBoard does not purge the texts of repeated steps, so step 4 occurs twice, with the same answers.
     assert [step for step, _ in samples] == [2, 4, 4, 5] and samples[1] == samples[2]
     assert all(text.startswith("prompt\n") and "\n\nexpected\n" in text for _, text in samples)
 
@@ -130,7 +130,7 @@ def test_wandb_reads_every_line_of_both_parts_of_the_run(tracked):
     assert {name: files[Path(name).name] for name in names} == {
         name: (tracked.folder / name).read_bytes() for name in names
     }
-    # The artifacts of the first part can still be uploaded, although the run has replaced the files.
+    # The artifacts from before the run resumed can still be uploaded, although the run has replaced the files.
     assert read.wandb_artifacts(first)["loss.svg"] == tracked.before["plot"]
     assert [read.wandb_exit(folder) for folder in (first, second)] == [(False, 0), (False, 0)]
 
@@ -250,7 +250,7 @@ def test_a_tracker_that_cannot_start_is_reported_and_the_run_continues(sums_data
     assert run(sums_data, tmp_path, trackers=[Recorder(start=broken)], quiet=False, max_iters=2).step == 2
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("own: ")]
     assert len(shown) == 2 and shown[0].endswith("the run continues without it")
-    # The events are two steps, four files, and the end.
+    # The 7 reports are two steps, four files and the end.
     assert shown[1] == "own: 7 of 7 reports failed"
     assert not (tmp_path / "mine" / "trackers.json").exists()
 
@@ -264,7 +264,7 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end(sums_data, tmp_
     assert result.step == 8
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("own: ")]
     assert shown[0] == "own: is slower than the run: 3 reports are queued, and further reports are dropped"
-    # The events are eight steps, four files, and the end.
+    # The 13 reports are eight steps, four files and the end.
     assert shown[1] == "own: has not finished in time; up to 13 of 13 reports are lost"
 
 
@@ -422,7 +422,7 @@ def test_wandb_without_credentials_and_mlflow_with_a_wrong_address_refuse_the_ru
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(UsageError, match=r"mlflow: .*nowhere.*; check MLFLOW_TRACKING_URI"):
         trained(sums_data, clients / "refused", report_to=["mlflow"])
-    # The client reads its settings only once.
+    # The client reads its settings only once, so shut it down before each change of them.
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "on")
     with pytest.raises(UsageError, match=r"^wandb: .* mode Input should be 'online'"):

@@ -48,7 +48,7 @@ def place(sums_data, tmp_path, monkeypatch):
 
 
 class Started:
-    """Run the command in a separate process that has already imported all modules it needs."""
+    """The command, running in a process that is forked with all modules already imported."""
 
     def __init__(self, *args: str, **variables: str) -> None:
         self._output = tempfile.TemporaryDirectory()
@@ -222,7 +222,7 @@ def test_a_folder_name_may_look_like_a_number(place):
 
 def test_shape_flags_are_refused_together_with_init_from_model(place):
     main(flags("--max_iters", "1"))
-    # Sizes in a config file apply to new models and are allowed there.
+    # Model sizes in a config file are ignored with init_from_model, and only flags are refused.
     main(flags("--max_iters", "1", "--init_from_model", "checkpoints/mine", name="next"))
     for more in (
         flags("--init_from_model", "checkpoints/mine", name="other"),

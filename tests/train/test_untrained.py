@@ -130,7 +130,7 @@ def test_a_run_stops_after_steps_without_trained_tokens_and_says_why(tmp_path, c
     with pytest.raises(DataError) as error:
         trained(data, tmp_path, max_iters=40, **FLAGS, **changes)
     assert str(error.value) == f"steps 1 to {LIMIT} have no trained tokens: {reason}"
-    # The run's checkpoints are kept.
+    # Checkpoints that the run has written are kept.
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_00000008", "step_00000016"]
     assert [line["loss"] for line in read_metrics(tmp_path / "run")][:16] == [None] * 16
     with pytest.raises(DataError) as error:

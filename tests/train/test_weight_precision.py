@@ -1,4 +1,4 @@
-"""Half-precision weights: computing in float32 gives the same results as float32 weights, with less memory."""
+"""Half-precision weights with float32 computation give the same results as float32 weights, with less memory."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ COMMON = {
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
-    # Tied embeddings, scaled in the dtype of their weight.
+    # Tied embeddings that are scaled in the dtype of their weight.
     "gemma3_text": COMMON | {"head_dim": 8},
-    # Weights outside nn.Linear: Conv1D, experts, and weights that other layers read.
+    # Weights outside nn.Linear: Conv1D, experts, and weights that other modules read directly.
     "gpt2": GPT2 | {"bos_token_id": 1, "eos_token_id": 2},
     "mixtral": COMMON | {"num_local_experts": 2},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
@@ -87,7 +87,7 @@ def test_half_precision_weights_give_the_logits_and_answers_of_float32(name, dty
     assert stored.separates == exact.separates
     prompts = [[1, 2, 3], [4]]
     assert generate(stored, prompts, max_tokens=3, end_ids=[]) == generate(exact, prompts, max_tokens=3, end_ids=[])
-    # With bfloat16 weights and compute, the hidden states are rounded to bfloat16 too.
+    # If weights and computation are bfloat16, the hidden states are rounded to bfloat16 too.
     rough = logits_of(open_model(folder, weights="stored", compute=torch.bfloat16))
     wanted = logits_of(open_model(folder, compute=torch.bfloat16))
     assert (rough - wanted).abs().max() <= (0 if dtype is torch.float16 else 0.5) * wanted.abs().max()
@@ -128,7 +128,7 @@ def test_each_weight_of_a_mixed_precision_folder_keeps_its_dtype(tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     stored = open_model(folder, weights="stored", compute=torch.bfloat16)
     for name, tensor in stored.lm.state_dict().items():
-        # A weight with a wider dtype in one layer is loaded with that dtype in all layers.
+        # If a weight has a wider dtype in one layer, it is loaded with this dtype in all layers.
         assert tensor.dtype == (torch.float32 if name.endswith(("norm.weight", "up_proj.weight")) else torch.bfloat16)
         assert torch.equal(tensor.float(), tensors[name].float())
     assert torch.equal(logits_of(open_model(folder, weights="stored")), logits_of(open_model(folder)))
@@ -165,7 +165,7 @@ def test_adapters_on_a_half_precision_base_train_in_float32(name, tmp_path):
 def test_bfloat16_weights_can_be_trained_and_their_gradients_are_bfloat16(tmp_path):
     folder = folder_of("llama", torch.float32, tmp_path)
     model = open_model(folder, weights="bfloat16")
-    # The weights have the same values in float32.
+    # The reference has the same weights, rounded to bfloat16 but stored as float32.
     exact = open_model(folder)
     with torch.no_grad():
         for parameter in exact.parameters():
@@ -175,7 +175,7 @@ def test_bfloat16_weights_can_be_trained_and_their_gradients_are_bfloat16(tmp_pa
     theirs = torch.autograd.grad(exact(*given).total, list(exact.parameters()))
     for parameter, a, b in zip(model.parameters(), ours, theirs, strict=True):
         assert a.dtype == parameter.dtype
-        # The gradients of a repeated token are added in bfloat16.
+        # The tolerance is needed because gradients of repeated tokens are summed in bfloat16.
         assert torch.allclose(a.float(), b, rtol=1e-2, atol=1e-2 * float(b.abs().max()))
 
 
@@ -192,7 +192,9 @@ def test_a_chatmill_gpt_loads_in_the_dtype_of_its_file(tmp_path):
 
 
 def test_fsdp_refuses_layers_with_weights_of_several_dtypes(tmp_path, monkeypatch):
-    """Computation in float32 makes the norms float32; FSDP requires one dtype for the trained weights of a layer."""
+    """With float32 computation, the norms are float32, but FSDP requires one dtype for all trained weights of a
+    layer.
+    """
     model = open_model(folder_of("llama", torch.float32, tmp_path), weights="bfloat16")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(UsageError, match="the weights of a layer are bfloat16 and float32, which FSDP cannot shard"):

@@ -38,7 +38,7 @@ def tensorboard_numbers(run: Path) -> list[Logged]:
 
 
 def tensorboard_texts(run: Path, tag: str) -> list[tuple[int, str]]:
-    """Return the texts of a tag, without the indentation for verbatim display."""
+    """Return the texts of a tag, without the indentation that makes TensorBoard show them verbatim."""
     shown = open_events(run).Tensors(f"{tag}/text_summary")
     texts = [each.tensor_proto.string_val[0].decode() for each in shown]
     return [

@@ -25,7 +25,7 @@ FEWER = 8
 
 
 def new_accelerator(accumulation: int = 1, **settings: Any) -> Accelerator:
-    """Return an accelerator that shares only the process group with earlier accelerators."""
+    """Return an accelerator with new state; only the process group is shared with earlier accelerators."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     return Accelerator(cpu=True, gradient_accumulation_steps=accumulation, **settings)
@@ -72,8 +72,8 @@ def losses(dataset: Path, model: Path, *, accumulation: int = 1) -> list[float]:
 
 
 def interrupted(dataset: Path, model: Path, folder: Path, *, at: int, accumulation: int = 1) -> list[float]:
-    """Return the losses of a run that is saved at a step, continues for two steps, and is resumed; its audit log is in
-    `folder`.
+    """Return the losses of a run that is saved at step `at`, trains two more steps, and is resumed from there; its
+    audit log is in `folder`.
     """
     run = {"steps": FEWER, "accumulation": accumulation, "audit_dir": folder / "audit"}
     first = Run(dataset, model, **run)
@@ -125,7 +125,7 @@ def only(items: list[Any]) -> Any:
 
 
 def refusal(read: Any) -> str:
-    """Return the error line of reading, or an empty string if it returns a batch."""
+    """Read one batch; return the error line, or an empty string if there is no error."""
     try:
         next(iter(read))
     except ChatmillError as error:
@@ -134,9 +134,7 @@ def refusal(read: Any) -> str:
 
 
 def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
-    """Return the result of `accelerator.prepare` for loaders with different ranks, dispatching, workers and
-    wrapping.
-    """
+    """Return the errors of prepared loaders ("" if none) with different ranks, dispatching, workers and wrapping."""
     lines = {}
     rank, world_size = (accelerator := new_accelerator()).process_index, accelerator.num_processes
     for dispatch in (None, False):
@@ -144,11 +142,11 @@ def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
             for ranks in ((rank, world_size), (0, 1)):
                 for wraps in (False, True):
                     if wraps and dispatch is None and (workers or rank):
-                        continue  # rank 0 would read for the other ranks, which would wait
+                        continue  # only rank 0 would read, and the other ranks would wait for it forever
                     config = DataLoaderConfiguration(dispatch_batches=dispatch)
                     accelerator = new_accelerator(dataloader_config=config)
                     loader = EpisodeLoader(dataset, PACKED, rank=ranks[0], world_size=ranks[1])
-                    # Accelerate needs a batch size to shard a dataset.
+                    # Accelerate shards a dataset only if it has a batch size.
                     size = {"batch_size": 1, "collate_fn": only} if wraps else {"batch_size": None}
                     data = DataLoader(Wrapped(loader) if wraps else loader, num_workers=workers, **size)
                     lines[ranks[1], dispatch, workers, wraps] = refusal(accelerator.prepare(data))
@@ -156,7 +154,7 @@ def refusals(dataset: Path) -> dict[tuple[Any, ...], str]:
 
 
 def unprepared(dataset: Path) -> list[list[list[int]]]:
-    """Return the first rows of this rank, read in several correct ways, in a process that uses Accelerate."""
+    """Return the first rows of this rank from loaders that are read without `accelerator.prepare`."""
     accelerator = new_accelerator()
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
@@ -177,7 +175,7 @@ def unprepared(dataset: Path) -> list[list[list[int]]]:
 
 
 def on_two_ranks(dataset: Path, model: Path, folder: Path) -> dict[str, Any]:
-    """Return all results that the tests need from two ranks, from one start of the processes."""
+    """Return all results that the tests need from two ranks, so that the processes are started only once."""
     saved_at_each_step(dataset, folder / "steps", steps=5)
     return {
         "batches": batches(dataset, PACKED, steps=50),

@@ -65,7 +65,7 @@ def train(trainer: Trainer, *, resume: Path | None = None) -> tuple[list[float],
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], inputs
 
 
-# The same holds on each of two ranks.
+# Runs on two ranks.
 
 
 def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[st
     two_steps = {**PACKED, "gradient_accumulation_steps": 2}
     rows = hf.TrainRows(weighted, two_steps, steps=50, audit_dir=folder / "audit")
     trainer = make_trainer(rows, model, folder / "run", save_strategy="steps", save_steps=30)
-    # After 20 steps, the state is the same as after 20 steps of chatmill's own loop.
+    # Evaluate after 20 steps, to compare with chatmill's own loop of 20 steps.
     trainer.add_callback(EvaluateAt(20))
     losses, inputs = train(trainer)
     evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -99,7 +99,7 @@ def on_a_rank(weighted: Path, plain: Path, model: Path, folder: Path) -> dict[st
 
 
 class EvaluateAt(hf.TrainerCallback):
-    """Evaluates after one step."""
+    """Requests an evaluation after step `step`."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -109,7 +109,7 @@ class EvaluateAt(hf.TrainerCallback):
 
 
 def refusals(plain: Path, model: Path, folder: Path, trainer: Trainer) -> dict[str, str]:
-    """Return the error messages for wrong ways of reading on two ranks."""
+    """Return the error messages for incorrect ways to read on two ranks."""
     config = {**PACKED, "batch_size": 8}
 
     def sharded_twice(count: int) -> None:

@@ -20,7 +20,7 @@ from chatmill import EpisodeLoader
 from chatmill.integrations.lightning import EpisodeDataModule, weighted_loss
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-# Lightning 2.6 raises this warning with torch 2.13.
+# Lightning 2.6 causes this warning with torch 2.13.
 warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))

@@ -1,6 +1,4 @@
-"""The sections of docs/how-to/integrations.md are complete examples; each runs with the real library in its own
-folder.
-"""
+"""Run the sections of docs/how-to/integrations.md, each of which is a complete example, with the real libraries."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ HEADINGS = re.findall(r"^## (.+)$", PAGE.read_text("utf-8"), re.MULTILINE)
 
 
 def run_section(heading: str, folder: Path) -> None:
-    """Run the blocks before the first section and those of this section in `folder`, which becomes the current
-    folder.
-    """
+    """Change to `folder`, and run the blocks before the first section and those of this section."""
     shutil.copytree(ROOT / "data", folder / "data", ignore=shutil.ignore_patterns("cache"))
     os.chdir(folder)
     page = PAGE.read_text("utf-8")
@@ -27,7 +23,7 @@ def run_section(heading: str, folder: Path) -> None:
     for line in page.splitlines():
         if line.startswith("## "):
             keeps = line == f"## {heading}"
-        # Other lines are left empty, so that errors name the line of the page.
+        # Replace other lines by empty ones, so that errors name the right line of the page.
         kept.append(line if keeps else "")
     section = folder / PAGE.name
     section.write_text("\n".join(kept) + "\n", "utf-8")

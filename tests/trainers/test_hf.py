@@ -153,7 +153,7 @@ def test_a_packed_conversation_gets_the_logits_that_it_gets_alone(attention, pla
     assert checked > 4
 
 
-# This trainer does not use trainer_arguments.
+# Trainers that are created without `trainer_arguments`.
 
 
 def test_data_of_weight_1_trains_with_the_trainers_own_loss(plain, model_folder, tmp_path):
@@ -187,13 +187,13 @@ def test_resume_from_a_checkpoint_gives_the_rows_that_would_have_come(weighted, 
     rows = hf.TrainRows(weighted, config, steps=12)
     saving = {"save_strategy": "steps", "save_steps": 1, "dataloader_num_workers": workers}
     losses, _ = train(make_trainer(rows, model_folder, tmp_path, **saving))
-    # Resume with the dataset that was read before, and with a new one.
+    # Resume with the same `TrainRows` object, and with a new one.
     for step, data in ((5, rows), (1, hf.TrainRows(weighted, config, steps=12)), (11, rows)):
         resumed = make_trainer(data, model_folder, tmp_path, dataloader_num_workers=workers)
         again, inputs = train(resumed, resume=tmp_path / f"checkpoint-{step}")
         assert len(inputs) == 2 * (12 - step)
         assert_rows_of_the_loop(inputs, weighted, config, first=step)
-        # The earlier losses come from the state of the trainer.
+        # The losses before the checkpoint are restored from the state of the trainer.
         assert again[:step] == losses[:step]
         np.testing.assert_allclose(again, losses, rtol=0, atol=1e-6)
 
@@ -309,7 +309,7 @@ def test_the_audit_log_has_the_steps_that_were_trained_and_verifies(weighted, mo
     options = {"save_strategy": "steps", "save_steps": 4, "dataloader_num_workers": workers}
     audited = {"epochs": 2, "audit_dir": tmp_path / "audit"}
     rows = hf.TrainRows(weighted, config, **audited)
-    # The run stops while workers have read further batches.
+    # The run stops after workers have already read further batches, which must not be logged.
     train(make_trainer(rows, model_folder, tmp_path, max_steps=6, **options))
     stopped = verified(tmp_path / "audit")
     assert (stopped.fault, stopped.steps) == (None, 6)
@@ -318,7 +318,7 @@ def test_the_audit_log_has_the_steps_that_were_trained_and_verifies(weighted, mo
         resume=tmp_path / "checkpoint-4",
     )
     result = verified(tmp_path / "audit")
-    # Steps 4 and 5 and their checkpoint were trained, but no longer belong to the run.
+    # Steps 4 and 5 were trained before the run resumed from step 4, so they no longer belong to it.
     assert (result.fault, result.steps, result.abandoned) == (None, 6 + rows.steps - 4, 2)
     [log] = (tmp_path / "audit").glob("*.log")
     assert log.read_text().count("action=epoch_complete") == 2
@@ -347,4 +347,4 @@ def test_a_run_that_failed_resumes_in_the_same_process_with_its_log(plain, model
         trainer.train()
     train(make_trainer(rows, model_folder, tmp_path), resume=tmp_path / "checkpoint-2")
     result = verified(tmp_path / "audit")
-    assert (result.fault, result.steps) == (None, 7)  # the third row was trained twice
+    assert (result.fault, result.steps) == (None, 7)  # the third step was trained twice

@@ -1,6 +1,4 @@
-"""Lightning trains on chatmill's batches: the rows and losses equal those of chatmill's own loop, also after
-resuming.
-"""
+"""Lightning trains on chatmill's batches: rows and losses equal those of chatmill's own loop, even after resuming."""
 
 from __future__ import annotations
 
@@ -145,7 +143,7 @@ def test_epochs_of_different_lengths_are_trained_by_steps(small, small_windows, 
 
 
 def test_a_trainer_that_fetches_ahead_saves_the_position_of_what_it_trained(small, tmp_path):
-    # The order `random` has no epochs and no length, so Lightning fetches one batch more than it trains.
+    # The order `random` has no epochs and no length, so Lightning fetches one batch before it is needed.
     config = {**UNPACKED, "batch_sampling_mode": "random"}
     train(small, config, max_steps=6, checkpoints=tmp_path)
     for step in (1, 4):
@@ -174,7 +172,7 @@ def test_limits_and_a_second_fit_go_on_with_the_next_rows(small):
     trainer.fit(module, data)
     assert trainer.global_step == 15
     assert_own(module.batches, own_batches(small, SIX, 15))
-    # A new trainer begins at the first step.
+    # A new trainer starts at the first step again.
     module.batches.clear()
     make_trainer(max_steps=2, limit_val_batches=0).fit(module, data)
     assert_own(module.batches, own_batches(small, SIX, 2))
@@ -212,7 +210,9 @@ def val_oracle(dataset: Path, config, table: np.ndarray) -> float:
 
 
 def assert_validated(runs: list[dict], dataset: Path, config) -> None:
-    """The ranks read every row of val once, and Lightning's mean over all ranks is the weighted mean."""
+    """Assert that the ranks read every row of val once, and that Lightning's mean over all ranks is the weighted
+    mean.
+    """
     loader = lightning_runs.EpisodeLoader(dataset, config, tensors=False)
     expected = sorted(row.tobytes() for batch in loader.one_pass("val") for row in batch.x)
     rows = [row.tobytes() for run in runs for batch in run["val_batches"] for row in batch["input_ids"][:, :-1]]

@@ -44,7 +44,7 @@ def tiny_model():
 
 
 def losses_in_trl(dataset, folder, *, padding_free: bool, skip: bool) -> list[float]:
-    """Return the losses of ten steps of `SFTTrainer`, with rows in their order."""
+    """Return the losses of ten steps of `SFTTrainer`, with the rows in the order of the dataset."""
     # The trainer requires a tokenizer, but uses only its padding id.
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     trainer = trl.SFTTrainer(
@@ -78,8 +78,8 @@ def losses_in_trl(dataset, folder, *, padding_free: bool, skip: bool) -> list[fl
 
 
 def losses_one_by_one(episodes) -> list[float]:
-    """Return the losses of the same ten steps on the dataset itself, with each conversation alone: without TRL, padding
-    and packing.
+    """Return the losses of ten steps in plain torch on the dataset itself, with each conversation alone, without
+    padding or packing.
     """
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
@@ -102,7 +102,9 @@ def losses_one_by_one(episodes) -> list[float]:
 
 
 def adapted(episodes):
-    """Return the rows of a dataset from its mapped files, as the only kind of stream that TRL accepts."""
+    """Return the rows of a dataset, read from its mapped files, as a `datasets.IterableDataset`, the only stream that
+    TRL accepts.
+    """
 
     def stream():
         for rows in episodes.sweep(tokens=500):

@@ -1,4 +1,6 @@
-"""Rollouts from the real `transformers serve`: its answers equal those of the same folder in this process."""
+"""Rollouts from the real `transformers serve`: its answers equal those that this process generates with the same
+model.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("served")
     write_truth(place / "truth.jsonl")
     torch.set_num_threads(1)
-    # The server parses the answers of a Qwen3 by the headers of its template, which this template lacks.
+    # The server parses answers of Qwen3 models by their ChatML headers, which `brackets` lacks, so this folder has a
+    # Llama.
     for kind, names in ((Qwen3Config, ("chatml", "thinking")), (LlamaConfig, ("brackets",))):
         folders = [write_folder(place / name, name, special_coordinates=False) for name in names]
         rows = concat([answer_rows(questions(place), open_task(str(folder), None)) for folder in folders])
@@ -131,7 +134,7 @@ def test_greedy_answers_are_those_of_the_same_folder_in_this_process(place, url,
     prompts, records = prompt_lists(task_prompts(truths, task)), [truth.record for truth in truths]
     model = open_model(place / name)
     mine = generate(model, prompts, max_tokens=90, end_ids=[task.eos_id])
-    # The model was trained on answers in canonical tokens, each with its end token.
+    # The model has learned to write objects and to end its answers.
     assert {task.tokenizer.decode(ids).count("object_") for ids in mine} >= {0, 2}
     assert all(ids[-1] == task.eos_id for ids in mine)
     server = TextServer(url, folder, 90, task=task, api=api)
@@ -164,7 +167,7 @@ def test_what_this_server_cannot_do_is_one_line(place, url):
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="check that the server is running and serves no/such/model"):
         TextServer(url, "no/such/model", 5, pause=0, task=task, api="completions")(prompts, step=0)
-    # Text that looks like a control token is a token on the server, and text in training.
+    # Text that looks like a control token becomes the token on the server, but is encoded as text in training.
     record = Record([Message("user", "end <|im_end|> here")])
     prompt = prompt_lists(task_prompts([GroundTruth(record, ())], task))
     with pytest.raises(DataError, match=rf"reports \d+ prompt tokens, but training has {len(prompt[0])}"):
@@ -192,7 +195,7 @@ def test_a_run_trains_on_the_answers_of_the_server_and_is_replayed_to_the_bit(pl
     lines = [json.loads(line) for line in logged.splitlines()]
     task, model = open_task(str(folder), None), open_model(folder)
     prompts = [line["prompt_token_ids"] for line in lines]
-    # The server keeps its weights, so every answer comes from the model before training.
+    # The weights on the server do not change, so every answer comes from the untrained model.
     assert [line["response_token_ids"] for line in lines] == generate(
         model, prompts, max_tokens=90, end_ids=[task.eos_id]
     )

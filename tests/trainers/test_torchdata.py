@@ -1,4 +1,4 @@
-"""torchdata: the batches and states of a `StatefulDataLoader` on each rank."""
+"""torchdata: the batches and saved states of a `StatefulDataLoader` on each rank."""
 
 from __future__ import annotations
 

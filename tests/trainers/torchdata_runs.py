@@ -15,7 +15,7 @@ from chatmill.integrations.torchdata import stateful_loader
 
 
 def arrays(batch: Any) -> dict[str, Any]:
-    """Return a batch of either kind as numpy arrays."""
+    """Return a batch, which is a dict or a named tuple, as numpy arrays."""
     columns = batch if isinstance(batch, dict) else batch._asdict()
     return {name: column.numpy() for name, column in columns.items()}
 
@@ -47,7 +47,7 @@ def losses(dataset: Path, model: Path) -> list[float]:
 
 
 def on_two_ranks(dataset: Path, model: Path) -> dict[str, Any]:
-    # Ranks come from torchrun's variables first, then from torch.distributed.
+    # The first loader reads its rank from torchrun's variables, and the later ones from torch.distributed.
     before = batches(dataset, steps=50, workers=0)
     dist.init_process_group("gloo")
     return {0: before, 2: batches(dataset, steps=50, workers=2), "losses": losses(dataset, model)}

@@ -1,9 +1,10 @@
 """Let torchtitan's own trainer run on a CPU; this module must be imported before torchtitan.
 
 Without an accelerator, torchtitan uses CUDA as the device, which a CPU build of torch does not have. This module
-replaces three parts: the device module by torch's CPU module, the logged memory by zeros, and FlexAttention, which has
-no backward pass on a CPU, by dense attention with torchtitan's mask. It also skips new time limits after the first
-step, which need the index of a GPU, and two seconds of sleep at the end. All other code is torchtitan's.
+replaces three parts: the device module with torch's CPU module, the logged memory with zeros, and FlexAttention, which
+has no backward pass on a CPU, with dense attention that uses torchtitan's mask. It also skips changing the timeout
+after the first step, which needs the index of a GPU, and a sleep of two seconds at the end. All other code is
+torchtitan's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""torchtitan's own trainer trains on chatmill's batches: the rows and losses are the same, also after resuming."""
+"""torchtitan's own trainer trains on chatmill's batches: rows and losses equal those of chatmill, even after
+resuming.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def plain_losses(dataset, weights: dict[str, torch.Tensor]) -> list[float]:
     """Return the losses of a loop that shares no code with the dataloader or trainer: the model gets each conversation
-    alone, without padding, and AdamW is torch's.
+    alone, without padding, and the optimizer is torch's AdamW.
     """
     model = small_llama().build()
     model.init_weights(buffer_device=None)
@@ -124,7 +126,7 @@ def test_two_ranks_train_the_same_and_resume_on_one(plain, plain_loop, tmp_path)
 def test_resume_from_a_checkpoint_of_any_step_gives_the_rows_that_would_have_come(accumulation, plain, tmp_path):
     training = {"local_batch_size": 32 // accumulation, "global_batch_size": 32}
     load = {**PACKED, "batch_size": 32}
-    # An epoch has 4 steps.
+    # An epoch has 4 steps, so 6 steps cross its end.
     assert EpisodeLoader(plain, load).plan("train").num_steps(0) == 4
     settings = {"folder": tmp_path, "training": training, "interval": 1}
     whole = train(plain, load, steps=6, **settings)
