@@ -38,7 +38,7 @@ class UsageError(ChatmillError):
 
 
 class DataError(ChatmillError, ValueError):
-    """Invalid data. Also a `ValueError`, because the documented functions promise to raise one."""
+    """Invalid data. Also a `ValueError`, because public functions are documented to raise one."""
 
 
 class RecordError(DataError):

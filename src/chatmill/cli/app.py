@@ -21,8 +21,8 @@ CLICK_ERROR: Any
 
 
 def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """Build the application with the given commands. Importing every command takes most of a second, so callers pass
-    only the command that runs.
+    """Build the application with the given commands. Importing all commands takes nearly a second, so callers pass only
+    the command that runs.
     """
     app = typer.Typer(
         name="chatmill",

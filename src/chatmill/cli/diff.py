@@ -25,7 +25,7 @@ def diff(
     one: Annotated[GivenPlace, argument("A", "First dataset.", dataset_place)],
     other: Annotated[GivenPlace, argument("B", "Second dataset.", dataset_place)],
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with code 1 if a conversation differs, like git diff.")
+        bool, typer.Option("--exit-code", help="Exit with code 1 if a conversation differs, like git diff --exit-code.")
     ] = False,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,

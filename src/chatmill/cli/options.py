@@ -80,7 +80,7 @@ def print_losses(ledger: Ledger, *, err: bool = False) -> None:
 def unread_key(reason: str, rows: int) -> str:
     """Return the warning about a record key that is not read."""
     if reason.endswith(OTHER_NAMES):
-        return f"{rows:,} more record keys are not read; they are not listed"
+        return f"records have other keys that are not read ({rows:,} occurrences); these keys are not listed"
     noun = "record has" if rows == 1 else "records have"
     return f'{rows:,} {noun} the key "{reason.removeprefix(UNREAD_KEY)}", which is not read'
 

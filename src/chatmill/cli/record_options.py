@@ -46,7 +46,7 @@ RejectsFile = Annotated[
         "--rejects",
         metavar="FILE",
         parser=place,
-        help="With --on-error skip: file for skipped records and the reasons.",
+        help="With --on-error skip: file for the skipped records, with the reasons.",
         show_default="OUTPUT.rejects.jsonl, or rejects.jsonl without an output",
     ),
 ]

@@ -61,8 +61,8 @@ def render_command(
 ) -> None:
     """Tokenize conversations and show, span by span, what is trained and why.
 
-    Does not write files. --json prints one object per row, with token ids, labels (-100 for untrained tokens), weights
-    and spans.
+    Does not write a dataset. --json prints one object per row, with token ids, labels (-100 for untrained tokens),
+    weights and spans.
 
     \b
     Examples:

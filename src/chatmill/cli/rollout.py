@@ -53,9 +53,9 @@ def build(
     add_tokens: AddTokens = False,
     fields: FieldNames = None,
     gate: Annotated[float, typer.Option(help="Minimum overlap (IoU) of matched boxes.")] = GATE,
-    train_values: Annotated[bool, typer.Option(help="Also train the texts of appended entries.")] = True,
+    train_values: Annotated[bool, typer.Option(help="Also train on the texts of appended entries.")] = True,
     train_cut: Annotated[
-        bool, typer.Option(help="If the kept prefix ends inside a token, train the shorter token that remains.")
+        bool, typer.Option(help="If the kept prefix ends inside a token, train on the shorter tokens that replace it.")
     ] = False,
     border: Annotated[
         Border,

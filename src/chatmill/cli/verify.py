@@ -24,7 +24,7 @@ def verify(
 
     Prints OK and the counts of each split. If the dataset has faults, prints one line per fault and exits with code 1.
     Add --full to read every byte and compare hashes. In datasets written by another program, tokens may be in no
-    episode or in several; their number is printed.
+    episode or in several; the number of such tokens is printed.
 
     \b
     Examples:

@@ -56,7 +56,9 @@ class PreviewOptions:
     ] = None
     first: Annotated[
         int | None,
-        typer.Option(min=1, help="For records: the number to render from each source.", show_default=f"{RECORDS:,}"),
+        typer.Option(
+            min=1, help="For records: number of records to render from each source.", show_default=f"{RECORDS:,}"
+        ),
     ] = None
     allow_code: AllowCode = None
 

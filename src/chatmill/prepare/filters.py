@@ -126,7 +126,7 @@ def _loaded(predicate: Predicate) -> Callable[[Any], Any]:
     if _module_hash(module) != predicate.sha256:
         raise DataError(
             f"{getattr(module, '__file__', predicate.name)}: changed during the build, or differs on this node; "
-            "build again with one version"
+            "build again with the same version everywhere"
         )
     return function
 

@@ -111,7 +111,7 @@ class InputSource:
         None, "For plain-text records: train only the text after this string.", metavar="TEXT"
     )
     instruction_template: str | None = key(
-        None, "With --response-template: the string that starts the next prompt, where an answer ends.", metavar="TEXT"
+        None, "With --response-template: string that starts the next prompt; the answer ends before it.", metavar="TEXT"
     )
 
     def options(self) -> ShapeOptions:
@@ -202,8 +202,8 @@ class Job:
     )
     near_dedupe: float | None = key(
         None,
-        "Like --dedupe, and also drop near-duplicates: conversations that share at least this fraction of 5-token "
-        "sequences, such as 0.8.",
+        "Like --dedupe, and also drop near-duplicates: conversations that share at least this fraction of their "
+        "5-token sequences, such as 0.8.",
         metavar="SHARE",
     )
     precedence: tuple[str, ...] = key(

@@ -45,7 +45,9 @@ from chatmill.store.layout import token_dtype
 CHUNK = 512
 """Number of records to render at a time if they are not in columns; small, because several processes render at once."""
 FILE_TOKENS = 2**22
-"""Tokens after which a unit starts another staged file: an input file that cannot be split may have any size."""
+"""Number of tokens after which a unit starts another staged file, because an input file that cannot be split may be
+large.
+"""
 Batch = Sequence[Record] | Sequence[Unrolled]
 Block = ChatColumns | list[Record]
 """Blocks of records, as they are read."""
@@ -126,7 +128,8 @@ def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
         if own[name] != identity[name]:
             what = "the control tokens" if name == "control" else f"the {name}"
             raise DataError(
-                f"{file}: {what} changed during the build, or differs on another node; build again with one version"
+                f"{file}: {what} changed during the build, or differs on another node; "
+                "build again with the same version everywhere"
             )
     return renderer
 

@@ -39,7 +39,7 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
 
 
 def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Map the first half of each record key to [0, 1); a record is for validation if that is below the fraction."""
+    """Map the first half of each record key to [0, 1); records with a value below the fraction are for validation."""
     # A float represents the upper 53 bits exactly.
     return np.asarray((keys >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
