@@ -112,7 +112,7 @@ def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Tabl
 
 
 def mask_answers(rows: Rows) -> Rows:
-    """Return the rows with every answer masked that is incomplete or does not follow a complete user turn.
+    """Return the rows, masking answers that are incomplete or do not follow a complete user turn.
 
     >>> from chatmill import Message, Record, load_format, open_renderer
     >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])
@@ -131,7 +131,7 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count the tokens of untrained answers and of text outside turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Few rules occur in most rows, so find the ones that occur before comparing spans.
+    # Most rows contain only a few rules, so find out which rules occur before comparing spans.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

@@ -275,7 +275,7 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 
 
 def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """Read a TOML file. Errors call it `name`; if it cannot be read, `what` describes the expected file."""
+    """Read a TOML file. Errors call the file `name`; if it cannot be read, `what` describes the expected file."""
     name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))

@@ -106,7 +106,9 @@ class Rule(IntEnum):
     WHITESPACE = 17
     """Whitespace between the turns of a transcript: never trained."""
     NOT_ANSWER = 18
-    """The message is not an answer. Blocks, and formats that train only answers, ignore its `train` and `weight`."""
+    """The message is not an answer. Blocks, and formats that train only answers, ignore the message's `train` and
+    `weight`.
+    """
     SURPLUS = 19
     """The rollout continues although all true objects were found: its target closes the answer."""
 

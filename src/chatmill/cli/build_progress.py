@@ -102,8 +102,8 @@ def log_line(now: BuildProgress, elapsed: float) -> str:
 def counts(now: BuildProgress, elapsed: float) -> str:
     """Format rows, tokens and tokens per second; the rate excludes resumed work.
 
-    No rate is shown in the first second. It would be too high, because workers may have rendered part of a source while
-    the previous source was displayed.
+    No rate is shown in the first second: workers may have rendered part of a source while the previous source was
+    displayed, so the rate would be too high.
     """
     rows = f"{counted(now.rows, 'row')}, {now.tokens:,} tokens"
     own = now.tokens * (now.done - now.resumed) / now.done if now.done else 0.0

@@ -1,4 +1,4 @@
-"""`chatmill check`: read all records and print a summary; only the rejects file is written."""
+"""`chatmill check`: read all records and print a summary, without writing a dataset."""
 
 from __future__ import annotations
 

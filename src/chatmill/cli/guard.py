@@ -37,8 +37,8 @@ def guarded(command: Callable[[], object]) -> NoReturn:
 def _end_rank(code: int) -> NoReturn:
     """Exit a rank of a distributed run without running C++ destructors.
 
-    Otherwise, threads of torch process groups could use destroyed objects and abort a process that has finished its
-    work.
+    Destructors could abort a process that has finished its work, because threads of torch process groups may still use
+    the destroyed objects.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -69,7 +69,7 @@ def build(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build a dataset from stored rollouts: keep the prefix of each answer and append the objects that it missed.
+    """Build a dataset from stored rollouts: keep a prefix of each answer and append the objects that the answer missed.
 
     Matched coordinates are trained toward the ground truth, and appended objects are trained as well; all other tokens
     are context. Writes the dataset to OUTPUT.

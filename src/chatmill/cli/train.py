@@ -38,10 +38,10 @@ def train(
 ) -> None:
     """Train a model on a dataset, an SFT cache, or a mix of caches.
 
-    Writes checkpoints and metrics to OUT_DIR/MODEL_NAME. Every key of a config file is also a flag, as --batch_size 8
-    or --batch-size 8. Flags override the config file, which overrides chatmill.toml in the current folder; the commands
-    that build caches also read chatmill.toml. Values are JSON or plain text; a boolean flag without a value is true.
-    `python train.py` is the same command.
+    Writes checkpoints and metrics to OUT_DIR/MODEL_NAME. Every key of a config file is also a flag, such as
+    --batch_size 8 or --batch-size 8. Flags override the config file, which overrides chatmill.toml in the current
+    folder; the commands that build caches also read chatmill.toml. Values are JSON or plain text; a boolean flag
+    without a value is true. `python train.py` is the same command.
 
     \b
     Examples:

@@ -30,7 +30,8 @@ from chatmill.store.write import SplitWriter
 CHUNK_TOKENS = 2**22
 """Number of tokens to gather at a time, to limit memory use."""
 MAPPED = 256
-"""Maximum number of staged files mapped at once. Each uses a file descriptor, and processes are often limited to 1,024.
+"""Maximum number of staged files mapped at once. Each mapped file uses a file descriptor, and processes are often
+limited to 1,024.
 """
 ANY_SIZE = 2**62
 
@@ -171,7 +172,7 @@ def rows_of(plan: ShardPlan) -> Iterator[Rows]:
 
 
 def _taken(unit: Staged, rows: Numbers) -> Rows:
-    """Return the given rows of a staged file, which must be in ascending order. Consecutive rows are not copied."""
+    """Return rows of a staged file, given in ascending order; consecutive rows are not copied."""
     if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
         return unit.rows()[int(rows[0]) : int(rows[-1]) + 1]
     return unit.rows().take(rows)
@@ -220,7 +221,7 @@ class _Gather:
         first, last = unit.first_span[rows], unit.first_span[rows + 1]
         copy_ranges(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])
         as_bytes(self._origins)[here] = as_bytes(unit.origins).take(rows)
-        # Every staged row comes from an input file. Padding, which does not, is added later.
+        # Every staged row comes from an input file; padding, which has no input file, is added later.
         numbers = np.array([self._files.setdefault(file, len(self._files)) for file in unit.files], dtype=np.uint32)
         self._origins["file"][here] = numbers[unit.origins["file"][rows]]
         unit.release()

@@ -103,7 +103,7 @@ class ClusterBuild:
         return 1 if job.pack is None else max(1, shards // (TASKS_PER_CPU * self.engine.num_cpus()))
 
     def remove_units(self) -> None:
-        """Remove the staged objects. Objects that cannot be removed are harmless; `chatmill clean` finds them later."""
+        """Remove the staged objects. Objects that cannot be removed are harmless; `chatmill clean` removes them."""
         try:
             self.engine.remove(objects.names_below(self.units))
         except ChatmillError as error:

@@ -159,8 +159,8 @@ def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
     """For each record, return the first record of its near-duplicate group, or -1 for that record and for exact
     duplicates.
     """
-    # Signatures store one byte of each MinHash value. Different values agree in it with probability 1/256, so require
-    # more matches than the threshold.
+    # Signatures store one byte of each MinHash value. Different values have the same byte with probability 1/256, so
+    # require more matches than the threshold.
     needed = np.ceil(VALUES * (threshold + (1 - threshold) / 256) - 1e-9)
     groups = _Groups(files.count, files.dtype)
     bands = max((len(file.head().columns.get("bands", ())) for file in files.files), default=0)
@@ -207,7 +207,7 @@ def _numbers(keyed: NDArray[np.uint64]) -> Numbers:
 
 
 def _repeated(keyed: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Sort by key and number in place, and drop keys that occur once."""
+    """Sort by key and number in place, and drop keys that occur only once."""
     keyed.sort()
     same = np.zeros(len(keyed) + 1, dtype=bool)
     for begin in range(1, len(keyed), MEMBERS):

@@ -42,8 +42,8 @@ _ROWS = 2048
 """Conversations per MinHash call, to limit the memory for the Python integers that it returns."""
 _ENCODER = msgspec.msgpack.Encoder()
 _FIRST_ROLE = 0xF8
-"""Prefix byte of texts of the first role; the other roles follow. These bytes do not occur in UTF-8, so no text
-contains them.
+"""Prefix byte of texts with the first role; each further role uses the next byte. The prefix bytes do not occur in
+UTF-8, so no text contains them.
 """
 _WITH_FIELDS = b"\xff"
 _IS_SPACE = np.zeros(256, dtype=bool)
@@ -61,7 +61,7 @@ def _multipliers() -> NDArray[np.uint64]:
 
 
 def dedupe_identity(job: Job) -> dict[str, Any]:
-    """Return the Unicode and MinHash versions, which affect the columns; other versions cannot resume a build."""
+    """Return the Unicode and MinHash versions, which affect the columns and must be the same in a resumed build."""
     if not job.removes_duplicates:
         return {}
     identity = {"unicode": unicodedata.unidata_version}

@@ -5,8 +5,8 @@
     chat.jsonl:812                         the same as the first
     oasst-17                               the same as the second, if it does not end in a colon and a number
 
-Empty lines and lines that begin with # are ignored, as are other JSON keys. The file `removed.jsonl` of a dataset can
-also be passed as `--exclude`.
+Empty lines and lines that begin with # are ignored, as are JSON keys other than file, line and id. The file
+`removed.jsonl` of a dataset can also be passed as `--exclude`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class InputSource:
     train_on: TrainOn | None = key(None, "Turns to train in this source. Default: the job's train_on.")
     only_val: bool = key(False, "Use this source only for validation.")
     weight: float | None = key(
-        None, "Share of the training rows that come from this source, relative to the other weights.", POSITIVE
+        None, "Share of training rows from this source, relative to the weights of the other sources.", POSITIVE
     )
     epochs: float | None = key(
         None, "How often each row of this source is trained per pass over the dataset.", POSITIVE
@@ -282,7 +282,7 @@ class Job:
 
     @property
     def capacity(self) -> int | None:
-        """The longest row that fitting can produce; None if unlimited."""
+        """Maximum length of a fitted row in tokens; None if unlimited."""
         return self.max_tokens if self.max_tokens is not None else self.pack
 
     @property

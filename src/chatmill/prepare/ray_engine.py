@@ -88,8 +88,7 @@ class RayEngine:
     def _in_order(self, work: Callable[[Any, Any], Any], items: Iterable[Any], shared: Any) -> Generator[Any]:
         """Yield the results of `work` for all items in order; raise the first error in that order."""
         with self.connected() as ray:
-            # Request less than one CPU per task. On a small cluster, tasks that produce the input could otherwise not
-            # run.
+            # Request less than one CPU per task, to leave room on a small cluster for tasks that produce the input.
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(work)
             shared = ray.put(shared)
             places, waiting = _places(ray), iter(items)

@@ -192,7 +192,7 @@ def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dic
         table = table | {"filters": Filters(**_values(Filters, table["filters"], f"{where}: filters", faults))}
     wrong = misfits(keys, table)
     for each in wrong:
-        # In a recipe, null is written by omitting the key, and choices are listed with commas.
+        # In a recipe, a key is omitted instead of set to null, so the error does not mention null.
         expected = each.expected.removesuffix(", or null").replace('" or "', '", "')
         faults.append(f"{where}: {each.name} must be {expected}")
     refused = {each.name for each in wrong}

@@ -84,7 +84,7 @@ class Rejects:
         if any(files.real(each) == files.real(path) or _same(each, path) for each in reads):
             raise UsageError(f"{shown(path)}: is an input, which the rejects would overwrite; use another file")
         if output is None or output.parent != path.parent or output.parent.exists():
-            # Otherwise, the folder does not exist yet and is created with the output.
+            # Skip this check if the folder does not exist yet, because it is created with the output.
             files.refuse_existing(path, overwrite=self._overwrite)
         if path.exists():
             with path.open("rb") as file:

@@ -21,7 +21,7 @@ from chatmill.store.hashed import FileInfo, HashedFile
 
 REASONS = (*select.REASONS, *map(filters.reason, filters.NAMES))
 PIECE = 2**12
-"""Lines in memory at once."""
+"""Maximum number of lines in memory at once."""
 _ENTRY = np.dtype([("line", "<u8"), ("reason", "u1"), ("twin", "<i8")])
 
 

@@ -1,7 +1,7 @@
 """Plan the shards of a dataset from the heads of staged files, without reading tokens and spans.
 
 Together, `select` and `shard_plan` decide everything that depends on more than one row: packing, the ends of shards,
-and the numbers of input files. Writing a shard then needs only its own rows.
+and the numbers of input files. With these plans, writing a shard needs only its own rows.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _PlannedRows:
     row: Numbers
     first: Index | None
     start: Index
-    """Tokens before each row, followed by the total."""
+    """Number of tokens before each row, followed by the total number."""
     names: tuple[File, ...]
     file: Numbers
     """Input file of each conversation, as an index into `names`."""

@@ -68,7 +68,7 @@ class Unit:
     source: int = 0
     """Index of the source in the job."""
     predicates: tuple[Predicate, ...] = ()
-    """User functions that the records of the unit must pass."""
+    """User functions that must accept every record of the unit."""
     excluded_ids: frozenset[str] = frozenset()
 
     def staged_name(self, number: int) -> str:
@@ -160,7 +160,7 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """Return the rows to stage, and the rendered row that each comes from. `--fit blocks` stages rows whole."""
+    """Return the rows to stage, and the rendered row that each comes from; `--fit blocks` stages whole rows."""
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
     fit = partial(truncate_with_sources, rule=job.fit, ledger=ledger, require_terminators=job.require_terminators)
@@ -290,7 +290,8 @@ class _Records:
         if not has_row_filters(self._filters):
             return rows, record_of
         tokens = np.diff(rows.row_start)
-        # Mask answers without a preceding user turn here, because `render` leaves that to truncation.
+        # Answers without a preceding user turn are masked only after truncation, so mask them here to count trained
+        # tokens.
         trained = trained_of_rows(mask_answers(rows) if requires_user(self._renderer) else rows)
         failed = failed_row_filters(self._filters, tokens, trained, record_of)
         if not failed.any():

@@ -21,12 +21,12 @@ NOT_WRITTEN = "reasoning_left_out"
 def unrolled(
     records: Iterable[Record], renderer: Renderer, *, train_on: TrainOn, on_reject: OnReject, ledger: Ledger
 ) -> Iterator[Unrolled]:
-    """Return the records with their rows, ready to render. A record is refused if any of its rows is refused."""
+    """Yield each record with its rows, which are ready to render. A record is refused if any of its rows is refused."""
     for record in records:
         try:
             made = unroll_record(record, train_on)
             rows = [*renderer.renderable(made.rows[:-1], last_only=True)]
-            # The last row may have no trained answer.
+            # Only the last row may have no trained answer.
             rows += renderer.renderable(made.rows[-1:], last_only=made.answers[-1] >= 0)
             made = replace(made, rows=rows)
         except RecordError as fault:

@@ -28,8 +28,8 @@ MAX_WINDOW = 1 << 27
 """Largest decompression window in bytes; the same as the default limit of the `zstd` command."""
 _BUFFER = 1 << 18
 _FED = 1 << 12
-"""Number of compressed bytes to pass to zstd at once. zstd returns all of their output, in the worst case 128 KiB for
-four bytes.
+"""Number of compressed bytes to pass to zstd at once. zstd returns the whole output at once, in the worst case 128 KiB
+for four compressed bytes.
 """
 
 

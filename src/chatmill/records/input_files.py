@@ -4,9 +4,9 @@
     each part, read     BytesRead     which bytes were read, and their hash
     at the end          InputFiles.check
 
-If the `stat` of a file, or the version of an object, is unchanged, so is its content. If either has changed, the same
-bytes are read again and must have the same hash, so `touch`, `chmod` and copies with the same content do not count as
-changes.
+If the `stat` of a file, or the version of an object, is unchanged, so is its content. If the `stat` or version has
+changed, the same bytes are read again and must have the same hash, so `touch`, `chmod` and copies with the same content
+do not count as changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FRESH = 2.0
 
 
 class _State(NamedTuple):
-    """The `stat` of a file. A file that replaces it differs in its inode or change time (ctime)."""
+    """The `stat` of a file. A replacement file differs in its inode or change time (ctime)."""
 
     size: int
     modified: int

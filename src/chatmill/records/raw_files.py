@@ -14,7 +14,7 @@ from chatmill.remote.urls import Place, Url
 
 FIRST_BYTES = 1 << 19
 """Bytes of the first request: few, so that peeking at a file is cheap. Each further sequential request reads four times
-as many, up to `MOST_BYTES`.
+as many bytes, up to `MOST_BYTES`.
 """
 MOST_BYTES = 1 << 22
 _CHUNK = 1 << 20

@@ -1,8 +1,8 @@
 """Split a file into numbered units of bytes, one per record: lines, array elements, or conversations of a transcript
 stream. For the rows of a table, see tables.py.
 
-A unit over the size limit is truncated to a prefix that still exceeds the limit, so the parser refuses it. The rest is
-skipped, so memory stays bounded.
+A unit over the size limit is truncated to a prefix that still exceeds the limit, so the parser refuses it. The rest of
+the unit is skipped, so memory stays bounded.
 """
 
 from __future__ import annotations

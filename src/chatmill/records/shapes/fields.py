@@ -127,7 +127,7 @@ class KeyReader:
     def role(self, key: str, roles: Mapping[str, Role], *, has_columns: bool = True) -> Role:
         """Return the role to which `roles` maps the name under `key`.
 
-        If the shape `has_columns`, the error names the `--columns` option that maps an unknown role.
+        If `has_columns` is true, the error names the `--columns` option that maps an unknown role.
         """
         right = f"expected {listed(tuple(roles))}"
         if key not in self:
