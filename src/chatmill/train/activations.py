@@ -1,7 +1,7 @@
 """Count the bytes that a forward pass keeps for the backward pass, without computing or allocating any tensors.
 
 The model runs once on fake tensors, which have shapes and dtypes but no storage, and hooks record each tensor that
-autograd saves. Fake tensors work for any architecture. Layers of the same shape save the same number of bytes, so at
+autograd saves. Fake tensors work for most architectures. Layers of the same shape save the same number of bytes, so at
 most two layers of each shape run.
 """
 

@@ -68,8 +68,8 @@ def block_mask(start: Tensor) -> BlockMask:
 
     A query attends to the keys from the start of its segment up to itself, and segment starts never decrease along a
     row. A block of queries therefore needs one contiguous range of key blocks. Only the key blocks before the first
-    whole block of the last segment and the diagonal block need masking. In all other key blocks, every query attends to
-    every key.
+    whole block of the last segment and the diagonal block need masking; in the remaining key blocks, every query
+    attends to every key.
 
                  first   whole     own
         blocks     | mask  | full   | mask

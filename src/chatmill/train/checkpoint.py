@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tensor]:
-    """The trained weights, named weights/NAME, and their optimizer state, named optimizer/KIND/NAME."""
+    """Return the trained weights as weights/NAME and their optimizer state as optimizer/KIND/NAME."""
     kinds: dict[str, dict[str, Tensor]] = {WEIGHTS: {}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -106,7 +106,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """Build the parser of `train.py`, with a flag for each declared key."""
+    """Build the parser of `train.py`, with flags for the run and a flag for each config key."""
     made = _Parser(
         prog=prog,
         usage=f"{prog} --model_name NAME --config_file FILE --dataset_dir DIR [--KEY VALUE ...]",

@@ -422,7 +422,7 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename old keys in a run's config that was written by an earlier version of chatmill."""
+    """Rename old keys in a run config from an earlier version of chatmill."""
     values = dict(stored)
     if values.pop("tensorboard", False) is True:
         values.setdefault("report_to", ["tensorboard"])

@@ -66,7 +66,7 @@ class DataCheck:
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
-        """Record that a pass has finished on all ranks, and start a new pass in each epoch.
+        """Record the end of a pass once all ranks have finished it, and start a new pass in each epoch.
 
         `saved` is the last checkpoint. If the data order has no epochs, an epoch is as many rows as there are eligible
         episodes.
@@ -93,7 +93,7 @@ class DataCheck:
             raise
 
     def stop(self, folder: Path, step: int, world: World) -> None:
-        """Rename the checkpoints that may have been trained on changed data, and raise `DataError`."""
+        """Rename the checkpoints that may have been written after the data changed, and raise `DataError`."""
         good = -1 if self.verified is None else step_of(self.verified)
         resume_point = f"{self.verified}, the last verified checkpoint" if self.verified else "the beginning"
 

@@ -50,8 +50,8 @@ def generate(
 ) -> list[list[int]]:
     """Generate an answer to each prompt; return the token ids of each answer, including its end token if it has one.
 
-    The sampling key of prompt i uses the row number `first_row` + i. Answers end at `max_tokens`, or at the model's
-    maximum sequence length.
+    The sampling key of prompt i uses the row number `first_row` + i. Answers end at an end token, at `max_tokens`, or
+    at the model's maximum sequence length.
 
     >>> import torch
     >>> from chatmill.train import GPT, GPTSizes

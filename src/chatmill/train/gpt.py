@@ -184,8 +184,8 @@ def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Ite
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
-            # Creating a `GPT` first runs the default initialization of its layers. Repeat it here and discard the
-            # results, so that the random generator is in the same state.
+            # Creating a `GPT` first runs the default initialization of its layers. Repeat this initialization and
+            # discard its results, so that the weights below get the same random values as in a new `GPT`.
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):

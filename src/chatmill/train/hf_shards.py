@@ -99,7 +99,9 @@ def open_hf(folder: Path, *, compute: torch.dtype | None, weights: WeightPrecisi
 
 
 def open_adapters(folder: Path, *, compute: torch.dtype | None, share: int) -> OpenedModel:
-    """Open adapters in host memory, unsharded, on a base model whose parameters are on the meta device."""
+    """Open adapters with their base model; the adapters are unsharded in host memory, and the base model is on the meta
+    device.
+    """
     config = read_config(folder / ADAPTER_CONFIG)
     if keys := [key for key in READS_BASE if config.get(key)] or ["bias"] * (config.get("bias", "none") != "none"):
         raise NotShardableError(f"{ADAPTER_CONFIG} has {keys[0]}")

@@ -53,8 +53,8 @@ def _free_in_groups() -> Iterator[float]:
             prefix = "total_"
         else:
             continue
-        # Also check the parent control groups, because their limits apply too. In a container, the path of a control
-        # group may exist only on the host.
+        # Also check the parent control groups, because their limits apply too. Skip missing folders: in a container,
+        # the path of a control group may exist only on the host.
         for folder in [root / inside, *(root / inside).parents]:
             if folder == root.parent:
                 break

@@ -94,8 +94,8 @@ class ActivationOffload:
 class SavedInput:
     """A block input in a host buffer; a copy is also on the device until `drop`, and between `fetch` and `take`.
 
-    Device memory is allocated and freed on the compute stream, which waits for a copy before it reads or frees the
-    copy's memory, so the memory of a running copy is never reused.
+    Device memory is allocated and freed on the compute stream. The compute stream waits for a copy before it reads or
+    frees the copied tensor, so the memory of a running copy is never reused.
     """
 
     previous: Callable[[], SavedInput | None]

@@ -41,8 +41,8 @@ OPTIMIZER_BYTES = {
     "adafactor": OptimizerBytes(4, 0),
     "muon": OptimizerBytes(4, 4),
 }
-"""Memory use of each optimizer. With muon, the parameters of the embedding, the head and vectors have 8 bytes of AdamW
-state each.
+"""Memory use of each optimizer. With muon, each parameter in the embedding, the head or a vector has 8 bytes of AdamW
+state.
 """
 NOT_NEGATIVE = {"exp_avg_sq", "exp_avg_scale", "exp_avg_rms_scale", "row_var", "col_var", "variance"}
 """Names of the optimizer state tensors that are never negative: second moments and scales."""

@@ -26,8 +26,8 @@ from chatmill.train.config import TrainConfig
 from chatmill.train.sharded_tensors import file_info
 
 TokenizerHash = Callable[[str], str | None]
-"""A function that takes the path of a tokenizer and returns the hash that a cache built with it records, or None if the
-required packages are not installed.
+"""A function that takes the path of a tokenizer and returns the tokenizer hash that a cache built with it has, or None
+if the required packages are not installed.
 """
 
 

@@ -91,7 +91,7 @@ def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Ite
 
 
 class RunDir:
-    """The logs and progress of a run. Rank 0 writes all of them except the row losses, which every rank writes."""
+    """The logs and progress of a run. Rank 0 writes all logs except the row losses, which every rank writes."""
 
     def __init__(
         self,

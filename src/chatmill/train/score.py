@@ -141,7 +141,7 @@ class EvalScore:
 
     @property
     def loss(self) -> float:
-        """Weighted mean loss over the trained tokens; NaN without any trained tokens."""
+        """Weighted mean loss over the trained tokens; NaN if there are no trained tokens."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     def add(self, other: EvalScore) -> None:

@@ -43,7 +43,7 @@ class WeightFile:
 
 
 def can_save_in_shards(model: CausalModel) -> bool:
-    """Return whether a model is sharded over ranks and is saved in full, instead of only its adapters."""
+    """Return whether a model is sharded over ranks and all of its weights are saved, not only adapters."""
     parameters = list(model.parameters())
     return all(each.requires_grad for each in parameters) and any(map(is_sharded, parameters))
 
@@ -54,7 +54,7 @@ def save_in_shards(
     """Write a model into an existing folder; return the files that this rank wrote, with sizes and hashes. All ranks
     must call this function.
 
-    If the model cannot list the parts in which it is saved, return None without writing files. The written files are
+    If the model cannot list the parts in which it is saved, return None without writing weights. The written files are
     not synced to disk.
     """
     state = model.state_dict(keep_vars=True)

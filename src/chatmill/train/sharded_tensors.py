@@ -149,7 +149,9 @@ class ShardedTensors:
 
 
 def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
-    """Return the rows that a partial tensor contains, according to the file metadata `stored`; None means all rows."""
+    """Return the rows that a tensor in a file contains; `stored` is its entry in the file metadata, or None if it is
+    whole.
+    """
     if tensor.dtype not in TORCH_DTYPES:
         raise ValueError(f"unsupported dtype {tensor.dtype}")
     if stored is None:

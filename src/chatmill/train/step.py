@@ -187,7 +187,7 @@ class Stepper:
     ) -> Pending:
         """Take one optimizer step; `weight` is the total weight of the global batch.
 
-        `key` consists of the run's seed and the step number. It seeds stochastic rounding and must be the same on all
+        `key` consists of the run's seed and the step number; it seeds stochastic rounding and must be the same on all
         ranks.
         """
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)

@@ -9,7 +9,7 @@ from chatmill.load.source import DataSource
 from chatmill.remote.urls import Place
 
 ReportPage = Callable[[Place], str]
-"""A function that returns the HTML page that `chatmill report` writes for a dataset."""
+"""A function that returns a dataset's report as an HTML page, like `chatmill report`."""
 MOST_TOKENS = 10**9
 """Maximum number of tokens in a dataset for which a page is written; for a larger dataset, writing the page would take
 more than a minute, while all ranks wait.

@@ -1,10 +1,10 @@
-"""Report a run to its trackers, without delaying or ending the run.
+"""Report a run to its trackers in the background; errors of a tracker that has started do not end the run.
 
     run ── log, log_samples, … ──▶ queue ──▶ thread of a tracker ──▶ its client ──▶ files or a server
 
 Each tracker runs in its own thread. Failed tracker calls are counted, and the first error is shown in one line. The run
-waits for trackers only when they start and at the end, up to a time limit. It is refused if a client or credentials are
-missing or a setting is wrong.
+waits for trackers only when they start and at the end, up to a time limit. A run is refused if a client or credentials
+are missing or a setting is wrong.
 """
 
 from __future__ import annotations
