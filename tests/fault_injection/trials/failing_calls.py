@@ -337,7 +337,7 @@ BUILDS = Trial(
 RUNS = Trial(
     "failing calls, training",
     "Makes each system call of `chatmill train` (new and resumed; with checkpoints, an audit log and row losses) "
-    "fail, once or repeatedly. The run must print a one-line error or end with the bitwise right result, every "
+    "fail, once or repeatedly. The run must print a one-line error or end with the bitwise correct result, every "
     "checkpoint must open, and the next command must reach the weights, optimizer state and losses of an "
     "uninterrupted run",
     runs,

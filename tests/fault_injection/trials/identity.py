@@ -208,9 +208,9 @@ CUT = Trial(
 )
 PARTIAL = Trial(
     "interrupted copies",
-    "Interrupts a copy of a dataset after any number of files, in any order. Opening and verifying must fail; a part "
-    "without any file that only chatmill writes is read as a dataset from another program, and must open only if its "
-    "files are consistent",
+    "Interrupts a copy of a dataset after any number of files, in any order. Opening and verifying must fail. A part "
+    "with none of the files that only chatmill writes is read as a dataset from another program, and must open only "
+    "if its files are consistent",
     partial,
     full=2_000,
     short=40,

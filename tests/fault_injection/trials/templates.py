@@ -139,8 +139,8 @@ ESCAPED = Trial(
 TRIAL = Trial(
     "hostile chat templates",
     "Renders templates that loop, grow, exhaust time or memory in one operation, access Python's internals in "
-    "generated ways, fail, or have broken bytes, with a secret in the environment. Each template must be refused "
-    "with a one-line error or be harmless, and the secret must never leak",
+    "randomly generated ways, fail, or have broken bytes, with a secret in the environment. Each template must be "
+    "refused with a one-line error or be harmless, and the secret must never leak",
     work,
     full=1500,
     short=16,

@@ -167,7 +167,7 @@ MUTANTS = Trial(
 )
 LIARS = Trial(
     "wrong vocabulary sizes",
-    "Uses tokenizers that report a vocabulary smaller than their ids and targets. Ids outside the reported "
+    "Uses tokenizers that report a vocabulary that is too small for their ids and targets. Ids outside the reported "
     "vocabulary must be refused before anything is stored",
     liars,
     full=200,

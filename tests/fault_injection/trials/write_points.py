@@ -141,7 +141,7 @@ BUILDS = Trial(
 )
 RUNS = Trial(
     "kill at every write, training",
-    "Kills a run at each disk operation of writing checkpoints and an audit log. The resumed run must be bitwise "
+    "Kills a run at each disk operation that writes a checkpoint or the audit log. The resumed run must be bitwise "
     "equal to an uninterrupted run, and the log must verify",
     runs,
     full=10_000,
