@@ -76,7 +76,7 @@ static PyObject *run_call(Encoder *self, const Call *call, int normal, size_t si
         self->idle = work;
         self->num_idle++;
     } else if (work) {
-        free_workspace(work); /* after memory ran out, its table may be incomplete */
+        free_workspace(work); /* its table may be incomplete if memory ran out */
     }
     return found;
 }

@@ -210,7 +210,7 @@ static int take_message(Reader *self) {
             if (role >= 0 || (role = take_role(self)) < 0) return 0;
         } else if (key == CONTENT) {
             if (content) return 0;
-            /* Leave room for the role and a three-byte header; the text is moved if they have another size. */
+            /* Leave room for the role and a three-byte header; the text is moved if their actual size differs. */
             self->out += 1 + 5 + 1 + (role < 0 ? NAME_SIZE : strlen(ROLES[role])) + 8 + HEADER;
             content = self->out;
             if (!take_string(self)) return 0;

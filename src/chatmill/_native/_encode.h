@@ -101,7 +101,7 @@ typedef struct {
 
 typedef struct {
     ptrdiff_t count;
-    const Text *texts; /* the texts passed to `encode`, or NULL */
+    const Text *texts; /* the texts passed to `encode`, or NULL in a call of `encode_columns` */
     /* The arguments of `encode_columns`: the columns, and the texts before and after each kind. */
     const uint8_t *data, *start, *stop, *kind;
     int64_t size;

@@ -117,7 +117,7 @@ static double *coordinates(PyObject *boxes, Py_ssize_t count) {
     return all;
 }
 
-/* Return whether two boxes intersect. If they do, set `ratio` to their intersection over union. */
+/* Return whether two boxes intersect, and set `ratio` to the intersection over union of intersecting boxes. */
 static int overlap(const double *one, const double *other, double *ratio) {
     double x1 = one[0] > other[0] ? one[0] : other[0], y1 = one[1] > other[1] ? one[1] : other[1];
     double width = (one[2] < other[2] ? one[2] : other[2]) - x1, height = (one[3] < other[3] ? one[3] : other[3]) - y1;

@@ -1,5 +1,5 @@
 /* Split any text into words, one word at a time, with the same result as the tokenizer's regular expression.
-   `_starts.h` splits 64 bytes at a time and must give the same words. */
+   `_starts.h` splits 64 bytes at a time and must give the same words as this file. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -87,7 +87,7 @@ static inline const uint8_t *spaces(const uint8_t *from, const uint8_t *to) {
     return last > from ? last : to;
 }
 
-/* Like `spaces`, for patterns that end a run of spaces after its last line end. */
+/* Like `spaces`, but for patterns that end a run of spaces after its last line end. */
 static inline const uint8_t *lines(const uint8_t *from, const uint8_t *to, int before_word) {
     for (const uint8_t *last = to; last > from; last--)
         if (is_line_end(last[-1])) return last;

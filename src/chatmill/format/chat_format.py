@@ -269,7 +269,8 @@ class CompiledFormat:
             turn = format.turns.get(role)
             opening = format.split(turn.open) if turn else []
             closing = format.split(turn.close) if turn else []
-            # The assistant header is encoded separately from the body, because it ends the prompt at inference.
+            # The assistant header is encoded separately from the body, because the prompt at inference ends with the
+            # header.
             joins = role != "assistant" and opening and opening[-1][0] is None
             self.prefix.append(opening.pop()[1] if joins else "")
             self.suffix.append(closing.pop(0)[1] if closing and closing[0][0] is None else "")
@@ -296,7 +297,7 @@ class CompiledFormat:
         self.rules = (Rule.HEADER, *trainable, Rule.HEADER, Rule.HEADER)
 
     def fixed(self, role: str, piece: int) -> list[int]:
-        """Return the token ids of a fixed piece of a message with this role."""
+        """Return the token ids of a fixed piece of a message with the given role."""
         start, length = int(self.starts[ROLE_CODES[role], piece]), int(self.lengths[ROLE_CODES[role], piece])
         ids: list[int] = self.literals[start : start + length].tolist()
         return ids

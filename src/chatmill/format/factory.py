@@ -127,7 +127,7 @@ def open_renderer(
 
 
 def _template_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments like `enable_thinking=false`; decode values that are valid JSON, and keep others as strings."""
+    """Parse arguments like `enable_thinking=false`. Values that are valid JSON are decoded; others stay strings."""
     out: dict[str, Any] = {}
     for argument in arguments:
         name, separator, value = argument.partition("=")
@@ -160,10 +160,10 @@ def control_tokens_from_json(stored: Any) -> dict[str, str]:
 
 
 def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> TurnRenderer | TemplateRenderer:
-    """Restore a renderer from a preset name or from the result of `to_json`. `tokenizer` was opened from `spec`.
+    """Restore a renderer from a preset name or from the result of `to_json`.
 
-    The returned renderer produces exactly the same rows as the stored renderer. Raise `DataError` if the stored
-    renderer cannot be restored.
+    `tokenizer` must have been opened from `spec`. The returned renderer produces exactly the same rows as the stored
+    renderer. Raise `DataError` if the stored renderer cannot be restored.
     """
     try:
         if isinstance(stored, dict) and stored.get("name") == TEMPLATE:

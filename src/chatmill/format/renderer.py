@@ -27,7 +27,7 @@ class Renderer(Protocol):
     """Renders conversations to `Rows`: token ids, and the role, part and weight of every span.
 
     `TurnRenderer` renders presets and TOML formats, and `TemplateRenderer` renders with the chat template of a Hugging
-    Face folder. `open_renderer` opens either kind of renderer.
+    Face folder. `open_renderer` opens a `TurnRenderer` or a `TemplateRenderer`.
 
     >>> from chatmill.format import open_renderer
     >>> from chatmill.records import Message, Record
@@ -117,7 +117,7 @@ def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File,
         return origins, (File(records.source, records.file),)
     sources = list(map(attrgetter("source", "file"), records))
     number = {key: at for at, key in enumerate(dict.fromkeys(sources))}
-    # Skip the per-record file index in the usual case that all records come from one file.
+    # Skip the per-record file index in the usual case where all records come from one file.
     if len(number) > 1:
         origins["file"] = [number[key] for key in sources]
     origins["line"] = [record.line for record in records]

@@ -76,7 +76,10 @@ def adds_space(tokenizer: Tokenizer) -> bool:
 
 
 def joined(record: Record, train_on: TrainOn) -> Record:
-    """Return the record with the prompt and its completion joined into one text. Train ranges keep their weights."""
+    """Return the record with the prompt and its completion joined into one text.
+
+    Train ranges keep the original weights.
+    """
     if len(record.messages) == 1:
         return record
     prompt, completion = record.messages

@@ -4,9 +4,9 @@ Text tokens are control tokens that may also come from text, such as `<think>`, 
 
 A text can be encoded by sections or as a whole. Encoding by sections means that the fast engine encodes each text
 between two control tokens separately. Encoding as a whole means that `tokenizers` encodes the complete text at once,
-with control tokens replaced by aliases that no text can contain. Texts are encoded by sections if both methods give the
-same ids for the probe texts. Encoding as a whole is always exact and also gives the offset of each token, but it is
-slower.
+with control tokens replaced by aliases that no text can contain. Texts are encoded by sections if the probe texts then
+have the same ids as when they are encoded as a whole. Encoding as a whole is always exact and also gives the offset of
+each token, but it is slower.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Hugging Face `tokenizers` engine, which reads every tokenizer.json.
 
-All other engines must return the same ids.
+All other engines must return the same ids as `tokenizers`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The split patterns that the C engine supports. A split pattern divides text into words before merging.
 
 A pattern is recognized by its exact regular expressions in the `pre_tokenizer` of a tokenizer.json, not by the name of
-a model. The engine does not run regular expressions. Instead, the engine has code for each pattern and a table with the
-class of every character, which is computed with `tokenizers`.
+a model. The engine does not run regular expressions, but has code for each pattern and a table with the class of every
+character. The table is computed with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Class(IntEnum):
 
 @dataclass(frozen=True)
 class WordSplit:
-    """A pattern, and the characters of each class. All other characters have the class `unlisted`."""
+    """A pattern, and the characters of each class. Characters that are not listed have the class `unlisted`."""
 
     pattern: Pattern
     classes: tuple[tuple[Class, str], ...]

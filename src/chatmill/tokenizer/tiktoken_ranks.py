@@ -60,8 +60,8 @@ class Tiktoken:
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
     """Load a rank file.
 
-    Published files are recognized by their hash. Other files use the split pattern of cl100k, with a warning. `special`
-    contains the control tokens that the folder of the file declares.
+    Published files are recognized by their hash. For all other files, the split pattern of cl100k is assumed, with a
+    warning. `special` contains the control tokens that the folder of the file declares.
     """
     right = "expected a token in base64, a space and a number"
     ranks = {}

@@ -25,7 +25,7 @@ from chatmill.tokenizer.isolate_control import Json, kinds
 from chatmill.tokenizer.reference import Reference, without_control
 
 LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
-"""Characters at which fastokens may split words differently. `tokenizers` encodes texts with such a character.
+"""Characters at which fastokens may split words differently. `tokenizers` encodes texts that contain these characters.
 
 The long s (U+017F, also in U+1E9B) matches s if a pattern ignores case, and the Kelvin sign (U+212A) matches k. U+180E
 is a space in older versions of Unicode. All of these characters are very rare.
@@ -120,7 +120,7 @@ class TokenizerJson:
             return None
 
     def _fallback(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """Encode the texts that the C engine skips. Load fastokens only after a million characters of such texts."""
+        """Encode the texts that the C engine skips. Load fastokens only after a million skipped characters."""
         self._fallback_characters += sum(map(len, texts))
         return self._not_native(texts) if self._fallback_characters > 2**20 else self._slow_batch(texts)
 

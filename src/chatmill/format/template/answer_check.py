@@ -1,6 +1,6 @@
 """Check that derived answers satisfy the invariant of trained answers.
 
-`row_check` checks the same invariant on finished rows. Each answer (a) starts where its prompt ends (row and prompt are
+`row_check` checks the invariant on finished rows. Each answer (a) starts where its prompt ends (row and prompt are
 compared starting at the assistant header), (b) contains no header and no text of another message, (c) ends with a token
 that ends a turn.
 """

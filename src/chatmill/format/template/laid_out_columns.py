@@ -1,6 +1,6 @@
 """Lay out conversations that are stored in columns.
 
-Conversations with the same roles share a layout, so few of them are converted to `Record`s.
+Conversations with the same sequence of roles share a layout, so few of them are converted to `Record`s.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ SIXTEEN = probe_record(
 BASIC = (QUESTION, TURNS, SYSTEM, SPACES, REASONING, TOOL, TOOL_REASONING)
 """Conversation shapes that most templates support."""
 PLAIN = (QUESTION, TURNS, SIXTEEN)
-"""Conversation shapes that every template must support. A template may reject all other shapes."""
+"""Conversation shapes that every template must support; a template may reject all other shapes."""
 TOOL_SHAPES = (
     TOOL,
     TOOL_REASONING,

@@ -35,8 +35,8 @@ NEARBY = 64
 class ExpectedAnswers:
     """The headers that must precede the answers of a row.
 
-    Text at the end of a header may be tokenized differently in a row, because an answer follows. Therefore, the text
-    after the last control token is compared by its size in bytes instead of its ids.
+    Text at the end of a header may be tokenized differently in a row, because an answer follows. The text after the
+    last control token is therefore compared by its size in bytes, not by its ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
         compared by id                      by size
@@ -155,7 +155,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each start have `size` bytes. The last token may extend past the header."""
+        """Whether the `count` tokens before each start cover `size` bytes, where the last token may extend further."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]

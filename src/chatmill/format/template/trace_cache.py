@@ -95,7 +95,7 @@ class TraceCache:
         return None
 
     def plain(self, key: ShapeKey) -> CachedTrace | None:
-        """Return the trace that all conversations of this shape without empty texts share, or None."""
+        """Return the trace shared by all conversations of a shape that have no empty texts, or None."""
         return self._plain.get(key)
 
     def may_add(self, key: ShapeKey, num_messages: int) -> bool:

@@ -2,16 +2,14 @@
 
 Between the last field of the previous messages and the first field of the answer, a rendering contains only literals of
 the template. The prompt that a server would send for the previous messages also contains only literals after their last
-field. The common prefix of the literals in the rendering and the prompt is context; the answer starts where they
-diverge.
+field. The literals that the rendering and the prompt have in common are context; the answer starts where they diverge.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
     rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
                      common                              | trained
 
-The answer ends with the last control token among the literals that the template outputs after the last field of the
-answer's message. Earlier messages may differ between the prompt and the rendering, because only literals next to the
-answer are compared.
+The answer ends with a control token among the literals after the last field of its message. Earlier messages may differ
+between the prompt and the rendering, because only literals next to the answer are compared.
 """
 
 from __future__ import annotations
@@ -173,8 +171,8 @@ class _OriginSearch:
         header = self._usual_header()
         opening = self._opening(header)
         places = [match.start() for match in re.finditer(re.escape(opening), literals)] if header else []
-        # The opening may occur several times, for example after a default system message, so take the longest match
-        # with the header.
+        # The opening of the header may occur several times, for example after a default system message, so take the
+        # longest match.
         common, place = max(((self._common(literals[at:], header), at) for at in places), default=(0, -1))
         if not common:
             what = f"the template rejects the prompt for message {message}: {error.what}"
@@ -199,7 +197,10 @@ class _OriginSearch:
         return header[: matches[0].end()] if matches else header.rstrip()
 
     def _header_place(self, literals: str, prompt_end: str, header: str) -> int | None:
-        """Return the offset of the header in the literals before an answer. Whitespace before the header may differ."""
+        """Return the offset of the header in the literals before an answer.
+
+        Whitespace before the header may differ between the row and the prompt.
+        """
         prompted = "".join(prompt_end[: len(prompt_end) - len(header)].split())
         opening = self._opening(header)
         places = [match.start() for match in re.finditer(re.escape(opening), literals)]

@@ -25,7 +25,7 @@ from chatmill.errors import RecordError, one_line
 from chatmill.format.template.tracing.trace import Rendering
 
 FIELD = "\0"
-"""Replaces each character that comes from a field of the conversation."""
+"""The placeholder for each character that comes from a field of the conversation."""
 PlainText = Callable[[int, bool], str]
 """Renders the first n messages, with or without the generation prompt; raises `RecordError` for rejected messages."""
 
@@ -66,8 +66,8 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
             after_question, after_answer = prompt.rsplit(words[0], 1)[1], plain(2, True).rsplit(words[1], 1)[1]
             header = _common_end(after_question, after_answer, token).lstrip()
         if not header:
-            # The template may ignore add_generation_prompt and end every rendering with the assistant header. If so,
-            # the text after the last answer differs from the text between an answer and a user message.
+            # The template may ignore add_generation_prompt. If every rendering ends with the assistant header, the text
+            # after the last answer differs from the text between an answer and a user message.
             after_question, after_answer = (
                 plain(1, False).rsplit(words[0], 1)[1],
                 plain(2, False).rsplit(words[1], 1)[1],

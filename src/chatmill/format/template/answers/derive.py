@@ -1,7 +1,7 @@
 """Derive the answers of one conversation with two methods, and reject the conversation if the results differ.
 
 `by_origin` derives answers from the origin of the characters, `by_prefix` from the prompts that a server would send.
-The two derivations share no code. If both derivations find an answer, they must agree.
+The two derivations share no code. If both derivations determine the start or end of an answer, they must agree.
 """
 
 from __future__ import annotations
@@ -316,7 +316,8 @@ def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
                 outside[piece.source] = piece.text
         place += len(piece.text)
     for source, text in outside.items():
-        # A field inside the answer may be repeated outside it, for example the name of a tool before the tool result.
+        # A field of the answer may also be rendered outside the answer, for example the name of a tool before the tool
+        # result.
         if source not in inside and source.path[0] in ("content", "reasoning", "tool_calls"):
             what = f"{source.path[0]} of message {source.message} is rendered outside its turn: {shown(text)}"
             raise disputed(what)

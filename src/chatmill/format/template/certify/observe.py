@@ -27,7 +27,7 @@ class Peer(Protocol):
     """Another library that renders records, such as transformers."""
 
     def __call__(self, record: Record, *, null_content: bool = False) -> Sequence[int]:
-        """Return the token ids of a record, or an empty sequence if the library rejects it.
+        """Return the token ids of a record, or an empty sequence if the library rejects the record.
 
         With `null_content`, the empty content of a message with tool calls is passed as null.
         """
@@ -69,7 +69,7 @@ class OwnRecords:
         return self.rendered + len(self.refused)
 
     def add(self, other: OwnRecords) -> None:
-        """Add the results for later records."""
+        """Add the results of another chunk of records."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
@@ -143,7 +143,7 @@ class Observations:
         stream = iter(records)
         chunks = iter(lambda: list(islice(stream, CHUNK)), [])
         few = list(islice(chunks, 2))
-        # The processes are not started for a single chunk.
+        # Do not start other processes for a single chunk.
         for own in (map if len(few) < 2 else in_order)(self.observe, chain(few, chunks)):
             self.own.add(own)
 

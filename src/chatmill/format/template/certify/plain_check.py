@@ -120,7 +120,8 @@ class PlainCheck:
         row = text_of(len(turns.messages), False)
         first, answer, second = (message.content.strip() for message in turns.messages[:3])
         before, gap = row.partition(first)[0], row.partition(answer)[2].partition(second)[0]
-        # The user header is the text that precedes both user messages, without a token that ends the previous turn.
+        # The user header is the common text before the first two user messages, without the token that ends the
+        # previous turn.
         of_user = self._without_ends(self._common_end(before, gap))
         self._ends |= {match[0] for match in self._tokens.find(gap[: len(gap) - len(of_user)])[-1:]}
         self.header = self._added(text_of(1, True), text_of(1, False))

@@ -17,14 +17,11 @@ from chatmill.errors import DataError, one_line
 from chatmill.format.template.process import messages
 
 WAITING = 20.0
-"""Maximum wall-clock time of a process as a multiple of its CPU time limit.
-
-The factor is large, because the machine may be busy.
-"""
+"""Maximum wall-clock time of a process as a multiple of its CPU time limit, with a large margin for busy machines."""
 GRACE = 1.0
 """Extra seconds before a process is killed, so that it can stop by itself and report the line of the template."""
 START_SECONDS = 600.0
-"""Maximum seconds for a fork server to start. The limit is high because the machine may be busy."""
+"""Maximum seconds for a fork server to start, with a large margin for busy machines."""
 POLL_SECONDS = 0.1
 HEADER = struct.Struct("<Q")
 
@@ -38,7 +35,7 @@ import_module(sys.argv[1]).main()
 
 
 class EndedError(Exception):
-    """A template process was killed or exited. The message gives the reason."""
+    """A template process was killed or exited. The error message gives the reason."""
 
 
 class ForkServer:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 CPU_SECONDS = 3600
-"""Maximum total CPU seconds of a process. The renderer enforces a separate limit for each request."""
+"""Maximum total CPU seconds of a process. The renderer enforces a separate CPU time limit for each request."""
 STACK = 8 << 20
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -160,7 +160,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> bool:
-    """Install the system call filter. Return False if the kernel or the architecture does not support it."""
+    """Install the system call filter. Return False if the kernel or the architecture does not support the filter."""
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if machine not in SYSTEM_CALLS or sys.maxsize < 2**32:
         return False
@@ -172,7 +172,7 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     """Return a BPF program that allows only the given system calls and no executable memory.
 
-    Other system calls fail with EPERM.
+    Forbidden system calls fail with EPERM.
     """
     names = sorted(allowed, key=lambda name: allowed[name])
     executable = [allowed[name] for name in ("mmap", "mprotect")]

@@ -21,13 +21,13 @@ from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPie
 from chatmill.records.record import Record
 
 MAX_STEPS = 2**14
-"""Maximum number of steps in a replayed trace. Records with longer traces are derived one by one."""
+"""Maximum number of steps in a replayed trace. If a trace is longer, answers are derived for each record."""
 MAX_COPIES = 2**7
 """Maximum number of copies of a text of the conversation that a replayed trace may make."""
 MAX_GROWTH = 2**10
 """Like MAX_COPIES, but also counts the characters that functions add, for example by escaping."""
 MAX_WRITTEN = 8
-"""Maximum number of times that a replayed trace may output a text. Running the template has the same limit."""
+"""Maximum number of times that a replayed trace may output a text, as when the template runs."""
 MAX_LITERALS = 2**23
 """Maximum number of template characters that replaying a trace may copy."""
 

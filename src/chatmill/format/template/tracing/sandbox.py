@@ -1,9 +1,9 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
 Templates can read only plain data and cannot change the data. Templates can use only the attributes in `ATTRIBUTES`.
-Using any other existing attribute is an error, so that the output never differs silently from transformers. Before a
-template is compiled, its syntax tree is rewritten so that loops count steps. Templates that read other files or use
-autoescape are rejected.
+Using any existing attribute outside of `ATTRIBUTES` is an error, so that the output never differs silently from
+transformers. Before a template is compiled, its syntax tree is rewritten so that loops count steps. Templates that read
+other files or use autoescape are rejected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ATTRIBUTES: dict[type, frozenset[str]] = {
     ),
     Cycler: frozenset(("current", "next", "reset")),
 }
-"""The attributes that a template may use, by type. Templates cannot use any attribute of other types."""
+"""The attributes that a template may use, by type. Templates cannot use attributes of types that are not listed."""
 
 WRITING_FILTERS = (
     *("capitalize", "center", "e", "escape", "filesizeformat", "forceescape", "format", "indent", "lower", "pprint"),
@@ -284,7 +284,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise LimitError(f"a width or count of {value} was requested")
 
     def _check_growth(self, name: str, subject: str, args: tuple[Any, ...]) -> None:
-        """Raise if the result of a string method could exceed the limit, before the method is called."""
+        """Before a string method is called, raise if its result could exceed the limit."""
         if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
             self.meter.check_size(_size(subject) + str.count(subject, args[0]) * _size(args[1]))
         elif name == "join" and args and isinstance(args[0], list | tuple):

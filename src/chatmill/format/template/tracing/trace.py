@@ -8,8 +8,8 @@ one conversation:
               "</think>" in slot 1: False   a guard: a result that the template observed
 
 If all guards give the same results for another conversation of the same shape, the template would render that
-conversation in the same way. The steps are therefore replayed with the texts of the other conversation instead of
-running the template again.
+conversation in the same way. Instead of running the template again, the steps are replayed with the texts of the other
+conversation.
 
 `TracedPiece` is a piece of text with its origin. Traces and pieces are plain data that can be sent between processes.
 """
