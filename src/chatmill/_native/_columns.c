@@ -1,9 +1,9 @@
 /* Parse lines of conversations in the common form into columns, without creating an object for each message.
 
    A line has the common form if it is {"messages": [{"role": …, "content": …}, …]}, with or without an id, and every
-   other accepted key is null. Parsing stops before the first line in another form, which Python must parse. Parsed
-   lines are written as MessagePack, which contains the message texts unchanged; record keys are computed from the
-   MessagePack bytes. */
+   other accepted key is null. Parsing stops before the first line that does not have the common form; Python must parse
+   this line. Parsed lines are written as MessagePack, which contains the message texts unchanged; record keys are
+   computed from the MessagePack bytes. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -20,7 +20,7 @@ static const char *const ROLES[] = {"system", "user", "assistant", "tool"};
 static const char *const NULL_KEYS[] = {"name",    "tool_calls",        "tool_call_id", "function_call",
                                         "refusal", "reasoning_content", "train",        "weight"};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-#define SLACK 256 /* maximum number of bytes written before the size of a message is known */
+#define SLACK 256 /* additional output bytes, because room is reserved before the size of a message is known */
 
 typedef struct {
     uint8_t *data;

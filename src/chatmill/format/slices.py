@@ -16,7 +16,7 @@ from chatmill.records import ChatColumns, Record
 from chatmill.rows import Rows, concat
 
 SLICE = 1024
-"""Records per slice."""
+"""Number of records per slice."""
 R = TypeVar("R", bound=Record)
 Render = Callable[[Sequence[R], Ledger | None], Rows]
 

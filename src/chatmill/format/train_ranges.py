@@ -63,7 +63,7 @@ class TokenWeights:
         self.lowest[places], self.whole[places], self.split[places] = weights.lowest, weights.whole, weights.split
 
     def take(self, tokens: Index) -> TokenWeights:
-        """Return the weights of the given tokens. Indices past the end have no weight."""
+        """Return the weights of the given tokens. Tokens past the end have no weight."""
         known = tokens < len(self.lowest)
         out = TokenWeights.none(len(tokens))
         at = tokens[known]

@@ -43,7 +43,7 @@ PART = "tokenizers"
 LIMIT = 1 << 28
 """Maximum size of a file in bytes. The largest vocabularies in use need a twentieth of this size."""
 MOST_FILES = 32
-"""Maximum number of files in the cache. The least recently used files are removed."""
+"""Maximum number of files in the cache, above which the least recently used files are removed."""
 _HASH, _SIZE = 32, 8
 
 

@@ -60,7 +60,7 @@ class ColumnSearch:
 
 
 def conversation(columns: ChatColumns, row: int, texts: Sequence[str]) -> Record:
-    """Return a row as a record. The record has no id, because columns do not store ids."""
+    """Return one conversation as a record. The record has no id, because columns do not store ids."""
     first, stop = columns.first_message[row : row + 2].tolist()
     roles = columns.roles[first:stop].tolist()
     messages = [new_message(ROLES[role], text) for role, text in zip(roles, texts, strict=True)]

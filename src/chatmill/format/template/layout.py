@@ -87,7 +87,7 @@ class SimpleSections(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The cells of a row. The ids of a cell are known, or the cell is part of a section that must be encoded."""
+    """The cells of a row. Either the ids of a cell are known, or the cell is part of a section to encode."""
 
     sections: tuple[Section, ...]
     tokens: tuple[str | None, ...]

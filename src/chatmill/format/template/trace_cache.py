@@ -24,7 +24,7 @@ If no cached trace matches a conversation, its answers are derived from the temp
 MAX_CELLS = 2**20
 """Maximum total number of cells and steps in all cached traces."""
 MAX_SHAPES = 2**17
-"""Maximum number of shapes that the cache remembers as seen."""
+"""Maximum number of shapes that the cache remembers."""
 LAST_ONLY = b"\xfe"
 """Suffix for the shapes of conversations in which only the last answer is derived.
 

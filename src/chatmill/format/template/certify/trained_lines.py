@@ -128,12 +128,12 @@ def terminator(seen: Observations) -> Finding:
 
 
 def _quote_end(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> str:
-    """Return a quote of the template line that produced the end of an answer."""
+    """Quote the template line that produced the end of an answer."""
     return _quote(seen, probe.record, probe.text.find(answer.text) + len(answer.text))
 
 
 def _quote(seen: Observations, record: Record, stop: int) -> str:
-    """Return a quote of the template line that produced the text before `stop`."""
+    """Quote the template line that produced the text before `stop`."""
     template = seen.renderer.templates[bool(record.tools)]
     pieces = seen.renderer.derive(record).rendering.pieces
     ends = accumulate(len(piece.text) for piece in pieces)

@@ -46,7 +46,7 @@ def run_server(start: Callable[..., Service]) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     control = socket.socket(fileno=CHANNEL)
     children: dict[int, socket.socket] = {}
-    """Maps the pid of each process to its leash. Entries are removed when the process is reaped."""
+    """Maps the pid of each process to its leash. An entry is removed when its process is reaped."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(woken, select.POLLIN)

@@ -177,7 +177,7 @@ def filter_program(architecture: int, allowed: dict[str, int]) -> bytes:
     names = sorted(allowed, key=lambda name: allowed[name])
     executable = [allowed[name] for name in ("mmap", "mprotect")]
     others = [allowed[name] for name in names if allowed[name] not in executable]
-    # Compare the call number first, and check the memory protection after all comparisons.
+    # Compare all call numbers first, and then check the memory protection for mmap and mprotect.
     checks = len(others) + len(executable)
     instructions = [
         (LOAD, 0, 0, ARCHITECTURE),

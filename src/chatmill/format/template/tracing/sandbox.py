@@ -189,7 +189,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def attribute(self, obj: Any, name: str) -> Any:
         """Return an attribute (never an item), or an undefined value if it does not exist.
 
-        Raise for a forbidden attribute.
+        Raise an error for a forbidden attribute.
         """
         if isinstance(obj, Undefined):
             # Raise Jinja's error, which names the undefined value.

@@ -201,7 +201,7 @@ class TracedStr(str):
 
 
 def _added(left: TracedStr, right: TracedStr) -> TracedStr:
-    """Concatenate two texts. This is faster than `joined`, for templates that concatenate texts thousands of times."""
+    """Concatenate two texts faster than `joined`. A template may concatenate texts thousands of times."""
     text = str.__new__(TracedStr, str.__add__(left, right))
     text.pieces = tuple([piece for piece in left.pieces + right.pieces if piece.text or piece.slot is not None])
     text.trace = left.trace or right.trace
