@@ -79,7 +79,9 @@ def derive(
     text, full = render_text(count, False), render_traced(count, False)
     if full.text != text:
         at = common_length(full.text, text)
-        raise disputed(f"cannot determine the origin of the rendered text from character {at} on, {shown(text[at:])}")
+        raise disputed(
+            f"cannot determine the origin of the rendered text starting at character {at}: {shown(text[at:])}"
+        )
 
     def prompt_ends(messages: int, end: str) -> bool:
         try:
