@@ -61,10 +61,10 @@ def verify_log(
 ) -> AuditResult:
     """Recompute every line of an audit log from the dataset, and check every byte of the dataset.
 
-    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to the hash of a log
-    line that the checkpoint stores. `states`, as returned by `saved_states`, maps the name of each checkpoint to its
-    whole audit state; every field of a state must match the log. `progress` is called with the number of steps that
-    were just verified.
+    `dataset` defaults to the dataset that the log names. `heads` maps the name of each checkpoint to the line hash that
+    the checkpoint stores. `states`, as returned by `saved_states`, maps the name of each checkpoint to its whole audit
+    state; every field of a state must match the log. `progress` is called with the number of steps that were just
+    verified.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -129,7 +129,7 @@ def _check_states(place: Path, lines: Sequence[LogLine | TornLine], states: Mapp
 
 
 class _LoggedState(NamedTuple):
-    """The state of a run after a line of its log."""
+    """The state of a run after a given line of its log."""
 
     at: Cursor = Cursor()
     started: bool = False

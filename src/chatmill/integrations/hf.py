@@ -124,7 +124,7 @@ def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_ba
 class RunCallback(TrainerCallback):
     """Rejects arguments that would change the rows, saves the position in the data, and writes the audit log.
 
-    Checkpoints store the position in the data in `chatmill_state.json`. A resumed run must use the same dataset and
+    Checkpoints store the position in the data in `chatmill_state.json`. A resumed run must use the original dataset and
     order; the trainer itself skips the rows that were already trained.
     """
 

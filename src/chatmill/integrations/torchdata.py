@@ -54,7 +54,9 @@ def stateful_loader(
     (4, 64)
     """
     if listener is not None and num_workers:
-        raise UsageError(f"num_workers is {num_workers}; expected 0, because a listener needs the training process")
+        raise UsageError(
+            f"num_workers is {num_workers}; expected 0, because a listener must run in the training process"
+        )
     if batching := sorted(BATCHING & options.keys()):
         raise UsageError(f"{', '.join(batching)}: chatmill sets which rows are in a batch; remove the option")
     rank, world_size = ranks or rank_and_world_size()

@@ -216,7 +216,7 @@ def _refuse_fractions(weights: NDArray[Any], place: str = "") -> None:
     if len(others):
         raise DataError(
             f"{place}a trained token has the weight {others[0]:g}, but torchtitan's loss does not support weights; "
-            "use chatmill train, or reweigh the dataset to 0 and 1"
+            "use chatmill train, or reweigh the dataset so that all weights are 0 or 1"
         )
 
 

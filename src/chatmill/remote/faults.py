@@ -56,7 +56,7 @@ OF_ADDRESS = re.compile(
     "WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|^Invalid endpoint|^Custom endpoint .* not a valid URI"
     "|Cannot combine AUTHORIZATION header"
 )
-"""Matches errors caused by a wrong server address: https without TLS, an invalid URL, or a URL with a password."""
+"""Matches errors caused by a wrong address: https to a server without TLS, an invalid URL, or a URL with a password."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Environment variables that set the address of an S3 server."""
 TRANSIENT_STATUS = (408, 409, 425, 429)

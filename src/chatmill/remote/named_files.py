@@ -17,7 +17,7 @@ _copies: dict[Url, Path] = {}
 
 
 def local_file(name: str | Path, *, limit: int = JSON_LIMIT) -> Path:
-    """Return the path of a file or folder that a user named; for a URL, copy it to the cache and return the copy.
+    """Return the path of a file or folder that a user named; for a URL, return the path of a copy in the cache.
 
     If a remote file has more than `limit` bytes, raises `DataError` without downloading it.
     """

@@ -179,7 +179,7 @@ class _RolloutRun:
         self.step, self.saved = checkpoint.step, checkpoint.path
 
     def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> RolloutResult:
-        """Take all remaining steps. After a signal, stop at the end of the round, so that the run can be resumed."""
+        """Train for all remaining steps. After a signal, stop at the end of the round, so the run can be resumed."""
         config = self.config
         rows: list[Rows] = []
         with stop_on_signal() as request:

@@ -76,7 +76,7 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Return the IoU of each predicted object with each true object. Shapes without area overlap only equal shapes."""
+    """Return the IoU of each predicted and each true object. A shape without area overlaps only an equal shape."""
     out = np.zeros((len(predicted), len(truth)))
     mine, true, overlap = _near_overlaps(predicted, truth)
     out[mine, true] = overlap

@@ -318,7 +318,7 @@ def _string(raw: bytes) -> str | None:
     """Return the value of a JSON string from the bytes between its quotes; None if the string is invalid."""
     try:
         text = raw.decode()
-        # Fast path: strings without escapes and control characters need no parsing.
+        # Fast path: strings without escapes or control characters need no parsing.
         return text if "\\" not in text and text.isprintable() else parse_json(f'"{text}"')
     except ValueError:
         return None

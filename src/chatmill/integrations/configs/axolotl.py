@@ -73,7 +73,7 @@ FITS = {
 def import_axolotl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
     """Convert an Axolotl config to a recipe and a train config, with a report on each key.
 
-    `ranks` is the number of GPUs. `model` is a folder with a base model that replaces the model in the config.
+    `ranks` is the number of GPUs. `model` is the folder of a base model to use instead of the model in the config.
     """
     values = read_config(path, "an Axolotl config in YAML")
     translation = Translation("Axolotl", str(place(path)), ranks=ranks, model=model)

@@ -56,10 +56,10 @@ def import_llamafactory(
 ) -> ImportedConfig:
     """Convert a dataset_info.json, a run config or both, with a report on each key.
 
-    `path` and `train` can be in either order. If only a run config is given, dataset_info.json is read from its
+    `path` and `train` may be given in either order. If only a run config is given, dataset_info.json is read from its
     `dataset_dir`. If only dataset_info.json is given, the recipe contains the given `datasets`, or by default all
-    datasets that can be used for SFT. `ranks` is the number of GPUs. `model` is a folder with a base model that
-    replaces the model in the config.
+    datasets that can be used for SFT. `ranks` is the number of GPUs. `model` is the folder of a base model to use
+    instead of the model in the config.
     """
     info, run = _which(path, train)
     values = read_config(run, "a LLaMA-Factory config in YAML") if run is not None else {}

@@ -63,7 +63,7 @@ def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, defa
 
 
 def _take_batch(translation: Translation, keys: TheirKeys, names: RunNames, default_steps: int) -> None:
-    """Set the rows per step: micro-batch size × accumulation steps × number of GPUs."""
+    """Set the number of rows per step: micro-batch size × accumulation steps × number of GPUs."""
     micro = keys.integer(names.micro_batch, least=1, most=2**20)
     steps = keys.integer("gradient_accumulation_steps", least=1, most=2**20)
     ranks = translation.ranks or 1

@@ -70,7 +70,7 @@ OFF = {"lora_task_type": "CAUSAL_LM", "bnb_4bit_quant_type": "nf4", "truncation_
 def import_trl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
     """Convert a `trl sft` config to a recipe and a train config, with a report on each key.
 
-    `ranks` is the number of GPUs. `model` is a folder with a base model that replaces the model in the config.
+    `ranks` is the number of GPUs. `model` is the folder of a base model to use instead of the model in the config.
     """
     values = read_config(path, "a `trl sft` config in YAML")
     translation = Translation("TRL", str(place(path)), ranks=ranks, model=model)
@@ -225,7 +225,7 @@ def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str
     if fraction is not None:
         note = "" if fraction in (0, 1) else "chatmill trains on a different part of the dataset in each epoch"
         if fraction == 1:
-            translation.default(keys.path(names[2]), fraction, note="chatmill trains the whole dataset")
+            translation.default(keys.path(names[2]), fraction, note="chatmill trains on the whole dataset")
         elif fraction == 0:
             translation.refuse(keys.path(names[2]), fraction, "a fraction of 0 trains no rows; remove the dataset")
         else:
