@@ -69,7 +69,8 @@ def main() -> int:
         (
             f"{count} cores",
             f"{run['seconds']:.2f} s, {run['tokens'] / run['seconds'] / 1e6:.1f} Mtok/s, "
-            f"{figures['times'][count]:.2f} times; serial {run['serial_s']:.2f} s, {run['serial_share']:.1%} of all",
+            f"{figures['times'][count]:.2f} times; "
+            f"serial {run['serial_s']:.2f} s, {run['serial_share']:.1%} of all CPU time",
         )
         for count, run in found.items()
     ]

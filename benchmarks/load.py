@@ -253,7 +253,7 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
     loader.close()
     logged.close()
     return [
-        (f"{shape.name}: different conversations of the peer, of {seen}", f"{differ}"),
+        (f"{shape.name}: conversations in the peer's batches that differ, of {seen}", f"{differ}"),
         ("  chatmill", f"{shown['ours']} per batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
         ("  chatmill with an audit log", f"{shown['logged']} per batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
         ("  datasets with TRL's collator", f"{shown['peer']} per batch, {speed['peer'] / 1e6:.3f} Mtok/s"),

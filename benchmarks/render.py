@@ -199,7 +199,7 @@ def main() -> None:
         + machine(*packages),
         [
             (
-                f"rows with different ids and masks from transformers, of {len(few):,}",
+                f"rows whose ids, and whose masks, differ from transformers, of {len(few):,}",
                 f"{differ['ids_differ']}, {differ['masks_differ']}",
             ),
             ("tokens that only one side trains", str(differ["trained_by_one"])),

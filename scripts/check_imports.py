@@ -100,8 +100,8 @@ def violations(path: Path, package: Path) -> Iterator[str]:
                 yield f"{place}:{found.line}: {part} imports {shown}; it may import only {listed(allowed)}"
         elif top in HEAVY and not found.for_types and part not in heavy_parts(found):
             yield (
-                f"{place}:{found.line}: {part} imports {top}; only {listed(HEAVY_AT_MODULE_LEVEL)} may, "
-                f"sft and cli inside a function, and any part under TYPE_CHECKING"
+                f"{place}:{found.line}: {part} imports {top}; only {listed(HEAVY_AT_MODULE_LEVEL)} may import it, "
+                f"sft and cli only inside a function, and any part under TYPE_CHECKING"
             )
 
 

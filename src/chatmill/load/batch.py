@@ -70,7 +70,9 @@ class Batch(NamedTuple):
         """Split the batch into `parts` micro-batches with the same number of rows, for gradient accumulation."""
         size, remainder = divmod(len(self.x), parts)
         if remainder:
-            raise ValueError(f"cannot split {len(self.x)} rows into {parts} equal parts; expected a divisor")
+            raise ValueError(
+                f"cannot split {len(self.x)} rows into {parts} equal parts; expected a divisor of {len(self.x)}"
+            )
         if parts == 1:
             return [self]
         columns = (array.reshape(parts, size, *array.shape[1:]) for array in self)

@@ -23,7 +23,7 @@ NOTES = {
     Rule.WHITESPACE: "whitespace between turns",
     Rule.NOT_ANSWER: "not trained: sets train or weight, but is not an answer",
     Rule.INJECTED: "reopens a split turn with an injected copy",
-    Rule.EARLIER_WINDOW: "partly contained and trained in the previous row",
+    Rule.EARLIER_WINDOW: "partly in the previous row, and trained there",
     Rule.VALUES_OFF: "appended texts are not trained",
     Rule.SURPLUS: "trained to close the answer after the last true object",
     Rule.EARLIER_ROW: "trained in an earlier row",

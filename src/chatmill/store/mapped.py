@@ -117,7 +117,7 @@ class MappedFile:
     def check(self) -> None:
         """Raise `DataError` if the file has changed since it was mapped; call this method after reading the bytes.
 
-        Truncation is always detected; overwritten bytes are detected with a delay of 2 ms per mapped file.
+        Truncation is always detected; overwritten bytes are detected with a delay of up to 2 ms per mapped file.
         """
         if not self.size:
             return

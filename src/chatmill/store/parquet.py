@@ -210,7 +210,7 @@ def _card(target: str, dataset: Dataset, done: dict[str, Exported]) -> str:
     ]
     if weighted := sum(split.weighted for split in done.values()):
         paragraphs.append(
-            f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot express them."
+            f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot express weights."
         )
     return "\n\n".join([*paragraphs, "## How it was made", *_made(dataset.metadata)]) + "\n"
 
