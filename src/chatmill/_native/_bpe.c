@@ -5,7 +5,7 @@
    word longer than LONGEST, a character of unknown class, a character that must be normalized, or an added token. A
    skipped text gets no ids, and its index is returned in a list, so that the caller can encode it.
 
-   Calls release the GIL, so several threads can encode at once. Each call has a workspace of its own. Data that calls
+   Calls release the GIL, so several threads can encode at once. Each call has its own workspace. Data that calls
    share is not modified after the encoder is created. */
 
 #define PY_SSIZE_T_CLEAN

@@ -23,7 +23,7 @@ from chatmill.records.record import Record
 MAX_STEPS = 2**14
 """Maximum number of steps in a replayed trace. If a trace is longer, answers are derived for each record."""
 MAX_COPIES = 2**7
-"""Maximum number of copies of a text of the conversation that a replayed trace may make."""
+"""Maximum number of times that a replayed trace may copy a text of the conversation."""
 MAX_GROWTH = 2**10
 """Like MAX_COPIES, but also counts the characters that functions add, for example by escaping."""
 MAX_WRITTEN = 8
