@@ -1,4 +1,4 @@
-"""Measure how chatmill's time and memory grow with the data: `python benchmarks/growth.py [--json]`.
+"""Measure how chatmill's time and memory grow with the amount of data: `python benchmarks/growth.py [--json]`.
 
 The benchmark prepares, verifies and loads a tenth of the conversations, all of them, and ten times as many, each in a
 separate process. The time to verify is compared with the time to hash the same bytes.

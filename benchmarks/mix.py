@@ -2,7 +2,7 @@
 [--json]`.
 
 The default mixture is 0.10, 0.70 and 0.20. Shares of rows are checked after every row; shares of trained tokens are
-checked with sources whose row sizes differ by a factor of six. This benchmark measures no time.
+checked with sources whose row sizes differ by a factor of six. This benchmark does not measure time.
 """
 
 from __future__ import annotations

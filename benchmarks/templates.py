@@ -1,6 +1,6 @@
 """Count the chat templates in TRL that pass `certify`: `python benchmarks/templates.py [--first N] [--json]`.
 
-docs/explanation/templates.md lists the same certificates. This benchmark measures no time.
+docs/explanation/templates.md lists the same certificates. This benchmark does not measure time.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ NOT_STOPS = ("<|end|>", "<|eom|>")
 
 def guess_tokens(source: str) -> dict[str, Any]:
     """Return the strings in a template that look like control tokens."""
-    # Hunyuan's control tokens contain a suffix.
+    # Hunyuan's template inserts a suffix into its control tokens.
     written = {token.replace("{}", ":opensource") for token in CONTROL.findall(source)}
     soft = {*SOFT.findall(source), "<think>", "</think>"}
     bos, eos = "<s>", "</s>"

@@ -5,7 +5,7 @@
                                       ~~~~~~~ injected: the system turn and the user marker
 
 The tokens injected into a block depend on the block's start, and the next block's start depends on how many are
-injected. Blocks are therefore planned sequentially over a table of user turns; all other steps are vectorized.
+injected. Blocks are planned one after the other, over a table of user turns; all other steps are vectorized.
 
 A position is inside a turn if the tokens on both sides of the position belong to the turn: a block that starts at a
 marker or at EOS does not reopen a turn, whether or not the previous turn was closed.

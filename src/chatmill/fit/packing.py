@@ -75,8 +75,8 @@ def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = W
 
     aaa | bb | cccc, capacity 5  ->  cccc | aaa bb        positions 0123 | 012 01, segments 0000 | 000 11
 
-    Each window of `window` consecutive rows is packed separately, which bounds the memory of the plan; the bins of a
-    window are permuted by (seed, window number).
+    Each window of `window` consecutive rows is packed separately, which bounds the memory of the plan; (seed, window
+    number) is the seed that permutes the bins of a window.
     """
     if window < 1:
         raise DataError(f"window is {window}; expected at least 1")

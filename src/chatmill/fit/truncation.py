@@ -78,10 +78,14 @@ def truncate_with_sources(
 ) -> tuple[Rows, Index]:
     """Return the rows that `truncate` returns, and the number of each row's source row.
 
-    Counts in the ledger: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short,
-    no_trained_tokens, last_exchange_over_max_tokens, header_of_cut_message, answers_cut_off (only the removed part had
-    trained tokens) or no_terminator; rows and tokens `repeated` by windows; and, as `noted`, rows with a truncated
-    answer (answer_cut) or that keep the header of a removed message (header_of_cut_message).
+    The ledger counts every change and every dropped row:
+
+        truncated   tokens, under the name of the rule
+        dropped     rows, as too_long, too_short, no_trained_tokens, last_exchange_over_max_tokens,
+                    header_of_cut_message, answers_cut_off (only the removed part had trained tokens) or no_terminator
+        repeated    rows and tokens, if the rule is `windows`
+        noted       rows with a truncated answer (answer_cut), and rows that keep the header of a removed message
+                    (header_of_cut_message)
     """
     if capacity is not None and capacity < 1:
         raise DataError(f"the maximum row length is {capacity} tokens; expected at least 1")

@@ -218,7 +218,9 @@ class EpisodeLoader(IterableDataset):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing, because the loader counts epochs; raise `UsageError` if Accelerate would shard its batches."""
+        """Do nothing, because the loader counts epochs itself; raise `UsageError` if Accelerate would shard its
+        batches.
+        """
         check_epoch_reader(self.rank, self.world_size)
 
     def get_batch(self, split: str | None = None) -> Batch:

@@ -61,7 +61,7 @@ def _weight_fault(name: str, weight: object, key: str) -> str | None:
 
 
 def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fraction] | None = None) -> dict[str, int]:
-    """Return each source's number of rows per period of at most 2^16 rows, so that each source has its share.
+    """Return the number of rows of each source in a period of at most 2^16 rows, such that each source has its share.
 
     To mix by tokens or trained tokens instead of rows, pass the average number of tokens per row of each source as
     `row_size`. The shares are exact if the period allows it; otherwise each source is within one row in 2^16 of its

@@ -39,8 +39,8 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
 
 
 def episode_tokens(source: DataSource, split: str) -> int:
-    """Count the tokens in the episodes of a split; in datasets from other programs, episodes may overlap or have
-    gaps.
+    """Count the tokens in the episodes of a split; in datasets from other programs, episodes may overlap or have gaps
+    between them.
     """
     episodes = source.episodes(split)
     return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens

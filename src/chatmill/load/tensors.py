@@ -13,7 +13,7 @@ from chatmill.load.batch import Batch, split_batches
 class Tensors:
     """Converts arrays to tensors. For a GPU, tensors are pinned and copied on a separate stream.
 
-    With each batch comes a function that the loader calls when it returns the batch. The function makes the current
+    Each batch has a function that the loader calls when it returns the batch. The function makes the current
     stream wait for the copy, and prevents the memory from being reused before the current stream has finished using it.
     """
 

@@ -42,7 +42,7 @@ READ = 1 << 20
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter for episodes. An episode must have all values in each bit set; 0 and None do not filter."""
+    """A filter for episodes. An episode passes only if it has all values in each bit set; 0 and None do not filter."""
 
     roles: int = 0
     rules: int = 0
@@ -80,7 +80,7 @@ class SearchHits(NamedTuple):
 
 
 class SplitIndex:
-    """The index of one split, which may still be under construction."""
+    """The index of one split, which may still be incomplete."""
 
     def __init__(self, count: int) -> None:
         self.count = count

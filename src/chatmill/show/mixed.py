@@ -115,7 +115,7 @@ def open_mixed(folder: Path, names: Sequence[str] | None = None, *, token_dtype:
     )
     first = sources[0]
     for other in sources[1:]:
-        # Control tokens that were added to the same tokenizer may have different ids.
+        # Sources with the same tokenizer may have given different ids to the control tokens that they added.
         if tokenizer_metadata(other.dataset)[:3] != tokenizer_metadata(first.dataset)[:3]:
             raise DataError(
                 f"{folder}: {one_line(other.name)} and {one_line(first.name)} have different tokens; "

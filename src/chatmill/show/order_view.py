@@ -106,7 +106,7 @@ def audit_logs(places: Sequence[Path]) -> list[Path]:
 
 
 def timeline(log: Path) -> list[dict[str, Any]]:
-    """Return all lines of a log in order; `abandoned` marks lines after the step from which a run was resumed."""
+    """Return all lines of a log in order; `abandoned` marks lines that were discarded when a run was resumed."""
     lines: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for number, line in enumerate(read_log(log), 1):

@@ -1,8 +1,8 @@
 """Compare two datasets by matching conversations by content, regardless of order, shards and packing.
 
 Each conversation has two hashes: one of its ids, and one of its weights and targets. To save memory, at most 34 bytes
-are kept per conversation, and keys are compared in 16 parts. A key that occurs several times is matched as often as it
-occurs in both datasets, most similar conversations first:
+are kept per conversation, and keys are compared in 16 passes, each over one part of the key space. A key that occurs
+several times is matched as often as it occurs in both datasets, most similar conversations first:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*

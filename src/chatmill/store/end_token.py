@@ -97,7 +97,7 @@ class _Named(NamedTuple):
 def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | None:
     """Return the id of the end token in JSON values, or None if they contain no end token.
 
-    `vocabularies` are more JSON values, in which the ids of token texts are looked up.
+    `vocabularies` are additional JSON values, in which the ids of token texts are looked up.
 
     >>> from chatmill.store.end_token import end_token
     >>> end_token([{"eos_token": "</s>", "special_tokens": {"<s>": 1, "</s>": 2}}])

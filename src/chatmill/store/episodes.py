@@ -225,7 +225,9 @@ class Episodes:
                 file.check()
 
     def drop_evicted(self) -> None:
-        """Unmap a remote dataset's files if the cache evicted one, because mapped files still take disk space."""
+        """Unmap a remote dataset's files if the cache evicted one, because evicted files take disk space while they are
+        mapped.
+        """
         if (eviction := self.stored.last_eviction()) != self._eviction:
             self._eviction = eviction
             if any(file.is_removed() for files in self._mapped.values() for file in files):

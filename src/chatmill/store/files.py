@@ -194,8 +194,8 @@ def sync_tree(folder: Path) -> None:
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
     """Raise `DataError` if a file must not be replaced or its parent folder is missing; call this before any work.
 
-    Regardless of `overwrite`, the path must not be a file that the command `reads` or be inside a folder that it reads,
-    and links and devices are never replaced.
+    Even with `overwrite`, links and devices are never replaced, and the path must not be, or be inside, one of the
+    files and folders that the command `reads`.
     """
     if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")

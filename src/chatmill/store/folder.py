@@ -43,7 +43,7 @@ class Stamp(NamedTuple):
 
 
 class OpenFolder:
-    """A folder that is kept open by a file descriptor; methods take the usual paths of its files."""
+    """A folder that is kept open by a file descriptor; the paths passed to its methods start with the folder's path."""
 
     def __init__(self, path: Path, absolute: Path | None = None) -> None:
         """`absolute` is the absolute path of the folder, which is still valid if the working directory changes."""

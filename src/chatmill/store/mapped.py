@@ -76,8 +76,8 @@ _regions: dict[int, _Region] = {}
 
 
 class MappedFile:
-    """The mapped bytes of the file that is open as `fd`; `np.asarray` does not copy them. `fd` may be closed
-    afterwards.
+    """The mapped bytes of the file that is open as `fd`; `np.asarray` does not copy them. The caller may close `fd`
+    once the file is mapped.
 
     `absolute` is the file's absolute path, which is still valid if the working directory changes.
     """

@@ -308,7 +308,7 @@ def building(
     """Yield a locked folder next to `target` to build in; publish it when the block ends, or remove it on failure.
 
     Leftovers of a killed process are removed first. `source` is the dataset that the block reads; `source` and `target`
-    must not overlap. `reads` are all other files that the block reads.
+    must not overlap. `reads` are the files, other than `source`, that the block reads.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):

@@ -27,9 +27,9 @@ from chatmill.store.metadata import Metadata, listed_files, parse_metadata
 
 T = TypeVar("T")
 OBJECTS = "objects"
-"""The folder that contains the objects that are named by hash."""
+"""The folder of the objects that are named by hash."""
 STAGING = "staging"
-"""The folder that contains the staged objects of distributed builds: staging/BUILD/…"""
+"""The folder of the staged objects of distributed builds: staging/BUILD/…"""
 ATTEMPTS = 10
 """Maximum number of attempts to read an object or cached file that is replaced or evicted during the read."""
 

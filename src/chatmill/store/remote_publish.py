@@ -75,8 +75,8 @@ def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
 
 
 def _check_others(url: Url) -> None:
-    """Raise `DataError` if the URL contains objects that chatmill did not write. A store that denies listing is
-    accepted.
+    """Raise `DataError` if the URL contains objects that chatmill did not write. If the store denies listing, the check
+    is skipped.
     """
     try:
         others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
