@@ -1,4 +1,4 @@
-"""A model disk that records every operation and can recreate the possible states after a power loss at each one.
+"""A simulated disk that records every operation and can recreate the possible states after a power loss at any of them.
 
 The model assumes that written bytes are durable only after the file is synced; before that, any suffix of the unsynced
 bytes may be lost. A directory entry (created, renamed or removed) is durable only after its directory is synced; before
@@ -141,8 +141,8 @@ class Model:
 
 
 def outcomes(seed: int) -> dict[str, Callable[[int], int]]:
-    """Return the loss patterns: unsynced changes are all lost, all kept (as after a killed process), or kept at
-    random.
+    """Return the loss patterns: all unsynced changes are lost, all are kept (as when only the process dies), or a
+    random number of them is kept.
     """
     rng = random.Random(seed)
     return {

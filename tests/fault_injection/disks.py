@@ -32,8 +32,8 @@ OPERATIONS = (
 
 
 class KilledAt(Disk):
-    """Kills the process instead of performing operation number `at`; a write is performed by half. With `at=0`, the
-    disk only counts operations.
+    """Kills the process instead of performing operation number `at`; if it is a write, half of the data is written
+    first. With `at=0`, the disk only counts operations.
     """
 
     def __init__(self, at: int = 0) -> None:
@@ -71,7 +71,9 @@ for _name in OPERATIONS:
 
 
 class HeldAt(KilledAt):
-    """Pauses at one operation, reports that it has reached it, and continues when told to."""
+    """Pauses before operation number `at`: writes a byte to the pipe `tell`, and continues after reading one from
+    `wait`.
+    """
 
     def __init__(self, at: int, tell: int, wait: int) -> None:
         super().__init__(at)

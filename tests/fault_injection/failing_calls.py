@@ -75,7 +75,7 @@ class Failure:
 
 
 def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
-    """Return failures for every counted call: all failure modes of its kind if `each` is true, otherwise one, chosen in
+    """Return failures for every counted call: with `each`, all failure modes of its kind, and otherwise one of them in
     rotation.
     """
     failures = []
@@ -89,7 +89,7 @@ def ways(counts: dict[str, int], *, each: bool) -> list[Failure]:
 
 @contextmanager
 def armed(root: Path, failure: Failure | None = None) -> Iterator[None]:
-    """Count calls on paths below `root`, in this process and in forked processes, and make one of them fail."""
+    """Count calls on paths below `root`, in this process and in forked processes; with `failure`, make calls fail."""
     kind, at, error = (KINDS.index(failure.kind), failure.at, failure.error) if failure else (-1, 0, 0)
     if _shim().faults_arm(os.fsencode(root), kind, at, error, int(bool(failure and failure.forever))):
         raise MemoryError("the shim could not allocate shared memory")

@@ -114,7 +114,7 @@ def renamed_early() -> None:
 
 
 def metadata_first() -> None:
-    """Write the metadata before the other files that must precede it."""
+    """Write the metadata before other files, although it must be written last."""
     create = metadata.create
     held: list[tuple[Path, bytes]] = []
 
@@ -166,7 +166,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def everything_is_replaced() -> None:
-    """Remove a replaced folder with all its files if it only contains a file with the metadata's name."""
+    """Remove a replaced folder with all its files, even unlisted ones, if it contains a file with the metadata's
+    name.
+    """
 
     def marker_alone(folder: Path, target: Path, kind: Any) -> None:
         assert (folder / kind.marker).is_file()
@@ -397,7 +399,7 @@ def checkpoint_hash_not_checked() -> None:
 
 
 def chain_not_checked() -> None:
-    """Accept every hash of a previous line in an audit log."""
+    """Accept any value as the hash of the previous line in an audit log."""
     from chatmill.audit import verify as audit_check
     from chatmill.audit.log import START, LogLine, TornLine
 
@@ -447,7 +449,7 @@ def _no_report() -> None:
 
 
 def remote_metadata_first() -> None:
-    """Upload the other objects after the metadata, although the metadata must be last."""
+    """Upload other objects after the metadata, although the metadata must be last."""
     from chatmill.store import remote_publish
 
     def swapped(folder: Path, target: Any, uploads: Any) -> None:

@@ -160,9 +160,7 @@ def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
-    """Return `work` with a limit on the memory that its process may allocate in addition; memory-mapped files do not
-    count.
-    """
+    """Return `work` with a limit of `room` bytes on the memory that it allocates, not counting memory-mapped files."""
 
     def within() -> Any:
         status = Path("/proc/self/status").read_text()
@@ -174,7 +172,7 @@ def limited(work: Callable[[], Any], room: int) -> Callable[[], Any]:
 
 
 def load_torch() -> None:
-    """Import torch before forking, so that children that train do not each import it; do not compute with it."""
+    """Import torch before forking, so that not every child that trains has to import it, but do not compute with it."""
     import torch
     import torch._dynamo
 

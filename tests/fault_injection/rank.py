@@ -1,7 +1,7 @@
 """One rank of a training run, started by torchrun: `rank.py DATA FOLDER NAME KILL_AT VICTIM LATER`.
 
-Rank VICTIM kills itself LATER seconds after step KILL_AT, unless the run was interrupted before; with step 0, no rank
-is killed.
+Rank VICTIM kills itself LATER seconds after step KILL_AT, but only the first time, not after a restart. If KILL_AT is
+0, no rank is killed.
 """
 
 from __future__ import annotations

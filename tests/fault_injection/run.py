@@ -174,7 +174,7 @@ def _named(name: str, words: Sequence[str]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="run small sizes, which takes less than two minutes")
+    parser.add_argument("--short", action="store_true", help="use small sizes, for a run of about two minutes")
     parser.add_argument(
         "--only", action="append", default=[], metavar="WORD", help="run only trials whose name contains this word"
     )
@@ -188,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = sys.stdout
     if args.json:
-        # Keep other output, also from child processes, out of the JSON on standard output.
+        # Send all other output, including that of child processes, to standard error, so that standard output is only
+        # JSON.
         out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

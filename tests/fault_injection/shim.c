@@ -295,7 +295,7 @@ int unlinkat(int folder, const char *path, int flags) {
 
 int close(int fd) {
     REAL(int, close, int);
-    /* Close the file and report an error of an earlier write, as network file systems do. */
+    /* Close the file, but report an error, as network file systems do for an earlier write. */
     int failing = fd_fails(CLOSE, fd), result = real(fd);
     if (failing) FAIL(-1);
     return result;

@@ -38,7 +38,7 @@ def saved(folder: Path) -> Any:
 
 
 def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: None) -> None:
-    """Read batches from the saved state on, forever or up to a step; call `ready` before the first batch."""
+    """Read batches from the saved state, up to step `steps` or forever; call `ready` before the first batch."""
     from chatmill.audit import Audit
     from chatmill.load.loader import EpisodeLoader
 
@@ -63,7 +63,7 @@ def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
     child = begin(lambda: loop(folder, None, lambda: os.close(send_ready)))
     os.close(send_ready)
     if drawing:
-        # Nothing is ever written to this pipe: reading ends when the other side closes it or dies.
+        # Nothing is written to this pipe: reading ends when the child closes it before its first batch, or ends.
         os.read(ready_end, 1)
     time.sleep(seconds)
     os.close(ready_end)
@@ -81,7 +81,7 @@ def look(folder: Path, tally: Tally) -> bool:
         if not any(isinstance(line, LogLine) for line in found):
             log.unlink()
             continue
-        # A log that was started before any state was saved is abandoned with the process that started it.
+        # If a process is killed before it saves a state, no later process continues its log.
         mine = state is not None and state["audit"]["log"] == log.name
         heads = {"the saved state": state["audit"]["head"]} if mine else {}
         checked = verify_log(log, folder / "mix", heads=heads)

@@ -35,7 +35,7 @@ def contents(seed: int) -> dict[str, bytes]:
 def read_all(stored: dict[str, bytes], seed: float, rounds: int) -> str:
     """Fetch every object `rounds` times; return a description of the first wrong object, or an empty string."""
     rng = random.Random(seed)
-    # Downloads are slow and in small pieces, so that most kills hit a download.
+    # Make downloads slow, in small pieces, so that most kills hit a download.
     download.RANGE_BYTES = 4_000
     read = download.read
 
@@ -82,8 +82,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "kill at random moments, cache",
-    "Kills processes that fetch objects through one cache that is too small for all of them. Every read must return "
-    "the right bytes, the other processes must continue, and the cache must stay within its size limit",
+    "Kills processes that fetch objects through a shared cache, which is too small for all objects. Every read must "
+    "return the right bytes, the other processes must continue, and the cache must stay within its size limit",
     work,
     full=100,
     short=6,

@@ -1,4 +1,4 @@
-"""Change input files between planning and reading, while a build reads them, or before an interrupted build is resumed.
+"""Change input files after a build has planned its units, while it reads them, or before it is resumed.
 
 Changes keep the size and time of a file where possible, like `cp -p` or a restored backup.
 """
@@ -105,7 +105,7 @@ HARMLESS = (touched, copied)
 
 
 class InterruptedBuild(KeyboardInterrupt):
-    """Interrupt the build as Ctrl-C does."""
+    """Interrupts a build as Ctrl-C does."""
 
 
 def after(units: int, change: Callable[[], None]) -> Callable[[pipeline.BuildProgress], None]:
@@ -126,7 +126,7 @@ def stop() -> None:
 
 
 def once(place: Path, change: Change, moment: str, rng: random.Random) -> str:
-    """Build while the change is made; return the dataset's hash."""
+    """Build a dataset and change an input file at the given moment; return the dataset's hash."""
     paths = sorted(place.glob("in/*"))
     path, target = rng.choice(paths), place / "x"
     job = Job((InputSource((str(place / "in" / "*"),)),), on_error=rng.choice(["stop", "skip"]))
@@ -154,7 +154,7 @@ def once(place: Path, change: Change, moment: str, rng: random.Random) -> str:
         if moment == "resumed":
             change(path, rng)
             changing = after(-1, stop)
-        # A build that finished before the interruption is started over.
+        # If the build finished before it could be interrupted, start it over.
         resumed = {"resume": True, "overwrite": True, "on_progress": changing}
         return build(job, target, unit_bytes=UNIT_BYTES, **resumed).sha256
     undoing = after(rng.randrange(5, 9), restore) if moment == "undone" else (lambda progress: None)

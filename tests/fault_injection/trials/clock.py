@@ -40,7 +40,7 @@ def jump_by(offset: Callable[[], float]) -> None:
 
 
 def some_clock(rng: random.Random) -> Callable[[], float]:
-    """Return a clock offset: far back, far ahead, or different on every read."""
+    """Return a function that gives the clock's offset: far back, far ahead, or different on every call."""
     now, years = time.time(), rng.choice([-45, -1, 3, 200])
     jumping = random.Random(rng.random())
     return rng.choice([lambda: years * YEAR, lambda: -now + 86400, lambda: jumping.uniform(-40, 40) * YEAR])
@@ -80,7 +80,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
         if number % 2:
             point = rng.randrange(20, 60)
             assert at_another_time(lambda go=go, point=point: go(kill=point), rng).killed
-            # Files left by a killed build get times as wrong as the clock.
+            # Give the files of the killed build random times, as a wrong clock would.
             scatter_times(target.parent / ".x.building.units", rng)
         ended = at_another_time(lambda go=go: go(resume=True), rng)
         if target.exists():
@@ -109,7 +109,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     def came_to(name: str) -> dict[str, str]:
         for log in (folder / f"logs-{name}").glob("*.log"):
-            # A log that was started before any state was saved may contain no line.
+            # A run that was killed before it saved a state may leave an empty or abandoned log.
             if log.stat().st_size and len(list((folder / f"logs-{name}").glob("*.log"))) == 1:
                 checked = verify_log(log, data)
                 assert checked.fault is None, checked.fault

@@ -24,7 +24,9 @@ WAYS = {
 
 
 class Known(dict[tuple[tuple[str, bytes], ...], str]):
-    """Return the hash of a valid dataset, or its faults; datasets with the same bytes are checked once."""
+    """Hashes of valid datasets and faults of invalid ones, by their bytes, so that equal datasets are checked only
+    once.
+    """
 
     def of(self, path: Path) -> str:
         key = tuple(contents(path).items())
@@ -35,7 +37,9 @@ class Known(dict[tuple[tuple[str, bytes], ...], str]):
 
 
 def crashes(at: Path, model: Model, recorder: Recorder) -> Iterator[tuple[int, str]]:
-    """Write the states that a crash after each step can leave to the folder `at`; yield the step and the loss."""
+    """Recreate every state that a crash after each step can leave, in the folder `at`; yield the step and the loss
+    pattern.
+    """
     for number in range(len(recorder.steps) + 1):
         if number:
             recorder.steps[number - 1](model)

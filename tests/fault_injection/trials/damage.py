@@ -48,7 +48,7 @@ def in_full(dataset: Path) -> str:
 
 
 def judge(tally: Tally, line: str, what: str) -> None:
-    """Count the damage as found if an error message was printed."""
+    """Count the damage as found if `line` is a one-line error message."""
     if not line:
         tally.is_wrong(f"{what}: not detected")
     else:
@@ -73,7 +73,7 @@ def flips(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def cuts(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Truncate each file at `size` lengths, and extend it once by a byte."""
+    """Truncate each file at up to `size` lengths, and extend it once by a byte."""
     rng, dataset = random.Random(seed), made(folder, seed)
     for path in files_of(dataset):
         whole = path.read_bytes()
@@ -121,7 +121,7 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def missing(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Remove each file, shard and split once, or replace it by a link, a folder or an empty file."""
+    """Remove each file, shard and split, and also replace it with a folder, a dangling link and an empty file."""
     dataset, aside = made(folder, seed), folder / "aside"
     stand_ins: dict[str, Callable[[Path], object]] = {
         "missing": lambda path: None,
@@ -145,7 +145,7 @@ def missing(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Replace a file by one from another build, of the same size if possible."""
+    """Replace a file with one from another build, of the same size if possible."""
     rng = random.Random(seed)
     dataset = made(folder, seed, alike=True)
     (folder / "other").mkdir()
@@ -198,8 +198,8 @@ STALE = Trial(
 )
 MISSING = Trial(
     "missing files",
-    "Removes each file, shard and split, or replaces it with a folder or a dangling link. Opening the dataset must "
-    "fail",
+    "Removes each file, shard and split, or replaces it with a folder, a dangling link or an empty file. Opening the "
+    "dataset must fail",
     missing,
     full=4,
     short=1,

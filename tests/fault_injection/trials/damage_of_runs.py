@@ -37,7 +37,7 @@ def checkpoints(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Flip a bit of the log, swap two lines or remove one."""
+    """Flip a bit of an audit log, swap two of its lines, or remove a line."""
     from audit_fixtures import make_dataset, run
 
     from chatmill.audit import verify_log
@@ -47,7 +47,7 @@ def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     (log,) = (folder / "logs").glob("*.log")
     head = states[30]["audit"]["head"]
     whole = log.read_bytes()
-    # Lines after the head may be missing, because a killed run has not written them.
+    # Change only lines before the last checkpoint, because only these are protected by the saved head.
     anchored = whole[: whole.rindex(b"action=checkpoint")]
     for number in range(size):
         lines_of_log, what = anchored.split(b"\n"), f"a bit flipped in the log, {number}"
@@ -137,8 +137,8 @@ CHECKPOINTS = Trial(
 )
 AUDIT_LOGS = Trial(
     "changed audit logs",
-    "Flips one bit, swaps two lines or removes one. The hash chain, the saved head or the dataset must reveal the "
-    "change",
+    "Flips one bit of an audit log, swaps two lines, or removes a line. The hash chain, the saved head or the dataset "
+    "must reveal the change",
     audit_logs,
     full=200,
     short=24,

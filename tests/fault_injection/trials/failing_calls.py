@@ -38,11 +38,11 @@ CPU_SECONDS = 60.0
 FEW = 20
 """Up to this size, only some of the cases are tried."""
 ALL = 1_000_000
-"""From this size on, every call fails in every possible way instead of in one."""
+"""From this size, every call fails in each of its possible ways instead of only in one."""
 
 
 def exit_code(*args: str) -> Any:
-    """Run `chatmill` with these arguments in this process."""
+    """Run `chatmill` with these arguments in this process; return its exit code."""
     argv, sys.argv = sys.argv, ["chatmill", *args]
     try:
         main()
@@ -54,7 +54,7 @@ def exit_code(*args: str) -> Any:
 
 
 def command(place: Path, *args: str) -> Callable[[], Any]:
-    """Run `chatmill` with these arguments; return its exit code and its standard error."""
+    """Return a function that runs `chatmill` in the folder `place` and returns its exit code and standard error."""
 
     def run() -> Any:
         os.chdir(place)
@@ -91,7 +91,7 @@ def one_line(ended: Ended) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, the folder that it starts with, and the check of that folder after a failure."""
+    """A command, the contents of the folder in which it runs, and checks of that folder afterwards."""
 
     name: str
     place: Path
@@ -127,7 +127,7 @@ class Case:
         where = f"{self.name}, {failure} ({path.removeprefix(str(self.place) + '/')})"
         worked = ended.value is not None and ended.value["code"] == 0
         if not times and worked:
-            # Two processes do not distribute their work in the same way each time.
+            # Two workers share the work differently each time, so the call may not be reached.
             tally.notes["calls that were not reached"] += 1
             return
         if not worked and not one_line(ended):
@@ -157,7 +157,9 @@ class Case:
 
 
 def sweep(cases: Sequence[Case], size: int, seed: int, tally: Tally, kinds: Sequence[str] = KINDS) -> None:
-    """Try the cases with every failure of these kinds of calls, or with `size` of them in rotation over the kinds."""
+    """Try the cases with all failures of these kinds of calls, or only with `size` failures, which alternate between
+    the kinds.
+    """
     failures: dict[str, list[tuple[Case, Failure, Any]]] = {kind: [] for kind in kinds}
     for case in cases:
         counts, right = case.undisturbed()
@@ -202,7 +204,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
         files.disk = KilledAt(24)
         return command(place, *args, "1")()
 
-    # Import here, so that forked processes do not have to.
+    # Import modules before forking, so that forked processes do not have to.
     with redirect_stdout(io.StringIO()):
         assert exit_code("prepare", str(plain / "in/0.jsonl"), "-o", str(folder / "first"), "--workers", "1") == 0
     with_old = started_with("old", command(place, *old_args))
@@ -294,8 +296,8 @@ def runs(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[st
 
 
 def came_to(place: Path) -> Any:
-    """Return the weights and optimizer state of the last checkpoint and the losses of all steps; raise if the audit log
-    does not verify.
+    """Return the weights and optimizer state of the last checkpoint, and the losses of all steps; raise an error if the
+    audit log does not verify.
     """
     from chatmill.audit import verify_log
     from chatmill.train.checkpoint import list_checkpoints

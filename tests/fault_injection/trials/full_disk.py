@@ -1,5 +1,5 @@
-"""Fill the disk: the command must print a one-line error and publish nothing, and with more space it must resume to the
-same bytes.
+"""Run commands on a disk that becomes full: they must print a one-line error and publish nothing, and with more space
+they must resume to the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def room_left(place: Path, room: Room | None, free: int, work: Callable[[], Any]
 
     if room is not None:
         held = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-        # A file system has at least one page.
+        # The size of a file system is a multiple of a page, and at least one page.
         room.resize(max(4096, held + free) & ~4095)
     ended = apart(limited)
     if room is not None:

@@ -1,8 +1,8 @@
 """Checkpoints changed on purpose, with matching hashes: a run must resume to the same result or refuse with a one-line
 error.
 
-Every value of checkpoint.json is replaced by values of other types, and its hash is recomputed. The trial also adds
-unlisted files, replaces listed files by links, FIFOs and folders, and moves the cursor.
+Every value of checkpoint.json is replaced with values of other types, and the hash in the file is recomputed. The trial
+also adds unlisted files, replaces listed files with links, FIFOs and folders, and moves the cursors.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def put(body: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
 
 
 def wrong_values(state: dict[str, Any], rng: random.Random) -> Iterator[Attack]:
-    """Yield every value of a checkpoint with a replacement of another type."""
+    """Yield attacks that each replace one value of checkpoint.json with a wrong value."""
     body = {name: value for name, value in state.items() if name != "sha256"}
     for place in places(body):
         for value in rng.sample(VALUES, 4):
@@ -72,7 +72,9 @@ def wrong_values(state: dict[str, Any], rng: random.Random) -> Iterator[Attack]:
 
 
 def moved_cursors() -> Iterator[Attack]:
-    """Move the cursors of the loader, the log and the run consistently, so that only the log on disk disagrees."""
+    """Yield attacks that move the cursors of the loader, log and run consistently, so that only the audit log on disk
+    differs.
+    """
 
     def move(name: str, change: Callable[[int], int]) -> Callable[[dict[str, Any]], None]:
         def edit(body: dict[str, Any]) -> None:
@@ -150,7 +152,7 @@ def _exchange(path: Path, make: Callable[[Path], object]) -> None:
 
 
 class Runs:
-    """A run that can be resumed many times, each time in a copy."""
+    """A run that is copied and resumed for each attempt."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         from train_fixtures import prepare

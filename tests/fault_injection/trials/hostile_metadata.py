@@ -67,7 +67,7 @@ def lie(data: dict[str, Any], rng: random.Random) -> str:
 
 
 def read_all(dataset: Path) -> dict[str, tuple[bytes, ...]]:
-    """Return all data of every split's rows; file names occur only in the metadata."""
+    """Return all data of every split's rows, except file names, which occur only in the metadata."""
     opened = open_dataset(dataset)
     rows = {name: opened[name].rows(np.arange(len(opened[name]))) for name in opened.splits}
     return {name: tuple(getattr(found, field).tobytes() for field in FIELDS) for name, found in rows.items()}

@@ -1,5 +1,5 @@
-"""Datasets that are replaced, partly copied or truncated, or have many files: reading must give the right rows or a
-one-line error.
+"""Read datasets that are replaced, truncated or only partly copied, or that have many files: the result must be the
+right rows or a one-line error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCHES = 12
 
 
 def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
-    """Read all rows of a dataset; they must match its hash, unless an error reports that it was replaced."""
+    """Read all rows of an open dataset: they must be those of its hash, or reading must fail with a one-line error."""
     rows = right[dataset.sha256]
     ended = outcome(lambda: equal(dataset["train"].rows(range(len(rows))), rows))
     if ended.value is False:
@@ -44,7 +44,9 @@ def rows_judged(tally: Tally, dataset: Any, right: dict[str, Rows]) -> None:
 
 
 def exchange(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Open a dataset while another process exchanges it, and read one after it was replaced several times."""
+    """Open and read a dataset while another process exchanges it, and read an open dataset after each of three
+    replacements.
+    """
     x, y = folder / "x", folder / "y"
     right = {}
     for number, path in enumerate((x, y)):
@@ -127,7 +129,7 @@ def kind_by_kind(files: list[Path], rng: random.Random) -> list[Path]:
 
 
 def shard_by_shard(files: list[Path], rng: random.Random) -> list[Path]:
-    """Return the tokenizer files and, for some shards, the files that other programs write too."""
+    """Return the tokenizer files and, for some shards, only the files that datasets of other programs have too."""
     shards = sorted(path.parent for path in files if path.name == "tokens.bin")[: rng.randrange(1, 5)]
     state = [path for path in files if path.name == "tokenizer_state.json"]
     return state + [shard / name for shard in shards for name in PLAIN]
@@ -170,7 +172,7 @@ def partial(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Mix sources with many shards and few free file descriptors: the batches must be the same."""
+    """Mix sources of many shards with few free file descriptors: the batches must be the same as without a limit."""
     config = {**CONFIG, "batch_size": 40, "mix_sft": {f"s{number}": 1 for number in range(SOURCES)}}
     for number in range(SOURCES):
         write_rows(folder / f"mix/s{number}", {"train": talks(seed + number, size)}, shard_tokens=1)
@@ -191,8 +193,8 @@ def descriptors(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 EXCHANGED = Trial(
     "datasets replaced while read",
-    "Opens and reads a dataset while another process exchanges it continuously, and reads one that was replaced "
-    "three times. Reading must give the rows of the dataset whose hash was read, or a one-line error",
+    "Opens and reads a dataset while another process exchanges it continuously with another one, and reads an open "
+    "dataset after it was replaced. Reading must give the rows of the dataset that was opened, or a one-line error",
     exchange,
     full=3_000,
     short=60,

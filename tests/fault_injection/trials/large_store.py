@@ -28,7 +28,7 @@ SHARE = 4
 
 
 def slab(number: int) -> Rows:
-    """Return rows that can be recomputed from their number; half of each row is trained."""
+    """Return rows that can be recomputed from `number`; half of each row is trained."""
     spans = np.zeros(2 * ROWS, dtype=SPAN)
     spans["length"], spans["target"], spans["part"] = ROW // 2, OWN_ID, Part.CONTENT
     spans["role"] = np.tile([Role.USER, Role.ASSISTANT], ROWS)

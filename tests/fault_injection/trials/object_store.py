@@ -27,16 +27,16 @@ from fault_injection.trial import Tally, Trial
 
 URL = Url("memory://bucket/x")
 ANY_AGE = -3600.0
-"""An `--older-than` value that keeps no object because of its age."""
+"""An `--older-than` value for which every object is old enough to be removed."""
 
 
 class KilledError(BaseException):
-    """Simulates the end of the process."""
+    """Simulates a kill of the process."""
 
 
 @dataclass
 class Writes:
-    """Records all writes to the store in order: uploads when they complete, other writes when they begin."""
+    """Records all writes to the store in order, uploads at their end and other writes at their start."""
 
     stop: int = 1 << 60
     """Number of the write at which the build stops."""
@@ -47,7 +47,7 @@ class Writes:
 
 @contextmanager
 def watched(writes: Writes) -> Iterator[None]:
-    """Report every write of the `with` block to `writes`, which may stop it."""
+    """Record every write in the `with` block in `writes`, and raise KilledError at write number `writes.stop`."""
     upload, write, lock = objects.upload, objects.write, threading.Lock()
 
     def note(url: Url, data: bytes) -> None:
@@ -86,7 +86,7 @@ def stored() -> dict[str, bytes]:
 
 
 def store(files: dict[str, bytes]) -> None:
-    """Replace the content of the store by these objects."""
+    """Replace the content of the store with these objects."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     MemoryFileSystem.store.clear()
@@ -104,7 +104,7 @@ def state() -> str:
 
 
 def jobs_in(folder: Path, size: int, seed: int) -> tuple[Job, Job]:
-    """Return two builds, and set the cache and temporary folders of this process."""
+    """Return two different jobs, and set the cache and temporary folders of this process."""
     os.environ["CHATMILL_CACHE_DIR"] = str(folder / "cache")
     tempfile.tempdir = str(folder)
     objects.FIRST_DELAY = 0.001
@@ -132,7 +132,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def played_back(writes: Writes, before: dict[str, bytes], allowed: set[str], new: str, way: str, tally: Tally) -> None:
-    """Check the state after every prefix of the writes: the old or the new dataset, also after `clean`."""
+    """Check the dataset after each of the writes: it must be the old one until the last write, even after `clean`."""
     for count in range(len(writes.made) + 1):
         where = f"{way}, after {count} of {len(writes.made)} writes"
         store(before | {f"/{address.partition('://')[2]}": data for address, data in writes.made[:count]})
@@ -169,7 +169,9 @@ def resumed(
 
 
 def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally, folder: Path) -> None:
-    """Publish from another machine during a build: one build must win, and the other must be refused."""
+    """Publish another build, as if from another machine, just before a build publishes: one must win, the other must be
+    refused.
+    """
     winner = ""
 
     def elsewhere() -> None:
@@ -199,10 +201,10 @@ def raced(before: dict[str, bytes], job: Job, other: Job, way: str, tally: Tally
 
 TRIAL = Trial(
     "kill at every write, object store",
-    "Replays a build to an object store, new and over an old dataset, up to each of its writes; kills it before each "
-    "write and resumes it; runs `clean` in between; and runs another build at the same time. The target must be "
-    "absent or the complete old or new dataset, and of two builds one must be published and the other refused with a "
-    "one-line error",
+    "Replays a build to an object store, new and over an old dataset, up to each of its writes, and then runs "
+    "`clean`. Also kills the build before each write and resumes it, and runs another build at the same time. The "
+    "target must be absent, or the complete old or new dataset; of two builds, one must be published and the other "
+    "refused with a one-line error",
     work,
     full=60,
     short=12,

@@ -1,4 +1,6 @@
-"""Commands with control characters in names, whose standard output is a closed pipe, a full disk or closed."""
+"""Run commands on names with control characters, with a standard output that is a closed pipe, a full disk, or
+closed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def name_from(rng: random.Random, *, path: bool = True) -> str:
 
 
 def run(argv: list[str], sink: str, folder: Path) -> dict[str, Any]:
-    """Run a command in this process, which exits afterwards; record its exit code and output."""
+    """Run a command in this process, whose streams cannot be used afterwards; return its exit code and output."""
     streams = {number: os.open(folder / str(number), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600) for number in (1, 2)}
     os.dup2(streams[2], 2)
     if sink == "pipe":
@@ -67,7 +69,7 @@ def run(argv: list[str], sink: str, folder: Path) -> dict[str, Any]:
 
 
 def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
-    """Return a command with hostile names, and whether it succeeds if its output can be written."""
+    """Return a command with hostile names, and whether it should succeed if its output can be written."""
     name = name_from(rng)
     good, renamed = folder / "data", folder / f"set {name}"
     if not renamed.exists():
@@ -77,7 +79,7 @@ def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
     turns = [{"role": "user", "content": inside}, {"role": "assistant", "content": inside}]
     fine = rng.random() < 0.3
     record: dict[str, Any] = {"messages": turns, "id": inside}
-    # Unknown keys do not make a record invalid.
+    # A record with unknown keys is still valid.
     record = rng.choice([
         record,
         {**record, inside: 1},
@@ -109,7 +111,7 @@ def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
 
 
 def judge(argv: list[str], sink: str, succeeds: bool, ran: Ran) -> str:
-    """Return what is wrong with the end of a command, or an empty string."""
+    """Return what is wrong with the exit code and output of a command, or an empty string."""
     acting = {ch for ch in ran.out + ran.err if not ch.isprintable()} - {"\n", "\t", "\u200c", "\u200d", "\xa0"}
     lines = ran.err.splitlines()
     if acting:

@@ -85,7 +85,7 @@ MARKERS = ("{}", "[]", "", "null", '{"schema": "chatmill-episodes"}', "not json"
 
 
 class AppearsAt(files.Disk):
-    """Calls `put` just before or after the first operation of one kind on the disk."""
+    """Calls `put` once, just before or after the first disk operation with the given name."""
 
     def __init__(self, name: str, put: Callable[[], object], *, after: bool) -> None:
         operation = getattr(files.Disk, name)
@@ -120,7 +120,7 @@ def no_exchange(yes: bool) -> Iterator[None]:
 
 
 def everything(folder: Path) -> dict[str, str]:
-    """Return everything under a folder, including links and pipes, by inode."""
+    """Return the paths of everything below a folder, including links and pipes, by inode."""
     return {
         f"{status.st_dev}:{status.st_ino}": path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -184,7 +184,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(min(size, len(chosen) * 4)):
         thing, operation = chosen[number % len(chosen)], rng.choice(operations)
         if thing == "a link instead of a listed file" and operation == "remove":
-            # A file that takes the name of a listed file during its removal cannot be distinguished from it.
+            # A link that takes the place of a listed file while it is removed cannot be distinguished from the file.
             continue
         survives_a_race(rounds, thing, operation, tally, after=rng.random() < 0.5, exchange=number % 3 != 2)
     for number in range(min(size, len(chosen))):
@@ -220,7 +220,7 @@ def refuses_what_is_no_dataset(rounds: Rounds, marker: str, tally: Tally) -> Non
 
 
 def survives_a_race(rounds: Rounds, thing: str, operation: str, tally: Tally, *, after: bool, exchange: bool) -> None:
-    """Add a file to the old dataset in the middle of publishing."""
+    """Add a file to the old dataset while a new one is published in its place."""
     target = rounds.place()
     old, made = inode(target), list[str]()
 
@@ -250,7 +250,7 @@ def survives_a_race(rounds: Rounds, thing: str, operation: str, tally: Tally, *,
 
 
 def survives_a_kill(rounds: Rounds, thing: str, rng: random.Random, tally: Tally, *, exchange: bool) -> None:
-    """Kill publishing, add a file to the leftovers, and let the next build clean up."""
+    """Kill a build while it publishes, add a file to its leftovers, and let the next build clean up."""
     target = rounds.place()
     staging = staging_for(target)
 
@@ -264,7 +264,7 @@ def survives_a_kill(rounds: Rounds, thing: str, rng: random.Random, tally: Tally
         ended = apart(lambda: killed(rng.randrange(1, 60)))
         aside = [path for path in target.parent.iterdir() if path.name.startswith(".x.") and path.is_dir()]
         if aside and thing == "an unlisted shard" and not (aside[0] / METADATA).is_file():
-            # This file cannot be distinguished from files that the build itself was writing.
+            # An unlisted shard cannot be distinguished from shards that the killed build was writing.
             thing = "notes"
         made = inode(THINGS[thing](aside[0])) if aside else ""
         with in_place(counter):

@@ -1,7 +1,7 @@
 """Kill `chatmill prepare` with SIGKILL at random moments, two builds at a time.
 
 Each build has at least 8 shards and takes at least 5 seconds; every second build replaces an older dataset. Most kills
-are spread over the whole build; one in six hits the last steps, between writing the metadata and the end. After every
+are spread over the whole build; one in six comes after the metadata is written, during the last steps. After every
 tenth kill and after the last one, the build is resumed.
 """
 
@@ -59,7 +59,7 @@ class Build:
 
 
 def calibrated(folder: Path, seconds: float) -> Build:
-    """Generate input whose build takes this many seconds, and build it."""
+    """Generate input whose build takes at least this many seconds; return the build with its measured time."""
     lines, copies = DATA.read_bytes(), 20
     while True:
         (folder / "input.jsonl").write_bytes(lines * copies)
@@ -92,7 +92,7 @@ def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
 
 def state(build: Build, old: str | None) -> str:
     """Return the state of the target: absent, old, new, or a description of the fault."""
-    # The next command would also undo a replacement that was killed between two renames.
+    # Recover, as the next command would: a replacement may have been killed between two renames.
     recover(build.target)
     if not build.target.exists():
         return "absent" if old is None else "the old dataset is gone"
@@ -115,7 +115,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build = replace(first, folder=folder / f"lane-{number_of_lane}")
         build.folder.mkdir()
         for number in range(number_of_lane, size, AT_ONCE):
-            # The speed of a shared machine varies.
+            # Adapt to the speed of the machine: if a build ended before its kill, expect shorter builds.
             build = replace(build, seconds=build.seconds * (1.005 if one(build, number) else 0.9))
 
     def one(build: Build, number: int) -> bool:
@@ -150,7 +150,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         list(pool.map(lane, range(AT_ONCE)))
     tally.notes["milliseconds per uninterrupted build"] = round(1000 * first.seconds)
     if tally.notes["builds killed before publishing"] < 0.75 * size and size >= 100:
-        # This is not a fault of chatmill, but the trial did not test what it should.
+        # This is not a bug in chatmill, but most kills came too late to test anything.
         tally.broke = "too few builds were killed before they published"
 
 

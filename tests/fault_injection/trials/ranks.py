@@ -1,4 +1,4 @@
-"""Kill one rank of a run: the other rank must report it and exit, and after a restart the run must reach the same
+"""Kill one of two ranks: the other must report the loss and exit, and after a restart the run must reach the same
 weights.
 """
 
@@ -33,12 +33,14 @@ LATER = 0.05
 """Maximum seconds from a step to the kill."""
 PROGRESS_SECONDS = 600
 """Seconds without a change to any file of the run after which its ranks are considered stuck."""
-# Restarted ranks use a new rendezvous store: in the agent's store they would find keys of the dead ranks.
+# Restarted ranks need a new store: the agent's store would still contain keys of the dead ranks.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def two_machines(folder: Path, args: tuple[Any, ...]) -> tuple[int, str, int]:
-    """Run one rank under each of two torchrun processes, as on two nodes; return the same result as `torchrun`."""
+    """Run one rank under each of two torchrun processes, as on two nodes; the result has the form of that of
+    `torchrun`.
+    """
     port = free_port()
     meets = [("--nnodes", "2", "--node-rank", str(node), "--master-port", port) for node in range(2)]
     with ThreadPoolExecutor() as threads:
@@ -67,7 +69,7 @@ def torchrun(
                 if (now := files_in(folder)) != before:
                     before, at = now, time.monotonic()
         finally:
-            # Kill its ranks too, even if torchrun has already ended.
+            # Kill the whole process group: ranks may still be running, even if torchrun has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() == -signal.SIGKILL:
@@ -104,7 +106,7 @@ def one_rank(first: Sequence[Callable[[], None]], args: tuple[Any, ...]) -> None
 
 
 def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
-    """Run two ranks without torchrun and kill one; return what is wrong with how the other one ends."""
+    """Run two ranks without torchrun, one of which kills itself; return what is wrong with the end of the other one."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     children, outputs = [], [folder / f"{name}-{rank}" for rank in range(2)]
     for rank, output in enumerate(outputs):
@@ -114,7 +116,7 @@ def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
     victim = args[4]
     children[victim].join()
     survivor = children[1 - victim]
-    # The rank makes no progress: it waits for an event that will not occur.
+    # Without detection of the loss, this rank would wait forever.
     survivor.join(PROGRESS_SECONDS)
     ended = survivor.exitcode
     survivor.kill()
@@ -144,8 +146,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(size):
         name, at, victim = f"run-{number}", rng.randrange(1, STEPS["max_iters"] - 1), rng.randrange(2)
         args = (data, str(folder), name, at, victim, rng.uniform(0, LATER))
-        # Either the other rank ends by itself and torchrun restarts both, or torchrun ends and is started again. On
-        # another node, torchrun does not know about the loss, so the other rank must end by itself.
+        # The other rank ends by itself without torchrun and on another node, where torchrun does not notice the loss.
+        # On the same node, torchrun restarts both ranks, or ends and is started again.
         how = ("left alone", "restarted", "ended by torchrun", "on two machines")[number % 4]
         where = f"rank {victim} killed after step {at}, {how}"
         if how == "left alone":

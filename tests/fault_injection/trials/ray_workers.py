@@ -32,14 +32,14 @@ def wait_until(condition: Callable[[], T | None], what: str, seconds: float = 60
 
 
 class Log:
-    """Records the units that workers begin and finish, as files in a folder."""
+    """A folder with a file for each unit that a worker has started or finished."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
 
     def units_by_worker(self, what: str) -> dict[int, set[int]]:
-        """Return the units of each worker."""
+        """Return the units that each worker has begun or finished, depending on `what`."""
         found: dict[int, set[int]] = {}
         for path in self.folder.glob(f"*.{what}"):
             unit, pid, _ = path.name.split(".")
@@ -47,7 +47,7 @@ class Log:
         return found
 
     def two_that_hold(self) -> dict[int, set[int]] | None:
-        """Return two workers that each finished a unit, and their current units."""
+        """Return the current units of both workers, once each has finished a unit and started another."""
         finished = self.units_by_worker("finished")
         held = {pid: units - finished.get(pid, set()) for pid, units in self.units_by_worker("began").items()}
         held = {pid: units for pid, units in held.items() if units and finished.get(pid)}
@@ -55,7 +55,9 @@ class Log:
 
 
 def logged_run(log: Path) -> Callable[..., Any]:
-    """Runs a unit and records it; the second unit of a worker waits until a worker was killed."""
+    """Return a function that runs a unit and records it; the second unit of each worker waits until a worker was
+    killed.
+    """
 
     def run(unit: Any, shared: Any) -> Any:
         (log / f"{unit.number}.{os.getpid()}.began").touch()
@@ -69,7 +71,7 @@ def logged_run(log: Path) -> Callable[..., Any]:
 
 
 def held_run(log: Path) -> Callable[..., Any]:
-    """Runs the first unit; all other units never end."""
+    """Return a function that runs only unit 0; all other units never end."""
 
     def run(unit: Any, shared: Any) -> Any:
         while unit.number:
@@ -82,7 +84,7 @@ def held_run(log: Path) -> Callable[..., Any]:
 
 
 def process_of_cluster(name: str) -> int:
-    """Return the process with this name that `ray.init` started."""
+    """Return the id of the process with this name that `ray.init` started."""
     for thread in Path("/proc/self/task").iterdir():
         for pid in (thread / "children").read_text().split():
             if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(f"/{name}".encode()):
@@ -101,7 +103,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     build(job, folder / "one")
     right = digests(folder / "one")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    # Ray prints many lines about a lost worker.
+    # Hide the output, because Ray prints many lines about a lost worker.
     heard, nothing = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)

@@ -23,7 +23,7 @@ from fault_injection.trial import Tally, Trial
 
 @contextmanager
 def locked(room: Path, fill: Callable[[], None]) -> Iterator[bool]:
-    """Fill a folder and make it read-only; return False if that is not possible."""
+    """Fill a folder and make it read-only; yield False if that is not possible."""
     with small_room(room, 64 << 20) as mounted:
         fill()
         if mounted is not None:
@@ -66,7 +66,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         try:
             return str(reweigh_dataset(room / "old", room / "other", train_on="all"))
         except OSError as error:
-            # Print the error as the command line does.
+            # Report the error as the command line does.
             raise DataError(f"{error.filename}: {error.strerror}") from None
 
     refused: dict[str, Callable[[], Any]] = {

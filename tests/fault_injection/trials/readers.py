@@ -37,7 +37,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def doubt(shape: str, data: bytes, record: Record) -> str:
-    """Return why this record cannot come from these bytes; empty if it can."""
+    """Return why this record cannot have been read from these bytes, or an empty string if it can."""
     # A transcript line that is neither a JSON string nor an object is raw text.
     is_raw = shape.startswith("transcript-") or (shape == "transcript" and data.lstrip()[:1] not in (b'"', b"{"))
     for message in record.messages:
@@ -66,7 +66,7 @@ def doubt(shape: str, data: bytes, record: Record) -> str:
     elif shape != "tool" and shape != "oasst1":
         there = {text.strip() for text in strings(value)}
         for message in record.messages:
-            # An instruction and its input form one message, and a transcript is one text.
+            # A message may join an instruction and its input, and a transcript contains all its messages in one text.
             parts = [part.strip() for part in message.content.split("\n\n")]
             if not message.tool_calls and not all(any(part in text for text in there) for part in parts):
                 return f"text that is not in the input: {message.content!r}"
@@ -106,7 +106,7 @@ def attempt(shape: str, pieces: list[bytes], tally: Tally) -> None:
         elif line is not None or number in records:
             tally.judge(survived=line is None, found=True)
         elif not piece.replace(b"<|EOS|>", b"").strip() or shape == "transcript-stream":
-            # A line with only the end-of-conversation mark gives no conversation.
+            # A line that contains only <|EOS|> is not a conversation, and broken text may change the lines of a stream.
             tally.survives()
         else:
             tally.loses(f"{shape}: neither a record nor an error: {piece[:200]}")

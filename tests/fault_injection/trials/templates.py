@@ -38,9 +38,9 @@ LISTED = [*PRYING, *FAILING, *ENDLESS, *EXHAUSTING]
 
 
 def source(number: int, rng: random.Random) -> tuple[str, bool]:
-    """Return a template, and whether it must be refused."""
+    """Return template number `number`, and whether it must be refused."""
     if number < len(LISTED):
-        # Access to internals must be refused or undefined.
+        # Access to internals may be refused or give an undefined value, so these templates need not be refused.
         return f"{GOOD}{PROMPT}\n{LISTED[number]}", number >= len(PRYING)
     kind = number % 4
     if kind == 0:
@@ -62,9 +62,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     assert made.value, made
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     os.environ["HF_TOKEN"] = TOKEN
-    # Forked processes share these values.
+    # Start the template server once, for all forked processes.
     start_server()
-    # A small run takes some of the fast attacks of each kind.
+    # In a small run, take only some of the fast attacks.
     quick = [*range(len([*PRYING, *FAILING])), *range(len(LISTED), len(LISTED) + 60)]
     chosen = list(range(size)) if size > len(LISTED) else quick[:: max(1, len(quick) // size)][:size]
     for number in chosen:
@@ -99,7 +99,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Run code as a template could if it had escaped from Jinja."""
+    """Run Python code in a template process, as a template that has escaped from Jinja could."""
     os.environ["HF_TOKEN"] = TOKEN
     sys.path.insert(0, str(Path(python_service.__file__).parent))
     is_planted = "lock_down" in channel._START

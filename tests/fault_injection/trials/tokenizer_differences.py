@@ -41,7 +41,7 @@ JOINED = ("\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\U0001f1e9\U000
 
 @cache
 def by_category() -> dict[str, list[str]]:
-    """Return the characters of each general category; large scripts are sampled."""
+    """Return the characters of each general category, but only a sample of those from U+3400."""
     categories: dict[str, list[str]] = {}
     for number in range(0x110000):
         if not 0xD800 <= number < 0xE000 and (number < 0x3400 or number % 13 == 0):
@@ -73,7 +73,9 @@ def text_of(rng: random.Random) -> str:
 
 
 def files_tried(size: int) -> list[tuple[str, bytes]]:
-    """Return a tokenizer for each split pattern, and real ones; a short trial uses only the first."""
+    """Return a tokenizer for each split pattern, and real tokenizers; a short trial uses only the first two
+    patterns.
+    """
     made = [(name, pre_tokenizer_of(pattern), None) for name, pattern in PATTERNS.items()]
     if size < 10_000:
         made = made[:2]

@@ -46,18 +46,18 @@ class Liar:
 
 
 def mutant(good: dict[str, Any], raw: bytes, rng: random.Random) -> bytes:
-    """Return a tokenizer.json with a part of another type, or with broken bytes."""
+    """Return a tokenizer.json in which a value has another type, or with broken bytes."""
     if rng.random() < 0.5:
         return broken_bytes(raw, rng)
     value = broken_value(good, rng)
     if rng.random() < 0.5:
-        # The model is the most important part, and it is deeply nested.
+        # Mutate the model more often: it is the most important part, but deeply nested.
         value = {**good, "model": broken_value(good["model"], rng)}
     return json.dumps(value).replace('"@nest@"', "[" * 50 + "]" * 50).encode()
 
 
 def attempt(path: Path) -> str:
-    """Open the tokenizer and encode; return a description of the fault, or an empty string."""
+    """Open the tokenizer and encode a text; return a description of the fault, or an empty string."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tokenizer = open_tokenizer(path)
@@ -70,7 +70,7 @@ def attempt(path: Path) -> str:
         return "text was encoded as a control token"
     try:
         peer = tokenizers.Tokenizer.from_str(path.read_text())
-    except Exception:  # the broken part is not used by chatmill
+    except Exception:  # chatmill does not use the broken part
         return ""
     peer.no_truncation()
     peer.no_padding()
@@ -103,7 +103,7 @@ def mutants(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     for first in range(0, size, AT_ONCE):
         many = [mutant(good, raw, rng) for _ in range(min(AT_ONCE, size - first))]
-        # In a separate process, because the library may abort.
+        # Use a separate process, because the library may abort.
         ended = apart(lambda many=many: some(many), cpu_seconds=300)
         if ended.value is None:
             tally.loses(f"mutants from {first} on: {ended.broke or 'killed'}")
@@ -121,7 +121,7 @@ def _difference(one: bytes, other: bytes) -> str:
 
 
 def liars(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Half of the attempts use the pipeline; the other half write directly to the store."""
+    """Use wrong vocabulary sizes, half of the time in the pipeline and half when writing directly to the store."""
     rng = random.Random(seed)
     (folder / "a.jsonl").write_bytes(lines(conversations(9, seed=seed)))
     job = job_of((str(folder / "a.jsonl"),))

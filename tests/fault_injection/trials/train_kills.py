@@ -1,7 +1,7 @@
 """Kill a training run with SIGKILL at random moments: its result must equal that of an uninterrupted run.
 
-One kill in five comes before the first step, the others shortly after one of the next steps; checkpoints are written
-slowly, so that some kills hit one.
+One kill in five comes within half a second of the start, the others shortly after one of the next steps. Checkpoints
+are written slowly, so that some kills interrupt a save.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Runs:
         train_model(config, model_name=name, out_dir=self.folder / "out", resume="auto", watch=watch, quiet=True)
 
     def killed(self, name: str, after: int, seconds: float) -> Ended:
-        """Start or resume a run, and kill it some time after a number of steps."""
+        """Start or resume a run, and kill it `seconds` seconds after it has made `after` steps."""
         steps_made, send_step = os.pipe()
         child = begin(lambda: self.train(name, lambda: os.write(send_step, b".")))
         os.close(send_step)
@@ -74,8 +74,8 @@ class Runs:
         return ended
 
     def came_to(self, name: str) -> dict[str, Any]:
-        """Return the hashes of the run's tensors and its losses; raise if the audit log does not verify with the last
-        checkpoint's head.
+        """Return the hashes of the run's tensors, and its losses; raise an error if the audit log does not verify with
+        the last checkpoint's head.
         """
         import torch
 
@@ -103,7 +103,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     assert not (undisturbed.refused or undisturbed.broke), undisturbed
     stood = 0
     for number in range(size):
-        # The kills advance few enough steps that the run does not end before the last kill.
+        # All kills together allow fewer steps than the run has, so that it does not end before the last kill.
         after, seconds = rng.randint(1, STEPS_A_KILL), rng.uniform(0, LATER)
         if number % 5 == 4:
             after, seconds = 0, rng.uniform(0, 10 * LATER)

@@ -30,7 +30,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         build(jobs[0], folder / "whole-a", unit_bytes=UNIT_BYTES)
     build(jobs[1], folder / "whole-b")
     right = [digests(folder / f"whole-{name}") for name in "ab"]
-    # Wait for the lock for a shorter time than the command does by default.
+    # Make builds wait for the lock for a shorter time than by default.
     workplace.PATIENCE = 0.1
     for number in range(size):
         target = folder / str(number) / "x"
@@ -49,7 +49,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
         one = begin(first)
         if held:
-            # The first build is paused in the middle.
+            # Wait until the first build is paused.
             os.read(reached, 1)
         two = begin(lambda target=target, over=over: build(jobs[1], target, overwrite=over).sha256)
         second = two.end() if held else None
@@ -77,8 +77,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "two concurrent builds of one target",
-    "Runs two builds of one target at once, with one paused in the middle or both in a race. The second build must "
-    "wait or be refused with a one-line error, and the target must be complete",
+    "Runs two builds of one target at once; either the first is paused in the middle, or neither is. The second build "
+    "must wait or be refused with a one-line error, and the target must be complete",
     work,
     full=100,
     short=4,

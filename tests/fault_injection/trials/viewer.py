@@ -1,5 +1,5 @@
-"""Send valid and hostile requests to a viewer at the same time, with connections that never send a request and clients
-that never read.
+"""Send valid and hostile requests to a viewer while other connections send only half a request or never read the
+response.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLOOD_SECONDS = 600.0
 MAX_CONNECTIONS = 96
 ACCEPTED_AT_ONCE = 32
 AT_ONCE = 24
-"""Number of concurrent requests, and of half-open connections next to them."""
+"""Number of concurrent requests, and of half-open connections that are open at the same time."""
 QUIET_ROUNDS = 4
 """A viewer that is idle for this multiple of its client timeout will not close more connections."""
 THREADS = 8
@@ -54,7 +54,9 @@ class Served:
         self._quiet, self._used = 0, 0.0
 
     def is_stuck(self) -> bool:
-        """Whether the viewer was idle during this many checks, between which it had time to close connections."""
+        """Whether the viewer was idle during several checks in a row, between which it had time to close
+        connections.
+        """
         before, self._used = self._used, cpu_time(self.pid)
         self._quiet = self._quiet + 1 if self._used < before + 0.05 else 0
         return self._quiet > QUIET_ROUNDS
@@ -71,7 +73,7 @@ class Served:
 
 @contextmanager
 def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tuple[int, int, Path]]:
-    """Start a viewer in a separate process; return its port, its process, and its standard error."""
+    """Start a viewer in a separate process; yield its port, its process id, and the file with its standard error."""
     errors, reading = folder / f"stderr-{client_seconds}", os.pipe()
 
     def serve() -> None:
@@ -170,8 +172,8 @@ async def half_open(port: int, data: bytes) -> socket.socket:
 
 
 async def wave(served: Served, requests: list[Hostile], rng: random.Random, tally: Tally) -> None:
-    """Keep half-open connections, send valid and hostile requests, and check that the half-open connections are
-    closed.
+    """Open connections that send only half a request, then send valid and hostile requests; the half-open connections
+    must be closed.
     """
     begun = [await half_open(served.port, HALF_OPEN[number % len(HALF_OPEN)]) for number in range(AT_ONCE)]
     begun.append(await half_open(served.port, UNREAD))
@@ -190,11 +192,9 @@ async def wave(served: Served, requests: list[Hostile], rng: random.Random, tall
 
 
 async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) -> int:
-    """Return the number of these connections that the viewer keeps after their time limit, on a machine of any
-    speed.
-    """
-    # The viewer accepted these connections before it answers this request, and checks its timers before it answers the
-    # next one; but it may still be computing for some of them.
+    """Return how many of these connections the viewer keeps after their time limit, even on a slow machine."""
+    # When the viewer answers this request, it has accepted all connections; when it answers the next one, it has
+    # checked its timers. It may still be computing responses for some of them.
     await try_good(served, "/", tally)
     while (kept := descriptors(served.pid) - served.descriptors) > 0 and not served.is_stuck():
         for connection in begun:
@@ -247,7 +247,7 @@ async def soak(served: Served, size: int, rng: random.Random, tally: Tally) -> N
     requests = rng.sample(known, size) if size < len(known) else known
     requests += [mutated(get(rng.choice(GOOD)), rng) for _ in range(max(size // 4, size - len(known)))]
     rng.shuffle(requests)
-    # Threads and caches that are created once are created by the first wave.
+    # The first wave creates the threads and caches that are created only once, so measure memory after it.
     first, step = AT_ONCE * 2, AT_ONCE * 20
     await wave(served, requests[:first], rng, tally)
     used = memory(pid)
