@@ -4,11 +4,11 @@
     python benchmarks/load.py --conversations 2000      quicker
     python benchmarks/load.py --billion                 also a billion episodes, in sparse files
 
-Both sides load shuffled batches of the same rows in one process. For the peer, rows are truncated, packed (best fit
-decreasing) and masked beforehand; chatmill does all of this while it loads. chatmill creates every field of a batch: x,
-y, loss mask, weights, positions, segments and episode ids. The peer creates ids, labels, and either the attention mask
-or, for varlen attention, positions and sequence lengths. The benchmark first checks that both sides produce the same
-tokens and labels. The memory of each side is measured in a separate process.
+chatmill and the peer load shuffled batches of the same rows, without worker processes. For the peer, rows are
+truncated, packed (best fit decreasing) and masked beforehand; chatmill does all of this while it loads. chatmill
+creates every field of a batch: x, y, loss mask, weights, positions, segments and episode ids. The peer creates ids,
+labels, and either the attention mask or, for varlen attention, positions and sequence lengths. The benchmark first
+checks that both sides produce the same tokens and labels. The memory of each side is measured in a separate process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `trl` is TRL's own preparation. `trl-batched` is the fastest documented variant: a batched
 `datasets.map` tokenizes the conversations, and TRL only packs them. `datatrove` tokenizes text that was rendered
-beforehand. `datatrove` computes no mask and does not pack, so it does less work than the other two.
+beforehand. `datatrove` computes no mask and does not pack, so it does less work than TRL.
 """
 
 from __future__ import annotations

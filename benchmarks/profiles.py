@@ -101,7 +101,9 @@ def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
 
 
 def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
-    """Truncate the stacks from py-spy at the part's root; stacks without it belong to start-up and are dropped."""
+    """Truncate the stacks from py-spy at the part's root; stacks without the root belong to start-up and are
+    dropped.
+    """
     found: Counter[str] = Counter()
     for line in raw.splitlines():
         stack, _, samples = line.rpartition(" ")

@@ -1,9 +1,9 @@
 """Measure the viewer on a large dataset: `.venv/bin/python benchmarks/view.py [--episodes N] [--folder DIR] [--json]`.
 
 A generator writes a dataset of a million conversations (about 1.5 GB in --folder; the index needs the same amount
-again). The script then starts `chatmill view` and sends the requests of the viewer's page: the first page right after
-the start, while the index is being built, and searches once the index is complete. The text of one search occurs only
-in one of the last episodes. The script exits with 1 if a target is missed.
+again). The script starts `chatmill view` on the dataset and sends the requests of the viewer's page: the first page
+right after the start, while the index is being built, and searches once the index is complete. The text of one search
+occurs only in one of the last episodes. The script exits with 1 if a target is missed.
 """
 
 from __future__ import annotations

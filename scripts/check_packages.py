@@ -4,7 +4,7 @@
 
 - The wheel is tagged `cp311-abi3`, has the version of `chatmill.__version__`, and passes abi3audit.
 - The wheel runs in empty environments of Python 3.11, 3.12 and 3.13 (`scripts/try_installed.py`), and the sdist runs
-  without a working compiler. All of these installations prepare the same dataset, byte for byte.
+  without a working compiler. All installations prepare the same dataset, byte for byte.
 - `uvx --from WHEEL chatmill` runs.
 - cibuildwheel accepts its settings and would build wheels for the platforms in `PLATFORMS`.
 

@@ -111,8 +111,8 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
     """Place runs of (length, count), longest first; return steps of (first bin, number of bins, rows per bin).
 
     The best bin for one row is also the best bin for the next row of the same length until the bin is full, because
-    each row makes it fuller than any other bin with enough space. Equally full bins therefore receive the same number
-    of rows of one length, and one step fills a range of bins:
+    each row makes it fuller than any other bin with enough space. Equally full bins receive the same number of rows of
+    one length, so one step fills a range of bins:
 
         bins 7 to 9 with space for 5, six rows of 2  ->  (7, 3, 2)        space for 1 remains in each
     """
