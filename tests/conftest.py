@@ -32,7 +32,8 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-# A shell makes background processes ignore Ctrl-C. Child processes would inherit this, but tests must interrupt them.
+# Restore the default signal handlers: a shell makes background processes ignore Ctrl-C, and child processes that tests
+# must interrupt would inherit this.
 for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
@@ -43,7 +44,7 @@ collect_ignore = ["trainers"]
 process_watch.mark_children()
 # Child processes buffer their output as they do for a user, independent of the settings of this machine.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# With tokens, a process that has used one Ray cluster cannot start another whose nodes have other home folders.
+# With token authentication, a process that has used one Ray cluster cannot start another with other home folders.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # Disable the tokenizer cache, so that tests do not depend on its content; tests of the cache enable it.
 os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"

@@ -103,7 +103,8 @@ def try_pieces(copy: ModuleType, rng: random.Random) -> None:
     if result is None:
         assert target.tolist() == expected
     else:
-        # An empty piece may be at the end of the first buffer, where the second one begins.
+        # Valid pieces, including empty ones at the boundary of the buffers, are refused only if the target has another
+        # length.
         assert len(target) != len(expected), result
 
 

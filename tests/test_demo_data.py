@@ -1,4 +1,4 @@
-"""The demo conversations: held-out questions are new, their facts are taught, and careless replies are context."""
+"""The demo conversations: held-out questions are new, their facts are taught, and careless replies are not trained."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PAGES = [
 ]
 # A page may run the repository's scripts, like a reader in the repository's root.
 LINKED = ("scripts", "configs", "train.py")
-# These examples need other trainers: tests/trainers/test_page.py runs them.
+# The examples on these pages need other trainers, so tests/trainers/test_page.py runs them.
 OTHER_TRAINERS = ("docs/how-to/integrations.md", "docs/how-to/trl-script.md")
 
 

@@ -232,7 +232,7 @@ def test_digests_cover_all_ranks_if_they_can_be_reduced(dataset, tmp_path, share
 
 
 def test_a_reader_that_swaps_two_episodes_is_detected(dataset, tmp_path, monkeypatch):
-    """Swapped rows do not change the episode ids that the loader reports."""
+    """The loader reports the expected episode ids although the rows are swapped, so only the digest reveals it."""
     real = EpisodeReader.locate
 
     def swapping(self, episodes):

@@ -152,7 +152,7 @@ def test_missing_control_tokens_are_refused_or_added(run):
     assert (meta.vocab_size, meta.special_token_ids["eot"]) == (263, 262)
 
 
-# The other sources.
+# Dolly and OpenAssistant.
 
 
 def test_dolly_and_openassistant_are_built_alike(run):

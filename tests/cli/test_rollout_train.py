@@ -355,7 +355,7 @@ def test_a_share_of_rows_may_be_true_answers_spread_evenly(files):
     for share in (1.0, 0, 0.25, 0.5):
         result = train_rollouts(config_of(files, rollout_share=share), files / f"share{share}", quiet=True)
         logged = lines_of(files / f"share{share}" / "rollouts.jsonl")
-        # The dataset has 18 rows in rounds of 6.
+        # The run trains 18 rows, in rounds of 6.
         assert len(logged) == result.health.rollouts == int(18 * share)
         assert [line["row"] for line in logged if line["step"] == 0] == list(range(int(6 * share)))
         steps = lines_of(files / f"share{share}" / "metrics.jsonl")

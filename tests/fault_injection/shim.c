@@ -19,7 +19,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* This order must match ONCE in failing_calls.py. */
+/* The kinds must be in the same order as in ONCE in failing_calls.py. */
 enum { WRITE, SYNC, RENAME, MAP, OPEN, MKDIR, REMOVE, READ, CLOSE, LIST, LOCK, LINK, TRUNCATE, KINDS };
 enum { SHORT = -1 };
 

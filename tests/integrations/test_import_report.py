@@ -1,4 +1,4 @@
-"""Every key of any config is reported exactly once, and a hostile config gives one clear line."""
+"""Every key of any config is reported exactly once, and a hostile config gives one clear error line."""
 
 from __future__ import annotations
 

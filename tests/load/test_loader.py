@@ -544,5 +544,5 @@ def test_shards_are_mapped_as_they_are_needed(tmp_path, monkeypatch):
     train = loader.sources[0].dataset["train"]
     assert (len(train.shards), train.array.cache_info().currsize) == (40, 0)
     loader.get_batch()
-    # The index, tokens, spans and origins of two shards.
+    # A batch of two episodes maps four files (index, tokens, spans, origins) in each of two shards.
     assert train.array.cache_info().currsize == 8

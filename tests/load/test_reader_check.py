@@ -41,7 +41,7 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def library(monkeypatch):
-    """Return a function that creates a stand-in module of a library."""
+    """Return a function that creates a stand-in module for a library."""
 
     def made(name: str, source: str) -> ModuleType:
         module = ModuleType(name)

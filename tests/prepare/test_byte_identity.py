@@ -1,4 +1,4 @@
-"""The same input gives the same bytes for any number of processes and any size of the units."""
+"""The same input gives the same bytes for any number of processes and any unit size."""
 
 from __future__ import annotations
 

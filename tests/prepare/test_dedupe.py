@@ -62,7 +62,7 @@ def near_job(*files: Path, **options: Any) -> Job:
     return Job(sources, **{"near_dedupe": 0.8, "format": "primer", **options})
 
 
-# Compared with all pairs.
+# Comparison with an exact search over all pairs.
 
 THRESHOLD = 0.8
 RNG = random.Random(8)

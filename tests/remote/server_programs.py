@@ -87,8 +87,8 @@ def print_port(server: subprocess.Popen[str]) -> None:
 
 
 def gcs() -> None:
-    """Serve Google Cloud Storage from memory; any credentials are accepted. Adds ranges and preconditions to the
-    emulator.
+    """Serve Google Cloud Storage from memory with any credentials, by an emulator that is extended with ranges and
+    preconditions.
     """
     from functools import partial
 
@@ -134,7 +134,7 @@ def gcs() -> None:
                         self.send_error(412, "conditionNotMet")
                         return
                 self.rfile = io.BytesIO(body)
-                # gcsfs uploads parts with POST. The real service accepts this, but the emulator expects PUT.
+                # gcsfs uploads parts with POST, which the real service accepts, but the emulator expects PUT.
                 super().do_PUT() if "upload_id" in query else super().do_POST()
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, storage))

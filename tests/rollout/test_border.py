@@ -44,7 +44,7 @@ def test_tokens_at_each_border():
         tokens[border] = [
             (toy.piece(id), weight > 0) for id, weight in zip(target.ids[first:][:3], trained, strict=True)
         ]
-    # The rollout merged the comma with the end of the box, so that token is split.
+    # The rollout contains a token that joins the end of the box and the comma; this token is split.
     assert tokens["shorter"] == [(b'"]}', False), (b",", True), (b' "object_', True)]
     assert tokens["masked"] == [(b'"]}', False), (b",", False), (b' "object_', True)]
     assert tokens["joined"] == tokens["canonical"] == [(b'"]},', True), (b' "object_', True), (b"2", True)]

@@ -58,7 +58,7 @@ def test_a_random_order_has_the_same_objects():
 
 
 def rectangles(grid):
-    """Yield the connected components of each letter with their boxes, which they must fill."""
+    """Yield the box of each connected area of one letter; check that the area fills its box."""
     size = len(grid)
     left = {(y, x) for y in range(size) for x in range(size) if grid[y][x] != "."}
     while left:

@@ -180,8 +180,8 @@ def test_rows_of_a_truncated_file_are_correct_or_an_error(tmp_path):
                 if line:
                     assert line.startswith(f"{path}: was truncated from {len(data)} to {size} bytes while it was read")
                 else:
-                    # No error is possible if the mask was truncated, which is not read, or only zeros were, because
-                    # lost bytes read as zeros.
+                    # There is no error if the file is the mask, which is not read, or if only zeros were cut off,
+                    # because lost bytes read as zeros.
                     assert name == "mask.bin" or not any(data[size:])
                     assert equal(episodes.rows(numbers), rows.take(numbers))
             path.write_bytes(data)

@@ -30,7 +30,7 @@ EPOCHS = {"max_iters": None, "pad_token_id": 0}
 
 
 def uneven(folder: Path, count: int, *, seed: int = 0) -> Path:
-    """A dataset of `count` episodes with 3 to 39 tokens, so that the number of packed rows differs between epochs."""
+    """A dataset of `count` episodes with 3 to 39 tokens, so that packing differs between epochs."""
     rng = np.random.default_rng(seed)
     episodes = [rng.integers(1, 50, size).tolist() for size in rng.integers(3, 40, count)]
     return write_files(folder, episodes, [[1] * len(ids) for ids in episodes])

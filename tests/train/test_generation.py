@@ -166,7 +166,7 @@ def test_beam_search_with_enough_beams_finds_the_best_answer(model, every_answer
 
 
 class Markov(CausalModel):
-    """A model whose next token depends only on the last one, by a table of probabilities."""
+    """A model that looks up the probabilities of the next token in a table, by the last token only."""
 
     vocab_size, max_positions = 2, 100
 

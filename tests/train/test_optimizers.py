@@ -273,7 +273,7 @@ def test_replicas_stay_identical_and_one_rank_resumes_checkpoints_of_two(sums_da
     alone = trained(sums_data, tmp_path / "two", resume="auto", **often)
     after = weights_of_run(alone.checkpoint)
     for key, tensor in ended.items():
-        # Gradients are summed in a different order, and rounding uses different random numbers.
+        # One rank sums gradients in another order than two ranks, and rounds with other random numbers.
         torch.testing.assert_close(after[key].float(), tensor.float(), atol=0.02, rtol=0.05)
 
 

@@ -181,7 +181,7 @@ def test_the_progress_of_downloads_is_shown_while_the_first_batch_waits(local, t
             shown.set()
 
     def slow(url, *range_of_bytes):
-        # Delay every download except that of the index, which is needed before progress can be shown.
+        # Delay every download except that of the index, which is needed before the run starts.
         assert range_of_bytes[1] == index.size or shown.wait(60)
         return read(url, *range_of_bytes)
 

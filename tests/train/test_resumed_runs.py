@@ -215,7 +215,7 @@ def test_runs_resume_from_one_rank_to_two_and_from_two_to_one(undisturbed, sums_
 
 def test_damage_found_by_one_rank_stops_all_ranks(undisturbed, sums_data, tmp_path):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
-    # Ranks divide the checks among themselves; this file is the second one.
+    # Ranks share the work of checking files, so only one rank reads this file.
     damaged = tmp_path / "run" / "step_00000008" / "model" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[::-1])
 

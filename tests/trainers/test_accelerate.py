@@ -112,7 +112,7 @@ def test_the_losses_on_two_ranks_are_those_of_the_own_loop(two_ranks, own, way):
 
 
 def test_a_cache_would_mix_the_conversations_of_a_packed_row(weighted, model_folder):
-    """This is why `causal_lm_loss` disables the cache by default."""
+    """`causal_lm_loss` disables the cache by default, because a cache would mix the conversations of a packed row."""
     model = open_model(model_folder)
     batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
     with torch.no_grad():

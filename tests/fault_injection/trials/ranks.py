@@ -38,7 +38,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 
 
 def two_machines(folder: Path, args: tuple[Any, ...]) -> tuple[int, str, int]:
-    """Run one rank under each of two torchrun processes, as on two nodes; the result has the form of that of
+    """Run one rank under each of two torchrun processes, as on two nodes; return a combined result like that of
     `torchrun`.
     """
     port = free_port()
@@ -146,8 +146,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for number in range(size):
         name, at, victim = f"run-{number}", rng.randrange(1, STEPS["max_iters"] - 1), rng.randrange(2)
         args = (data, str(folder), name, at, victim, rng.uniform(0, LATER))
-        # The other rank ends by itself without torchrun and on another node, where torchrun does not notice the loss.
-        # On the same node, torchrun restarts both ranks, or ends and is started again.
+        # Without torchrun, or on another node, where torchrun does not notice the loss, the other rank must end by
+        # itself. On the same node, torchrun restarts both ranks, or ends and is started again.
         how = ("left alone", "restarted", "ended by torchrun", "on two machines")[number % 4]
         where = f"rank {victim} killed after step {at}, {how}"
         if how == "left alone":

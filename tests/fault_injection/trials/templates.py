@@ -1,5 +1,5 @@
 """Hostile chat templates: they loop, use much memory, access Python internals and fail. Each template must be refused
-with a one-line error in time, and no secret may leak.
+with a one-line error within a time limit, and no secret may leak.
 """
 
 from __future__ import annotations

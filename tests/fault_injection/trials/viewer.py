@@ -193,8 +193,8 @@ async def wave(served: Served, requests: list[Hostile], rng: random.Random, tall
 
 async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) -> int:
     """Return how many of these connections the viewer keeps after their time limit, even on a slow machine."""
-    # When the viewer answers this request, it has accepted all connections; when it answers the next one, it has
-    # checked its timers. It may still be computing responses for some of them.
+    # After this request is answered, the viewer has accepted all connections; after the next one, it has checked its
+    # timers. A connection whose response is still being computed may stay open longer.
     await try_good(served, "/", tally)
     while (kept := descriptors(served.pid) - served.descriptors) > 0 and not served.is_stuck():
         for connection in begun:

@@ -145,7 +145,7 @@ def best_match(reference: Reference, gap: str, header: str, *, first: bool = Fal
 
 
 def judge(reference: Reference, messages) -> Verdict:
-    """Apply the rules to one conversation."""
+    """Return what the oracle requires for one conversation, or why it cannot be trained."""
     tools = with_tools(messages)
     try:
         places = locate(reference, messages, tools=tools)

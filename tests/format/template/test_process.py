@@ -1,5 +1,5 @@
-"""The process that runs templates: actions that are refused to an attacker's Python code, and responses that are
-accepted.
+"""The process that runs templates: actions that it refuses to an attacker's Python code, and the checks of its
+responses.
 """
 
 from __future__ import annotations

@@ -299,8 +299,8 @@ OF_LINES = (
 
 @pytest.mark.parametrize("filter", OF_LINES)
 def test_no_filter_turns_text_into_a_literal(filter):
-    """This matters because a literal may be a control token, and message text never is. Each text is traced, and also
-    replayed from the trace of another text.
+    """A literal may become a control token, but message text must not. Each text is traced, and also replayed from the
+    trace of another text.
     """
     source = "{{ ('a ' + content) | " + filter + " }}"
     trace, items = Trace([]), []

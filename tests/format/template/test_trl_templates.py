@@ -183,7 +183,7 @@ IN_THE_TABLE = [
 
 @pytest.fixture(scope="module")
 def table():
-    """Run the command that makes the table of the page; return its lines for a part of the templates."""
+    """Import the script that makes the table in the docs; return it and its lines for some of the templates."""
     path = ROOT / "scripts" / "template_table.py"
     spec = importlib.util.spec_from_file_location("template_table", path)
     module = importlib.util.module_from_spec(spec)
