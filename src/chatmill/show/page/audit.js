@@ -47,7 +47,7 @@ export async function showAudit(content, at, about) {
   const form = el(
     "form",
     { class: "fields" },
-    el("label", { htmlFor: "step" }, "Show the rows of step "),
+    el("label", { htmlFor: "step" }, "Rows of step "),
     step,
     el("button", { type: "submit" }, "Show"),
   );
