@@ -143,8 +143,8 @@ def _run_child(
     sys.stdout = os.fdopen(1, "w", 1 if 0 not in streams else -1, encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     faulthandler.dump_traceback_later(limit, exit=True, file=2)
-    # `work` may start processes, which Python forbids in daemons. The new thread makes forking no less safe, because it
-    # only waits in a system call.
+    # `work` may start processes, which Python forbids in daemons. Forking stays safe, because the new thread only waits
+    # in a system call.
     multiprocessing.current_process()._config["daemon"] = False
     _thread.start_new_thread(_end_with_the_parent, ())
     os.environ.clear()

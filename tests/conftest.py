@@ -101,8 +101,8 @@ class FilesAndPages(LoadScopeScheduling):
             return nodeid
         return "ray" if "prepare/test_ray" in file else file
 
-    # xdist 3.8 raises KeyError when it schedules work for a process that has not collected its tests yet, and repeats a
-    # test that crashed its process.
+    # The methods below avoid two bugs of xdist 3.8: KeyError if it schedules work for a process that has not collected
+    # its tests yet, and a repetition of the test that crashed a process.
 
     def _reschedule(self, node):
         if node in self.registered_collections:

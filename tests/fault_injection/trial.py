@@ -102,7 +102,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Trial:
-    """One kind of fault injection. `work(size, seed, folder, tally)` runs it in a temporary folder."""
+    """One kind of fault injection. `work(size, seed, folder, tally)` makes all attempts in a temporary folder."""
 
     name: str
     does: str

@@ -301,7 +301,7 @@ def test_damage_is_reported_at_every_attempt_and_the_cursor_does_not_move(tmp_pa
             DataError, match="an entry points past the last token; the file was changed; run chatmill verify"
         ):
             list(islice(loader, 3))
-    # The first batch is intact and was returned, so the loader still stands before the second.
+    # The first batch is intact and was returned, so the loader's next step is the second.
     assert loader.cursor().step == 1
 
 

@@ -87,7 +87,7 @@ def print_port(server: subprocess.Popen[str]) -> None:
 
 
 def gcs() -> None:
-    """Serve Google Cloud Storage from memory with any credentials, by an emulator that is extended with ranges and
+    """Serve Google Cloud Storage from memory, with any credentials: an emulator, extended with ranges and
     preconditions.
     """
     from functools import partial

@@ -1,4 +1,4 @@
-"""The loss, compared with plain numpy references one position at a time; gradients; packed rows."""
+"""The rollout loss: values compared with plain numpy one position at a time, gradients, and packed rows."""
 
 from __future__ import annotations
 

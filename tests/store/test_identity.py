@@ -1,4 +1,4 @@
-"""An open dataset never returns rows of another or incomplete dataset, or of a truncated file."""
+"""An open dataset never returns rows of another dataset, an incomplete dataset or a truncated file."""
 
 from __future__ import annotations
 

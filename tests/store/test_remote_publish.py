@@ -205,7 +205,7 @@ def test_a_target_with_objects_of_others_is_refused_before_any_work(store, reque
     for name in (f"i/objects/{'0' * 64}", f"i/staging/{'1' * 64}/unit_00000.rows"):
         objects.write(bucket / name, b"left")
     built(bucket / "i")
-    # A missing permission to list objects does not block a build either.
+    # A build does not need permission to list objects.
     monkeypatch.setattr(objects, "first_below", lambda url: (_ for _ in ()).throw(objects.RemoteError("not allowed")))
     built(bucket / "in")
 

@@ -44,7 +44,7 @@ def test_every_flipped_bit_of_the_metadata_is_detected(dataset):
     whole = path.read_bytes()
     place = whole.index(b"1e-05") + 1
     for at in (*range(min(400, len(whole))), place):
-        # Flip every third bit, and every bit of the `e`.
+        # Flip every third bit, and every bit of the `e` in `1e-05`.
         for bit in range(8) if at == place else range(at % 3, 8, 3):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             with pytest.raises(DataError):
@@ -61,7 +61,7 @@ def test_all_truncated_files_are_reported_together(dataset):
 
 
 def test_a_folder_in_place_of_a_file_is_reported(dataset):
-    """Comparing sizes does not detect this, because on some file systems a folder can have the size of the file."""
+    """A comparison of sizes is not enough, because on some file systems a folder can have the size of the file."""
     for name in ("train/shard_00000/mask.bin", "dataset_metadata.json"):
         (dataset / name).rename(dataset / "aside")
         (dataset / name).mkdir()

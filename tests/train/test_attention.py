@@ -70,7 +70,7 @@ def test_the_block_mask_covers_all_needed_blocks_and_marks_full_blocks(lengths, 
     beyond = (ends[:, None] | ends).unflatten(1, (count, block)).unflatten(0, (count, block))
     full = _full(mask, count)
     assert bool((tiles | beyond).all(dim=5).all(dim=3)[full].all())
-    # The kernel applies this rule to each pair in blocks that are not full.
+    # The kernel applies `mask_mod` to each pair in blocks that are not full.
     assert torch.equal(create_mask(mask.mask_mod, len(segments), 1, size, size, device="cpu"), wanted)
 
 

@@ -104,8 +104,8 @@ def test_saved_adapters_load_bitwise_equal_with_their_base_model(base, tmp_path)
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_adapters_that_are_trained_further_keep_the_precision_of_their_base_model(base, tmp_path, weights):
-    """For adamw8bit, `weights` is bfloat16, but this applies only to trained weights, and the base model is not
-    trained.
+    """With adamw8bit, trained weights are bfloat16, but the base model of adapters is not trained and keeps its
+    precision.
     """
     adapted(base).save(tmp_path / "adapters")
     model = open_model(tmp_path / "adapters", weights=weights)

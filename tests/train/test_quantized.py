@@ -79,7 +79,7 @@ def adapted(model, **sizes) -> HFModel:
     torch.manual_seed(1)
     model = model.with_lora(LoraSizes(r=4, **sizes), model.source).train()
     for name, parameter in model.named_parameters():
-        # New adapters have zeros here, which would make other gradients zero.
+        # In new adapters, lora_B is zero, which would make the gradients of lora_A zero.
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     return model

@@ -422,7 +422,7 @@ def test_wandb_without_credentials_and_mlflow_with_a_wrong_address_refuse_the_ru
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(UsageError, match=r"mlflow: .*nowhere.*; check MLFLOW_TRACKING_URI"):
         trained(sums_data, clients / "refused", report_to=["mlflow"])
-    # The client reads its settings only once, so shut it down before each change of them.
+    # The client reads its settings only once, so shut it down before changing them.
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "on")
     with pytest.raises(UsageError, match=r"^wandb: .* mode Input should be 'online'"):

@@ -23,7 +23,7 @@ def run_section(heading: str, folder: Path) -> None:
     for line in page.splitlines():
         if line.startswith("## "):
             keeps = line == f"## {heading}"
-        # Replace other lines by empty ones, so that errors name the right line of the page.
+        # Replace other lines with empty ones, so that errors name the right line of the page.
         kept.append(line if keeps else "")
     section = folder / PAGE.name
     section.write_text("\n".join(kept) + "\n", "utf-8")

@@ -46,7 +46,7 @@ def same_times(path: Path) -> Iterator[None]:
 
 
 def rewritten(path: Path, rng: random.Random) -> None:
-    """Replace words by other words of the same length."""
+    """Replace words with other words of the same length."""
     data = path.read_bytes()
     if path.name.endswith(".gz"):
         data = gzip.compress(gzip.decompress(data).replace(b"mill", b"bill"), 1, mtime=0)

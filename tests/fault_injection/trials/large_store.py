@@ -1,6 +1,6 @@
 """A dataset larger than the memory limit must be written, opened, read, loaded and verified correctly.
 
-RLIMIT_DATA limits the memory of the process, without mapped files, to a small part of the dataset's size.
+RLIMIT_DATA limits the memory of the process, not counting mapped files, to a small part of the dataset's size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kill a build to an object store at any write, run it against another build, and damage its objects afterwards."""
+"""Kill a build to an object store at any write, run it at the same time as another build, and damage its objects."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ THINGS: dict[str, Callable[[Path], Path]] = {
 """Files that a user may have put into a dataset folder."""
 
 MARKERS = ("{}", "[]", "", "null", '{"schema": "chatmill-episodes"}', "not json", "\0" * 100, "{" * 5000)
-"""Files with the name of dataset metadata and other content."""
+"""Contents of files that are named like dataset metadata but are not metadata."""
 
 
 class AppearsAt(files.Disk):

@@ -1,6 +1,6 @@
 """Mutated tokenizer files must give the ids that `tokenizers` gives for the same file, or a one-line error.
 
-Tokenizers that report a wrong vocabulary size must not store ids beyond it.
+If a tokenizer reports a wrong vocabulary size, ids beyond it must not be stored.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from fault_injection.trial import Tally, Trial
 CLIENT_SECONDS = 0.5
 """Seconds that this viewer waits for its clients."""
 FLOOD_SECONDS = 600.0
-"""A long client timeout: only the limit on the number of connections may close them."""
+"""A long client timeout, so that connections are closed only because there are too many."""
 MAX_CONNECTIONS = 96
 ACCEPTED_AT_ONCE = 32
 AT_ONCE = 24

@@ -1,4 +1,6 @@
-"""Random conversations: replayed traces give the derived rows, ids match transformers, and answers are independent."""
+"""Random conversations: replayed traces give the derived rows, ids match transformers, and answers do not affect each
+other.
+"""
 
 from __future__ import annotations
 
