@@ -233,7 +233,7 @@ def _load(found: Any) -> list[Line]:
             Line(
                 "look up one position in the order of 10^9 episodes",
                 seconds(big["order_ms"] / 1e3),
-                f"a lookup in a table of 10^7 in memory, {seconds(big['lookup_ms'] / 1e3)}",
+                f"a lookup in an in-memory table of 10^7 entries, {seconds(big['lookup_ms'] / 1e3)}",
                 big["lookup_ms"] / big["order_ms"],
                 memory=(big["memory"],),
             )

@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(results)} templates, {count.total()} conversations, {time.perf_counter() - began:.0f} s")
     print(", ".join(f"{verdict} {number}" for verdict, number in sorted(count.items())))
     print(
-        f"{100 * share_exact(results):.1f} % of the conversations that transformers renders completely, "
-        "with an end for each answer, are exact"
+        f"ids and masks are exact for {100 * share_exact(results):.1f}% of the conversations that transformers renders "
+        "completely and with an end token after each answer"
     )
     lines = refusals(results)
     if given.write:

@@ -78,7 +78,7 @@ PARTS_OF_CONTROL = (*PARTS_OF_STAGE_1, "stage_1", "then", "rate_then", "every")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure when rollout matching pays off.")
     commands = parser.add_subparsers(required=True, dest="command")
-    run = commands.add_parser("run", help="train and score settings")
+    run = commands.add_parser("run", help="train and score a model for each setting")
     run.add_argument("--out", type=Path, required=True, help="folder for all runs and results.jsonl")
     run.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     run.add_argument("--only", nargs="+", choices=ALL, metavar="SETTING")

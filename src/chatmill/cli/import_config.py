@@ -67,7 +67,7 @@ def llamafactory_command(
         typer.Option(
             "--dataset",
             metavar="NAME",
-            help="Import only this dataset, if FILE is dataset_info.json without the config of a run.",
+            help="Import only this dataset from dataset_info.json; may be repeated. Not allowed with a run config.",
         ),
     ] = None,
     ranks: Ranks = None,

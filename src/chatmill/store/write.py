@@ -158,7 +158,7 @@ class FileTable:
 
 
 class _WriterThread:
-    """Runs functions in order in another thread; a later `submit` or `wait` raises the exception of a function."""
+    """Runs functions in order in another thread. If one fails, a later `submit` or `wait` raises its exception."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None

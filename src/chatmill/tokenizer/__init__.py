@@ -2,7 +2,7 @@
 
 Tokenizer           a vocabulary with the control tokens of a format; open_tokenizer opens one
 MissingTokensError  the vocabulary lacks control tokens of the format
-TextTokenizer       the protocol that the documented functions accept
+TextTokenizer       the tokenizer protocol that the public API accepts
 TextColumns         many texts in one buffer
 train_bpe           trains a byte-level BPE tokenizer
 """

@@ -114,7 +114,7 @@ class Case:
             return begin(command(self.place, *args)).end(CPU_SECONDS)
 
     def undisturbed(self) -> tuple[dict[str, int], Any]:
-        """Return the counted calls of the command, and its result."""
+        """Run the command without failures; return the number of calls of each kind, and the command's result."""
         self.begin()
         ended = self.run(self.args)
         assert ended.value is not None and ended.value["code"] == 0, ending(ended)

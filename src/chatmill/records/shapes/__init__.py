@@ -272,7 +272,9 @@ def _refuse_other_data(file: str, line: int, record: Object) -> None:
         items = record.get(key)
         if type(items) is list and items and type(items[0]) is dict and format.keys <= items[0].keys():
             what = f'the record has "{key}", {format.name}'
-            raise RecordError(what, "expected messages with role and content; convert them", kind="keys").at(file, line)
+            raise RecordError(
+                what, "expected messages with role and content; convert the conversation", kind="keys"
+            ).at(file, line)
 
 
 def shapes_of(record: Any) -> dict[str, str]:
