@@ -58,7 +58,7 @@ def setting_flags() -> OptionGroup:
 
 
 def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> CacheConfig:
-    """Merge the settings of a source: flags override the file, and the file overrides the defaults. Report all errors
+    """Merge the settings of a source: flags override `chatmill.toml`, which overrides the defaults. Report all errors
     in one line.
 
     `flags` maps `CacheConfig` keys to values; flags that are not given are None.

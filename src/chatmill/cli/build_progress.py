@@ -17,7 +17,7 @@ from chatmill.errors import one_line
 from chatmill.prepare.progress import BuildProgress
 
 LOG_SECONDS = 10.0
-"""Shortest time between log lines, except for the last line of each source."""
+"""Minimum number of seconds between log lines; the last line of a source may follow sooner."""
 
 
 @dataclass

@@ -83,9 +83,11 @@ def _observed(
     observe: Callable[[list[Record]], OwnRecords],
     chunks: Iterable[list[Record]],
 ) -> Iterator[OwnRecords]:
-    """Observe chunks of records in worker processes, and pass the number of records to `count`."""
+    """Call `observe` on each chunk, in worker processes if possible, and yield the results in order. Pass the number of
+    records of each result to `count`.
+    """
     in_processes = partial(engine.in_order, processes=engine.workers, most=2 * engine.workers)
-    # Forking a process that runs threads, such as those for network requests, can deadlock.
+    # Do not fork if this process runs other threads, such as those for network requests: the workers could deadlock.
     is_serial = engine.workers == 1 or threading.active_count() > 1
     for own in (map if is_serial else in_processes)(observe, chunks):
         count(own.count)

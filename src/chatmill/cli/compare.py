@@ -135,7 +135,7 @@ def _compare_record(
 
 
 def _completion(record: Record) -> int:
-    """Return the index of the first message of the completion, which is the first trained answer."""
+    """Return the index of the first completion message: the first answer without an explicit weight."""
     answers = [
         number
         for number, message in enumerate(record.messages)

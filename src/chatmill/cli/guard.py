@@ -22,7 +22,7 @@ def guarded(command: Callable[[], object]) -> NoReturn:
     with standard_streams():
         warnings.showwarning = _show_warning  # type: ignore[assignment]  # accepts extra arguments
         code = _exit_code(command)
-        # Flush now rather than at interpreter exit, so that an output that cannot be written is reported as an error.
+        # Flush now rather than at interpreter exit, so that a write error is reported and sets the exit code.
         if code == 0:
             code = _exit_code(sys.stdout.flush)
         else:

@@ -16,7 +16,7 @@ def main() -> None:
 def _run() -> None:
     named = sys.argv[1] if len(sys.argv) > 1 else ""
     if named in ("", "-h", "--help"):
-        # Avoids importing typer and all commands, which takes a second.
+        # Print the help without importing typer and all commands, which would take a second.
         (sys.stdout if named else sys.stderr).write(help_text())
         sys.exit(0 if named else 2)
     from chatmill.cli.app import app_of, run

@@ -146,7 +146,9 @@ def explain(
 
 
 def warn_about(view: DatasetView) -> None:
-    """Print on standard error that the records are not prepared and, if tokens are shown as ids, the reason."""
+    """Print warnings on standard error: that the records are not prepared, which of them are invalid, and why tokens
+    are shown as ids.
+    """
     if view.preview is not None:
         print_error(view.preview.note)
         for fault in view.preview.faults:

@@ -1,4 +1,4 @@
-"""Standard streams of a command, safe for terminals, closed pipes, full disks and closed file descriptors."""
+"""Standard streams that escape control characters and handle closed pipes, full disks and closed file descriptors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 _NOT_PLAIN = re.compile(r"[^ -~\n\t\u200c\u200d]+")
-"""Matches characters that may need escaping: all but printable ASCII, line ends, tabs and the joiners in words and
-emoji.
+"""Matches characters that may need escaping: all but printable ASCII, line ends, tabs, and the zero-width joiner and
+non-joiner, which are part of words and emoji.
 """
 
 

@@ -47,8 +47,8 @@ def assemble(
     on_tokens: Callable[[int], None] = lambda tokens: None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> dict[str, SplitInfo]:
-    """Write the selected rows of `train`, and of `val` if the job has that split, below `staging`; raise `DataError` if
-    a split is empty.
+    """Write the selected rows of each split of the job to a folder below `staging`; raise `DataError` if a split is
+    empty.
 
     `on_shard` is called with the folder of each shard when its files are complete.
     """
@@ -76,7 +76,9 @@ def assemble_by_shard(
     ledger: Ledger,
     on_tokens: Callable[[int], None],
 ) -> dict[str, SplitInfo]:
-    """Like `assemble`, but not for stream blocks: `write` writes the shards independently and yields them in order."""
+    """Like `assemble`, but `write` writes the shards independently and yields information about each in order. Stream
+    blocks are not supported.
+    """
     numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
     shards: dict[str, list[ShardInfo]] = {name: [] for name in numbers}
     started: deque[str] = deque()
@@ -106,7 +108,7 @@ def split_names(job: Job) -> tuple[str, ...]:
 
 
 def write_shard(plan: ShardPlan, folder: Path, *, vocab_size: int) -> ShardInfo:
-    """Write one shard of a split into `folder`, byte-identical to the output of `assemble`."""
+    """Write one shard of a split to `folder`, with the same bytes that `assemble` writes."""
     with SplitWriter(
         folder, vocab_size=vocab_size, shard_tokens=ANY_SIZE, first=plan.number, files=plan.files
     ) as writer:
@@ -172,7 +174,7 @@ def rows_of(plan: ShardPlan) -> Iterator[Rows]:
 
 
 def _taken(unit: Staged, rows: Numbers) -> Rows:
-    """Return rows of a staged file, given in ascending order; consecutive rows are not copied."""
+    """Return the given rows of a staged file, which must be in ascending order; consecutive rows are not copied."""
     if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
         return unit.rows()[int(rows[0]) : int(rows[-1]) + 1]
     return unit.rows().take(rows)
@@ -206,7 +208,7 @@ def by_file(of: Numbers) -> list[Index]:
 
 
 class _Gather:
-    """Gather single-conversation rows from several staged files, copying every token once."""
+    """Gathers single-conversation rows from several staged files, copying each token only once."""
 
     def __init__(self, tokens: NDArray[np.int32], spans: NDArray[np.int32]) -> None:
         self._start, self._first_span = offsets(tokens), offsets(spans)

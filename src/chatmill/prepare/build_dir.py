@@ -44,10 +44,10 @@ class BuildDir:
 def build_dir(
     target: Path, job: bytes, *, resume: bool, overwrite: bool, name: Place | None = None
 ) -> Iterator[BuildDir]:
-    """Lock and create the build folders; unpublished files are removed when the block ends.
+    """Lock and create the build folders, which are removed when the block ends.
 
-    After an error in the input, all files are removed; after any other error, the units are kept for --resume. `name`
-    is the dataset name to show in errors, if the dataset is not built where it is published.
+    After an error that the input did not cause, the units are kept for --resume. `name` is the dataset name to show in
+    errors, if the dataset is not built where it is published.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -154,7 +154,7 @@ def _alone(lock: Path, target: Place) -> Iterator[None]:
         try:
             yield
         finally:
-            # Remove the lock file before releasing the lock: afterwards another process may own it. If the process is
-            # killed, the lock file that remains is harmless.
+            # Remove the lock file before releasing the lock, because another process may lock the file afterwards. A
+            # lock file left by a killed process is harmless.
             with suppress(OSError):
                 lock.unlink()

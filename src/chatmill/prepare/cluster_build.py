@@ -49,7 +49,7 @@ class ClusterBuild:
 
     @property
     def units(self) -> Url:
-        """URL of the staged objects; a resumed build has the same URL on any machine."""
+        """URL of the staged objects; a resumed build uses the same URL, even on another machine."""
         return self.target.url / STAGING / hashlib.sha256(self.fingerprint).hexdigest()
 
     @contextmanager

@@ -68,7 +68,7 @@ def find_duplicates(staged: Sequence[StagedFile], job: Job, excluded: Sequence[F
             skipped[start : start + counts[at]] = excluded[at][record_begins(staged[at].head())]
     twin, near = _exact(files, skipped), np.zeros(files.count, dtype=bool)
     if job.near_dedupe is not None:
-        # Like exact duplicates, skipped records are not candidates.
+        # Mark skipped records like exact duplicates, so that they are not candidates.
         first = _near(files, job.near_dedupe, np.where(skipped, 0, twin))
         near = first >= 0
         twin[near] = first[near]

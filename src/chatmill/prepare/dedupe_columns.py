@@ -1,11 +1,11 @@
-"""Columns for finding duplicates, computed for each record when it is rendered and staged with its rows.
+"""Columns for finding duplicates: computed for each record when it is rendered, and staged with its rows.
 
     exact      u64[R, 2]        hash of the normalized conversation
     bands      u32[BANDS, R]    hashes of groups of MinHash values: near-duplicates have at least one in common
     signature  u8[R, 128]       the low bytes of the MinHash values: their share in common estimates the similarity
 
 The similarity of two conversations is the Jaccard index of their sets of 5-token sequences; system messages are
-ignored. Every value depends only on one record and the job.
+ignored. The values of a record depend only on that record and the job.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def normalized(text: str) -> str:
 
 
 def exact_keys(records: Sequence[Record]) -> NDArray[np.uint64]:
-    """Return two numbers per record, which are equal for records with the same tools, roles, normalized texts and other
-    message fields.
+    """Return a key of two numbers for each record. Records with the same tools, roles, normalized texts and other
+    message fields have the same key.
     """
     keys = _column_keys(records) if isinstance(records, ChatColumns) else None
     if keys is None:
@@ -166,7 +166,7 @@ def _column_keys(columns: ChatColumns) -> bytes | None:
 
 
 def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint64], Index]:
-    """Return hashes of the 5-token sequences of `count` records, and the offsets of each record.
+    """Return the hashes of all 5-token sequences of `count` records, and the offset of each record's hashes.
 
     A record may have several consecutive rows; a message that is in two rows counts twice.
     """
@@ -193,7 +193,7 @@ def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint6
 
 
 def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
-    """Return `VALUES` MinHash values for each set of hashes; for an empty set, all of them are the largest value."""
+    """Return `VALUES` MinHash values for each set of hashes; for an empty set, every value is the largest integer."""
     library = _minhash()
     values = np.empty((len(start) - 1, VALUES), dtype=np.uint32)
     for at in range(0, len(values), _ROWS):
@@ -205,7 +205,8 @@ def minhash(hashes: NDArray[np.uint64], start: Index) -> NDArray[np.uint32]:
 
 
 def band_size(threshold: float) -> int:
-    """Return the largest band size that finds conversations of the given similarity with at least probability `RECALL`.
+    """Return the largest band size for which two conversations of the given similarity share a band with a probability
+    of at least `RECALL`.
 
     >>> band_size(0.8), band_size(0.5)
     (6, 3)

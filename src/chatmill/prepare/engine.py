@@ -41,8 +41,8 @@ class Engine(Protocol):
 class LocalEngine:
     """Runs units in `workers` processes on this machine, forked so that the tokenizer is loaded once and shared.
 
-    Workers exit with this process, or when the other end of the pipe `parent` (a file descriptor) is closed.
-    `if_killed` is the advice in the error if a worker is killed.
+    Workers exit with this process, or when the other end of the pipe `parent` (a file descriptor) is closed. If a
+    worker is killed, the error message ends with the advice `if_killed`.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class LocalEngine:
     def in_order(
         self, work: Callable[[T], R], items: Iterable[T], *, processes: int, most: int | None = None
     ) -> Generator[R, None, None]:
-        """Yield the results of `work` in the order of the items; submit at most `most` items ahead, or all if None."""
+        """Yield the results of `work` in the order of the items. At most `most` items are submitted at a time, or all
+        if None.
+        """
         # Freeze objects created before the fork, so that garbage collection does not touch their shared pages.
         gc.collect()
         gc.freeze()
@@ -104,8 +106,8 @@ class LocalEngine:
                 try:
                     while True:
                         with warnings.catch_warnings():
-                            # Python 3.12 warns about any thread, but the threads of OpenBLAS, tokenizers and fastokens
-                            # are fork-safe.
+                            # Python 3.12 warns if a process with threads forks, but the threads of OpenBLAS, tokenizers
+                            # and fastokens are fork-safe.
                             warnings.filterwarnings("ignore", r"This process .* is multi-threaded", DeprecationWarning)
                             for item in islice(left, None if most is None else most - len(pending)):
                                 pending.append(pool.submit(_run, item))

@@ -41,10 +41,10 @@ ROW_FILTERS = ("min_tokens", "max_tokens", "min_trained_share", "max_trained_sha
 LANGUAGE_CHARACTERS = 2000
 """Number of characters, from the start of the answers, used to detect the language."""
 MATCH_SECONDS = 10.0
-"""Time limit for a regular expression on all messages of one record."""
+"""Time limit in seconds for matching a regular expression against all messages of one record."""
 
 TIME_LIMIT = "time_limit"
-"""Error kind of a record that exceeds the time limit."""
+"""Error kind of a record for which a regular expression exceeds the time limit."""
 
 RecordTest = Callable[[Record], bool]
 

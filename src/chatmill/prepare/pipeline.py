@@ -239,7 +239,7 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
             try:
                 done = completed[unit.number] if unit.number in completed else next(running)
             except (RecordError, RemoteError) as fault:
-                # An invalid record may be caused by a file that changed while it was read.
+                # If a file changed while it was read, report the change, because it may have caused the error.
                 build.inputs.check_times()
                 if isinstance(fault, RecordError):
                     fault.line += before
@@ -323,7 +323,8 @@ def _is_large(job: Job, tokens: int) -> bool:
 
 
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles, excluded: Excluded) -> bytes:
-    """Return the fingerprint of a build; units of an interrupted build are reused only if it is the same.
+    """Return the fingerprint of a build. The units of an interrupted build are reused only if it has the same
+    fingerprint.
 
     The fingerprint covers only the sizes of input files; each unit stores a hash of the bytes that it read.
     """
@@ -341,12 +342,13 @@ def _config(job: Job, units: Sequence[Unit], excluded: Excluded) -> dict[str, An
     of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
     of_answers = ("allow_no_end_token", "strip_prompt_space")
     for key in ("tokenizer", "on_error", "format", *of_template, *of_answers):
-        # The deleted keys are stored with the tokenizer or the format, or do not affect the bytes.
+        # These keys are stored elsewhere, with the tokenizer or the format, or do not affect the bytes.
         del config[key]
     config["exclude"] = excluded.sha256
     for name in ("unroll", "near_dedupe", "precedence", "filters", "exclude"):
         if getattr(job, name) == keys_of(Job)[name].default:
-            # Omit defaults, so that datasets built before this key existed keep the same bytes.
+            # Omit a key that has its default value, so that the dataset has the same bytes as before the key was
+            # introduced.
             del config[name]
     read = dict.fromkeys(
         (

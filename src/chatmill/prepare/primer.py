@@ -30,7 +30,7 @@ from chatmill.store.publish import refuse_inside
 from chatmill.tokenizer import open_tokenizer
 
 SHAPES = {"primer": "primer", "oasst1": "oasst1", "dolly15k": "dolly"}
-"""Sources of caches, and the shape of their records."""
+"""The sources that a cache can be built from, and the shape of the records of each source."""
 LEAST_TOKENS = 2
 CHUNK = 4096
 

@@ -1,4 +1,4 @@
-"""Run units, and write the shards of a dataset at a URL, as tasks on a Ray cluster, which retries lost tasks.
+"""Run units as tasks on a Ray cluster, which retries lost tasks. For a dataset at a URL, tasks also write the shards.
 
 If input, tokenizer and target are URLs, nodes need no shared file system. A local path must be accessible under the
 same path on all nodes.
@@ -38,7 +38,7 @@ TASKS_PER_CPU = 4
 REMOVED_TOGETHER = 500
 """Objects removed per task."""
 LOOK_SECONDS = 1.0
-"""Seconds between checks that the cluster is reachable while waiting for units."""
+"""While waiting for a task, the number of seconds between checks that the cluster is reachable."""
 MISSED = 4
 """Number of consecutive failed checks after which the cluster counts as lost."""
 
@@ -92,7 +92,7 @@ class RayEngine:
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(work)
             shared = ray.put(shared)
             places, waiting = _places(ray), iter(items)
-            # Count the CPUs only once: calling the head while it is lost may kill this process.
+            # Count the CPUs only once, because a call to the head while it is unreachable may kill this process.
             most = max(4, TASKS_PER_CPU * self.num_cpus())
             pending: deque[Any] = deque()
             try:
@@ -161,7 +161,7 @@ def _places(ray: Any) -> list[str]:
 
 
 def _wait(ray: Any, task: Any, places: Sequence[str]) -> None:
-    """Wait for a task; raise `LostClusterError` if an address is unreachable several times in a row."""
+    """Wait for a task; raise `LostClusterError` if an address is unreachable in `MISSED` consecutive checks."""
     missed = 0
     while not ray.wait([task], timeout=LOOK_SECONDS)[0]:
         try:

@@ -33,7 +33,7 @@ RECORDS = 1000
 EXAMPLES = 3
 """Number of removed records to show per reason."""
 WHOLE = 2**62
-"""Unit size that keeps files whole."""
+"""Unit size that is larger than any file, so that no file is split."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class SourceSample:
     read_whole: bool = True
     """Whether all records of the source were read."""
     ledger: Ledger = field(default_factory=Ledger)
-    """Counts of the records that were read, up to deduplication."""
+    """Counts for the records that were read, before deduplication."""
     faults: list[RecordError] = field(default_factory=list)
     first: Record | None = None
     trained: tuple[bool, ...] = ()
     """Whether each message of the first record is trained; empty if the record cannot be rendered."""
     removed: dict[str, int] = field(default_factory=dict)
-    """Records that filters, deduplication and `max_samples` remove, by reason."""
+    """For each reason, the number of records that filters, deduplication and `max_samples` remove."""
     examples: dict[str, list[RemovedExample]] = field(default_factory=dict)
     rows: int = 0
     """Number of rows kept, before packing."""
@@ -121,7 +121,7 @@ def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] 
 
 
 class FirstRecords:
-    """A replacement for `read_blocks` that reads the first records of a part and counts invalid records."""
+    """A replacement for `read_blocks` that reads at most `most` records of a part, including invalid records."""
 
     def __init__(self, most: int, *, hold: bool = False) -> None:
         self._most, self._read, self._faults, self._hold = most, 0, 0, hold

@@ -47,7 +47,8 @@ def rejects_path(output: Place | None) -> Path:
 
 
 class Rejects:
-    """Writes a JSONL file of rejected records, and counts them by kind. Call the object with each error.
+    """Writes a JSONL file of rejected records, and counts them by kind. Call the object with the error of each rejected
+    record.
 
     Each line has file, line, id, kind, reason (the error message) and the beginning of the record. The complete file
     appears when the block ends, even if no record is rejected; after an error, the file appears only if the input
@@ -84,7 +85,7 @@ class Rejects:
         if any(files.real(each) == files.real(path) or _same(each, path) for each in reads):
             raise UsageError(f"{shown(path)}: is an input, which the rejects would overwrite; use another file")
         if output is None or output.parent != path.parent or output.parent.exists():
-            # Skip this check if the folder does not exist yet, because it is created with the output.
+            # Skip this check if the rejects file is next to the output and their folder does not exist yet.
             files.refuse_existing(path, overwrite=self._overwrite)
         if path.exists():
             with path.open("rb") as file:
@@ -187,7 +188,7 @@ class CountedRecords:
         return plan(self._inputs, shape=self._shape, options=self._options, on_error=self._on_error)
 
     def read_options(self) -> dict[str, Any]:
-        """Return how the records are read: the arguments of `read_records` and `survey`."""
+        """Return the arguments for `read_records` and `survey`."""
         how = {"inputs": self._inputs, "shape": self._shape, "options": self._options}
         return {**how, "on_error": self._on_error, "on_reject": self._reject_unread}
 

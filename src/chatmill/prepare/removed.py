@@ -96,7 +96,7 @@ class _Twins:
             before += len(rows)
 
     def texts(self, twins: Index) -> Iterator[str]:
-        """Yield the end of the output line for each twin; empty for -1."""
+        """For each twin, yield the end of the output line that names it; for -1, yield an empty string."""
         at = np.minimum(np.searchsorted(self._numbers, twins), max(len(self._numbers) - 1, 0))
         for twin, place in zip(twins.tolist(), at.tolist(), strict=True):
             if twin < 0:

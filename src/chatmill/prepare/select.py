@@ -164,7 +164,9 @@ def _count_removed(unit: StagedHead, reason: NDArray[np.uint8], ledger: Ledger) 
 
 
 def smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:
-    """Return the smallest fractions that give both splits a record, by hash and by shuffle, or None if impossible."""
+    """Return the smallest validation fractions, by hash and by shuffle, that give each split at least one record.
+    Return None if there are no such fractions.
+    """
     first, last, before = 1.0, 0.0, 0
     has_rows = np.zeros(sum(file.head().extra["records"] for file in staged), dtype=bool)
     for file in staged:

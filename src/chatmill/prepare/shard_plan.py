@@ -20,7 +20,7 @@ from chatmill.rows import File, Index, offsets
 from chatmill.store.write import FileTable
 
 WINDOW = 2**20
-"""Number of rows packed together."""
+"""Number of rows to pack at a time."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def survey(
                 line += done.lines
                 read.append((part.path, done.read))
     except (RecordError, RemoteError):
-        # An invalid record may be caused by a file that changed while it was read.
+        # If a file changed while it was read, report the change, because it may have caused the error.
         before.check_times()
         raise
     before.check(read, is_planned=lambda: planned() == files)
@@ -126,7 +126,7 @@ def _results(
 ) -> Generator[_PartRead, None, None]:
     """Yield the result of each part, in order."""
     engine = LocalEngine(workers, if_killed="run again with fewer --workers")
-    # Forking a process that runs threads, such as those for network requests, can deadlock.
+    # Do not fork if this process runs other threads, such as those for network requests: the workers could deadlock.
     if engine.workers == 1 or len(parts) == 1 or threading.active_count() > 1:
         yield from (_read(part, on_error, on_records) for part in parts)
         return

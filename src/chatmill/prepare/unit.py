@@ -50,7 +50,7 @@ large.
 """
 Batch = Sequence[Record] | Sequence[Unrolled]
 Block = ChatColumns | list[Record]
-"""Blocks of records, as they are read."""
+"""A block of records, as `read_blocks` yields it."""
 REMOVED = np.dtype([("line", "<u8"), ("filter", "u1")])
 """A record removed by a filter, as stored in staged files: its line in the unit, and the index of the filter."""
 
@@ -68,7 +68,7 @@ class Unit:
     source: int = 0
     """Index of the source in the job."""
     predicates: tuple[Predicate, ...] = ()
-    """User functions that must accept every record of the unit."""
+    """User functions; a record is kept only if all of them return True."""
     excluded_ids: frozenset[str] = frozenset()
 
     def staged_name(self, number: int) -> str:
@@ -160,14 +160,16 @@ def run_unit(
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
-    """Return the rows to stage, and the rendered row that each comes from; `--fit blocks` stages whole rows."""
+    """Return the rows to stage, and the index of the rendered row that each comes from. With `--fit blocks`, rows are
+    staged whole.
+    """
     if job.fit == "blocks":
         return rows, np.arange(len(rows), dtype=np.int64)
     fit = partial(truncate_with_sources, rule=job.fit, ledger=ledger, require_terminators=job.require_terminators)
     if not requires_user(renderer):
         note_untrained(rows, ledger)
         return fit(rows, job.capacity)
-    # Truncation may remove the user turn before an answer, so the mask and dropped rows are decided afterwards.
+    # Truncation may remove the user turn before an answer, so mask answers and drop rows only afterwards.
     cut, source = fit(rows, job.capacity, drop_untrained=False)
     cut = mask_answers(cut)
     note_untrained(cut, ledger)
@@ -290,8 +292,8 @@ class _Records:
         if not has_row_filters(self._filters):
             return rows, record_of
         tokens = np.diff(rows.row_start)
-        # Answers without a preceding user turn are masked only after truncation, so mask them here to count trained
-        # tokens.
+        # The renderer leaves answers without a preceding user turn unmasked until rows are truncated, so mask them here
+        # before counting trained tokens.
         trained = trained_of_rows(mask_answers(rows) if requires_user(self._renderer) else rows)
         failed = failed_row_filters(self._filters, tokens, trained, record_of)
         if not failed.any():

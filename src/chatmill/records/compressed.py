@@ -60,7 +60,7 @@ def form_of(start: bytes) -> Form | None:
 
 
 def text_form(start: bytes) -> Form | None:
-    """Return the text format if `start` is the beginning of printable UTF-8 text, else None."""
+    """Return a `Form` for text if `start` is the beginning of printable UTF-8 text, else None."""
     try:
         text = getincrementaldecoder("utf-8-sig")().decode(start)
     except UnicodeDecodeError:
@@ -125,7 +125,7 @@ class _Streams(io.RawIOBase):
         self._input = b""
         """Bytes of the file that have not been decompressed."""
         self._at, self._ended = 0, False
-        """Number of bytes read so far, and whether a stream has ended."""
+        """Number of decompressed bytes read so far, and whether any stream has ended."""
 
     def readable(self) -> bool:
         return True
@@ -138,7 +138,7 @@ class _Streams(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        # For an empty file, the reader seeks to the current position.
+        # Allow seeking to the current position, because the reader does so if the file is empty.
         if whence != io.SEEK_SET or offset != self._at:
             raise io.UnsupportedOperation("seek")
         return offset

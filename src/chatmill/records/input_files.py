@@ -26,7 +26,7 @@ from chatmill.remote.threads import in_threads
 from chatmill.remote.urls import Place, Url, place
 
 FRESH = 2.0
-"""Resolution of file times in seconds: two changes within this time may leave the same time stamp."""
+"""Resolution of file times in seconds: two changes within this time may leave the same timestamp."""
 
 
 class _State(NamedTuple):
@@ -125,7 +125,7 @@ def _object_state(url: Url) -> objects.ObjectInfo:
 
 
 def _may_change_unseen(state: _State | objects.ObjectInfo, began: float) -> bool:
-    """Whether a file or object could change while its recorded state (time stamp or version) stays the same."""
+    """Whether a file or object could change while its recorded state (timestamp or version) stays the same."""
     if isinstance(state, _State):
         return state.changed / 1e9 > began - FRESH
     return not state.version

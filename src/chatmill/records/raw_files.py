@@ -59,7 +59,7 @@ class LoggedFile(io.FileIO):
             self._log.add(start, view[:count])
         return count
 
-    # The methods of FileIO do not call `readinto`, so their reads would not be logged.
+    # In FileIO, these methods do not call `readinto`, so their reads would not be logged.
     read = io.RawIOBase.read  # type: ignore[assignment]
     readall = io.RawIOBase.readall
 

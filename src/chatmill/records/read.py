@@ -2,7 +2,7 @@
 
     inputs ── plan ──▶ parts ── units ──▶ (line, bytes) ── parser ──▶ records
 
-A part is a file, or the lines in a byte range of a file. A worker needs only the part to read its records.
+A part is a file, or the lines in a byte range of a file. A part contains all that a worker needs to read its records.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ OnReject = Callable[[RecordError], None]
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A file of one shape, or the lines (or row groups) of a file that start in bytes [start, stop), numbered from
-    1.
+    """A file of one shape, or the lines (or row groups) of a file that start in bytes [start, stop). The lines of each
+    part are numbered from 1.
     """
 
     path: Place
@@ -253,7 +253,8 @@ def _read(
                 yield items
             on_end(line)
         except RecordError as fault:
-            # The rest of the file is corrupt; a fault without a line is reported after the last line read.
+            # The rest of the file is corrupt. A fault without a line number gets the number after that of the last line
+            # read.
             yield [fault.at(files.label(part.path), fault.line or line + 1)]
 
 
@@ -324,7 +325,9 @@ def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Unit
 
 
 def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -> FilePart:
-    """Return the part with its given or detected shape and the reason; transcripts become lines or a stream."""
+    """Return the part with its shape, given or detected, and the reason for it. The shape `transcript` becomes
+    `transcript-lines` or `transcript-stream`.
+    """
     path = part.path
     ending = files.kind(path)
     if ending in files.TABLES and shape == "transcript-stream":
@@ -333,7 +336,7 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
         with closing(units.lines(path, limit=limit)) as numbered:
             first = next(_readable(numbered), (0, b""))[1]
         if stops and len(first) > limit and b"<|" not in first:
-            # The record is too long, both as a line and as a unit of a stream.
+            # The first record is too long in either shape, so the shape does not matter.
             return replace(part, shape="transcript-lines", why="from its first line")
         # A text file of JSON objects is JSON Lines with a different suffix.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
@@ -348,7 +351,9 @@ def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -
 
 
 def _transcript_shape(path: Place, *, is_transcript: bool) -> str:
-    """Return the shape for lines or for a stream; raise a `DataError` asking for --shape if the file is ambiguous."""
+    """Return `transcript-lines` or `transcript-stream`; raise a `DataError` that asks for --shape if the file is
+    ambiguous.
+    """
     try:
         with open_bytes(path) as file:
             layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))

@@ -13,13 +13,15 @@ import msgspec
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
 NO_ROLE: Literal["none"] = "none"
-"""Role of text outside all spans of a transcript; complete if an unmatched `<|END|>` follows it."""
+"""Role of text outside all spans of a transcript. Such a message is complete if an unmatched `<|END|>` follows the
+text.
+"""
 
 _construct = msgspec.StructMeta.__call__
 
 
 class _FromFields(msgspec.StructMeta):
-    """Metaclass that makes `Message(**fields)` and `Record(**fields)` validate and convert fields like the reader."""
+    """Metaclass: `Message(**fields)` and `Record(**fields)` validate and convert fields as the reader does."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
         if cls not in (Message, Record):
@@ -73,7 +75,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     name: str | None = None
     tool_call_id: str | None = None
     weight: float | None = None
-    """Loss weight. With None, the format and `--train-on` decide; a number overrides both."""
+    """Loss weight, which overrides the format and `--train-on`; None if they decide."""
     complete: bool = True
     """False for a transcript span without an end marker, which is rendered without the marker and never trained."""
     train_ranges: tuple[tuple[int, int, float], ...] = ()

@@ -30,7 +30,7 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
     if not 0 <= val_frac < 1:
         raise UsageError(f"the validation fraction is {val_frac}; expected a number from 0 to below 1")
     if count < 0 or seed < 0:
-        # Python's generator treats -1 as 1, so two seeds would give the same order.
+        # Python's generator treats the seed -1 like 1, so two seeds would give the same order.
         raise UsageError(f"{count} records with seed {seed} cannot be split; expected non-negative numbers")
     order = list(range(count))
     random.Random(seed).shuffle(order)
@@ -45,7 +45,8 @@ def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def smallest_hash_share(first: float, last: float) -> float | None:
-    """Return the smallest fraction that gives at least one record to each split, rounded up to three or more digits.
+    """Return the smallest fraction that gives at least one record to each split, rounded up to at least three
+    significant digits.
 
     `first` and `last` are the smallest and largest value of `hash_places`. Return None if no fraction works.
     """

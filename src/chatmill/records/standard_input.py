@@ -61,7 +61,7 @@ def remove_standard_input(process: int | None = None) -> None:
 
 
 def _remove_when_terminated() -> None:
-    """Remove the file when a signal terminates the process, because atexit handlers do not run then."""
+    """Remove the file when a signal terminates the process, because atexit handlers do not run after a signal."""
     owner = os.getpid()
 
     def remove_and_end(number: int, frame: Any) -> None:

@@ -30,8 +30,8 @@ ARROW_FILE = b"ARROW1"
 STREAM_END = bytes(4)
 """Last bytes of the Arrow stream format: the end-of-stream marker."""
 NO_MEMORY: dict[str, tuple[type[MemoryError], ...]] = {".parquet": (), ".arrow": (MemoryError,)}
-"""Additional exceptions that indicate a corrupt file. Arrow allocates the sizes stored in a file, so wrong sizes may
-exceed the memory.
+"""Additional exceptions that indicate a corrupt file. Arrow allocates the sizes stored in a file, so a wrong size may
+cause a `MemoryError`.
 """
 _BUFFER = 1 << 18
 _MAGIC = {".parquet": b"PAR1", ".arrow": ARROW_FILE}
@@ -200,7 +200,7 @@ def _arrow(file: Any) -> Any:
 
 
 class _BoundedReader(io.BufferedIOBase):
-    """Limits reads to the size of the file: Arrow allocates the requested size before reading."""
+    """Limits reads to the size of the file, because Arrow allocates the requested size before reading."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._size = file, file.seek(0, io.SEEK_END)
@@ -232,7 +232,7 @@ def _arrow_batches(table: Any, columns: list[str], size: int, pyarrow: Any) -> I
     else:
         whole = iter(table)
     for batch in whole:
-        # Arrow uses the buffer offsets of the file without checking them.
+        # Arrow itself does not check the buffer offsets stored in the file.
         batch.validate(full=True)
         for at in range(0, batch.num_rows, size):
             yield batch.select(columns).slice(at, size)

@@ -1,7 +1,7 @@
 """Decide from the whole file whether a transcript file has one record per line or is one stream.
 
 Each line is reduced to letters: S, U and A for the span markers, E for `<|END|>`, X for `<|EOS|>`, x for text outside
-spans, j for text outside spans that looks like JSON. Only line breaks are kept from the text inside a span.
+spans, j for text outside spans that looks like JSON. Of the text inside a span, only line breaks are kept.
 
     <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
@@ -31,7 +31,8 @@ class TranscriptLayout(IntFlag):
     JSON = 4
     """Whether a line is JSON, which a stream would treat as text outside spans."""
     JOINS = 8
-    """Whether a conversation of the stream has text on several lines, so that reading by line would give other records.
+    """Whether a conversation of the stream has text on several lines, so that reading by line would give different
+    records.
     """
     CROSSES = 16
     """Whether a closed span crosses a line end, so that reading by line would split it into two invalid parts."""

@@ -98,7 +98,7 @@ def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
     with path.open("rb") as file:
         start = 0
         while start < end:
-            # Extend the piece to the end of its last line; the file may have grown or shrunk since planning.
+            # Extend the piece to the end of its last line; the file may have changed since its size was read.
             stop = file.seek(min(start + size, end) - 1)
             stop = min(stop + max(1, _skip_line(file)), end)
             yield start, stop
@@ -110,14 +110,14 @@ def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
     least = range(size - 1, end - 1, size)
     stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
     start = 0
-    # Several stops are equal if a line is longer than a piece.
+    # Several stops may be equal, because a line may be longer than a piece.
     for stop in sorted({*stops, end} - {0}):
         yield start, stop
         start = stop
 
 
 def _line_end(url: Url, at: int, end: int) -> int:
-    """Return the end of the line that contains byte `at`; the object may have grown or shrunk since planning."""
+    """Return the end of the line that contains byte `at`; the object may have changed since its size was read."""
     while at < end and (data := objects.read(url, at, min(end, at + LINE_END_BYTES))):
         if stop := data.find(b"\n") + 1:
             return at + stop

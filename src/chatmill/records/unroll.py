@@ -80,7 +80,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
 
 
 def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
-    """Return the index of the message from which `train_on` selects answers."""
+    """Return the first index at or after which `train_on` selects every answer."""
     if train_on == "assistant":
         return 0
     last = "assistant" if train_on == "last" else "user"

@@ -59,7 +59,7 @@ _PAIRS = (("question", "answer"), ("query", "response"), ("input", "output"), ("
 class _OtherFormat(NamedTuple):
     name: str
     keys: set[str]
-    """Keys of each object in the list of messages."""
+    """Keys by which the format is recognized, in the first object of the list."""
 
 
 _OTHER_FORMATS = {
@@ -236,7 +236,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         what = f"{file}: cannot detect the shape of records with the keys {keys}"
         raise DataError(f"{what}; {_HINT}, or map the keys{_columns_hint(record)}")
     if possible is None:
-        # If no record is an object, every shape reports the same errors.
+        # No record is an object, so every shape would report the same errors.
         return "messages", "no record indicates another shape"
     if "messages" in possible:
         return "messages", possible["messages"]

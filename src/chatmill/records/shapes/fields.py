@@ -171,7 +171,7 @@ class KeyReader:
                 self.take(key)
 
     def refuse_masks(self) -> None:
-        """Raise if the record selects the messages to train with a key from another trainer."""
+        """Raise if a key of another trainer, such as `mask`, selects the messages to train."""
         if type(mask := self.peek("mask")) is str and mask.lower() == "user":
             self.take("mask")
         elif type(mask) is str:

@@ -95,8 +95,8 @@ def decode_lines(block: bytes) -> list[ParsedRecord] | None:
 def _object_lines(block: bytes) -> int:
     """Return the number of lines if each starts with { and ends with }, else 0.
 
-    The decoder treats line ends as spaces. Within a JSON value, { never follows }, so every line end is between two
-    values; if there are as many values as lines, each line is one value.
+    The decoder treats line ends as spaces. Within a JSON value, a line end never stands between } and {, so every line
+    end separates two values. If there are as many values as lines, each line is one value.
     """
     raw = np.frombuffer(block, dtype=np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
