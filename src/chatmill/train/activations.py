@@ -1,8 +1,8 @@
 """Count the bytes that a forward pass keeps for the backward pass, without computing or allocating any tensors.
 
 The model runs once on fake tensors, which have shapes and dtypes but no storage, and hooks record each tensor that
-autograd saves. Fake tensors work for most architectures. Layers of the same shape save the same number of bytes, so at
-most two layers of each shape run.
+autograd saves. Counting fails for architectures that use operations that fake tensors do not support. Layers of the
+same shape save the same number of bytes, so at most two layers of each shape run.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class ActivationBytes:
 
     layers: tuple[LayerBytes, ...]
     outside: int
-    """Bytes kept outside all layers or shared by them: masks, rotary angles, the last norm."""
+    """Bytes kept outside the layers or shared by several layers: masks, rotary angles, the final norm."""
 
 
 def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: bool) -> ActivationBytes:
-    """Count the bytes that a forward pass over (rows, length) tokens keeps. The weights of `model` are replaced with
-    fake tensors.
+    """Count the bytes that a forward pass over tokens of shape (rows, length) keeps for the backward pass. The weights
+    of `model` are replaced with fake tensors.
 
     With `on_gpu`, assume FlexAttention, which does not materialize the mask.
     """
@@ -94,7 +94,7 @@ def count_activations(model: CausalModel, rows: int, length: int, *, on_gpu: boo
 
 
 def _use_fake_weights(model: nn.Module) -> None:
-    """Replace all weights with fake tensors of the same shapes on the CPU; tied weights stay tied."""
+    """Replace all weights and buffers with fake CPU tensors of the same shapes; tied weights stay tied."""
     fakes: dict[int, Any] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -149,17 +149,19 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Any] = []
         self._born: dict[int, int] = {}
         self._parents: dict[int, list[int]] = {}
-        """Maps each tensor that an elementwise operator computed to the inputs of that operator."""
+        """Maps each tensor that a compiled layer can recompute to the inputs of the operator that computed it."""
         self._stored: set[int] = set()
         """Tensors that a compiled layer does not recompute."""
         self._multiplied: set[int] = set()
-        """Inputs of matrix products, which a compiled layer materializes."""
+        """Tensors that a compiled layer materializes, because they are inputs of matrix products, attention or custom
+        operators.
+        """
         self._same: dict[int, int] = {}
         """Maps repeated casts of a tensor to the first cast; a compiled layer casts only once."""
         self._cast_to: dict[tuple[int, torch.dtype], int] = {}
         self._weights = {self._key(each) for each in chain(model.parameters(), model.buffers())}
         self._casts: set[int] = set()
-        """Tensors computed only from weights."""
+        """Tensors computed only from weights, such as weights cast to compute precision."""
         self._saved: list[dict[int, None]] = [{} for _ in (*blocks, OUTSIDE)]
         self._inputs = [0] * len(blocks)
 
@@ -194,11 +196,11 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def store(self, *keys: int) -> None:
-        """Mark tensors, given by key, that a compiled layer does not recompute."""
+        """Record that a compiled layer does not recompute the tensors with these keys."""
         self._stored.update(keys)
 
     def store_tensors(self, *tensors: Any) -> None:
-        """Mark tensors that a compiled layer does not recompute."""
+        """Record that a compiled layer does not recompute these tensors."""
         self.store(*(self._key(each) for each in tensors if isinstance(each, Tensor)))
 
     @contextmanager
@@ -241,7 +243,7 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def layers(self) -> list[LayerBytes]:
-        """Return the bytes that each layer keeps for its backward pass."""
+        """Return the number of bytes that each layer keeps for its backward pass."""
         return [self._layer(number) for number in range(len(self._blocks))]
 
     def _layer(self, number: int) -> LayerBytes:
@@ -252,10 +254,10 @@ class _Recorder(TorchDispatchMode):
         return LayerBytes(self._size(eager), compiled, with_inputs, self._inputs[number], self._size(casts))
 
     def _cut(self, needed: set[int], stored: set[int]) -> int:
-        """Return the smallest number of bytes that must be kept to recompute all needed tensors: a minimum cut, as in
-        torch.compile.
+        """Return the smallest number of bytes to keep so that all needed tensors can be recomputed. As in
+        torch.compile, this is a minimum cut.
 
-        Each tensor is an edge of the graph with its size in bytes as capacity. Cutting an edge means keeping its
+        Each tensor is an edge whose capacity is the size of the tensor in bytes. Cutting an edge means keeping its
         tensor.
         """
         import networkx  # type: ignore[import-untyped]
@@ -280,7 +282,7 @@ class _Recorder(TorchDispatchMode):
         return networkx.minimum_cut_value(graph, "forward", "backward") if needed else 0
 
     def outside(self) -> int:
-        """Return the bytes that are kept outside the layers or shared by several layers."""
+        """Return the number of bytes that are kept outside the layers or shared by several layers."""
         shared = {key for saved in self._saved for key in saved if self._born[key] == OUTSIDE}
         return self._size(shared | set(self._saved[OUTSIDE]))
 
@@ -312,7 +314,8 @@ def _registered(recorder: _Recorder) -> str:
         out = _FlexAttention.apply(q, k, v)
         # torch.compile does not recompute the inputs of FlexAttention.
         recorder.store_tensors(q, k, v, out)
-        # transformers passes q, k and v as (rows, heads, length, size) and expects (rows, length, heads, size).
+        # transformers passes q, k and v as (rows, heads, length, size) and expects a result of shape (rows, length,
+        # heads, size).
         return out.transpose(1, 2), None
 
     AttentionInterface.register(COUNTED, attention)

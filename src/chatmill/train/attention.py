@@ -67,8 +67,8 @@ def block_mask(start: Tensor) -> BlockMask:
     """Return the mask of `dense_mask` as a FlexAttention block mask, without computing the (length, length) matrix.
 
     A query attends to the keys from the start of its segment up to itself, and segment starts never decrease along a
-    row. A block of queries therefore needs one contiguous range of key blocks. Only the key blocks before the first
-    whole block of the last segment and the diagonal block need masking; in the remaining key blocks, every query
+    row. A block of queries therefore needs one contiguous range of key blocks. In this range, only the diagonal block
+    and the key blocks that start before the last query's segment need masking; in all other key blocks, every query
     attends to every key.
 
                  first   whole     own

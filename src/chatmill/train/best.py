@@ -53,7 +53,7 @@ class BestEval:
         return config.early_stop_patience is not None and self.waited >= config.early_stop_patience
 
     def reason(self, config: TrainConfig) -> str:
-        """Return the reason for early stopping, as part of a message."""
+        """Return the reason for early stopping, as a phrase for a message."""
         least = f" by more than {config.early_stop_min_delta:g}" if config.early_stop_min_delta else ""
         below = "" if self.reference is None else f" below {self.reference:.4f}{least}"
         evaluations = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
@@ -68,8 +68,8 @@ class BestEval:
         return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"
 
     def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
-        """Return the checkpoint with the lowest loss, if it exists or is now being written as step `writing`; otherwise
-        None.
+        """Return the path of the checkpoint with the lowest loss, or None if it does not exist; the checkpoint of step
+        `writing` counts as existing.
         """
         path = run / step_name(self.step)
         return path if self.loss is not None and (self.step == writing or path.is_dir()) else None

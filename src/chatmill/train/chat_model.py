@@ -179,8 +179,8 @@ def find_tokenizer(
     sha256 = training.get("tokenizer_sha256")
 
     def opened(spec: str) -> Tokenizer:
-        # Add the tokens that were added in training; the hash then shows whether this is the tokenizer used in
-        # training.
+        # Add the tokens that were added in training, so that the hash equals the recorded hash if this is the tokenizer
+        # used in training.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if named is not None:

@@ -1,5 +1,5 @@
-"""The command `python train.py`: its flags, and the code shared with `chatmill train`, which trains and prints a
-summary.
+"""The command `python train.py`: its flags, and the functions that train and print a summary, which `chatmill train`
+also uses.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(
 
 @contextmanager
 def errors_of_first_rank() -> Iterator[None]:
-    """Report an error that occurs on all ranks only once: rank 0 raises the error, and the other ranks exit.
+    """If an error occurs on all ranks, report it only once: rank 0 raises the error, and the other ranks exit.
 
     A `RankError` is raised on the rank where it occurs, unless another rank reports it.
     """
@@ -225,8 +225,8 @@ def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tupl
     values = layered(project, stated)
     stops_no_more = bool(base.get("early_stop_patience")) and values.get("early_stop_patience") is None
     if resumes and stops_no_more and values.get("keep_best") is None and values.get("save_interval"):
-        # Set keep_best: without early stopping, its default (null) means false, and the resumed run would no longer
-        # keep its best checkpoint.
+        # Set keep_best, because the resumed run no longer stops early: its default (null) would now mean false, and the
+        # best checkpoint would not be kept.
         values["keep_best"] = True
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:

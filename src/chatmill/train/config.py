@@ -336,8 +336,8 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     def with_accumulation(self) -> tuple[Self, list[str]]:
         """Replace tokens_per_step with batch_size and gradient_accumulation_steps; also return a note about the result.
 
-        In the returned config, tokens_per_step is null, so a run that resumes with that config computes the same
-        batches.
+        In the returned config, tokens_per_step is null, so resuming with that config does not change the batch size
+        again.
 
         >>> config, _ = TrainConfig(tokens_per_step=65_536, batch_size=8, block_size=1024).with_accumulation()
         >>> config.batch_size, config.gradient_accumulation_steps
@@ -402,9 +402,9 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of settings; later layers take precedence.
 
     A layer that sets max_iters removes epochs, and vice versa; warmup_iters and warmup_pct also replace each other. A
-    layer that sets tokens_per_step removes gradient_accumulation_steps and divides batch_size by its value, so that
-    micro-batches keep their number of rows. A layer that turns post_training on also sets the keys in POST_TRAINING,
-    except those that the layer sets itself.
+    layer that sets tokens_per_step removes gradient_accumulation_steps and divides batch_size by the removed value, so
+    that micro-batches keep their number of rows. A layer that turns post_training on also sets the keys in
+    POST_TRAINING, except those that the layer sets itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:

@@ -45,7 +45,7 @@ class DataCheck:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._at_start: Path | None = None
-        """The last checkpoint when the current pass over the data started."""
+        """The newest checkpoint at the start of the current pass over the data."""
         self._epoch = 0
         self.fault: str | None = None
         """Error message about the first file that has changed."""
@@ -68,8 +68,8 @@ class DataCheck:
     def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
         """Record the end of a pass once all ranks have finished it, and start a new pass in each epoch.
 
-        `saved` is the last checkpoint. If the data order has no epochs, an epoch is as many rows as there are eligible
-        episodes.
+        `saved` is the newest checkpoint. If the data order has no epochs, an epoch is as many rows as there are
+        eligible episodes.
         """
         if self._thread is not None and all_done:
             self._thread.join()

@@ -133,7 +133,7 @@ def _shard(model: CausalModel, world: World, compute: torch.dtype | None, values
 def _fill(model: nn.Module, places: Mapping[int, tuple[nn.Module, str]], values: Values, device: torch.device) -> None:
     """Allocate this rank's rows of all sharded parameters, and set their values.
 
-    `places` maps the id of each parameter before sharding to its module and name.
+    `places` maps the id that each parameter had before sharding to the parameter's module and name.
     """
     model._apply(lambda each: torch.empty_like(each, device=device) if each.device.type == "meta" else each)
     for parameter, rows in values():
@@ -183,8 +183,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of a tensor's rows on this rank; all shards have the same size, but the last ones may be shorter
-    or empty.
+    """Return the range of a tensor's rows on this rank; shards have equal sizes, except that the last ones may be
+    shorter or empty.
     """
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1

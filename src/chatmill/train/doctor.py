@@ -25,7 +25,7 @@ from chatmill.train.machine_checks import CHECKS, OPTIONAL, PACKAGES, CheckRow
 from chatmill.train.rank_checks import ABANDONED, Rendezvous, all_reduces, leave_group, limited, shared_folder
 
 SECONDS = 60.0
-"""Time limit for each check."""
+"""Default time limit for each check, in seconds."""
 MOST_SECONDS = 86_400
 SAME_EVERYWHERE = ("python", "chatmill", *PACKAGES, *OPTIONAL, "CUDA", "NCCL", "driver")
 """Checks whose values must be equal on all nodes."""

@@ -117,12 +117,11 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The byte counts of a model for one row, cached so that changes to a run can be compared quickly."""
+    """The byte counts of a model for one row, cached so that variants of a run can be compared quickly."""
 
     weights: tuple[WeightShape, ...]
     state: dict[str, tuple[int, int]]
-    """Bytes of optimizer state for each trained weight: those of tensors, which are sharded like the weight, and those
-    of scalars.
+    """Bytes of optimizer state for each trained weight: in tensors, which are sharded like the weight, and in scalars.
     """
     layers: tuple[_Layer, ...]
     """Byte counts of each layer for one row."""
@@ -198,8 +197,8 @@ def _count(
 def _kept_by_layers(
     shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
 ) -> tuple[tuple[_Layer, ...], float, str | None]:
-    """Return the bytes that each layer keeps for one row, the bytes kept outside layers, and, if these numbers are
-    approximate, the reason.
+    """Return the number of bytes that each layer keeps for one row, the number of bytes kept outside layers, and the
+    reason if these numbers are approximate.
 
     `recompute` is the argument of `CausalModel.compile_blocks`.
     """
@@ -259,13 +258,15 @@ def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tupl
 
 
 def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Return the bytes of optimizer state for each trained weight, measured with the real optimizer on fake tensors."""
+    """Return the size of the optimizer state of each trained weight in bytes, measured with the real optimizer on fake
+    tensors.
+    """
     from chatmill.train.activations import few_fake_layers
 
     assert shape.model is not None
     sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
     layers = layers_of(shape.model)
-    # Keep all layers for Muon, which calls `model.blocks`; that method identifies the layers by their number.
+    # Keep all layers for Muon, because it calls `model.blocks`, which locates the layers by their expected count.
     with few_fake_layers(shape.model, of_each=len(layers) if config.optimizer == "muon" else 1):
         inside = {id(each) for layer in layers for each in layer.parameters()}
         optimizer = make_optimizer(shape.model, config)
@@ -376,7 +377,7 @@ def _peak(
 
 
 def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
-    """Return the bytes that the head and the cross entropy of a chunk need if all tokens are trained; see
+    """Return the number of bytes that the head and the cross entropy of a chunk need if all tokens are trained; see
     `_chunked_loss` in loss.py.
     """
     positions = -(-tokens // MULTIPLE) * MULTIPLE
@@ -392,7 +393,7 @@ def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
 
 
 def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *, on_gpu: bool) -> float:
-    """Return the bytes of the temporary tensors that an optimizer step needs for the largest weight."""
+    """Return the size in bytes of the temporary tensors that an optimizer step needs for the largest weight."""
     largest = max((each.size for each in trained), default=0)
     matrix = max((each.size for each in trained if each.layer is not None and len(each.shape) == 2), default=0)
     match config.optimizer:
@@ -408,8 +409,8 @@ def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *,
 
 
 def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
-    """Return the bytes that FSDP gathers: weights outside layers, two layers in compute precision, and unreduced
-    gradients.
+    """Return the number of bytes that FSDP needs for gathered weights (all weights outside layers, and two layers in
+    compute precision) and for unreduced gradients.
     """
     layers: dict[int, float] = {}
     for each in weights:

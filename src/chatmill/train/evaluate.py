@@ -42,7 +42,7 @@ class Evaluation(NamedTuple):
     trained: int
     """Number of trained tokens."""
     sources: Mapping[str, Evaluation] = {}
-    """Evaluation of each source in a mix that has episodes in the split, by source name."""
+    """Evaluation of each source in a mix, by source name; sources without episodes in the split are left out."""
 
     @property
     def perplexity(self) -> float | None:
@@ -144,7 +144,7 @@ def raise_unknown(fault: str | None, loader: EpisodeLoader) -> None:
 
 
 class Samples:
-    """Sample answers to `count` prompts from each source, spread evenly over a split."""
+    """Generates sample answers to `count` prompts from each source; the prompts are spread evenly over a split."""
 
     def __init__(self, sources: Sequence[DataSource], count: int, model: CausalModel, *, split: str = "val") -> None:
         self.end_ids = end_ids(sources)
@@ -159,8 +159,8 @@ class Samples:
         return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
     def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """Return the fraction of answers that match exactly, and the fraction that reached an end token; the mapping is
-        empty if there are no answers.
+        """Return the fraction of answers that match the expected answer exactly, and the fraction that end with an end
+        token; the mapping is empty if there are no answers.
         """
         if not answers:
             return {}
@@ -195,7 +195,7 @@ class Samples:
 
 
 def _spread(source: DataSource, split: str, count: int, ends: Sequence[int], positions: int) -> Iterator[EvalPrompt]:
-    """Divide a split into `count` equal parts, and yield the first prompt in each part that is short enough."""
+    """Divide a split into `count` equal parts; from each part, yield the first prompt that is short enough."""
     episodes = source.episodes(split)
     for start, stop in pairwise(len(episodes) * part // count for part in range(count + 1)):
         prompts = (each for number in range(start, stop) for each in eval_prompts(episodes.rows([number]), ends))

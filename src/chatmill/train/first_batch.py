@@ -68,7 +68,7 @@ def trained_spans(batch: Batch) -> list[TrainedSpan]:
 
 @dataclass
 class FirstBatch:
-    """Token counts over all ranks, trained answers from rank 0, and warnings."""
+    """A description of the first batch: token counts over all ranks, trained answers from rank 0, and warnings."""
 
     step: int
     rows: int
@@ -152,7 +152,7 @@ def describe(
 
 
 class Endings(NamedTuple):
-    """Number of trained spans, by how they end."""
+    """Number of trained spans: in total, ended by an end token, and truncated."""
 
     spans: int
     ended: int
@@ -198,7 +198,7 @@ def _shown(batch: Batch, span: TrainedSpan, loader: EpisodeLoader, text: TokenTe
     row, start, stop = span
     segments, episodes = np.asarray(batch.segments)[row], np.asarray(batch.episode_ids)[row : row + 1]
     segment = int(segments[start])
-    # x[start] is the token before the first trained token.
+    # Include x[start] in the prompt: it is the token before the first trained token.
     prompt = np.asarray(batch.x)[row, : start + 1][segments[: start + 1] == segment].tolist()
     answer = np.asarray(batch.y)[row, start:stop].tolist()
     trained = f"{len(answer):,} trained tokens"

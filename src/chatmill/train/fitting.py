@@ -220,7 +220,7 @@ def _together(estimator: Estimator, config: TrainConfig, ranks: int, available: 
 
 
 def _adapter_keys(config: TrainConfig) -> list[dict[str, Any]]:
-    """Return the config keys for LoRA and QLoRA, if the model supports adapters but does not have any."""
+    """Return the config keys for LoRA and for QLoRA, except those that the run already uses or does not support."""
     if config.init_from_model is None or config.fp8 or config.quantize != "none":
         return []
     folder = model_folder(config.init_from_model)
@@ -248,7 +248,7 @@ def _change(estimator: Estimator, config: TrainConfig, keys: Mapping[str, Any], 
     try:
         return Change(dict(keys), ranks, estimator(replace(config, **keys), ranks=ranks))
     except UsageError:
-        # Skip changes whose keys are mutually exclusive or whose rows cannot be divided among the ranks.
+        # Skip a change if the new config is invalid or its rows cannot be divided among the ranks.
         return None
 
 
@@ -305,8 +305,8 @@ def _data_vocab_size(config: TrainConfig) -> int | None:
 
 
 def memory_here(device: torch.device) -> float:
-    """Return the bytes available to a run on this device: GPU memory not used by other processes, or host memory per
-    rank.
+    """Return the number of bytes available to a run on this device: GPU memory that other processes do not use, or host
+    memory per rank.
     """
     if device.type != "cuda":
         return available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -335,7 +335,9 @@ def check_run_memory(config: TrainConfig, vocab_size: int, world: World) -> None
 
 
 def _upper_bound(config: TrainConfig, vocab_size: int, ranks: int, *, on_gpu: bool) -> float:
-    """Compute an upper bound on a run's memory in bytes from weight shapes alone; most runs pass this quick check."""
+    """Compute an upper bound on a run's memory in bytes from weight shapes alone, which is quick; most runs need no
+    other estimate.
+    """
     rows = config.batch_size // ranks // config.gradient_accumulation_steps
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)

@@ -31,7 +31,7 @@ class Sampling:
 
     temperature: float = 0.0
     top_k: int = 0
-    """Sample from the k most likely tokens; 0 disables the limit."""
+    """Sample only from the `top_k` most likely tokens; 0 disables the limit."""
     top_p: float = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities add up to at least `top_p`."""
     seed: int = 0
@@ -79,7 +79,7 @@ def generate_steps(
     first_row: int = 0,
 ) -> Iterator[dict[int, int]]:
     """Generate answers to all prompts in one batch; at each step, yield the next token of every unfinished row."""
-    # Keep max_tokens at 1 or more: `prefill` raises the error for a prompt that is too long.
+    # Keep max_tokens at 1 or more, even if all prompts are too long: `prefill` raises the error.
     max_tokens = min(max_tokens, max(1, model.max_positions - min(map(len, prompts))))
     rows = np.arange(len(prompts))
     draws = np.stack([_draws(sampling, first_row + row, max_tokens) for row in rows.tolist()])
@@ -133,7 +133,9 @@ def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
 
 
 def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, DecodingCache]:
-    """Run the prompts through the model; return the logits after each prompt and a cache with `room` more slots."""
+    """Run the prompts through the model; return the logits after each prompt, and a cache with space for `room` more
+    tokens.
+    """
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) < 1:
         raise DataError(f"prompt {lengths.index(0)} is empty; expected at least one token")

@@ -44,7 +44,7 @@ layer.
 
 
 class GPT(CausalModel):
-    """A decoder-only transformer, created with new weights.
+    """A decoder-only transformer; the constructor initializes its weights randomly.
 
     >>> GPT(GPTSizes(vocab_size=64, n_layer=2, n_embd=32, n_head=4)).num_parameters
     34976
@@ -65,14 +65,14 @@ class GPT(CausalModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize matrices from a normal distribution, scaled down for projections into the residual stream, and
-        norms to 1.
+        """Initialize norms to 1, and matrices from a normal distribution, with a smaller standard deviation for
+        projections into the residual stream.
         """
         for name, parameter in self.named_parameters():
             self.init_weight(name, parameter)
 
     def init_weight(self, name: str, weight: Tensor) -> None:
-        """Initialize one weight."""
+        """Initialize one weight; its name determines the standard deviation."""
         if weight.ndim == 1:
             weight.fill_(1)
         else:
@@ -147,7 +147,7 @@ class GPT(CausalModel):
         model, files = open_on_meta(folder, compute=compute, weights=weights)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with open_weights(files) as rows:
-            # Make a copy: the safetensors tensor may be a view of the memory-mapped file.
+            # Make a copy: the safetensors tensor may be a view of the memory-mapped file, which may change later.
             copied = {name: rows(name)[...].to(dtype, copy=True) for name, dtype in dtypes.items()}
         model.load_state_dict(copied, assign=True)
         return model
@@ -204,7 +204,7 @@ def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple
         with torch.device("meta"):
             one = GPT(replace(sizes, n_layer=1)).state_dict()
     except (OverflowError, RuntimeError) as error:
-        # torch raises this error if a tensor would have more elements than torch supports.
+        # torch raises one of these errors if a tensor would have more elements than torch supports.
         raise DataError(f"{folder / CONFIG}: these sizes are not valid ({one_line(str(error))})") from None
     shapes = {name: tuple(tensor.shape) for name, tensor in one.items()}
     layer = {name: shapes.pop(name) for name in list(shapes) if name.startswith("layers.0.")}

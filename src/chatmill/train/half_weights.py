@@ -66,7 +66,7 @@ def _cast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def use_half_weights(model: nn.Module, compute: torch.dtype, place: str) -> None:
-    """Prepare a model to compute in `compute` precision with half-precision weights of another dtype.
+    """Prepare a model to compute in `compute` precision if its half-precision weights have another dtype.
 
     The weights of linear layers and embeddings keep their dtype. All other weights, such as norm weights, become
     float32. Weights that already have `compute` precision, and models without half-precision weights, are left

@@ -207,7 +207,8 @@ class HFModel(CausalModel):
         for group in fused if len(parts) < len(saved) else ():
             tensors = self._reverted({name: like[name] for name in group})
             parts.append(SavedPart(group, tuple(tensors), is_converted=True))
-        # Save in parts only if they contain exactly the tensors that transformers would write, each once.
+        # Save in parts only if the parts together contain exactly the tensors that transformers would write, without
+        # duplicates.
         written = [name for part in parts for name in part.saved]
         return parts if len(written) == len(set(written)) and set(written) == saved.keys() else None
 
@@ -368,7 +369,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each segment, its length and the indices of its tokens in the flattened rows, padded at the end."""
+    """Return, for each segment, the indices of its tokens in the flattened rows, padded at the end, and its length."""
     start = segment_begins(segments).flatten().nonzero().squeeze(1)
     lengths = torch.diff(start, append=start.new_tensor([segments.numel()]))
     index = start[:, None] + torch.arange(int(lengths.max()), device=segments.device)

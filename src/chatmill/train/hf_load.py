@@ -1,5 +1,5 @@
-"""Load model folders with transformers and peft. File headers are checked before a model is loaded, and every error is
-one line.
+"""Load model folders with transformers and peft. File headers are checked before a model is loaded, and every error
+message is one line.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ class TensorSource(NamedTuple):
     targets: tuple[str, ...]
     """Parameter names in the model."""
     convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]] | None = None
-    """Computes the tensors of the model, by name; None if a single tensor is used unchanged."""
+    """Computes the tensors of the model, by name, from the tensors in the files; None if a single tensor is used
+    unchanged.
+    """
 
 
 @dataclass(frozen=True)
@@ -306,7 +308,8 @@ def _read_buffers(meta: MetaModel, dtype_of: Callable[[str, torch.dtype], torch.
             for target in source.targets:
                 if target not in meta.parameters:
                     dtype = dtype_of(target, state[target].dtype)
-                    # Make a copy: the safetensors tensor may be a view of the memory-mapped file.
+                    # Make a copy: the safetensors tensor may be a view of the memory-mapped file, which may change
+                    # later.
                     values = _rows(source, target, rows, dtype)[...].to(dtype, copy=True)
                     module, _, name = target.rpartition(".")
                     meta.lm.get_submodule(module)._buffers[name] = values

@@ -88,8 +88,8 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
 
 
 def check_is_model(folder: Path) -> None:
-    """Raise `DataError` if a folder does not have the file headers of a model or adapters. The headers of custom model
-    families are not checked.
+    """Raise `DataError` if the file headers in a folder are not those of a model or of adapters. The headers of custom
+    model families are not checked.
     """
     check_folder(folder)
     if is_adapter(folder) or not callable(MODEL_FAMILIES.get(model_type(folder))):

@@ -12,7 +12,7 @@ from chatmill.train.hf import HFModel
 from chatmill.train.model import eval_mode
 
 ROWS, LENGTH = 4, 64
-"""Number of rows and tokens per row of the fixed input."""
+"""Number of rows in the fixed input, and number of tokens in each row."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from chatmill.load.batch import IGNORE_INDEX
 
 LOGIT_BYTES = 1 << 26
-"""Maximum bytes of logits at a time on a CPU, chosen to fit the CPU caches."""
+"""Maximum size in bytes of the logits computed at a time on a CPU, chosen to fit the CPU caches."""
 GPU_LOGIT_BYTES = 1 << 30
-"""Maximum bytes of logits at a time on a GPU, chosen to keep the GPU busy."""
+"""Maximum size in bytes of the logits computed at a time on a GPU, chosen to keep the GPU busy."""
 MULTIPLE = 128
 """The number of positions is padded to a multiple of this value, for efficient matrix products."""
 
@@ -114,7 +114,9 @@ def trained_states(hidden: Tensor, targets: TrainedPositions) -> Tensor:
 
 
 def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return Σ weight · loss and Σ weight per segment, (rows, count); their quotient is the segment's loss."""
+    """Return Σ weight · loss and Σ weight of each segment as (rows, count) tensors; their quotient is the segment's
+    loss.
+    """
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]
     sums = (values.new_zeros(len(segments) * count) for values in (losses.tokens, targets.weights))
@@ -132,7 +134,7 @@ def weighted_loss(hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Lo
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and cross entropy as one autograd function, with gradients computed in the forward pass."""
+    """Head and cross entropy as one autograd function, which computes the gradients in the forward pass already."""
 
     @staticmethod
     def forward(
@@ -147,7 +149,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Write the result directly in the dtype of the parameter: a float32 copy would take twice the memory.
+        # Write the result directly in the dtype of the parameter: for bfloat16 parameters, a float32 copy would take
+        # twice as much memory as the result.
         scaled = (
             None if saved is None else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -195,7 +198,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
-    """Split positions into ranges whose logits fit into the limit, with sizes as equal as MULTIPLE allows."""
+    """Split positions into ranges whose logits stay within the size limit; the ranges are as equal as MULTIPLE allows."""
     limit = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
     most = max(1, limit // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
     number = -(-count // most)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 30
 SETTLE_SECONDS = 0.5
-"""Ranks that are lost within this time, such as all ranks on a node, are reported in one line."""
+"""Ranks that are lost within this time of each other, such as all ranks on a node, are reported in one line."""
 GRACE_SECONDS = 5.0
 """Time that the main thread may take to end after it is interrupted."""
 FAILED_SECONDS = 5.0
@@ -70,7 +70,7 @@ class LostRankError(RankError):
 
 @dataclass
 class _Connection:
-    """A connection to another rank; `rank` is None until the other rank has sent the token."""
+    """A connection to another rank; `rank` is None until the other rank has sent the token of the run."""
 
     connection: socket.socket
     rank: int | None = None
@@ -87,7 +87,7 @@ class _Fault:
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Lost ranks, each with its host and the reason for the loss."""
     failed: dict[str, Any] | None = None
-    """The message of a rank that ended with an error."""
+    """The message from the first rank that failed with an error."""
 
     def text(self) -> str:
         if not self.lost and self.failed is not None:

@@ -3,8 +3,8 @@
 The optimizer computes each update in float32 and rounds it once. A weight between two bfloat16 numbers is rounded to
 one of these numbers at random, with probabilities that preserve its expected value, so updates smaller than half a unit
 in the last place are not lost. 8-bit moments are indices into a lookup table, with one scale per block of a row
-(Dettmers et al., arXiv 2110.02861). The second moment is stored as its square root, which has the same range as the
-gradients and therefore does not underflow to zero.
+(Dettmers et al., arXiv 2110.02861). An 8-bit second moment is stored as its square root, which has the same range as
+the gradients and therefore does not underflow to zero.
 
 On a GPU, the update is compiled to one kernel per parameter, without a float32 copy of the parameter.
 """
@@ -139,8 +139,8 @@ def _update_bf16(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tens
     bits = _random_bits(weight)
     new, mean, square = _adamw(weight, grad, exp_avg.float(), exp_avg_sq.float(), numbers)
     exp_avg.copy_(mean)
-    # Round stochastically, because with rounding to nearest, a moment that changes by less than half a unit per step
-    # (beta2 near 1) would never change.
+    # Round stochastically: with beta2 near 1, the second moment often changes by less than half a unit in the last
+    # place per step, and rounding to nearest would undo every such change.
     exp_avg_sq.copy_(_rounded(square, bits >> 14))
     weight.copy_(new if weight.dtype == torch.float32 else _rounded(new, bits))
 
@@ -198,7 +198,7 @@ def _rounded(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def _codes(values: Tensor, edges: Tensor) -> Tensor:
-    """Return the 8-bit code of each value, which is the number of edges at or below the value."""
+    """Return the 8-bit code of each value: the number of edges, not counting the first, that are at or below the value."""
     if not torch.compiler.is_compiling():
         return torch.bucketize(values, edges[1:], out_int32=True, right=True).to(torch.uint8)
     # Use a binary search with table lookups, which torch.compile fuses into the kernel.

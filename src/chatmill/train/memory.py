@@ -12,7 +12,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory() -> float:
-    """Return the bytes that this process can still use; infinity if the system does not report a limit.
+    """Return the number of bytes that this process can still use, or infinity if the system does not report a limit.
 
     Linux lets a process allocate more memory than is available, and kills the process once it uses that memory. In a
     container, the control group sets the memory limit.
@@ -69,7 +69,7 @@ def _free_in_groups() -> Iterator[float]:
 
 
 def _free_by_rlimit() -> float:
-    """Return the bytes that the process can still allocate under `ulimit -v`."""
+    """Return the number of bytes that the process can still allocate under `ulimit -v`."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return float("inf")

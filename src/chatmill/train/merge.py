@@ -56,8 +56,8 @@ class Merged:
     size: int
     """Total size of the weight files, in bytes."""
     difference: LogitDifference | None = None
-    """Difference between the logits of the merged and the trained model, if QLoRA adapters were merged into the
-    original base model.
+    """Difference between the logits of the merged model and of the trained model; None unless QLoRA adapters were
+    merged into the original base model.
     """
 
 

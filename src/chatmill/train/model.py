@@ -71,10 +71,10 @@ def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
 
 
 class DecodingCache(Protocol):
-    """Keys and values of all tokens processed so far during generation, row by row."""
+    """The cached keys and values of all tokens processed so far during generation, for each row."""
 
     def take(self, rows: Tensor) -> None:
-        """Keep the cache of these rows, in this order; rows may be repeated or dropped."""
+        """Keep only these rows of the cache, in this order; a row may occur more than once."""
 
 
 class SavedPart(NamedTuple):

@@ -55,7 +55,7 @@ LAYER_COUNTS = {
 MOST_LAYERS = 2048
 """Maximum number of layers; a model with this many layers is built in a few seconds."""
 SIZES = {"vocab_size", "hidden_size", "n_embd", "d_model", "num_experts", "num_local_experts", "n_routed_experts"}
-"""Config keys whose value is at most the largest dimension of a tensor."""
+"""Config keys whose value must not exceed the largest dimension of any tensor in the model."""
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Config keys whose value transformers treats as a code repository if it contains a slash."""
 
@@ -233,7 +233,7 @@ def model_type(folder: Path) -> str:
 
 
 def check_sizes(files: ModelFiles) -> None:
-    """Raise `DataError` if the sizes in a model's config are impossible for its weights."""
+    """Raise `DataError` if the sizes in a model's config cannot match its weights."""
     largest = max((number for tensor in files.tensors.values() for number in tensor.shape), default=0)
     for key, value in _numbers(files.config):
         name = key.rpartition(".")[2]
@@ -252,8 +252,8 @@ def check_sizes(files: ModelFiles) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the layer counts and sizes in a config and its nested configs, except null, which stands for a default of
-    transformers.
+    """Yield the layer counts and sizes in a config and its nested configs; skip null values, which stand for
+    transformers' defaults.
     """
     return ((key, value) for key, value in _named(config, LAYER_COUNTS | SIZES) if value is not None)
 

@@ -11,7 +11,7 @@ from chatmill.errors import one_line
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 56, 16, 40, 44
 MOST = 1500
-"""Maximum number of points per curve; points of longer curves are averaged."""
+"""Maximum number of points in the train curve; if there are more steps, adjacent points are averaged."""
 VAL = "val_loss"
 Points = Sequence[tuple[float, float]]
 
@@ -26,7 +26,7 @@ def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the axes and curves; return an empty drawing if no loss is finite."""
+    """Return the axes and curves as SVG elements, or an empty list if no loss is finite."""
     train = _thinned([(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None])
     names = dict.fromkeys(name for line in metrics for name in line if name == VAL or name.startswith(f"{VAL}/"))
     val = {name: [(line["step"], line[name]) for line in metrics if line.get(name) is not None] for name in names}

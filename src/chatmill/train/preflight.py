@@ -38,7 +38,8 @@ SCAN = 1 << 24
 
 
 def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
-    """Create the model of a config on the CPU, in the optimizer's precision: new, from a folder, or with new adapters.
+    """Create the model of a config on the CPU: a new model, a model from a folder, or a model from a folder with new
+    adapters. Without adapters, the weights have the precision that the optimizer requires.
 
     Raises `MemoryError` if a new model does not fit into host memory; the memory for training is estimated earlier.
     """

@@ -26,8 +26,8 @@ from chatmill.train.config import TrainConfig
 from chatmill.train.sharded_tensors import file_info
 
 TokenizerHash = Callable[[str], str | None]
-"""A function that takes the path of a tokenizer and returns the tokenizer hash that a cache built with it has, or None
-if the required packages are not installed.
+"""A function that takes the path of a tokenizer and returns the hash that caches record for this tokenizer, or None if
+the required packages are not installed.
 """
 
 
@@ -71,7 +71,8 @@ def compare_tokenizer(
         return
     path, caches = local_path(settings[TOKENIZER]), list(_caches(config))
     if path.is_file() and all(cache.meta.tokenizer_sha256 == file_info(path).sha256 for cache in caches):
-        # Do not open the tokenizer, which is slow: without added tokens, its hash is the hash of the file.
+        # Compare with the hash of the file first, because opening the tokenizer is slow; if no tokens were added, the
+        # two hashes are equal.
         return
     named = f"{FILE}: {TOKENIZER} is {one_line(str(path))}"
     if str(path) != "bytes" and not path.exists():

@@ -140,7 +140,7 @@ def shared_folder(rendezvous: Rendezvous, folder: Path, hosts: Sequence[str]) ->
 def _write(folder: Path, name: str) -> dict[str, str]:
     """Write a file with random content; return the name and content that other ranks must read.
 
-    If the folder is read-only, return a hash of its file list.
+    If the file cannot be written, also return the reason and a hash of the folder's file list.
     """
     about = {"name": name, "content": secrets.token_hex(16), "fault": "", "listing": ""}
     try:

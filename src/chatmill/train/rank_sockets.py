@@ -42,7 +42,7 @@ def _bound(family: int, address: str, size: int) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Close the connection if the other node does not respond for `UNREACHABLE_SECONDS`."""
+    """Configure a connection to close if the other node does not respond for `UNREACHABLE_SECONDS`."""
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {

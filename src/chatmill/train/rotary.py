@@ -83,7 +83,9 @@ def rotated(
     heads: list[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return normalized and rotated queries and keys (rows, length, heads, size); `heads` are their head counts."""
+    """Return normalized and rotated queries and keys (rows, length, heads, size); `heads` contains the numbers of query
+    and key heads.
+    """
     from chatmill.train.rotary_kernel import forward
 
     return forward(qkv.contiguous(), q_weight, k_weight, cos.contiguous(), sin.contiguous(), heads, eps)
@@ -114,8 +116,8 @@ def rotated_backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the projection and of both norm weights (2, size) from the gradients of queries, keys
-    and values.
+    """Compute the gradient of the projection, and the gradients of both norm weights as a (2, size) tensor, from the
+    gradients of queries, keys and values.
     """
     from chatmill.train.rotary_kernel import backward
 
