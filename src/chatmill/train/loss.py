@@ -198,7 +198,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
-    """Split positions into ranges whose logits stay within the size limit; the ranges are as equal as MULTIPLE allows."""
+    """Split positions into ranges whose logits stay within the size limit; sizes are as equal as MULTIPLE allows."""
     limit = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
     most = max(1, limit // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
     number = -(-count // most)

@@ -198,7 +198,7 @@ def _rounded(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def _codes(values: Tensor, edges: Tensor) -> Tensor:
-    """Return the 8-bit code of each value: the number of edges, not counting the first, that are at or below the value."""
+    """Return the 8-bit code of each value: the number of edges after the first that are at or below the value."""
     if not torch.compiler.is_compiling():
         return torch.bucketize(values, edges[1:], out_int32=True, right=True).to(torch.uint8)
     # Use a binary search with table lookups, which torch.compile fuses into the kernel.

@@ -4,8 +4,8 @@ checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  trackers.json  ste
 
 The training loop and the rollout loop use the same functions to start, resume and write runs.
 
-Each log line is a JSON object with a step; a resumed run first removes the lines after its checkpoint. Progress is
-printed to stderr without a library, so that training needs only numpy, torch and safetensors.
+Each log line is a JSON object with a step; a resumed run first removes the lines of steps after its checkpoint.
+Progress is printed to stderr without a library, so that training needs only numpy, torch and safetensors.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ LATER_KEYS = {"quantize": "none"}
 
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Describe the differences between the configs of a checkpoint and a run; skip keys missing in the checkpoint."""
+    """Describe which of the keys `names` differ between the configs of a checkpoint and a run; skip keys that the
+    checkpoint lacks.
+    """
     old, new = {**LATER_KEYS, **checkpoint.state.get("config", {})}, json.loads(json.dumps(config))
     return [
         f"{name} was {one_line(json.dumps(old.get(name)))}, now it is {one_line(json.dumps(new[name]))}"
@@ -199,7 +201,7 @@ class RunDir:
             self._rows.add({"step": step, "data": self._data._asdict(), **dict(zip(COLUMNS, columns, strict=True))})
 
     def show_step(self, step: int, **values: Any) -> None:
-        """Show the progress of a finished step, with the arguments of `TrainProgress.step`."""
+        """Show the progress after a finished step; `values` are the arguments of `TrainProgress.step`."""
         if self._progress is not None:
             self._progress.step(step, **values)
 
@@ -258,7 +260,7 @@ class MetricsLog:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Remove the log lines after a step from a file, and an incomplete last line from a killed run."""
+    """Remove from a log file the lines of all later steps, and an incomplete last line that a killed run left."""
     if path.exists():
         kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
         files.write_file(path, b"".join(kept), overwrite=True)

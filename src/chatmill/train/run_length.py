@@ -24,7 +24,7 @@ from chatmill.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class RunLength:
-    """The number of steps in a run, and the episodes that are dropped at the end."""
+    """The number of steps in a run, and the number of episodes that are dropped at the end."""
 
     steps: int
     left_out: int = 0
@@ -42,7 +42,7 @@ class RunLength:
             )
 
     def further(self, config: TrainConfig) -> str:
-        """Return, as part of a message, how to continue a finished run of this length."""
+        """Return a phrase for a message that says how to continue a finished run of this length."""
         if config.epochs is not None:
             passes = "one pass" if config.epochs == 1 else f"{config.epochs:g} epochs"
             done = f"the run has finished its {passes}"
@@ -87,7 +87,7 @@ def _has_no_epochs(config: TrainConfig, plan: LoadPlan) -> UsageError:
 
 
 def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
-    """Count the steps in all whole epochs and in the remaining fraction, rounded up."""
+    """Count the steps in all whole epochs, and add those in the remaining fraction of an epoch, rounded up."""
     # Parse the decimal representation, so that 0.1 is exactly one tenth.
     exact = Fraction(str(epochs))
     whole, share = divmod(exact, 1)
@@ -108,7 +108,7 @@ def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
 
 
 def _of_mix(epochs: float, plan: LoadPlan, order: MixedOrder) -> RunLength:
-    """Count the steps of a run on a mix with as many episodes as `epochs` passes over its sources."""
+    """Count the steps of a run that trains for `epochs` epochs of a mix."""
     episodes = math.ceil(Fraction(str(epochs)) * plan.pass_episodes)
     rows, size = plan.rows_of_episodes(episodes), plan.config.batch_size
     steps = rows // size if plan.drop_last else -(-rows // size)

@@ -52,7 +52,7 @@ from chatmill.train.untrained import check_trained
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a run: its steps on one dataset."""
+    """A stage of a run: consecutive steps on the same data."""
 
     start: int
     """Number of steps of the run before this stage."""
@@ -254,9 +254,7 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
 def _open_data(
     config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
-    """Open the loader; return the loader and whether it continues the stage of the checkpoint, in which case its
-    position is restored.
-    """
+    """Open the loader; also return whether it continues the stage of the checkpoint. If it does, restore its position."""
     pin = world.device.type == "cuda"
     loader = world.together(
         lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)

@@ -72,8 +72,8 @@ def open_for_shards(config: TrainConfig, vocab_size: int, *, compute: torch.dtyp
 
 
 def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of `work`, or the reason why it failed; if `work` fails on one rank, it counts as failed on
-    all.
+    """Return the result of `work`, or the reason why it failed; if `work` fails on one rank, it counts as failed on all
+    ranks.
     """
 
     def tried() -> tuple[T | None, str | None]:
@@ -93,7 +93,7 @@ def _agreed(world: World, work: Callable[[], T]) -> tuple[T | None, str | None]:
 def _open(config: TrainConfig, vocab_size: int, compute: torch.dtype | None, world: World) -> OpenedModel:
     torch.manual_seed(config.seed)
     size = OPTIMIZER_BYTES[config.optimizer]
-    # With a GPU, weights are in host memory only while they are being read.
+    # With a GPU, host memory is needed only for the weights, while they are being read.
     bytes_each = size.total if world.device.type == "cpu" else size.weight
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
@@ -117,7 +117,7 @@ def _open(config: TrainConfig, vocab_size: int, compute: torch.dtype | None, wor
 
 def _adapted(model: CausalModel, adapters: LoraSizes, folder: Path) -> CausalModel:
     if isinstance(model, GPT):
-        # Call `with_lora`, which raises an error, because `GPT` does not support adapters.
+        # `GPT` does not support adapters, so `with_lora` raises an error.
         return model.with_lora(adapters, folder)
     from chatmill.train.hf_shards import adapters_on_cpu, check_adapters
 

@@ -174,7 +174,7 @@ def _write(
 
 
 def _saved(file: WeightFile, arriving: Iterator[dict[str, Tensor]], model: CausalModel) -> Iterator[Tensor]:
-    """Yield the tensors of a file, and drop each tensor before the next one arrives."""
+    """Yield the tensors of a file, without keeping references to tensors that were already yielded."""
     for part in file.parts:
         tensors = model.saved_tensors(part, next(arriving))
         while tensors:

@@ -22,11 +22,11 @@ WINDOW = 64
 LEAST = 32
 """Minimum number of previous steps before a step can count as a loss spike."""
 SPREADS = 6.0
-"""A loss spike is at least this many spreads above the median loss. The spread is the 90th percentile minus the median,
-because the losses of small batches are skewed to the right and their median absolute deviation is too small.
+"""A loss spike is more than this many spreads above the median loss. The spread is the 90th percentile minus the
+median, because the losses of small batches are skewed to the right and their median absolute deviation is too small.
 """
 NATS = 0.5
-"""A loss spike is at least this much above the median loss."""
+"""A loss spike is more than this far above the median loss, in nats."""
 PRINTED = 10
 """Maximum number of loss spikes that a process prints; all spikes are counted and marked in the metrics."""
 NAMED = 3
@@ -45,7 +45,7 @@ class LossSpikes:
     after: int
     """The last step of the warmup; steps up to this step are never spikes."""
     recent: deque[float]
-    """The losses of the last steps."""
+    """The losses of the last `WINDOW` steps."""
     count: int
     """Number of spikes in the whole run."""
     printed: int = 0

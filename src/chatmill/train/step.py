@@ -84,7 +84,7 @@ class StepResult(NamedTuple):
     """The losses of this rank's conversations, if requested."""
 
     def rows(self) -> list[RowLoss]:
-        """Return the loss of each conversation on this rank that has trained tokens."""
+        """Return the losses of this rank's conversations, except those without trained tokens."""
         losses = []
         for ids, totals, weights in self.sums or ():
             trained = (ids >= 0) & (weights > 0)
@@ -158,7 +158,7 @@ class Pending:
             self._done.record()
 
     def read(self) -> StepResult:
-        """Wait for the result of the step."""
+        """Wait for the result of the step, and return it."""
         if self._done is not None:
             self._done.synchronize()
         loss, norm = self._numbers.tolist()
@@ -232,7 +232,9 @@ def seed_step(*key: int) -> None:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the global gradient norm in float32, because a bfloat16 norm would have only three digits."""
+    """Return the global gradient norm in float32, because a bfloat16 norm would have fewer than three significant
+    digits.
+    """
     if all(gradient.dtype == torch.float32 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]

@@ -94,7 +94,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
         for each in (signal.SIGINT, signal.SIGTERM):
             previous[each] = signal.signal(each, note)
     except ValueError:
-        # Do not handle signals outside the main thread, where Python does not allow it.
+        # Python allows signal handlers only in the main thread, so a run in another thread does not handle signals.
         previous.clear()
     try:
         yield request

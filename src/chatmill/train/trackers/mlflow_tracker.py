@@ -1,5 +1,5 @@
 """MLflow tracker. The MLflow client reads MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_TRACKING_TOKEN and other
-variables.
+environment variables.
 """
 
 from __future__ import annotations

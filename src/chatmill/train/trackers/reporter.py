@@ -28,7 +28,8 @@ from chatmill.train.trackers.tensorboard_tracker import TensorBoardTracker
 from chatmill.train.trackers.wandb_tracker import WandbTracker
 
 TRACKERS: Mapping[str, Callable[[], Tracker]] = {
-    # Trackers start in this order: mlflow and wandb may refuse the run, whereas tensorboard only writes files.
+    # Trackers start in this order. tensorboard comes last, so that it writes no files if mlflow or wandb refuses the
+    # run.
     "mlflow": MlflowTracker,
     "wandb": WandbTracker,
     "tensorboard": TensorBoardTracker,
@@ -38,8 +39,8 @@ IDS = "trackers.json"
 START_SECONDS = 30.0
 """Maximum time that a run waits for a tracker to start."""
 FINISH_SECONDS: Mapping[Status, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
-"""Maximum time that a run waits for its trackers at the end; stopped runs wait for a shorter time, because they may be
-killed soon.
+"""Maximum time that a run waits for its trackers at the end; stopped and failed runs wait for a shorter time, because
+they may be killed soon.
 """
 WAITING = 10_000
 """Maximum number of queued calls for a slow tracker; further calls are dropped and counted."""
@@ -100,7 +101,7 @@ class Reporter:
             worker.finish(status)
         now = monotonic()
         for worker in self._workers:
-            # Wait for a shorter time if a tracker has not started yet.
+            # Wait for a shorter time if a tracker has not started yet, because it may never start.
             seconds = FINISH_SECONDS[status if worker.has_started else "failed"]
             worker.join(now + seconds - monotonic())
 

@@ -29,7 +29,7 @@ class TensorBoardTracker:
                 f"tensorboard cannot be imported ({one_line(str(error), 200)}); reinstall tensorboard"
             ) from None
         files.make_folder(run.folder / FOLDER)
-        # Make TensorBoard ignore values that were logged after the checkpoint.
+        # Make TensorBoard ignore values that were logged after the checkpoint from which the run resumes.
         self._writer = SummaryWriter(str(run.folder / FOLDER), purge_step=run.step + 1)
         self._add_text("config", json.dumps(flat(run.config), indent=1), run.step)
 

@@ -1,5 +1,5 @@
 """Weights & Biases tracker. The W&B client reads WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_API_KEY, WANDB_DIR and
-other variables.
+other environment variables.
 """
 
 from __future__ import annotations
