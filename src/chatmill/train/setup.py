@@ -254,7 +254,7 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
 def _open_data(
     config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
-    """Open the loader; also return whether it continues the stage of the checkpoint. If it does, restore its position."""
+    """Open the loader; also return whether it continues the checkpoint's stage. If it does, restore its position."""
     pin = world.device.type == "cuda"
     loader = world.together(
         lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
