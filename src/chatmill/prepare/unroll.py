@@ -91,7 +91,7 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
     answer, first_new, first_message = (
         np.repeat(column, spans_of_row) for column in (answer, first_new, first_message)
     )
-    # Tokens that belong to no message, such as BOS, precede the first message, so they get -1.
+    # Tokens that belong to no message, such as BOS, precede the first message, so they get the message index -1.
     message = np.where(spans["message"] == NO_MESSAGE, -1, spans["message"].astype(np.int64))
     by_role = spans["rule"] == Rule.ROLE
     trained = (spans["role"] == Role.ASSISTANT) & (message == answer)

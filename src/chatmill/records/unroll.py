@@ -80,7 +80,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
 
 
 def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
-    """Return the first index at or after which `train_on` selects every answer."""
+    """Return an index such that `train_on` selects exactly the answers at or after it."""
     if train_on == "assistant":
         return 0
     last = "assistant" if train_on == "last" else "user"

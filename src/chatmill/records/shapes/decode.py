@@ -117,7 +117,7 @@ def _diagnose(data: bytes, error: str) -> RecordError:
         what = f"unpaired surrogate at {_place(data, lone.start(1))}"
         return RecordError(what, "expected a surrogate pair, or the character itself", kind="surrogate")
     if match := _REASON.match(error):
-        # For trailing characters, the decoder reports the position one byte after the first.
+        # For trailing characters, the decoder reports the position one byte after the first trailing character.
         reason, at = match[1], int(match[2]) - (match[1] == "trailing characters")
     elif "out of range" in error:
         return RecordError("a number is out of range", "expected numbers that fit a double", kind="json")
