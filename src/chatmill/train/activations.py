@@ -1,8 +1,8 @@
 """Count the bytes that a forward pass keeps for the backward pass, without computing or allocating any tensors.
 
 The model runs once on fake tensors, which have shapes and dtypes but no storage, and hooks record each tensor that
-autograd saves. Counting fails for architectures that use operations that fake tensors do not support. Layers of the
-same shape save the same number of bytes, so at most two layers of each shape run.
+autograd saves. Counting fails if an architecture uses operations that do not support fake tensors. Layers of the same
+shape save the same number of bytes, so at most two layers of each shape run.
 """
 
 from __future__ import annotations

@@ -225,8 +225,8 @@ def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tupl
     values = layered(project, stated)
     stops_no_more = bool(base.get("early_stop_patience")) and values.get("early_stop_patience") is None
     if resumes and stops_no_more and values.get("keep_best") is None and values.get("save_interval"):
-        # Set keep_best, because the resumed run no longer stops early: its default (null) would now mean false, and the
-        # best checkpoint would not be kept.
+        # The resumed run no longer stops early, so the default of keep_best (null) would now mean false. Set keep_best
+        # to true, so that the best checkpoint is still kept.
         values["keep_best"] = True
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:

@@ -152,7 +152,7 @@ def describe(
 
 
 class Endings(NamedTuple):
-    """Number of trained spans: in total, ended by an end token, and truncated."""
+    """Numbers of trained spans: all spans, spans with an end token, and truncated spans."""
 
     spans: int
     ended: int

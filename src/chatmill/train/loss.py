@@ -134,7 +134,7 @@ def weighted_loss(hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Lo
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and cross entropy as one autograd function, which computes the gradients in the forward pass already."""
+    """One autograd function for the head and the cross entropy; it computes the gradients during the forward pass."""
 
     @staticmethod
     def forward(
