@@ -84,7 +84,7 @@ class Diff:
     identical: bool
     """Whether both datasets have the same hash and therefore the same bytes."""
     by_key: bool
-    """Whether conversations are matched by text. Without keys, ids are compared, and `changed` is empty."""
+    """Whether conversations are matched by text. If not, they are matched by ids, and `changed` is empty."""
     equal: int
     added: Difference
     removed: Difference
@@ -135,7 +135,7 @@ def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | No
 
 
 class _Examples:
-    """Counts conversations and keeps the ones with the lowest numbers as examples."""
+    """Counts conversations, and keeps the lowest conversation numbers as examples."""
 
     def __init__(self) -> None:
         self.count = 0

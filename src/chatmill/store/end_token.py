@@ -84,7 +84,7 @@ IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
 class _Named(NamedTuple):
-    """An entry with the name of an end token; the smallest entry takes precedence."""
+    """An entry with the name of an end token; entries are compared as tuples, and the smallest takes precedence."""
 
     depth: int
     is_part: bool
@@ -138,7 +138,7 @@ def _compact(name: str) -> str:
 
 
 def _place(name: str) -> tuple[bool, int] | None:
-    """Return whether words precede the name of an end token, and the name's rank; None if it is not an end token."""
+    """Return whether words precede an end token's name in `name`, and its rank; None if there is no such name."""
     if name.strip() == "</s>":
         return False, END_NAMES.index("eos")
     every = _words(name)

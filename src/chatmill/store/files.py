@@ -192,7 +192,8 @@ def sync_tree(folder: Path) -> None:
 
 
 def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
-    """Raise `DataError` if a file must not be replaced or its parent folder is missing; call this before any work.
+    """Raise `DataError` if a file must not be replaced or its parent folder is missing; call this before doing any
+    work.
 
     Even with `overwrite`, links and devices are never replaced, and the path must not be, or be inside, one of the
     files and folders that the command `reads`.
@@ -213,7 +214,7 @@ def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ())
 
 @contextmanager
 def writing(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
-    """Open a new file for writing; the file becomes visible only if the block ends without an error."""
+    """Open a new file for writing; the file becomes visible only if the `with` block ends without an error."""
     refuse_existing(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     _remove_if_there(aside)

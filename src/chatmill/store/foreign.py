@@ -291,11 +291,12 @@ def unread_files(folder: OpenFolder) -> list[str]:
 
 
 def _end(entries: Table) -> int:
-    """Return the position after the last token of any episode."""
+    """Return the largest end position of all episodes."""
     if not len(entries):
         return 0
     ends = entries["start"] + entries["length"]
-    # If the end of an episode overflows 64 bits, use the largest integer.
+    # An end that overflows 64 bits is larger than those that do not; the sum below uses Python integers, which cannot
+    # overflow.
     overflows = ends < entries["start"]
     furthest = int(overflows.argmax() if overflows.any() else ends.argmax())
     start, length = entries[furthest].item()

@@ -241,7 +241,7 @@ def _on_bus_error(number: int, info: int, context: int) -> None:
                 os.write(2, f"{region.fault}\n".encode(errors="backslashreplace"))
                 os._exit(1)
             _this_thread.fault = region.fault
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # 0x10 is MAP_FIXED: replace the file with zeros.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # 0x10 is MAP_FIXED: map zeros at this address.
             _libc.mmap(region.address, size, mmap.PROT_READ, flags, -1, 0)
             return
     # The address is not in a mapped file, so call the previous handler.

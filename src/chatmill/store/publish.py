@@ -305,10 +305,11 @@ def building(
     source: Place | None = None,
     reads: Iterable[Path] = (),
 ) -> Iterator[Path]:
-    """Yield a locked folder next to `target` to build in; publish it when the block ends, or remove it on failure.
+    """Yield a locked folder next to `target` to build in; publish it when the `with` block ends, or remove it on
+    failure.
 
-    Leftovers of a killed process are removed first. `source` is the dataset that the block reads; `source` and `target`
-    must not overlap. `reads` are the files, other than `source`, that the block reads.
+    Leftovers of a killed process are removed first. `source` is the dataset that the `with` block reads; `source` and
+    `target` must not overlap. `reads` are the other files that the `with` block reads.
     """
     here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):
@@ -324,7 +325,7 @@ def building(
 
 @contextmanager
 def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> Iterator[Path]:
-    """Yield a locked, empty folder next to `target` to build in; the folder is removed if the block fails."""
+    """Yield a locked, empty folder next to `target` to build in; the folder is removed if the `with` block fails."""
     staging = target.with_name(f".{target.name}.{doing}")
     files.make_folder(staging)
     busy = f"{staging}: another process is building there; wait for it to finish"

@@ -43,7 +43,7 @@ def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Datase
     [266, 85]
 
     Datasets that other programs wrote in the format of the episode specification can also be opened, but have no spans
-    and origins; set `token_dtype` to uint16 or uint32 if the token type cannot be inferred (see `foreign`). If the
+    or origins; set `token_dtype` to uint16 or uint32 if the token type cannot be inferred (see `foreign`). If the
     dataset is replaced during this call, the result is either the old or the new dataset, never a mixture of both; see
     `folder`.
 

@@ -102,8 +102,8 @@ class Uploads:
             self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, info: FileInfo) -> None:
-        """Upload a file with this size and hash unless its object exists; raise the error of an earlier upload, if
-        any.
+        """Upload a file with this size and hash, unless its object exists; if an earlier upload failed, raise its
+        error.
         """
         for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
             self._running[sha256].result()
@@ -177,7 +177,9 @@ def scratch_folder(url: Url) -> Path:
 
 @contextmanager
 def building_remote(url: Url, doing: str, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a local folder to build in, and publish it at a URL when the block ends; like `building`, but for URLs."""
+    """Yield a local folder to build in, and publish it at a URL when the `with` block ends; see `building` for local
+    targets.
+    """
     target, local = check_remote_target(url, overwrite=overwrite), scratch_folder(url)
     with building_aside(local, doing) as staging, Uploads(target) as uploads:
         yield staging

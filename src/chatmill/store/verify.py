@@ -118,8 +118,8 @@ def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verifi
 def _split_counts(
     dataset: Dataset, faults: list[str], *, full: bool, before: Callable[[Shard], Iterable[str]] = lambda shard: ()
 ) -> dict[str, SplitCounts]:
-    """Check all shards, append faults, and return the counts of each split; skip a shard if `before` finds a fault in
-    it.
+    """Check all shards, add their faults to `faults`, and return the counts of each split; skip shards in which
+    `before` finds faults.
     """
     splits, metadata = {}, dataset.metadata
     for name in dataset.splits:
