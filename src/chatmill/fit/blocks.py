@@ -43,7 +43,8 @@ def pack_chat_blocks(
     eos_id: int,
     remainder: Remainder = "pad",
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    """Split documents of token ids, each without its final EOS, into blocks of exactly `block_size` ids with masks.
+    """Split documents of token ids, each without its final EOS, into blocks of `block_size` ids; return blocks and
+    masks.
 
     >>> markers = {"system_id": 1, "user_id": 2, "assistant_id": 3, "end_id": 4, "eos_id": 5}
     >>> blocks, masks = pack_chat_blocks([[2, 10, 4, 3, 11, 4]], block_size=8, **markers)
@@ -93,7 +94,9 @@ def stream_blocks(
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Return the blocks from token `at` on, and where the last block ends; it may be partial only if `last` is true."""
+    """Return the blocks that start at token `at` or later, and the end of the last block, which may be partial only if
+    `last` is true.
+    """
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; expected at least 1")
     if remainder not in ("pad", "drop"):
@@ -273,8 +276,8 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         _, segment, start, stop = _pieces(rows, start, stop)
         each = np.arange(len(segment) + 1)
         left_out = gather(rows, GatherPlan(start, stop, each, segment, each))
-        # A conversation without stored tokens is counted as a dropped row. Any other conversation is truncated, unless
-        # its end is in the dropped last block.
+        # Count a conversation without stored tokens as a dropped row. Count the missing tokens of any other
+        # conversation as truncated or, if they are in the dropped last block, as dropped.
         whole = ~np.isin(segment, stored)
         dropped = whole | (reason == "remainder")
         sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))

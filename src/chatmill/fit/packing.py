@@ -157,7 +157,7 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
 
 
 def _grouped(group: Index) -> Index:
-    """Compute a stable argsort in place, which is several times faster than `np.argsort` and needs no extra memory."""
+    """Replace the values with their stable argsort; this is several times faster than `np.argsort`."""
     group *= len(group)
     group += np.arange(len(group), dtype=np.int64)
     group.sort()

@@ -34,7 +34,9 @@ HEADER = "header_of_cut_message"
 """Ledger reason for rows that keep the header of a removed message; only the rule `exchanges` drops these rows."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
-"""Minimum average length of runs of unchanged rows for which copying each run in one step is faster."""
+"""Minimum average length of runs of unchanged rows for which each run is copied in one step; shorter runs are faster to
+copy row by row.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Truncation:
     source: Index
     start: Index
     stop: Index
-    """(new rows, 3)"""
+    """The shape of `start` and `stop` is (new rows, 3)."""
 
     def take(self, numbers: Index) -> Truncation:
         return Truncation(self.source[numbers], self.start[numbers], self.stop[numbers])

@@ -189,7 +189,9 @@ def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
 
 
 def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:
-    """Return True after each `assistant` token up to and including the next `close`, regardless of other markers."""
+    """Return a mask of the tokens after each `assistant` token, up to and including the next `close`, ignoring other
+    markers.
+    """
     tokens = np.asarray(ids, dtype=np.int64)
     place = np.arange(1, len(tokens) + 1)
     opened = np.maximum.accumulate(np.where(tokens == assistant, place, 0))

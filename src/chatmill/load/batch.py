@@ -105,7 +105,9 @@ class BatchCounts(NamedTuple):
 
 
 class HashedRows(NamedTuple):
-    """The steps to hash, with equal numbers of rows, and the position of a step's first row in the global batch."""
+    """The steps whose rows are hashed, and the position of this rank's first row in each global batch; all steps have
+    the same number of rows.
+    """
 
     steps: Sequence[int]
     first_row: int
@@ -291,7 +293,7 @@ class _PaddedRuns:
     """
 
     def __init__(self, first: Index, borders: Index | None = None) -> None:
-        """`borders` are the indices of the runs whose values `put` sets separately; runs of padding are counted."""
+        """`borders` are the indices, counting runs of padding, of the runs whose values `put` sets separately."""
         self.edges = offsets(np.diff(first) + 1)
         self._padding, self._borders = self.edges[1:] - 1, borders
         self._real = np.ones(self.edges[-1], dtype=np.bool_)

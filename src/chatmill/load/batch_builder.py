@@ -18,8 +18,8 @@ from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
-"""Numbers of positions of x that are looked up together, and that are copied as one chunk; each is at least one
-batch.
+"""Maximum numbers of positions of x that are looked up together and that are copied as one chunk; a larger batch is
+still looked up and copied as a whole.
 """
 LOOKUP_BATCHES = 256
 """Maximum number of batches that are looked up together."""
@@ -131,7 +131,9 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
 
 
 def _groups(steps: Iterator[PlannedStep], most: int) -> Iterator[list[PlannedStep]]:
-    """Yield lists of 1, 2, 4 … steps, up to `most`. If a step raises an error, yield the earlier steps first."""
+    """Yield lists of 1, 2, 4 … steps, up to `most`. If planning a step fails, yield the steps before it, then raise the
+    error.
+    """
     group: list[PlannedStep] = []
     size = 1
     # Keep a local reference, because a loader that was not closed may outlive the globals at interpreter exit.

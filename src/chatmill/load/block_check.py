@@ -26,9 +26,7 @@ def block_fault(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _other_rows(dataset: Dataset, block_size: int) -> str | None:
-    """Return the reason why a dataset does not consist of blocks of this size with only answers trained; None if it
-    does.
-    """
+    """Return why a dataset does not consist of blocks of this size that train only answers, or None if it does."""
     if isinstance(dataset, PrimerCache):
         return "is a cache with one conversation per row"
     if dataset.metadata is None:
@@ -43,9 +41,7 @@ def _other_rows(dataset: Dataset, block_size: int) -> str | None:
 
 
 def _trained_on(config: Mapping[str, Any]) -> set[Any]:
-    """Return all values of `train_on` in a dataset's config; after reweighing, those of individual sources do not
-    apply.
-    """
+    """Return all values of `train_on` in a dataset's config; after reweighing, values of sources are ignored."""
     chosen = {config.get("train_on")}
     if "reweighed_from" not in config:
         sources = config.get("sources")

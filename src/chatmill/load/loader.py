@@ -251,7 +251,7 @@ class EpisodeLoader(IterableDataset):
         return self._start_prefetch(name, self.plan(name), self.cursor(name), steps)
 
     def _start_prefetch(self, name: str, plan: LoadPlan, at: Cursor, steps: int | None) -> str | None:
-        """Start the downloads registered under this name, unless this process has started them already."""
+        """Start the downloads of a split, unless this process has already started them; return a warning or None."""
         # A forked process starts its own downloads, because threads do not survive a fork.
         if name in self._prefetches and self._prefetches[name].process == os.getpid():
             return None
@@ -333,7 +333,9 @@ class EpisodeLoader(IterableDataset):
         return state if worker is None else {**state, "worker": worker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, with any number of ranks; raise `UsageError` if the state does not match."""
+        """Resume from a state, with any number of ranks; raise `UsageError` if it does not match the dataset and the
+        config.
+        """
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
             raise UsageError(f"the loader state has version {_shown(version)}; expected {STATE_VERSION}")
@@ -401,7 +403,7 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
 
 
 def _skip(saved: Any, mine: Mapping[str, int] | None) -> int | None:
-    """Return the number of batches to skip before this worker's first batch, or None if the state has no workers."""
+    """Return the number of batches to skip before this worker's first batch, or None if no worker saved the state."""
     if saved is None:
         return None
     same = ("number", "workers")

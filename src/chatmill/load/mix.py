@@ -214,7 +214,7 @@ class LongMixSchedule:
         return self.weights * block // self._blocks
 
     def _block(self, positions: Index) -> Index:
-        """Return the block of each position of a period."""
+        """Return the number of the block that contains each position in a period."""
         block = positions * self._blocks // self.period
         # Because row counts are rounded down for each source, a block may start a few rows early.
         following = (self.weights[:, None] * (block + 1) // self._blocks).sum(axis=0)

@@ -26,7 +26,9 @@ LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
 
 
 class Places(NamedTuple):
-    """The location of episodes: shard (numbered over all sources), number and first token in the shard, and length."""
+    """The locations of episodes: the shard (numbered over all sources), the number and start within the shard, the
+    length.
+    """
 
     shard: Index
     number: Index

@@ -10,8 +10,8 @@ Both of Accelerate's classes call the dataset's `set_epoch` on every rank, in th
 batches. If a dataset wraps a loader and hides `set_epoch`, Accelerate is found on the call stack of the first batch,
 unless the `DataLoader` of a dispatcher has workers.
 
-transformers' Trainer, which collates single rows, calls `len` on the dataset first. Accelerate and transformers are
-recognized by their module names and are never imported.
+transformers' Trainer, which collates individual rows, calls `len` on the dataset before it reads rows. Accelerate and
+transformers are recognized by their module names and are never imported.
 """
 
 from __future__ import annotations

@@ -28,9 +28,10 @@ def is_remote(plan: LoadPlan) -> bool:
 
 
 def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefetch, str | None] | None:
-    """Start downloading the data of the next `steps` batches, or of an epoch; return None if all data is local.
+    """Start downloading the data that the next `steps` batches need; None means an epoch.
 
-    Also returns a warning if the data does not fit in the cache, otherwise None.
+    Returns the running download, with a warning if the data does not fit in the cache; returns None if all data is
+    local.
     """
     if not is_remote(plan):
         return None

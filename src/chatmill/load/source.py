@@ -98,7 +98,9 @@ class DataSource:
         return all(MASK in shard.records for name in self.dataset.splits for shard in self.dataset[name].shards)
 
     def short(self, split: str, least: int) -> Index:
-        """Return the episodes with fewer than `least` tokens, in ascending order; shards without them are not read."""
+        """Return the episodes with fewer than `least` tokens, in ascending order; shards without such episodes are not
+        read.
+        """
         episodes, metadata = self.dataset[split], self.dataset.metadata
         numbers = [np.empty(0, dtype=np.int64)]
         first = 0

@@ -100,7 +100,7 @@ class TokenDifference:
 
 
 class Outcome(StrEnum):
-    """The result of comparing a record."""
+    """How the rows of the two libraries for one record compare."""
 
     EQUAL = "equal"
     MASK = "trained differently"
@@ -111,7 +111,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class RowComparison:
-    """The comparison of one record."""
+    """The outcome of comparing one record, with token counts and differences."""
 
     outcome: Outcome
     counts: Counts

@@ -231,7 +231,7 @@ def sources_of(episodes: Episodes) -> list[str]:
 
 
 def gram_hashes(text: bytes) -> Index:
-    """Return the bit number of each run of four bytes."""
+    """Return, for each run of four bytes, the number of the bit that represents it in a bit set."""
     wide = np.frombuffer(text, dtype=np.uint8).astype(np.uint32)
     runs = wide[:-3] | wide[1:-2] << np.uint32(8) | wide[2:-1] << np.uint32(16) | wide[3:] << np.uint32(24)
     hashes: Index = (runs * np.uint32(0x9E3779B1) >> np.uint32(33 - BITS.bit_length())).astype(np.int64)

@@ -202,7 +202,7 @@ def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
 
 
 def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
-    """Return the tokenizer of the rows: `spec` or, if it is not given, `bytes`; None if the tokenizer is unknown."""
+    """Return the tokenizer `spec`; without `spec`, return `bytes` if the rows were made with it, otherwise None."""
     source = plan.sources[0]
     built_with, control, besides, name = tokenizer_metadata(source.dataset)
     if built_with is None:

@@ -43,7 +43,7 @@ class LongRow:
 
 @dataclass(frozen=True)
 class RowFill:
-    """The share of tokens that are not padding at one block size, with one episode per row and with packing."""
+    """The share of tokens that are not padding, for one block size: with one episode per row, and with packing."""
 
     block_size: int
     alone: float
